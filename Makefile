@@ -1,0 +1,45 @@
+# make setup | serve | test | lint | bench.  Needs Python 3.11+; uses uv when it is installed, venv + pip otherwise.
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PYTHON ?= python3
+comma  := ,
+EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
+STAMP  := $(VENV)/.ready
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test lint bench openblas clean
+
+help:
+	@echo "make setup   create $(VENV) with everything mlxd needs"
+	@echo "make serve   set up if needed, then serve on http://127.0.0.1:8484  (ARGS='--port 9000')"
+	@echo "make test    set up if needed, then run every test                  (ARGS='tests/worker -k stop')"
+	@echo "make lint    ruff and pyright"
+	@echo "make bench   mlxd beside a bare batch loop and mlx_lm.server, as ratios"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@deploy/setup.sh "$(PYTHON)" "$(VENV)" "$(EXTRAS)"
+	@touch $@
+
+serve: $(STAMP)
+	@exec $(VENV)/bin/mlxd $(ARGS)
+
+test: $(STAMP)
+	@echo "mlxd: running the tests"
+	@$(PY) -P -m pytest $(ARGS)
+
+lint: $(STAMP)
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/pyright
+
+bench: $(STAMP) openblas
+	@$(PY) benchmarks/compare.py $(ARGS)
+
+openblas: $(STAMP)
+	@deploy/openblas.sh "$(PY)"
+
+clean:
+	rm -rf $(VENV) .cache build dist *.egg-info

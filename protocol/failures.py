@@ -1,0 +1,75 @@
+"""Why a request or a worker failed: one closed set of codes for both sides of the wire."""
+
+from enum import IntEnum
+
+import msgspec
+
+
+class Code(IntEnum):
+    """A failure code. Numbers are wire values: append only."""
+
+    INTERNAL = 0
+    INVALID_REQUEST = 1
+    UNSUPPORTED = 2
+    CONTEXT_LENGTH_EXCEEDED = 3
+    TEMPLATE_ERROR = 4
+    BUSY = 5
+    DEADLINE_EXCEEDED = 6
+    ABORTED = 7
+    DRAINING = 8
+    WORKER_DIED = 9
+    QUARANTINED = 10
+    ROW_FAILED = 11
+    MODEL_MISSING = 20
+    MODEL_CORRUPT = 21
+    MODEL_UNSUPPORTED = 22
+    OUT_OF_MEMORY = 23
+    LOAD_TIMEOUT = 24
+    BAD_CONFIG = 25
+    INCOMPATIBLE = 26
+
+
+# Another attempt, on this worker later or on its successor, may succeed without any change to the request.
+RETRYABLE = frozenset({Code.BUSY, Code.DRAINING, Code.WORKER_DIED, Code.LOAD_TIMEOUT, Code.OUT_OF_MEMORY})
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """One failure. `message` is safe for clients; `detail` is for logs only; `param` names the offending field."""
+
+    code: Code
+    message: str
+    detail: str = ""
+    param: str | None = None
+
+    @property
+    def is_retryable(self) -> bool:
+        return self.code in RETRYABLE
+
+
+class Exit(IntEnum):
+    """Worker exit statuses (sysexits.h where one fits)."""
+
+    OK = 0
+    BAD_CONFIG = 64
+    MODEL_UNUSABLE = 66
+    INCOMPATIBLE = 69
+    INTERNAL = 70
+    OUT_OF_MEMORY = 71
+
+
+# Starting again cannot help until the configuration or the files change.
+FINAL_EXITS = frozenset({Exit.BAD_CONFIG, Exit.MODEL_UNUSABLE, Exit.INCOMPATIBLE, Exit.OUT_OF_MEMORY})
+
+EXIT_MEANING = {
+    0: "stopped as asked",
+    64: "bad configuration",
+    66: "the model is missing, corrupt or unsupported",
+    69: "gateway and worker speak different protocol versions",
+    70: "a fault in the step loop",
+    71: "not enough memory",
+    -6: "SIGABRT: a Metal or C++ abort",
+    -9: "SIGKILL: killed, most often for memory",
+    -11: "SIGSEGV: an out-of-bounds access in native code",
+    -15: "SIGTERM",
+}
+"""What an exit status means to an operator; negative numbers are signals, as subprocess reports them."""

@@ -1,0 +1,340 @@
+"""Every message between the gateway and its workers.
+
+A message is a msgpack array: an integer tag, then the fields in order. Fields are only ever appended, with a default;
+types never change and tags are never reused, so that each minor version reads every other of the same major.
+`tests/protocol/golden` holds the frames of every released minor.
+
+One generated sequence has one `rid`: a request with `n` choices or a list of prompts becomes several `Generate`s.
+Every `Generate` is answered by exactly one terminal event: a `Rejected`, or a `Delta` with `finish` set.
+"""
+
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from protocol.failures import Failure
+
+MAJOR = 1
+MINOR = 0
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker is started with: JSON in its argv, so it holds no secrets.
+
+    `path` is a folder, a Hugging Face repository in the local cache, or `demo` for the embedded model.
+    `dtype` is `auto` (float32 on CPU, else as stored), `float32`, `float16` or `bfloat16`.
+    `context` caps the model's own window (0: the model's); `prefill_chunk` is the longest prompt chunk in tokens.
+    """
+
+    name: str
+    path: str
+    epoch: int
+    down: str
+    up: str
+    dtype: str = "auto"
+    context: int = 0
+    max_running: int = 16
+    max_waiting: int = 256
+    prefill_chunk: int = 512
+    trust_remote_code: bool = False
+    orphan_grace_s: float = 30.0
+    orphan_max_s: float = 300.0
+    log_level: str = "info"
+
+    @property
+    def identity(self) -> bytes:
+        """The ROUTER identity of this incarnation."""
+        return f"{self.name}#{self.epoch}".encode()
+
+
+# -- generation requests ---------------------------------------------------------------------------------------------
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Messages for the chat template, already in the shape templates expect (`role`, `content`, …)."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    template_kwargs: dict[str, Any] = {}
+    # Continue the last assistant message instead of opening a new one.
+    continue_final: bool = False
+
+
+class TextPrompt(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Plain text, encoded as the tokenizer does by default (with its BOS, if it adds one)."""
+
+    text: str
+
+
+class TokensPrompt(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Token ids, checked against the vocabulary by the worker."""
+
+    ids: tuple[int, ...]
+
+
+Prompt = ChatPrompt | TextPrompt | TokensPrompt
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How tokens are chosen. The gateway validates ranges; the worker validates ids against its vocabulary.
+
+    Order: bias and penalties on logits, then temperature, top_k, top_p, min_p, as vLLM does.
+    `repetition_penalty` looks at prompt and output (CTRL, arXiv:1909.05858); `presence_penalty` and
+    `frequency_penalty` at the output only, as OpenAI defines them. `top_k` 0 and `top_p` 1 mean off.
+    The token at output position p is drawn with a key derived from (seed, p) and nothing else.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    ignore_eos: bool = False
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The gateway's answer to `Hello`. A new `boot` tells a surviving worker that the gateway was restarted."""
+
+    proto_minor: int
+    boot: int
+    heartbeat_s: float
+
+
+class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Generate one sequence.
+
+    `max_tokens` None means up to the end of the context; larger than what is left is clamped.
+    `top_logprobs` None means no logprobs, 0 means only the sampled token's. `echo` sends the prompt's text first.
+    `deadline_ms` is relative to receipt; 0 means none. Lower `priority` runs first; equal ones in order of arrival.
+    `want_progress` asks for `Progress` while the prompt is processed.
+    """
+
+    rid: int
+    prompt: Prompt
+    sampling: Sampling
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    echo: bool = False
+    priority: int = 0
+    deadline_ms: int = 0
+    want_progress: bool = False
+    trace: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Stop these sequences. Idempotent; each still gets its terminal event."""
+
+    rids: tuple[int, ...]
+    reason: str = "client"
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """A heartbeat, answered by `Pong`."""
+
+    seq: int
+    t_ns: int
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Take no new work, finish what runs until the deadline, abort the rest, answer `Drained`."""
+
+    deadline_s: float
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """Abort everything, free the model and exit 0."""
+
+    reason: str = "asked"
+
+
+class Dump(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """Write the stacks of all threads to stderr."""
+
+    call_id: int
+
+
+Down = Welcome | Generate | Abort | Ping | Drain | Shutdown | Dump
+
+
+# -- upstream --------------------------------------------------------------------------------------------------------
+
+
+class Kind(IntEnum):
+    """What the text of a `Delta` is."""
+
+    TEXT = 0
+    REASONING = 1
+    TOOL_BEGIN = 2
+    TOOL_ARGS = 3
+    TOOL_END = 4
+
+
+class Finish(IntEnum):
+    """Why a sequence ended."""
+
+    STOP = 0
+    LENGTH = 1
+    TOOL_CALLS = 2
+    ABORT = 3
+    ERROR = 4
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=32):
+    """The first message of a worker, and its answer to a new `Welcome.boot`. Frozen: fields are only appended."""
+
+    worker: str
+    epoch: int
+    pid: int
+    proto_major: int
+    proto_minor: int
+    package: str
+    mlx_version: str
+    state: str
+
+
+class Loading(msgspec.Struct, frozen=True, array_like=True, tag=33):
+    """Load progress; `stage` is `import`, `weights` or `warmup`."""
+
+    epoch: int
+    stage: str
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
+    """The model is loaded and warm."""
+
+    epoch: int
+    model_path: str
+    max_context: int
+    max_running: int
+    vocab_size: int
+    weights_bytes: int
+    load_s: float
+    model_type: str = ""
+    has_chat_template: bool = True
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
+    """The prompt was tokenized and queued."""
+
+    rid: int
+    prompt_tokens: int
+
+
+class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=36):
+    """Terminal: the sequence never started."""
+
+    rid: int
+    failure: Failure
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled token: its bytes, its log-probability (natural), and the likeliest tokens, best first."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """What one sequence cost. Times are milliseconds spent queued, prefilling and decoding."""
+
+    prompt: int
+    cached: int
+    completion: int
+    reasoning: int = 0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+class Tool(msgspec.Struct, frozen=True, array_like=True):
+    """Which tool call a TOOL_* delta belongs to. `name` is set on TOOL_BEGIN only."""
+
+    index: int
+    call_id: str = ""
+    name: str = ""
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True):
+    """New output of one sequence in one step.
+
+    `token_ids` are the ids sampled since the previous delta, whether or not their text is out yet, so that their
+    concatenation is always exactly what the model has produced. With `finish`, `usage` is set and, for ERROR, `failure`.
+    """
+
+    rid: int
+    kind: Kind = Kind.TEXT
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    tool: Tool | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: Finish | None = None
+    usage: Usage | None = None
+    failure: Failure | None = None
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """The worker's gauges; byte counts are MLX's own, `footprint` is what the system charges the process with."""
+
+    running: int
+    waiting: int
+    step_seq: int
+    step_age_ms: int
+    mem_active: int
+    mem_peak: int
+    mem_cache: int
+    footprint: int
+    kv_bytes: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):
+    """All output of one engine step. `stats` comes along every 100 ms or so."""
+
+    epoch: int
+    step_seq: int
+    deltas: list[Delta]
+    stats: Stats | None = None
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag=38):
+    """Prompt tokens processed so far; the proof of life behind a keep-alive."""
+
+    rid: int
+    processed: int
+    total: int
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=40):
+    """The answer to `Ping`, from a thread that the engine cannot block. `step_age_ms` is 0 when idle."""
+
+    seq: int
+    t_ns: int
+    stats: Stats
+
+
+class Drained(msgspec.Struct, frozen=True, array_like=True, tag=41):
+    """The worker is empty; `aborted` sequences did not finish in time."""
+
+    epoch: int
+    aborted: int
+
+
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=42):
+    """The last message of a worker."""
+
+    epoch: int
+    reason: str
+    failure: Failure | None = None
+
+
+Up = Hello | Loading | Ready | Accepted | Rejected | Step | Progress | Pong | Drained | Goodbye
