@@ -1,0 +1,200 @@
+from pathlib import Path
+
+import pytest
+
+from gateway.config import ConfigError, default_home, load_config
+from gateway.configtext import parse_duration, parse_size
+from gateway.hfcache import cached_models
+
+EXAMPLE = """
+[server]
+host = "127.0.0.1"
+port = 9000
+drain = "5s"
+max_body = "1MiB"
+log_level = "DEBUG"
+
+[models.coder]
+path = "mlx-community/Qwen3-Coder"
+aliases = ["default", "gpt-4o", "claude-*"]
+preload = true
+sampling = { temperature = 0.7, top_k = 20 }
+
+[models."org/name"]
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "no-such-hub"))
+
+
+def load(tmp_path: Path, text: str, **overrides: object):
+    path = tmp_path / "mlxd.toml"
+    path.write_text(text)
+    return load_config(tmp_path, path, **overrides)  # pyright: ignore[reportArgumentType]
+
+
+def failure(tmp_path: Path, text: str, **overrides: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, **overrides)
+    return str(caught.value).replace(str(tmp_path), "")
+
+
+def test_every_documented_key_is_read(tmp_path: Path) -> None:
+    config = load(tmp_path, EXAMPLE)
+
+    assert config.server.port == 9000
+    assert config.server.drain_s == 5
+    assert config.server.max_body_bytes == 1 << 20
+    assert config.server.log_level == "debug"
+    coder = config.models["coder"]
+    assert coder.aliases == ("default", "gpt-4o", "claude-*")
+    assert coder.preload
+    assert coder.sampling.temperature == 0.7
+    assert coder.sampling.top_k == 20
+    assert config.models["org/name"].path == "org/name"
+    assert config.run_dir == tmp_path / "run"
+
+
+def test_without_a_file_the_demo_is_served(tmp_path: Path) -> None:
+    config = load_config(tmp_path)
+
+    assert list(config.models) == ["demo"]
+    assert config.models["demo"].path == "demo"
+    assert config.models["demo"].aliases == ("default",)
+    assert not config.models["demo"].preload
+
+
+def test_without_a_file_the_hugging_face_cache_is_served_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = tmp_path / "hub"
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub))
+    _fake_repo(hub, "org--good", {"config.json": '{"model_type": "qwen3"}', "model.safetensors": ""})
+    _fake_repo(hub, "org--no-weights", {"config.json": '{"model_type": "qwen3"}'})
+    _fake_repo(
+        hub, "org--bert", {"config.json": '{"model_type": "b", "architectures": ["BertModel"]}', "m.safetensors": ""}
+    )
+    _fake_repo(hub, "org--broken", {"config.json": "{", "model.safetensors": ""})
+
+    assert cached_models() == ["org/good"]
+    assert list(load_config(tmp_path).models) == ["demo", "org/good"]
+
+
+def _fake_repo(hub: Path, name: str, files: dict[str, str]) -> None:
+    snapshot = hub / f"models--{name}" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (hub / f"models--{name}" / "refs").mkdir()
+    (hub / f"models--{name}" / "refs" / "main").write_text("abc")
+    for file, text in files.items():
+        (snapshot / file).write_text(text)
+
+
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
+    config = load(tmp_path, EXAMPLE, port=1234, log_level="Warning", host="::1")
+
+    assert (config.server.port, config.server.log_level, config.server.host) == (1234, "warning", "::1")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[server]\nprot = 1", "/mlxd.toml:2: unknown key 'prot' in [server]; did you mean 'port'?"),
+        ("\n\n[sevrer]\n", "/mlxd.toml:3: unknown key 'sevrer'; did you mean 'server'?"),
+        ("[models.a]\nalias = []", "/mlxd.toml:2: unknown key 'alias' in [models.a]; did you mean 'aliases'?"),
+        ("[models.a]\n\nsampling = {temprature = 1}", "did you mean 'temperature'?"),
+        ('[models."a.b/c"]\nzzz = 1', "/mlxd.toml:2: unknown key 'zzz' in [models.a.b/c]; known keys: aliases"),
+        ("[models.a]\nname = 'b'", "unknown key 'name'"),
+        ("models.a.zzz = 1", "/mlxd.toml:1: unknown key 'zzz'"),
+    ],
+)
+def test_unknown_keys_are_refused_with_their_line_and_a_suggestion(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in failure(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[server]\n\nport = 'x'", "/mlxd.toml:3: port: expected int, got str"),
+        ("[server]\nport = 99999", "/mlxd.toml:2: port: expected int <= 65535"),
+        ("[server]\nlog_level = 'loud'", "/mlxd.toml:2: log_level: unknown value 'loud'"),
+        ("[server]\ndrain = 'soon'", "/mlxd.toml:2: drain: 'soon' is not a duration"),
+        ("[server]\nmax_body = '1 furlong'", "/mlxd.toml:2: max_body: '1 furlong' is not a size"),
+        ("[server]\ndrain = -1", "/mlxd.toml:2: drain: expected float >= 0"),
+        ("[server]\ndrain = 1\ndrain_s = 1", "'drain' is given twice"),
+        ("[models.a]\nsampling = { top_p = 0 }", "/mlxd.toml:2: sampling.top_p: expected float > 0"),
+        ("[models.a]\naliases = [1]", "/mlxd.toml:2: aliases: expected str, got int"),
+        ("[models.a]\nsampling = 3", "/mlxd.toml:2: sampling: expected object, got int"),
+        ("[models.a]\ndtype = 'float8'", "unknown value 'float8'"),
+        ("[models]\na = 1", "/mlxd.toml:2: models.a must be a table"),
+        ("models = 1", "models must be a table"),
+        ("[server\n", "/mlxd.toml:1: "),
+        ("[server]\nport = = 1", "/mlxd.toml:2: "),
+    ],
+)
+def test_bad_values_name_their_line(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in failure(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[models.'a b']", "must not contain spaces"),
+        ("[models.'']", "is empty"),
+        ("[models.'a*']", "patterns belong in aliases"),
+        ("[models.-x]", "must not begin with '-'"),
+        (
+            "[models.a]\naliases = ['x']\n[models.b]\naliases = ['x']",
+            ":4: alias 'x' of model 'b' already belongs to 'a'",
+        ),
+        ("[models.a]\naliases = ['b']\n[models.b]", ":2: alias 'b' of model 'a' is the name of another model"),
+        ("[models.a]\naliases = ['a']", "already belongs to 'a'"),
+        (f"[models.{'x' * 201}]", "longer than 200 bytes"),
+    ],
+)
+def test_bad_and_duplicate_names_are_refused(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in failure(tmp_path, text)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.2", "::", "example.com"])
+def test_listening_beyond_loopback_is_refused_in_a_plain_sentence(tmp_path: Path, host: str) -> None:
+    assert ":2: refusing to listen on" in failure(tmp_path, f"[server]\nhost = '{host}'")
+    assert "refusing to listen on" in failure(tmp_path, "", host=host)
+
+
+def test_a_bad_override_is_blamed_on_the_option(tmp_path: Path) -> None:
+    assert failure(tmp_path, "", log_level="loud") == "--log-level: unknown value 'loud'"
+    assert failure(tmp_path, "", port=70000) == "--port: expected int <= 65535"
+
+
+def test_a_named_file_must_exist_and_the_default_one_need_not(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path, tmp_path / "absent.toml")
+    load_config(tmp_path / "nowhere")
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mlxd.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(tmp_path)
+
+
+def test_relative_model_folders_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = load(tmp_path, "[models.a]\npath = './weights'\n[models.b]\npath = '~/weights'\n[models.c]\npath = 'o/r'")
+
+    assert config.models["a"].path == str(tmp_path / "weights")
+    assert config.models["b"].path == "/home/someone/weights"
+    assert config.models["c"].path == "o/r"
+
+
+def test_the_home_folder_comes_from_the_environment() -> None:
+    assert default_home({"MLXD_HOME": "/srv/mlxd"}) == Path("/srv/mlxd")
+    assert default_home({}) == Path("~/.mlxd").expanduser()
+
+
+def test_durations_and_sizes_are_read_as_people_write_them() -> None:
+    assert [parse_duration(text) for text in ("30", "30s", "250ms", "1.5h", "2 d")] == [30, 30, 0.25, 5400, 172800]
+    assert [parse_size(text) for text in ("100", "1KiB", "2 MB", "0.5GiB")] == [100, 1024, 2_000_000, 1 << 29]
+    for bad in ("", "s", "-1s", "1 week", "1e9"):
+        with pytest.raises(ValueError, match="not a duration"):
+            parse_duration(bad)
