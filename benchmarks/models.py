@@ -1,0 +1,160 @@
+"""Random-weight Qwen3 models to measure with, built once into `.cache/bench-models`.
+
+Run it to build one and print where it is: `python -m benchmarks.models 50m`.
+
+Every engine must generate exactly the tokens asked for, and give out a piece of text for each. Not every server knows
+`ignore_eos`, so the weights see to it: the output rows of all special tokens, of tokens that are no text by themselves
+(parts of UTF-8 sequences, a lone space) and of ids beyond the tokenizer are zero. Their logits are then exactly 0, and
+the best of hundreds of others is above 0. The speed does not change: the same multiplications are done.
+"""
+
+import argparse
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from benchmarks.blas import CACHE
+from benchmarks.words import sentences
+
+SPECIALS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE: Final = r"""
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """The shape of a Qwen3 model. Change `recipe` when the builder changes what it writes."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = True
+    tokenizer_vocab: int = 4096
+    recipe: int = 1
+
+
+GEOMETRIES: Final[dict[str, Geometry]] = {
+    "5m": Geometry(layers=6, hidden=256, ffn=640, heads=8, kv_heads=4, head_dim=32, vocab=4096),
+    "50m": Geometry(layers=10, hidden=640, ffn=1728, heads=10, kv_heads=5, head_dim=64, vocab=4096),
+    "qwen3-0.6b": Geometry(layers=28, hidden=1024, ffn=3072, heads=16, kv_heads=8, head_dim=128, vocab=151936),
+    "qwen3-8b": Geometry(
+        layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, head_dim=128, vocab=151936, tied=False
+    ),
+}
+
+
+def build(name: str, dtype: str = "float32", root: Path = CACHE / "bench-models") -> Path:
+    """The folder of the model, built if it is not there. Raises KeyError for an unknown name."""
+    geometry = GEOMETRIES[name]
+    digest = hashlib.sha256(msgspec.json.encode([geometry, dtype, TEMPLATE])).hexdigest()[:8]
+    folder = root / f"{name}-{dtype}-{digest}"
+    if folder.exists():
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    # Built aside and renamed, so that a folder that exists is complete.
+    work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
+    try:
+        write(work, geometry, dtype)
+        work.chmod(0o755)
+        work.rename(folder)
+    except OSError:
+        if not folder.exists():  # else another process was quicker
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def write(folder: Path, geometry: Geometry, dtype: str) -> None:
+    """Write tokenizer, config and weights."""
+    import mlx.core as mx
+    from mlx_lm.models import qwen3
+    from mlx_lm.utils import save_config, save_model
+
+    tokenizer = _tokenizer(geometry.tokenizer_vocab)
+    tokenizer.save_pretrained(folder)
+    config = _config(geometry, dtype, tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    mx.random.seed(0)
+    model: Any = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    model.set_dtype(getattr(mx, dtype))
+    speaks = mx.array([float(token < len(tokenizer) and _is_text(tokenizer, token)) for token in range(geometry.vocab)])
+    output = model.model.embed_tokens if geometry.tied else model.lm_head
+    output.weight = (output.weight * speaks[:, None]).astype(getattr(mx, dtype))
+    mx.eval(model.parameters())
+    save_model(folder, model)
+    save_config(config, config_path=folder / "config.json")
+
+
+def _config(geometry: Geometry, dtype: str, eos: int) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": geometry.hidden,
+        "num_hidden_layers": geometry.layers,
+        "intermediate_size": geometry.ffn,
+        "num_attention_heads": geometry.heads,
+        "num_key_value_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": geometry.vocab,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": geometry.tied,
+        "eos_token_id": eos,
+        "torch_dtype": dtype,
+    }
+
+
+def _tokenizer(size: int) -> Any:
+    """A byte-level BPE tokenizer trained on invented words."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers import models as kinds
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(kinds.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(SPECIALS),
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train_from_iterator(sentences(20_000, seed=2), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=32768,
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def _is_text(tokenizer: Any, token: int) -> bool:
+    text = tokenizer.decode([token])
+    return (
+        token not in tokenizer.all_special_ids and text.isascii() and text.strip().isprintable() and bool(text.strip())
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=sorted(GEOMETRIES))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    args = parser.parse_args()
+    print(build(args.name, args.dtype))
+
+
+if __name__ == "__main__":
+    main()
