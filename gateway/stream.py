@@ -1,0 +1,191 @@
+"""What a worker said about the sequences of one HTTP request, merged while the client is slow."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from protocol.failures import Failure
+from protocol.messages import Delta, Finish, Kind, TokenLogprob
+
+# A TOOL_BEGIN or TOOL_END is an event, not text: two of them are never one.
+_JOINABLE: Final = frozenset({Kind.TEXT, Kind.REASONING, Kind.TOOL_ARGS})
+
+
+class Collector:
+    """Everything said about the sequences of one request, for one reader.
+
+    The link puts, one task reads. Nothing is dropped and the order per rid is kept; unread deltas of one rid and kind
+    become one, so what waits for a slow reader is bounded by `max_tokens`. Exactly one terminal delta per rid comes
+    out, whatever is put. A terminal delta that the gateway made (`fail`) carries no usage.
+    """
+
+    __slots__ = (
+        "_deadline",
+        "_loop",
+        "_open",
+        "_tails",
+        "_timer",
+        "_unread",
+        "_waiter",
+        "accepted",
+        "last_activity",
+        "progress",
+        "rids",
+    )
+
+    def __init__(self, rids: Sequence[int], loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop or asyncio.get_running_loop()
+        self.rids = tuple(rids)
+        self.accepted: dict[int, int] = {}
+        self.progress: tuple[int, int] | None = None
+        self.last_activity = self._loop.time()
+        self._open = set(rids)
+        self._unread: list[Delta | _Run] = []
+        # rid -> index of its newest unread delta
+        self._tails: dict[int, int] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """Every rid has had its terminal delta, and it was read."""
+        return not self._open and not self._unread
+
+    def put(self, delta: Delta) -> None:
+        """Add a delta. One that follows its rid's terminal delta is ignored."""
+        rid = delta.rid
+        if rid not in self._open:
+            return
+        self.last_activity = self._loop.time()
+        index = self._tails.get(rid)
+        if index is None or not self._join(index, delta):
+            self._tails[rid] = len(self._unread)
+            self._unread.append(delta)
+        if delta.finish is not None:
+            self._open.discard(rid)
+        self._wake()
+
+    def fail(self, failure: Failure) -> None:
+        """End every unfinished rid with an ERROR delta."""
+        for rid in self.rids:
+            self.put(Delta(rid, finish=Finish.ERROR, failure=failure))
+
+    def note_accepted(self, rid: int, prompt_tokens: int) -> None:
+        self.last_activity = self._loop.time()
+        self.accepted[rid] = prompt_tokens
+
+    def note_progress(self, processed: int, total: int) -> None:
+        self.last_activity = self._loop.time()
+        self.progress = (processed, total)
+
+    async def next(self, timeout_s: float | None = None) -> list[Delta]:
+        """All unread deltas, waiting for the first. Empty on timeout, and at once when `is_done`."""
+        if not self._unread and self._open:
+            await self._wait(timeout_s)
+        unread = self._unread
+        if not unread:
+            return []
+        self._unread = []
+        self._tails.clear()
+        if not self._open:
+            self.close()
+        return [item if isinstance(item, Delta) else item.joined() for item in unread]
+
+    def close(self) -> None:
+        """Stop the timer. Called by the link when it forgets the request, and at the end."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _join(self, index: int, delta: Delta) -> bool:
+        last = self._unread[index]
+        if isinstance(last, Delta):
+            if not _is_joinable(last.kind, last.tool and last.tool.index, delta):
+                return False
+            self._unread[index] = last = _Run(last)
+        elif not _is_joinable(last.first.kind, last.first.tool and last.first.tool.index, delta):
+            return False
+        last.add(delta)
+        return True
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        assert self._waiter is None, "a collector has one reader"
+        self._waiter = waiter = self._loop.create_future()
+        if timeout_s is not None:
+            self._deadline = self._loop.time() + timeout_s
+            if self._timer is None or self._timer.when() > self._deadline:
+                self._arm()
+        else:
+            self._deadline = float("inf")
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+
+    def _arm(self) -> None:
+        self.close()
+        self._timer = self._loop.call_at(self._deadline, self._on_timer)
+
+    def _on_timer(self) -> None:
+        # The timer outlives many waits: armed once, it looks at the newest deadline when it fires.
+        self._timer = None
+        if self._waiter is None or self._deadline == float("inf"):
+            return
+        if self._loop.time() < self._deadline:
+            self._arm()
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+def _is_joinable(kind: Kind, tool_index: int | None, delta: Delta) -> bool:
+    if delta.kind is not kind or kind not in _JOINABLE:
+        return False
+    return (delta.tool and delta.tool.index) == tool_index
+
+
+@dataclass(slots=True)
+class _Run:
+    """Unread deltas of one rid and kind. Owned by its collector."""
+
+    first: Delta
+    last: Delta = field(init=False)
+    texts: list[str] = field(init=False)
+    token_ids: list[int] = field(init=False)
+    logprobs: list[TokenLogprob] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.last = self.first
+        self.texts = [self.first.text]
+        self.token_ids = list(self.first.token_ids)
+        self.logprobs = None if self.first.logprobs is None else list(self.first.logprobs)
+
+    def add(self, delta: Delta) -> None:
+        self.last = delta
+        if delta.text:
+            self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs.extend(delta.logprobs)
+
+    def joined(self) -> Delta:
+        first, last = self.first, self.last
+        return Delta(
+            first.rid,
+            kind=first.kind,
+            text="".join(self.texts),
+            token_ids=tuple(self.token_ids),
+            tool=first.tool,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            finish=last.finish,
+            usage=last.usage,
+            failure=last.failure,
+        )
