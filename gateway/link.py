@@ -1,0 +1,312 @@
+"""The gateway's two sockets, the table of running sequences, and the fence that keeps old epochs out."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+import zmq
+import zmq.asyncio
+
+from gateway.pool.state import Events
+from gateway.stream import Collector
+from protocol import sockets
+from protocol.codec import MalformedFrame, decode_up, encode
+from protocol.failures import Failure
+from protocol.messages import (
+    Abort,
+    Accepted,
+    Delta,
+    Down,
+    Drained,
+    Finish,
+    Generate,
+    Goodbye,
+    Hello,
+    Loading,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Rejected,
+    Stats,
+    Step,
+    Up,
+)
+
+log = logging.getLogger(__name__)
+
+# Deltas handled before other tasks get a turn.
+BATCH_DELTAS: Final = 128
+MALFORMED_LOG_S: Final = 1.0
+# A rid is the boot in its upper half, so that what a surviving worker still says about an earlier gateway's requests
+# can never be taken for ours. A Ping's seq is the epoch in its upper part: a Pong names no worker.
+RID_BITS: Final = 32
+SEQ_BITS: Final = 24
+
+
+class WorkerGone(Exception):
+    """The worker could not be reached. Nothing was sent: another attempt is safe."""
+
+
+class Peer(Protocol):
+    """What the link knows of a worker."""
+
+    name: str
+    epoch: int
+    stats: Stats | None
+
+    @property
+    def is_ready(self) -> bool: ...
+    def post(self, message: Hello | Loading | Ready | Pong | Drained | Goodbye) -> None: ...
+    def suspect(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Flight:
+    """One sequence between its Generate and its terminal event. Owned by the link.
+
+    `generate` and `token_ids` (all that the client was sent) are what a successor needs to go on.
+    """
+
+    generate: Generate
+    peer: Peer
+    epoch: int
+    collector: Collector
+    is_accepted: bool = False
+    token_ids: list[int] = field(default_factory=list)
+
+
+class Link:
+    """Sends to workers, and tells each collector what was said about its sequences.
+
+    One task owns the sockets; everything here runs on its loop. An epoch belongs to one worker incarnation of this
+    home, for ever: messages of an epoch that is not attached are dropped and counted.
+    """
+
+    def __init__(self, run_dir: Path, events: Events, *, boot: int | None = None) -> None:
+        self.boot = secrets.randbits(31) | 1 if boot is None else boot
+        self.down, self.up = sockets.addresses(run_dir)
+        self._events = events
+        self._peers: dict[int, Peer] = {}
+        self._flights: dict[int, Flight] = {}
+        self._rid = self.boot << RID_BITS
+        self._seq = 0
+        self._next_malformed_log = 0.0
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        self._pull: zmq.Socket[bytes] | None = None
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Bind both sockets. The run directory's lock must be held: stale socket files are replaced."""
+        self._context = zmq.Context()
+        self._router = sockets.bind_router(self._context, self.down)
+        self._pull = sockets.bind_pull(self._context, self.up)
+
+    async def run(self) -> None:
+        """Read until cancelled: one await, then everything that is there, in batches."""
+        assert self._pull is not None, "open() comes first"
+        pull = self._pull
+        awaitable = zmq.asyncio.Socket.shadow(pull)
+        try:
+            while True:
+                deltas = self._handle(await awaitable.recv())
+                while (frame := _receive(pull)) is not None:
+                    deltas += self._handle(frame)
+                    if deltas >= BATCH_DELTAS:
+                        deltas = 0
+                        await asyncio.sleep(0)
+        finally:
+            awaitable.close()
+
+    def close(self) -> None:
+        """Close the sockets at once. What was not sent is dropped."""
+        for socket in (self._router, self._pull):
+            if socket is not None:
+                socket.close(0)
+        if self._context is not None:
+            self._context.term()
+        self._context = self._router = self._pull = None
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def next_rid(self) -> int:
+        self._rid += 1
+        return self._rid
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def submit(self, worker: Peer, requests: Sequence[Generate]) -> Collector:
+        """Start the sequences of one request on `worker`. Raises `WorkerGone`, and then none of them has started."""
+        if not worker.is_ready:
+            raise WorkerGone(f"{worker.name} is not ready")
+        collector = Collector([request.rid for request in requests])
+        for request in requests:
+            self._flights[request.rid] = Flight(request, worker, worker.epoch, collector)
+        try:
+            for request in requests:
+                self.send(worker, request)
+        except WorkerGone:
+            for request in requests:
+                self._flights.pop(request.rid, None)
+            worker.suspect()
+            raise
+        return collector
+
+    def abort(self, rids: Iterable[int], reason: str) -> None:
+        """Stop sequences and forget them. Unknown and finished rids are ignored."""
+        by_worker: dict[int, tuple[Peer, list[int]]] = {}
+        for rid in rids:
+            flight = self._flights.pop(rid, None)
+            if flight is None:
+                continue
+            flight.collector.close()
+            by_worker.setdefault(flight.epoch, (flight.peer, []))[1].append(rid)
+        for epoch, (peer, own) in by_worker.items():
+            if peer.epoch == epoch:
+                self._try_send(peer, Abort(tuple(own), reason))
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def attach(self, peer: Peer) -> None:
+        """Let the messages of `peer.epoch` in."""
+        self._peers[peer.epoch] = peer
+
+    def detach(self, epoch: int) -> list[Flight]:
+        """Fence an epoch off. Returns its unfinished sequences, whose fate the caller decides."""
+        self._peers.pop(epoch, None)
+        lost = [flight for flight in self._flights.values() if flight.epoch == epoch]
+        for flight in lost:
+            del self._flights[flight.generate.rid]
+        return lost
+
+    def fail(self, flights: Iterable[Flight], failure: Failure) -> None:
+        """End detached sequences."""
+        for flight in flights:
+            flight.collector.put(Delta(flight.generate.rid, finish=Finish.ERROR, failure=failure))
+
+    def send(self, peer: Peer, message: Down) -> None:
+        """Send at once. Raises `WorkerGone` when the worker is not connected."""
+        if self._router is None:
+            raise WorkerGone("the link is closed")
+        try:
+            self._router.send_multipart((f"{peer.name}#{peer.epoch}".encode(), encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise WorkerGone(f"{peer.name}#{peer.epoch}: {error}") from error
+
+    def ping(self, peer: Peer, t_ns: int) -> None:
+        """Send a heartbeat. A worker that is gone is noticed elsewhere."""
+        self._seq = (self._seq + 1) & ((1 << SEQ_BITS) - 1)
+        self._try_send(peer, Ping(peer.epoch << SEQ_BITS | self._seq, t_ns))
+
+    def _try_send(self, peer: Peer, message: Down) -> None:
+        with contextlib.suppress(WorkerGone):
+            self.send(peer, message)
+
+    # -- what workers say --------------------------------------------------------------------------------------------
+
+    def _handle(self, frame: bytes) -> int:
+        """Dispatch one frame. Returns how much work it was, in deltas."""
+        try:
+            message = decode_up(frame)
+        except MalformedFrame as error:
+            self._note_malformed(frame, error)
+            return 1
+        if type(message) is Step:
+            self._on_step(message)
+            return 1 + len(message.deltas)
+        self._on_other(message)
+        return 1
+
+    def _on_step(self, step: Step) -> None:
+        epoch = step.epoch
+        peer = self._peers.get(epoch)
+        if peer is None:
+            self._events.stale_message()
+            return
+        flights = self._flights
+        strangers: list[int] | None = None
+        for delta in step.deltas:
+            rid = delta.rid
+            flight = flights.get(rid)
+            if flight is None or flight.epoch != epoch:
+                # Just aborted, or begun by an earlier gateway: then nobody else will ever stop it.
+                if rid >> RID_BITS != self.boot and delta.finish is None:
+                    strangers = [*(strangers or ()), rid]
+                continue
+            flight.token_ids.extend(delta.token_ids)
+            if delta.finish is not None:
+                del flights[rid]
+            flight.collector.put(delta)
+        if strangers:
+            self._try_send(peer, Abort(tuple(strangers), "gateway restarted"))
+        if step.stats is not None:
+            peer.stats = step.stats
+        self._events.step(peer.name, step)
+
+    def _on_other(self, message: Up) -> None:
+        match message:
+            case Accepted(rid, prompt_tokens):
+                if flight := self._flights.get(rid):
+                    flight.is_accepted = True
+                    flight.collector.note_accepted(rid, prompt_tokens)
+            case Progress(rid, processed, total):
+                if flight := self._flights.get(rid):
+                    flight.collector.note_progress(processed, total)
+            case Rejected(rid, failure):
+                if flight := self._flights.pop(rid, None):
+                    flight.collector.put(Delta(rid, finish=Finish.ERROR, failure=failure))
+            case Pong():
+                self._on_pong(message)
+            case Hello():
+                self._on_hello(message)
+            case Loading() | Ready() | Drained() | Goodbye():
+                if peer := self._peers.get(message.epoch):
+                    peer.post(message)
+                else:
+                    self._events.stale_message()
+            case Step():
+                raise AssertionError("steps go the short way")
+
+    def _on_pong(self, pong: Pong) -> None:
+        peer = self._peers.get(pong.seq >> SEQ_BITS)
+        if peer is None:
+            self._events.stale_message()
+            return
+        peer.stats = pong.stats
+        peer.post(pong)
+        self._events.pong(peer.name, pong)
+
+    def _on_hello(self, hello: Hello) -> None:
+        # A DEALER's first frame only makes it routable; nothing else ever comes up this way.
+        if self._router is not None:
+            while _receive(self._router) is not None:
+                pass
+        peer = self._peers.get(hello.epoch)
+        if peer is not None and peer.name == hello.worker:
+            peer.post(hello)
+            return
+        self._events.stale_message()
+        log.warning("refused worker %s#%d (pid %d): not one that is wanted", hello.worker, hello.epoch, hello.pid)
+
+    def _note_malformed(self, frame: bytes, error: MalformedFrame) -> None:
+        self._events.malformed_frame()
+        now = asyncio.get_running_loop().time()
+        if now >= self._next_malformed_log:
+            self._next_malformed_log = now + MALFORMED_LOG_S
+            log.warning("dropped a malformed frame of %d bytes: %s", len(frame), error)
+
+
+def _receive(socket: zmq.Socket[bytes]) -> bytes | None:
+    try:
+        return socket.recv(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
