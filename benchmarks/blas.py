@@ -11,7 +11,7 @@ OPENBLAS: Final = CACHE / "openblas" / "lib"
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, offline, with the checkout importable and OpenBLAS preloaded where `make openblas` put it."""
+    """Ours, offline, with the checkout importable, and OpenBLAS preloaded where `make openblas` put it."""
     environ = dict(os.environ)
     paths = [str(ROOT), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))

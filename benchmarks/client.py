@@ -1,0 +1,249 @@
+"""A small HTTP/1.1 client for streams, cheap enough to load a server from the same two cores.
+
+One `Connection` carries one request at a time. Everything that happens per event happens in the socket's callback: no
+task is woken before the answer is complete. A general client costs as much per token as the gateway that it measures.
+"""
+
+import asyncio
+import ssl
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+_DATA: Final = b"data:"
+_DONE: Final = b"[DONE]"
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came back for one request. Times are `time.perf_counter` seconds; owned by the connection until `ended`."""
+
+    sent: float = 0.0
+    ended: float = 0.0
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    # When each event with text arrived, and the text.
+    times: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    is_done: bool = False
+    error: str = ""
+    body: bytes = b""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200 and not self.error
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where to send to."""
+
+    host: str
+    port: int
+    prefix: str = ""
+    tls: bool = False
+    api_key: str = ""
+
+    @classmethod
+    def parse(cls, url: str, api_key: str = "") -> "Target":
+        """A base URL with or without `/v1`. Raises ValueError."""
+        parts = urlsplit(url if "//" in url else "http://" + url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"not an http or https URL: {url}")
+        tls = parts.scheme == "https"
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, parts.port or (443 if tls else 80), prefix, tls, api_key)
+
+    def request(self, path: str, body: bytes | None) -> bytes:
+        """The bytes of a request; a POST when there is a body."""
+        key = f"authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        head = f"{'GET' if body is None else 'POST'} {self.prefix}{path} HTTP/1.1\r\nhost: {host}:{self.port}\r\n{key}"
+        if body is None:
+            return f"{head}\r\n".encode()
+        return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+class Connection(asyncio.Protocol):
+    """One socket, kept alive between requests and opened again when the server has closed it."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._reply = Reply()
+        self._done: asyncio.Future[None] | None = None
+        self._rest = b""
+        self._is_stream = False
+
+    async def connect(self) -> None:
+        """Raises OSError."""
+        if self._transport is None or self._transport.is_closing():
+            context = ssl.create_default_context() if self._target.tls else None
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: self, self._target.host, self._target.port, ssl=context)
+
+    async def request(self, path: str, body: bytes | None = None, timeout_s: float = 600.0) -> Reply:
+        """Send and wait for the whole answer. Never raises for what the server does: see `Reply.error`."""
+        reply = self._reply = Reply(sent=time.perf_counter())
+        self._rest = b""
+        self._is_stream = False
+        try:
+            await self.connect()
+        except OSError as error:
+            reply.error = f"connect: {error}"
+            reply.ended = time.perf_counter()
+            return reply
+        loop = asyncio.get_running_loop()
+        self._done = loop.create_future()
+        self._parser = httptools.HttpResponseParser(self)
+        assert self._transport is not None
+        self._transport.write(self._target.request(path, body))
+        timer = loop.call_later(timeout_s, self._fail, "timeout")
+        await self._done
+        timer.cancel()
+        reply.ended = time.perf_counter()
+        return reply
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(f"malformed answer: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._done is None or self._done.done():
+            return
+        # Without a length or chunks (HTTP/1.0) the end of the connection is the end of the answer.
+        is_whole = exc is None and self._reply.status and "content-length" not in self._reply.headers
+        if is_whole and "transfer-encoding" not in self._reply.headers:
+            self.on_message_complete()
+        else:
+            self._fail(f"connection lost: {exc or 'closed before the answer was complete'}")
+
+    # -- httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        self._reply.status = self._parser.get_status_code()
+        self._is_stream = self._reply.headers.get("content-type", "").startswith("text/event-stream")
+
+    def on_body(self, body: bytes) -> None:
+        if not self._is_stream:
+            self._reply.body += body
+            return
+        now = time.perf_counter()
+        *events, self._rest = (self._rest + body).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            self._on_event(event, now)
+
+    def on_message_complete(self) -> None:
+        if self._done is None or self._done.done():
+            return
+        if self._is_stream and not self._reply.is_done and not self._reply.error:
+            self._reply.error = "the stream ended without [DONE]"
+        if self._parser is not None and not self._parser.should_keep_alive() and self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        self._done.set_result(None)
+
+    # -- ours
+
+    def _on_event(self, event: bytes, now: float) -> None:
+        if not event.startswith(_DATA):
+            if b"\n" + _DATA not in event:
+                return  # a comment: a keep-alive
+            event = event[event.index(b"\n" + _DATA) + 1 :]
+        data = event[len(_DATA) :].strip()
+        reply = self._reply
+        if data == _DONE:
+            reply.is_done = True
+            return
+        try:
+            message = _decode_event(data)
+        except msgspec.MsgspecError as error:
+            reply.error = f"malformed event: {error}"
+            return
+        if message.error is not None:
+            reply.error = f"error event: {message.error}"
+        if message.usage is not None:
+            reply.prompt_tokens = message.usage.prompt_tokens
+            reply.completion_tokens = message.usage.completion_tokens
+        for choice in message.choices:
+            if text := _text_of(choice):
+                reply.times.append(now)
+                reply.texts.append(text)
+
+    def _fail(self, error: str) -> None:
+        if self._done is not None and not self._done.done():
+            self._reply.error = error
+            self._done.set_result(None)
+            if self._transport is not None:
+                self._transport.abort()
+                self._transport = None
+
+
+def _text_of(choice: _Choice) -> str:
+    if choice.delta is None:
+        return choice.text or ""
+    return choice.delta.content or choice.delta.reasoning or choice.delta.reasoning_content or ""
+
+
+def run(main: Any) -> Any:
+    """`asyncio.run`, on uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)

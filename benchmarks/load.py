@@ -1,0 +1,111 @@
+"""A closed loop of streaming requests: as soon as one is answered, its client sends the next."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import msgspec
+
+from benchmarks.client import Connection, Reply, Target
+from benchmarks.measure import Summary, summarize_ms
+
+CHAT: Final = "chat"
+COMPLETION: Final = "completion"
+_PATHS: Final = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions"}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request. `extra` is added to the body as it is."""
+
+    prompt: str
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent, where and how."""
+
+    target: Target
+    model: str
+    endpoint: str = COMPLETION
+    extra: dict[str, Any] | None = None
+    timeout_s: float = 600.0
+
+    def body(self, job: Job) -> bytes:
+        """The JSON of one streaming greedy request."""
+        asked: dict[str, Any] = (
+            {"messages": [{"role": "user", "content": job.prompt}]} if self.endpoint == CHAT else {"prompt": job.prompt}
+        )
+        fixed = {"model": self.model, "max_tokens": job.max_tokens, "temperature": 0, "stream": True}
+        return msgspec.json.encode(asked | fixed | {"stream_options": {"include_usage": True}} | (self.extra or {}))
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One measurement. `tokens_per_s` counts output tokens as the server's usage does, over the whole wall time."""
+
+    concurrency: int
+    requests: int
+    errors: int
+    wall_s: float
+    prompt_tokens: int
+    completion_tokens: int
+    tokens_per_s: float
+    requests_per_s: float
+    ttft_ms: Summary
+    itl_ms: Summary
+    e2e_ms: Summary
+    events_per_token: float
+    first_errors: list[str]
+
+
+async def closed_loop(load: Load, jobs: Sequence[Job], concurrency: int) -> tuple[float, list[Reply]]:
+    """The wall time from the first request to the last answer, and the replies in the order of `jobs`."""
+    replies: list[Reply | None] = [None] * len(jobs)
+    bodies = [load.body(job) for job in jobs]
+    todo = iter(range(len(jobs)))
+    path = _PATHS[load.endpoint]
+    connections = [Connection(load.target) for _ in range(min(concurrency, len(jobs)))]
+
+    async def client(connection: Connection) -> None:
+        for at in todo:
+            replies[at] = await connection.request(path, bodies[at], load.timeout_s)
+
+    start = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for connection in connections:
+            group.create_task(client(connection))
+    wall_s = time.perf_counter() - start
+    for connection in connections:
+        connection.close()
+    return wall_s, [reply for reply in replies if reply is not None]
+
+
+def report(concurrency: int, wall_s: float, replies: Sequence[Reply]) -> Report:
+    """Fold replies. Tokens of failed requests are not counted; inter-token times are gaps between events with text."""
+    good = [reply for reply in replies if reply.ok]
+    tokens = sum(reply.completion_tokens for reply in good)
+    events = sum(len(reply.times) for reply in good)
+    failures = [
+        reply.error or f"HTTP {reply.status}: {reply.body[:200].decode(errors='replace')}"
+        for reply in replies
+        if not reply.ok
+    ]
+    return Report(
+        concurrency=concurrency,
+        requests=len(replies),
+        errors=len(failures),
+        wall_s=round(wall_s, 4),
+        prompt_tokens=sum(reply.prompt_tokens for reply in good),
+        completion_tokens=tokens,
+        tokens_per_s=round(tokens / wall_s, 2),
+        requests_per_s=round(len(good) / wall_s, 3),
+        ttft_ms=summarize_ms([reply.times[0] - reply.sent for reply in good if reply.times]),
+        itl_ms=summarize_ms([b - a for reply in good for a, b in pairwise(reply.times)]),
+        e2e_ms=summarize_ms([reply.ended - reply.sent for reply in good]),
+        events_per_token=round(events / tokens, 3) if tokens else 0.0,
+        first_errors=list(dict.fromkeys(failures))[:5],
+    )
