@@ -1,0 +1,261 @@
+"""The three things that are compared, each in processes of its own, started alike."""
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+import psutil
+
+from benchmarks import blas
+from benchmarks.bare import Answer, Order
+from benchmarks.client import Connection, Target
+from benchmarks.load import Job, Load, closed_loop, report
+from benchmarks.measure import Summary, cpu_s, summarize_ms, tree
+
+STOP_S: Final = 15.0
+# Of a log, when a server does not start.
+LAST_BYTES: Final = 2000
+
+
+class Unavailable(Exception):
+    """The engine cannot run here; the message says why."""
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One measurement of one engine. `server_cpu_s`: the process that was started, then its children together."""
+
+    tokens_per_s: float
+    wall_s: float
+    tokens: int
+    errors: int
+    ttft_ms: Summary
+    itl_ms: Summary
+    server_cpu_s: tuple[float, float]
+    client_cpu_s: float
+    texts: list[str] = []
+    first_errors: list[str] = []
+
+
+class Engine(Protocol):
+    """Started once, measured many times."""
+
+    name: str
+
+    async def start(self) -> None: ...
+
+    async def measure(self, jobs: Sequence[Job], concurrency: int) -> Sample: ...
+
+    async def stop(self) -> None: ...
+
+
+class Bare:
+    """mlx-lm's batch loop in a child process."""
+
+    name = "bare"
+
+    def __init__(self, model: Path, load_timeout_s: float) -> None:
+        self._model = model
+        self._load_timeout_s = load_timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "benchmarks.bare", str(self._model)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=blas.environment(),
+            limit=1 << 30,
+        )
+        async with asyncio.timeout(self._load_timeout_s):
+            await self._line()
+
+    async def order(self, order: Order) -> Answer:
+        """Have one order carried out. Raises Unavailable when the process has died."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+        return msgspec.json.decode(await self._line(), type=Answer)
+
+    async def measure(self, jobs: Sequence[Job], concurrency: int) -> Sample:
+        answer = await self.order(Order([job.prompt for job in jobs], jobs[0].max_tokens, concurrency))
+        pairs = list(zip(answer.inserted_s, answer.token_s, strict=True))
+        return Sample(
+            tokens_per_s=answer.tokens / answer.wall_s,
+            wall_s=answer.wall_s,
+            tokens=answer.tokens,
+            errors=0,
+            ttft_ms=summarize_ms([times[0] - inserted for inserted, times in pairs]),
+            itl_ms=summarize_ms([b - a for _, times in pairs for a, b in pairwise(times)]),
+            server_cpu_s=(answer.cpu_s, 0.0),
+            client_cpu_s=0.0,
+            texts=answer.texts,
+        )
+
+    async def stop(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            await self._process.wait()
+
+    async def _line(self) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            raise Unavailable("the bare loop died; its message is above")
+        return line
+
+
+class Server:
+    """An HTTP server in a child process, with a folder of its own that is removed at the end."""
+
+    name = ""
+    module = ""
+
+    def __init__(self, model: Path, load_timeout_s: float) -> None:
+        if _is_missing(self.module):
+            raise Unavailable(f"{self.name} is skipped: the module {self.module} is not importable here")
+        self.model = model
+        self.home = Path(tempfile.mkdtemp(prefix="mlxd-bench-", dir="/tmp"))
+        self.port = free_port()
+        self.target = Target("127.0.0.1", self.port)
+        self._load_timeout_s = load_timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    def model_name(self) -> str:
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        return blas.environment()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def load(self) -> Load:
+        return Load(self.target, self.model_name())
+
+    async def start(self) -> None:
+        """Until a first request is answered. Raises Unavailable with the end of the server's log."""
+        with (self.home / "server.log").open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command(), stdout=log, stderr=log, env=self.environment(), cwd=self.home, start_new_session=True
+            )
+        deadline = time.monotonic() + self._load_timeout_s
+        body = self.load.body(Job("Hello", 1))
+        reply = None
+        while time.monotonic() < deadline and self._process.returncode is None:
+            connection = Connection(self.target)
+            reply = await connection.request("/v1/completions", body, self._load_timeout_s)
+            connection.close()
+            if reply.ok:
+                return
+            await asyncio.sleep(0.2)
+        await self.stop(keep=True)
+        why = f"last answer: {reply.error or reply.status} {reply.body[:300]!r}" if reply else "it ended at once"
+        raise Unavailable(f"{self.name} did not start ({why}):\n{self.log_tail()}")
+
+    async def measure(self, jobs: Sequence[Job], concurrency: int) -> Sample:
+        processes = tree(self.pid)
+        before = cpu_s(processes[:1]), cpu_s(processes[1:]), time.process_time()
+        wall_s, replies = await closed_loop(self.load, jobs, concurrency)
+        after = cpu_s(processes[:1]), cpu_s(processes[1:]), time.process_time()
+        folded = report(concurrency, wall_s, replies)
+        return Sample(
+            tokens_per_s=folded.completion_tokens / wall_s,
+            wall_s=wall_s,
+            tokens=folded.completion_tokens,
+            errors=folded.errors,
+            ttft_ms=folded.ttft_ms,
+            itl_ms=folded.itl_ms,
+            server_cpu_s=(after[0] - before[0], after[1] - before[1]),
+            client_cpu_s=after[2] - before[2],
+            texts=[reply.text for reply in replies],
+            first_errors=folded.first_errors,
+        )
+
+    async def stop(self, keep: bool = False) -> None:
+        """SIGTERM, then SIGKILL; `keep` leaves the folder for its log."""
+        if self._process is not None and self._process.returncode is None:
+            children = [psutil.Process(self._process.pid), *tree(self._process.pid)[1:]]
+            self._process.terminate()
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await self._process.wait()
+            except TimeoutError:
+                print(f"{self.name} did not stop within {STOP_S:.0f} s of SIGTERM; killing it", file=sys.stderr)
+                for child in children:
+                    if child.is_running():
+                        os.kill(child.pid, signal.SIGKILL)
+                await self._process.wait()
+        if not keep:
+            shutil.rmtree(self.home, ignore_errors=True)
+
+    def log_tail(self) -> str:
+        return (self.home / "server.log").read_bytes()[-LAST_BYTES:].decode(errors="replace")
+
+
+class Mlxd(Server):
+    """The daemon with one model, as a user would start it."""
+
+    name = "mlxd"
+    module = "gateway.main"
+
+    def __init__(self, model: Path, load_timeout_s: float, dtype: str = "float32", max_running: int = 16) -> None:
+        super().__init__(model, load_timeout_s)
+        (self.home / "mlxd.toml").write_text(
+            f'[server]\nport = {self.port}\nlog_level = "warning"\n\n'
+            f'[models.bench]\npath = "{model}"\ndtype = "{dtype}"\nmax_running = {max_running}\npreload = true\n'
+            f"load_timeout_s = {load_timeout_s}\n"
+        )
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-P", "-m", "gateway.main"]
+
+    def model_name(self) -> str:
+        return "bench"
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | {"MLXD_HOME": str(self.home)}
+
+
+class MlxLmServer(Server):
+    """mlx-lm's own server with its defaults."""
+
+    name = "mlx_lm.server"
+    module = "mlx_lm.server"
+
+    def command(self) -> list[str]:
+        flags = ["--model", str(self.model), "--host", "127.0.0.1", "--port", str(self.port), "--log-level", "WARNING"]
+        return [sys.executable, "-P", "-m", "mlx_lm", "server", *flags]
+
+    def model_name(self) -> str:
+        return str(self.model)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _is_missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ImportError:
+        return True
