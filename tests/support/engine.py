@@ -1,0 +1,151 @@
+"""A real engine on a thread of its own, without sockets: requests go in, the terminal state of each comes out."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Self
+
+from protocol.failures import Code, Failure
+from protocol.messages import (
+    Accepted,
+    Delta,
+    Finish,
+    Generate,
+    Progress,
+    Rejected,
+    Shutdown,
+    Step,
+    TokenLogprob,
+    Up,
+    Usage,
+    WorkerSpec,
+)
+from worker.engine import Command, Engine
+from worker.errors import RequestInvalid
+from worker.gauges import Gauges
+from worker.intake import Intake
+from worker.loader import load
+from worker.output import Writer
+from worker.rows import Row
+
+TIMEOUT_S = 60.0
+
+
+@dataclass
+class Result:
+    """Everything a gateway would know of one sequence."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    accepted: int | None = None
+    progress: list[tuple[int, int]] = field(default_factory=list)
+    finish: Finish | None = None
+    usage: Usage | None = None
+    failure: Failure | None = None
+    terminals: int = 0
+
+
+def spec(path: Path, **settings: Any) -> WorkerSpec:
+    return WorkerSpec(name="test", path=str(path), epoch=1, down="", up="", **settings)
+
+
+class EngineHarness:
+    """`with EngineHarness(spec) as engine: engine.run([Generate(…)])`."""
+
+    def __init__(self, spec: WorkerSpec, wrap: Callable[[Any], Any] = lambda model: model) -> None:
+        self.spec = spec
+        self._wrap = wrap
+        self.gauges = Gauges()
+        self.results: dict[int, Result] = {}
+        self.error: Exception | None = None
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._is_loaded = threading.Event()
+        self._thread = threading.Thread(target=self._main, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._is_loaded.wait(TIMEOUT_S)
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inbox.put(Shutdown())
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+
+    def _main(self) -> None:
+        try:
+            loaded = load(self.spec, lambda *_: None)
+            self.loaded = replace(loaded, model=self._wrap(loaded.model))
+            self.intake = Intake(self.loaded)
+            self.engine = Engine(
+                self.loaded, self.spec, self._inbox, self._receive, self.gauges, Writer(self.intake.vocabulary)
+            )
+            self.engine.warm_up(list(range(8)))
+            self._is_loaded.set()
+            self.engine.run()
+        except Exception as error:
+            self.error = error
+            if self._is_loaded.is_set():
+                self.engine.fail_all(Failure(Code.INTERNAL, "step loop failed"))
+            self._is_loaded.set()
+
+    def _receive(self, message: Up) -> None:
+        with self._changed:
+            match message:
+                case Accepted():
+                    self.results[message.rid].accepted = message.prompt_tokens
+                case Progress():
+                    self.results[message.rid].progress.append((message.processed, message.total))
+                case Rejected():
+                    result = self.results[message.rid]
+                    result.failure, result.terminals = message.failure, result.terminals + 1
+                case Step():
+                    for delta in message.deltas:
+                        self._take(delta)
+                case _:
+                    pass
+            self._changed.notify_all()
+
+    def _take(self, delta: Delta) -> None:
+        result = self.results[delta.rid]
+        assert result.terminals == 0, "a delta after the terminal one"
+        result.text += delta.text
+        result.ids += delta.token_ids
+        result.logprobs += delta.logprobs or ()
+        if delta.finish is not None:
+            result.finish, result.usage, result.failure = delta.finish, delta.usage, delta.failure
+            result.terminals += 1
+
+    def submit(self, request: Generate, processors: Iterable[Any] = ()) -> Result:
+        result = self.results[request.rid] = Result()
+        try:
+            row: Row = self.intake.row(request, time.monotonic())
+        except RequestInvalid as error:
+            self._receive(Rejected(request.rid, error.failure))
+            return result
+        row.processors = list(processors)
+        self._inbox.put(row)
+        return result
+
+    def command(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    def wait(self, condition: Any, what: str = "the condition") -> None:
+        """Until `condition()` holds; messages wake it."""
+        deadline = time.monotonic() + TIMEOUT_S
+        with self._changed:
+            while not condition():
+                assert self._changed.wait(deadline - time.monotonic()), f"timed out waiting for {what}"
+
+    def run(self, requests: Iterable[Generate]) -> list[Result]:
+        """Submit all at once and wait for every terminal event."""
+        results = [self.submit(request) for request in requests]
+        self.wait(lambda: all(result.terminals for result in results), "all terminal events")
+        return results

@@ -1,0 +1,142 @@
+"""Tiny random models of every cache kind, built once per test run: real MLX, real tokenizers, no download."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import gemma3_text, gpt_oss, llama, qwen3, qwen3_5, qwen3_moe, qwen3_next
+from mlx_lm.utils import save_config, save_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+VOCAB = 512
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+TEMPLATE = r"""
+{%- for m in messages %}
+{%- if m.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('unknown role ' + m.role) }}{%- endif %}
+{{- '<|im_start|>' + m.role + '\n' + (m.content or '') + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+_LINEAR: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "partial_rotary_factor": 0.5,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+_QWEN3_5_TEXT = {**_COMMON, **_LINEAR, "model_type": "qwen3_5_text"}
+
+# Every cache kind: plain KV, sliding window (two ways), recurrent state beside KV (two ways), experts.
+ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3": (qwen3, {**_COMMON, "model_type": "qwen3"}),
+    "llama": (llama, {**_COMMON, "model_type": "llama"}),
+    "gemma3_text": (
+        gemma3_text,
+        {**_COMMON, "model_type": "gemma3_text", "sliding_window": 32, "sliding_window_pattern": 2,
+         "query_pre_attn_scalar": 16, "rope_local_base_freq": 10000.0},
+    ),
+    "gpt_oss": (
+        gpt_oss,
+        {**_COMMON, "model_type": "gpt_oss", "sliding_window": 32, "num_local_experts": 4, "num_experts_per_tok": 2,
+         "tie_word_embeddings": False, "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048,
+                          "beta_fast": 32.0, "beta_slow": 1.0}},
+    ),
+    "qwen3_5": (qwen3_5, {"model_type": "qwen3_5", "text_config": _QWEN3_5_TEXT, "vocab_size": VOCAB}),
+    "qwen3_next": (
+        qwen3_next,
+        {**_COMMON, **_LINEAR, **_EXPERTS, "model_type": "qwen3_next", "shared_expert_intermediate_size": 64},
+    ),
+    "qwen3_moe": (qwen3_moe, {**_COMMON, **_EXPERTS, "model_type": "qwen3_moe"}),
+}  # fmt: skip
+
+
+def build(architecture: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """A random model of `architecture` with a byte-level tokenizer, in the layout of a Hugging Face repository."""
+    module, base = ARCHITECTURES[architecture]
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = {**base, "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"), **overrides}
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    # Random initialisation is nearly flat: larger embeddings give logits that greedy decoding can tell apart.
+    model.apply(lambda array: array * 1.5 if array.ndim == 2 else array)
+    mx.eval(model.parameters())
+    save_model(folder, model)
+    save_config(config, config_path=folder / "config.json")
+    return folder
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        _corpus(),
+        trainers.BpeTrainer(
+            vocab_size=VOCAB,
+            special_tokens=SPECIALS,
+            show_progress=False,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def _corpus() -> list[str]:
+    rng = random.Random(0)
+    syllables = ["ka", "to", "mi", "ra", "sen", "lu", "por", "vi", "de", "an"]
+    words = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(300)]
+    return [" ".join(rng.choices(words, k=12)) for _ in range(200)]
+
+
+class Breakable:
+    """A model whose next forward passes raise, `faults` times, once armed."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.faults = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.faults:
+            self.faults -= 1
+            raise RuntimeError("a step failed")
+        return self._model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

@@ -1,0 +1,114 @@
+"""Token equality: a request's output is its own, whoever it shares the batch with."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protocol.messages import Generate, Sampling, TokensPrompt
+from tests.support.engine import EngineHarness, Result, spec
+from tests.support.models import ARCHITECTURES, VOCAB, Breakable
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def requests(count: int) -> list[Generate]:
+    """Mixed lengths; every other one sampled with its own seed and filters."""
+    rng = random.Random(7)
+    made: list[Generate] = []
+    for rid in range(count):
+        prompt = tuple(rng.randrange(10, VOCAB) for _ in range(rng.choice([1, 2, 7, 33, 70, 150])))
+        sampled = Sampling(
+            temperature=rng.choice([0.7, 1.0, 1.5]),
+            top_p=rng.choice([1.0, 0.9]),
+            top_k=rng.choice([0, 5, 40]),
+            min_p=rng.choice([0.0, 0.02]),
+            frequency_penalty=rng.choice([0.0, 0.5]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+            seed=rng.getrandbits(63),
+        )
+        made.append(
+            Generate(rid, TokensPrompt(prompt), sampled if rid % 2 else GREEDY, max_tokens=rng.choice([1, 5, 20, 40]))
+        )
+    return made
+
+
+def tokens(result: Result) -> tuple[object, ...]:
+    return result.ids, result.text, result.finish
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sixteen_staggered_requests_equal_each_alone(architecture: str, model_folder: Callable[[str], Path]) -> None:
+    batch = requests(16)
+    with EngineHarness(spec(model_folder(architecture), prefill_chunk=64)) as engine:
+        alone = [tokens(engine.run([request])[0]) for request in batch]
+        results: list[Result] = []
+        for request in batch:
+            seen = engine.gauges.step_seq
+            results.append(engine.submit(request))
+            # The next one joins only after the engine has moved on: prefill and decode overlap.
+            engine.wait(lambda seen=seen, result=results[-1]: engine.gauges.step_seq > seen or result.terminals)
+        engine.wait(lambda: all(result.terminals for result in results))
+    assert [tokens(result) for result in results] == alone
+    assert len({tuple(result.ids) for result in results}) > 8, "the models must not all say the same"
+
+
+def test_chunk_size_does_not_change_tokens(model_folder: Callable[[str], Path]) -> None:
+    batch = requests(8)
+    outcomes: list[list[tuple[object, ...]]] = []
+    for chunk in (32, 512):
+        with EngineHarness(spec(model_folder("qwen3_5"), prefill_chunk=chunk)) as engine:
+            outcomes.append([tokens(result) for result in engine.run(batch)])
+    assert outcomes[0] == outcomes[1]
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_does_not(model_folder: Callable[[str], Path]) -> None:
+    prompt = TokensPrompt((20, 30, 40))
+
+    def sampled(rid: int, seed: int) -> Generate:
+        return Generate(rid, prompt, Sampling(temperature=1.5, seed=seed), max_tokens=24)
+
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        first, again, other = engine.run([sampled(1, 5), sampled(2, 5), sampled(3, 6)])
+    assert first.ids == again.ids
+    assert first.ids != other.ids
+
+
+def test_a_failing_row_fails_alone_and_the_others_keep_their_tokens(model_folder: Callable[[str], Path]) -> None:
+    def explode(context: object, logits: object) -> object:
+        raise RuntimeError("a bad processor")
+
+    batch = requests(6)
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        alone = [tokens(engine.run([request])[0]) for request in batch]
+        bad = engine.submit(Generate(99, TokensPrompt((20, 21, 22)), GREEDY, max_tokens=40), processors=[explode])
+        results = engine.run(batch)
+        engine.wait(lambda: bad.terminals == 1)
+    assert bad.failure is not None
+    assert "a bad processor" in bad.failure.message
+    assert [tokens(result) for result in results] == alone
+
+
+def test_an_exception_in_a_step_rebuilds_the_batch_and_every_row_goes_on_exactly(
+    model_folder: Callable[[str], Path],
+) -> None:
+    batch = requests(6)
+    with EngineHarness(spec(model_folder("qwen3")), wrap=Breakable) as engine:
+        alone = [tokens(engine.run([request])[0]) for request in batch]
+        results = [engine.submit(request) for request in batch]
+        engine.wait(lambda: sum(len(result.ids) for result in results) > 20)
+        engine.loaded.model.faults = 1
+        engine.wait(lambda: all(result.terminals for result in results))
+    assert [tokens(result) for result in results] == alone
+
+
+def test_a_second_failure_ends_the_loop_with_one_terminal_event_for_each_row(
+    model_folder: Callable[[str], Path],
+) -> None:
+    with EngineHarness(spec(model_folder("qwen3")), wrap=Breakable) as engine:
+        results = [engine.submit(request) for request in requests(4)]
+        engine.loaded.model.faults = 5
+        engine.wait(lambda: all(result.terminals == 1 for result in results))
+        engine.wait(lambda: engine.error is not None)
+    assert all(result.failure is not None for result in results if not result.ids)

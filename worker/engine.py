@@ -1,0 +1,304 @@
+"""The step loop: the one thread that touches MLX.
+
+Every row that enters leaves through `_finish`, exactly once.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import Final, assert_never
+
+from protocol.failures import Code, Failure
+from protocol.messages import (
+    Abort,
+    Accepted,
+    Delta,
+    Drain,
+    Drained,
+    Finish,
+    Progress,
+    Rejected,
+    Shutdown,
+    Step,
+    TokenLogprob,
+    Up,
+    WorkerSpec,
+)
+from worker.batch import Batch, Tick, Token
+from worker.errors import StepFailed
+from worker.gauges import Gauges
+from worker.loader import Loaded
+from worker.logprobs import LogprobReader
+from worker.output import Piece, Writer
+from worker.rows import Row
+from worker.scheduler import ChunkPolicy, Queue
+
+log = logging.getLogger("mlxd.worker")
+
+Command = Row | Abort | Drain | Shutdown
+
+_STATS_EVERY_S: Final = 0.1
+_MEMORY_EVERY_S: Final = 1.0
+# An abort can overtake its request on the way here.
+_TOMBSTONE_S: Final = 30.0
+# A second failure of the step loop within this time is not bad luck.
+_RECOVERY_S: Final = 60.0
+_GPU_FAULTS: Final = ("[METAL]", "Command buffer", "CUDA", "cuda")
+
+
+class Engine:
+    """Owns the rows and the batch. Commands come in by `inbox`, messages leave by `send`."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        spec: WorkerSpec,
+        inbox: "SimpleQueue[Command]",
+        send: Callable[[Up], None],
+        gauges: Gauges,
+        writer: Writer,
+    ) -> None:
+        self._loaded = loaded
+        self._spec = spec
+        self._inbox = inbox
+        self._send = send
+        self._gauges = gauges
+        self._writer = writer
+        self._batch = self._new_batch()
+        self._queue = Queue()
+        self._policy = ChunkPolicy(spec.prefill_chunk)
+        self._logprobs = LogprobReader(writer.token_bytes)
+        self._rows: dict[int, Row] = {}
+        self._tombstones: dict[int, float] = {}
+        self._deltas: list[Delta] = []
+        self._drain_until: float | None = None
+        self._aborted_by_drain = 0
+        self._is_stopping = False
+        self._recovered_at = float("-inf")
+        self._stats_due = 0.0
+        self._memory_due = 0.0
+
+    def run(self) -> None:
+        """Serve until told to shut down. Raises `StepFailed` when the loop cannot go on."""
+        while not self._is_stopping:
+            self._take_commands()
+            self._enforce_deadlines()
+            self._admit()
+            if self._batch:
+                self._tick()
+            self._flush()
+        self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
+        self._flush()
+        self._batch.close()
+
+    def warm_up(self, prompt: list[int]) -> None:
+        """Compile the kernels of prefill and decode before the first request pays for it."""
+        row = self._writer.silent_row(prompt)
+        self._batch.insert(row)
+        while self._batch:
+            self._batch.tick(self._spec.prefill_chunk)
+
+    def fail_all(self, failure: Failure) -> None:
+        """The terminal event of every row, when the loop is about to die."""
+        self._fail_all(failure)
+        self._flush()
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def _take_commands(self) -> None:
+        """Everything in the inbox, aborts first; blocks only when there is nothing else to do."""
+        commands: list[Command] = []
+        if not self._rows and self._drain_until is None:
+            self._idle()
+            commands.append(self._inbox.get())
+        while not self._inbox.empty():
+            try:
+                commands.append(self._inbox.get_nowait())
+            except Empty:
+                break
+        self._gauges.busy_since = time.monotonic()
+        for command in sorted(commands, key=lambda command: not isinstance(command, Abort)):
+            match command:
+                case Abort():
+                    self._abort(command.rids)
+                case Row():
+                    self._enqueue(command)
+                case Drain():
+                    self._drain_until = time.monotonic() + command.deadline_s
+                case Shutdown():
+                    self._is_stopping = True
+                case _:
+                    assert_never(command)
+
+    def _idle(self) -> None:
+        self._gauges.running = self._gauges.waiting = 0
+        self._gauges.busy_since = 0.0
+        self._gauges.kv_bytes = 0
+        self._gauges.measure_memory()
+        self._tombstones.clear()
+
+    def _abort(self, rids: Iterable[int]) -> None:
+        now = time.monotonic()
+        self._tombstones = {rid: at for rid, at in self._tombstones.items() if now - at < _TOMBSTONE_S}
+        for rid in rids:
+            row = self._rows.get(rid)
+            if row is None:
+                self._tombstones[rid] = now
+            else:
+                self._finish(row, Finish.ABORT)
+
+    def _enqueue(self, row: Row) -> None:
+        if self._drain_until is not None:
+            self._send(Rejected(row.rid, Failure(Code.DRAINING, "the model is being stopped; try again")))
+            return
+        if len(self._queue) >= self._spec.max_waiting:
+            self._send(Rejected(row.rid, Failure(Code.BUSY, "the model's queue is full; try again")))
+            return
+        self._send(Accepted(row.rid, len(row.prompt)))
+        self._rows[row.rid] = row
+        if self._tombstones.pop(row.rid, None) is not None:
+            self._finish(row, Finish.ABORT)
+            return
+        if row.echo:
+            self._deltas.append(Delta(row.rid, text=row.echo))
+        if row.max_tokens == 0:
+            self._finish(row, Finish.LENGTH)
+            return
+        self._queue.push(row)
+
+    def _enforce_deadlines(self) -> None:
+        now = time.monotonic()
+        for row in [row for row in self._rows.values() if row.deadline is not None and now >= row.deadline]:
+            self._finish(row, Finish.ERROR, Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed"))
+        if self._drain_until is None:
+            return
+        if self._rows and now >= self._drain_until:
+            self._aborted_by_drain = len(self._rows)
+            self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
+        if not self._rows:
+            self._flush()
+            self._send(Drained(self._spec.epoch, self._aborted_by_drain))
+            self._drain_until = None
+
+    # -- one tick ----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while len(self._queue) and len(self._batch) < self._spec.max_running:
+            row = self._queue.pop()
+            row.admitted = time.monotonic()
+            self._batch.insert(row)
+
+    def _tick(self) -> None:
+        prefilling, decoding = self._batch.prefilling, self._batch.decoding
+        chunk = self._policy.chunk(prefilling, decoding)
+        started = time.monotonic()
+        try:
+            tick = self._batch.tick(chunk)
+        except Exception as error:  # the root of the step loop
+            self._recover(error)
+            return
+        now = time.monotonic()
+        self._policy.observe(now - started, tick.prefilled, decoding)
+        self._gauges.step_seq += 1
+        self._gauges.prompt_tokens += tick.prefilled
+        self._gauges.generation_tokens += len(tick.tokens)
+        self._emit(tick, now)
+
+    def _emit(self, tick: Tick, now: float) -> None:
+        for row, done, total in tick.progress:
+            if row.want_progress:
+                self._send(Progress(row.rid, done, total))
+        logprobs = self._read_logprobs(tick.tokens)
+        for token in tick.tokens:
+            if not token.row.first_token:
+                token.row.first_token = now
+            piece = self._writer.advance(token.row, token.id, token.ended, logprobs.get(token.row.rid))
+            self._deliver(token.row, piece)
+        for row, error in tick.broken:
+            if not row.is_finished:
+                log.error("row %d failed: %r", row.rid, error)
+                message = f"the request failed while tokens were chosen: {type(error).__name__}: {error}"
+                self._finish(row, Finish.ERROR, Failure(Code.ROW_FAILED, message))
+
+    def _read_logprobs(self, tokens: list[Token]) -> dict[int, TokenLogprob]:
+        wanted = [token for token in tokens if token.row.top_logprobs is not None]
+        if not wanted:
+            return {}
+        entries = self._logprobs.read([(token.id, token.logprobs, token.row.top_logprobs or 0) for token in wanted])
+        return {token.row.rid: entry for token, entry in zip(wanted, entries, strict=True)}
+
+    def _deliver(self, row: Row, piece: Piece) -> None:
+        if piece.finish is not None:
+            self._finish(row, piece.finish, piece=piece)
+        elif piece.text or piece.logprobs:
+            ids, row.unsent = tuple(row.unsent), []
+            self._deltas.append(Delta(row.rid, text=piece.text, token_ids=ids, logprobs=piece.logprobs))
+
+    def _recover(self, error: Exception) -> None:
+        """An exception out of a step leaves the batch in an unknown state: build a new one and prefill every row again.
+
+        Sampling depends on (seed, position) alone, so the rows go on with the tokens they would have had.
+        """
+        now = time.monotonic()
+        is_fault = any(sign in str(error) for sign in _GPU_FAULTS)
+        if is_fault or now - self._recovered_at < _RECOVERY_S:
+            raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
+        log.exception("a step failed; rebuilding the batch of %d rows", len(self._batch))
+        self._recovered_at = now
+        rows = self._batch.rows
+        self._batch.close()
+        self._batch = self._new_batch()
+        for row in rows:
+            row.uid, row.prefilled = None, 0
+            self._batch.insert(row)
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def _finish(self, row: Row, finish: Finish, failure: Failure | None = None, piece: Piece | None = None) -> None:
+        """The one place where a row ends."""
+        assert not row.is_finished
+        row.is_finished = True
+        del self._rows[row.rid]
+        if row.uid is not None:
+            self._batch.remove(row)
+        elif not row.admitted:
+            self._queue.remove(row)
+        self._deltas.append(
+            Delta(
+                row.rid,
+                text=piece.text if piece else "",
+                token_ids=tuple(row.unsent),
+                logprobs=piece.logprobs if piece else None,
+                finish=finish,
+                usage=row.usage(time.monotonic()),
+                failure=failure,
+            )
+        )
+
+    def _fail_all(self, failure: Failure) -> None:
+        for row in list(self._rows.values()):
+            self._finish(row, Finish.ERROR, failure)
+
+    def _flush(self) -> None:
+        """One message for everything that this tick produced, with stats now and then."""
+        now = time.monotonic()
+        gauges = self._gauges
+        gauges.running, gauges.waiting = len(self._batch), len(self._queue)
+        gauges.busy_since = now
+        is_due = now >= self._stats_due
+        if not self._deltas and not is_due:
+            return
+        if now >= self._memory_due:
+            gauges.measure_memory()
+            gauges.kv_bytes = self._batch.kv_bytes
+            self._memory_due = now + _MEMORY_EVERY_S
+        if is_due:
+            self._stats_due = now + _STATS_EVERY_S
+        deltas, self._deltas = self._deltas, []
+        self._send(Step(self._spec.epoch, gauges.step_seq, deltas, gauges.snapshot() if is_due else None))
+
+    def _new_batch(self) -> Batch:
+        return Batch(
+            self._loaded.model, self._loaded.eos_ids, self._spec.max_running, max_chunk=self._spec.prefill_chunk
+        )

@@ -1,0 +1,37 @@
+"""What can go wrong in a worker.
+
+WorkerError
+├── LoadFailed        the model cannot be served; ends the process with the status that says why
+├── RequestInvalid    one request cannot be served; becomes `Rejected`
+└── StepFailed        the step loop cannot go on; ends the process with status 70
+"""
+
+from protocol.failures import Code, Exit, Failure
+
+
+class WorkerError(Exception):
+    """Carries the failure that the gateway is told."""
+
+    def __init__(self, code: Code, message: str, *, detail: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.failure = Failure(code, message, detail, param)
+
+
+class LoadFailed(WorkerError):
+    @property
+    def exit_status(self) -> Exit:
+        match self.failure.code:
+            case Code.OUT_OF_MEMORY:
+                return Exit.OUT_OF_MEMORY
+            case Code.BAD_CONFIG:
+                return Exit.BAD_CONFIG
+            case _:
+                return Exit.MODEL_UNUSABLE
+
+
+class RequestInvalid(WorkerError):
+    pass
+
+
+class StepFailed(WorkerError):
+    pass

@@ -1,0 +1,109 @@
+"""From a `Generate` to a `Row`: render, encode, validate. Runs on a thread of its own, off the step loop.
+
+MLX does no bounds checks, so every id that could reach it is checked here.
+"""
+
+import time
+from typing import Any
+
+from protocol.failures import Code
+from protocol.messages import ChatPrompt, Generate, TextPrompt, TokensPrompt
+from worker.detokenize import Vocabulary
+from worker.errors import RequestInvalid
+from worker.loader import Loaded
+from worker.rows import Row
+from worker.stops import StopScanner
+from worker.templates import Renderer
+
+
+class Intake:
+    """Turns requests into rows for one loaded model."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._tokenizer: Any = loaded.tokenizer
+        self._vocab_size = loaded.vocab_size
+        self._max_context = loaded.max_context
+        self._renderer = Renderer(loaded.tokenizer)
+        self.vocabulary = Vocabulary(loaded.tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._renderer.has_template
+
+    def row(self, request: Generate, arrived: float) -> Row:
+        """A row that is safe to run. Raises `RequestInvalid`."""
+        self._check_sampling(request)
+        ids, text = self._encode(request)
+        room = self._room(len(ids), request)
+        return Row(
+            rid=request.rid,
+            prompt=ids,
+            sampling=request.sampling,
+            max_tokens=room,
+            detokenizer=self.vocabulary.detokenizer(ids),
+            stops=StopScanner(request.stop),
+            arrived=arrived,
+            top_logprobs=request.top_logprobs,
+            echo=(text if text is not None else self.vocabulary.decode(ids)) if request.echo else "",
+            priority=request.priority,
+            deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
+            want_progress=request.want_progress,
+        )
+
+    def _encode(self, request: Generate) -> tuple[list[int], str | None]:
+        match request.prompt:
+            case ChatPrompt() as chat:
+                text = self._renderer.render(chat)
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
+            case TextPrompt(text=text):
+                ids = self._tokenizer.encode(text)
+            case TokensPrompt(ids=given):
+                text, ids = None, list(given)
+        ids = [int(token) for token in ids]
+        if not ids:
+            raise RequestInvalid(Code.INVALID_REQUEST, "the prompt is empty", param="prompt")
+        for token in ids:
+            if not 0 <= token < self._vocab_size:
+                raise RequestInvalid(
+                    Code.INVALID_REQUEST,
+                    f"token id {token} is outside of the model's vocabulary of {self._vocab_size}",
+                    param="prompt",
+                )
+        return ids, text
+
+    def _check_sampling(self, request: Generate) -> None:
+        sampling = request.sampling
+        for token in sampling.logit_bias:
+            if not 0 <= token < self._vocab_size:
+                raise RequestInvalid(
+                    Code.INVALID_REQUEST,
+                    f"logit_bias names token id {token}, outside of the model's vocabulary of {self._vocab_size}",
+                    param="logit_bias",
+                )
+        if sampling.top_k > self._vocab_size:
+            raise RequestInvalid(
+                Code.INVALID_REQUEST,
+                f"top_k is {sampling.top_k}, but the model's vocabulary has {self._vocab_size} tokens",
+                param="top_k",
+            )
+        if request.top_logprobs is not None and request.top_logprobs > self._vocab_size:
+            raise RequestInvalid(
+                Code.INVALID_REQUEST, "top_logprobs is larger than the model's vocabulary", param="top_logprobs"
+            )
+
+    def _room(self, prompt_tokens: int, request: Generate) -> int:
+        """How many tokens may be generated: what is asked for, or what is left of the context."""
+        left = self._max_context - prompt_tokens
+        if left < 1:
+            raise RequestInvalid(
+                Code.CONTEXT_LENGTH_EXCEEDED,
+                f"This model's maximum context length is {self._max_context} tokens. However, your request has "
+                f"{prompt_tokens} tokens of prompt. Please shorten it.",
+                param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
+            )
+        return left if request.max_tokens is None else min(left, request.max_tokens)
+
+
+def now() -> float:
+    """The clock of rows."""
+    return time.monotonic()

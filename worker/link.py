@@ -1,0 +1,181 @@
+"""The worker's side of the sockets: one thread that receives, one that sends, one that tokenizes."""
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Final, assert_never
+
+import zmq
+
+from protocol import __version__, codec, sockets
+from protocol.failures import Code, Exit, Failure
+from protocol.messages import (
+    MAJOR,
+    MINOR,
+    Abort,
+    Down,
+    Drain,
+    Dump,
+    Generate,
+    Hello,
+    Ping,
+    Pong,
+    Ready,
+    Rejected,
+    Shutdown,
+    Up,
+    Welcome,
+    WorkerSpec,
+)
+from worker.gauges import Gauges
+
+log = logging.getLogger("mlxd.worker")
+
+_POLL_MS: Final = 250
+_SEND_TIMEOUT_MS: Final = 500
+
+
+class Link:
+    """Speaks for the worker from before the model is loaded until after it is gone.
+
+    `on_control` is called on the receiving thread with what the engine must know; `on_generate` with new requests.
+    """
+
+    def __init__(self, spec: WorkerSpec, gauges: Gauges) -> None:
+        self._spec = spec
+        self._gauges = gauges
+        self._context = zmq.Context()
+        self._outbox: SimpleQueue[Up | None] = SimpleQueue()
+        self._is_closing = threading.Event()
+        self._ready: Ready | None = None
+        self._state = "loading"
+        self._mlx_version = ""
+        self.on_generate: Callable[[Generate], None] = self._reject_loading
+        self.on_control: Callable[[Abort | Drain | Shutdown], None] = self._control_while_loading
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True)
+            for name, body in (("rx", self._receive), ("tx", self._transmit))
+        ]
+
+    def start(self) -> None:
+        self.send(self._hello())
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, message: Up) -> None:
+        """Queue a message; never blocks."""
+        self._outbox.put(message)
+
+    def announce_ready(self, ready: Ready, mlx_version: str) -> None:
+        self._mlx_version = mlx_version
+        self._state = "ready"
+        self._ready = ready
+        self.send(ready)
+
+    def close(self) -> None:
+        """Send what is queued, then stop both threads."""
+        self._is_closing.set()
+        self._outbox.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+        self._context.term()
+
+    # -- receiving ---------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        socket = sockets.connect_dealer(self._context, self._spec.down, self._spec.identity)
+        socket.send(b"")  # makes the identity routable
+        boot: int | None = None
+        heard = time.monotonic()
+        is_orphan = False
+        while not self._is_closing.is_set():
+            if not socket.poll(_POLL_MS):
+                silence_s = time.monotonic() - heard
+                if silence_s > self._spec.orphan_grace_s and not is_orphan:
+                    log.warning("no gateway for %.0f s: aborting all requests", silence_s)
+                    is_orphan = True
+                    self.on_control(Drain(0.0))
+                if silence_s > self._spec.orphan_max_s:
+                    log.warning("no gateway for %.0f s: leaving", silence_s)
+                    self.on_control(Shutdown("orphaned"))
+                    break
+                continue
+            heard, is_orphan = time.monotonic(), False
+            try:
+                message = codec.decode_down(socket.recv())
+            except codec.MalformedFrame as error:
+                log.warning("malformed frame dropped: %s", error)
+                continue
+            if isinstance(message, Welcome):
+                if boot is not None and message.boot != boot:
+                    self._introduce()
+                boot = message.boot
+            else:
+                self._dispatch(message)
+        socket.close()
+
+    def _dispatch(self, message: Down) -> None:
+        match message:
+            case Ping():
+                self.send(Pong(message.seq, message.t_ns, self._gauges.snapshot()))
+            case Generate():
+                self.on_generate(message)
+            case Abort() | Drain() | Shutdown():
+                self.on_control(message)
+            case Dump():
+                faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            case Welcome():
+                pass  # handled by the caller, which knows the boot before it
+            case _:
+                assert_never(message)
+
+    def _introduce(self) -> None:
+        """Tell a restarted gateway who is here."""
+        self.send(self._hello())
+        if self._ready is not None:
+            self.send(self._ready)
+
+    def _hello(self) -> Hello:
+        return Hello(
+            self._spec.name, self._spec.epoch, os.getpid(), MAJOR, MINOR, __version__, self._mlx_version, self._state
+        )
+
+    def _reject_loading(self, request: Generate) -> None:
+        self.send(Rejected(request.rid, Failure(Code.BUSY, "the model is still loading; try again")))
+
+    def _control_while_loading(self, message: Abort | Drain | Shutdown) -> None:
+        if isinstance(message, Shutdown):
+            os._exit(Exit.OK)  # the main thread may be deep in native code
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def _transmit(self) -> None:
+        socket = sockets.connect_push(self._context, self._spec.up)
+        socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
+        while (message := self._outbox.get()) is not None:
+            frame = codec.encode(message)
+            while not _try_send(socket, frame):
+                if self._is_closing.is_set():  # nobody will ever take it
+                    socket.close(linger=0)
+                    return
+        socket.close()
+
+    def _guarded(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except Exception:  # the root of a thread
+            log.exception("an IO thread failed")
+            os._exit(Exit.INTERNAL)
+
+
+def _try_send(socket: "zmq.Socket[bytes]", frame: bytes) -> bool:
+    try:
+        socket.send(frame)
+    except zmq.Again:
+        return False
+    return True

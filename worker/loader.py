@@ -1,0 +1,205 @@
+"""From a name to a model in memory, or a plain sentence about why not. Never downloads anything."""
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model, load_tokenizer
+
+from protocol.failures import Code
+from protocol.messages import WorkerSpec
+from worker.errors import LoadFailed
+
+DEMO: Final = "demo"
+DEMO_DIR: Final = Path(__file__).parent / "demo_model"
+
+_DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+_DEFAULT_CONTEXT: Final = 8192
+_LFS_POINTER: Final = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that can be batched, with its tokenizer (mlx-lm's wrapper) and the facts requests are checked against."""
+
+    model: Any
+    tokenizer: Any
+    path: Path
+    model_type: str
+    vocab_size: int
+    max_context: int
+    eos_ids: tuple[int, ...]
+    weights_bytes: int
+
+
+def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
+    """Load what `spec` names. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
+    path = resolve(spec.path)
+    config = _read_config(path)
+    total = check_weights(path)
+    progress("weights", 0, total)
+    try:
+        model, config = load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
+        _cast(model, spec.dtype)
+        mx.eval(model.parameters())
+        tokenizer = load_tokenizer(
+            path, {"trust_remote_code": spec.trust_remote_code}, eos_token_ids=config.get("eos_token_id")
+        )
+    except MemoryError as error:
+        raise LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {spec.path} ({total} bytes)") from error
+    except Exception as error:  # the boundary to code of every architecture
+        raise _explain(path, config, error) from error
+    _check_batchable(model, config)
+    weights_bytes = _nbytes(model)
+    progress("weights", weights_bytes, weights_bytes)
+    return Loaded(
+        model=model,
+        tokenizer=tokenizer,
+        path=path,
+        model_type=str(config.get("model_type", "")),
+        vocab_size=_vocab_size(config, tokenizer),
+        max_context=_context(config, spec.context),
+        eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
+        weights_bytes=weights_bytes,
+    )
+
+
+def resolve(path: str) -> Path:
+    """The folder of a model: the embedded demo, a local folder, or a snapshot in the Hugging Face cache."""
+    if path == DEMO:
+        return DEMO_DIR
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local.resolve()
+    if local.is_absolute() or path.startswith((".", "~")):
+        raise LoadFailed(Code.MODEL_MISSING, f"there is no folder {path}")
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
+        raise LoadFailed(
+            Code.MODEL_MISSING,
+            f"{path} is neither a folder nor in the local Hugging Face cache; download it with: hf download {path}",
+        ) from error
+
+
+def check_weights(path: Path) -> int:
+    """Total bytes of the weight files, after checking that each is present and whole. Raises `LoadFailed`."""
+    files = sorted(path.glob("model*.safetensors"))
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        wanted = set(_read_json(index).get("weight_map", {}).values())
+        missing = sorted(wanted - {file.name for file in files})
+        if missing:
+            raise LoadFailed(Code.MODEL_MISSING, f"{path} lacks {len(missing)} weight file(s), such as {missing[0]}")
+    if not files:
+        raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no model*.safetensors file")
+    return sum(_check_safetensors(file) for file in files)
+
+
+def _check_safetensors(file: Path) -> int:
+    """Size in bytes of one file whose header agrees with its length (format: github.com/huggingface/safetensors)."""
+    size = os.stat(file).st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if start == _LFS_POINTER[:8]:
+            raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is a git-lfs pointer, not the weights; run: git lfs pull")
+        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if header_bytes > size - 8:
+            raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is truncated or not a safetensors file")
+        try:
+            header = json.loads(stream.read(header_bytes))
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise LoadFailed(Code.MODEL_CORRUPT, f"{file} has a broken safetensors header") from error
+    if 8 + header_bytes + end != size:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is incomplete: {size} bytes instead of {8 + header_bytes + end}")
+    return size
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config_file = path / "config.json"
+    if not config_file.exists():
+        raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no config.json")
+    config = _read_json(config_file)
+    if "model_type" not in config:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{config_file} names no model_type")
+    return config
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is not a JSON object")
+    return content
+
+
+def _explain(path: Path, config: dict[str, Any], error: Exception) -> LoadFailed:
+    text = str(error)
+    if "not supported" in text:
+        kind = config["model_type"]
+        return LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm has no architecture '{kind}' ({path})", detail=text)
+    if "trust_remote_code" in text:
+        return LoadFailed(
+            Code.MODEL_UNSUPPORTED, f"{path} runs code of its own; allow it with trust_remote_code = true", detail=text
+        )
+    if "[metal::malloc]" in text or "Unable to allocate" in text:
+        return LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {path}", detail=text)
+    return LoadFailed(Code.MODEL_CORRUPT, f"{path} could not be loaded: {type(error).__name__}: {text}", detail=text)
+
+
+def _cast(model: Any, dtype: str) -> None:
+    """Floating-point parameters to `dtype`; `auto` is float32 on CPU, where half precision is slow, else as stored."""
+    if dtype == "auto":
+        if mx.default_device() != mx.Device(mx.cpu):
+            return
+        dtype = "float32"
+    if dtype not in _DTYPES:
+        raise LoadFailed(Code.BAD_CONFIG, f"unknown dtype '{dtype}'; one of auto, {', '.join(_DTYPES)}")
+    target = _DTYPES[dtype]
+
+    def cast(array: mx.array) -> mx.array:
+        return array.astype(target) if mx.issubdtype(array.dtype, mx.floating) else array
+
+    model.apply(cast)
+
+
+def _nbytes(model: Any) -> int:
+    parameters: Any = tree_flatten(model.parameters())
+    return sum(int(array.nbytes) for _, array in parameters)
+
+
+def _check_batchable(model: Any, config: dict[str, Any]) -> None:
+    stuck = {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}
+    if stuck:
+        raise LoadFailed(
+            Code.MODEL_UNSUPPORTED,
+            f"architecture '{config['model_type']}' cannot be batched: mlx-lm has no batch form of {', '.join(stuck)}",
+        )
+
+
+def _vocab_size(config: dict[str, Any], tokenizer: Any) -> int:
+    """Ids below this are safe to embed."""
+    text_config = config.get("text_config") or {}
+    return int(config.get("vocab_size") or text_config.get("vocab_size") or len(tokenizer))
+
+
+def _context(config: dict[str, Any], cap: int) -> int:
+    text_config = config.get("text_config") or {}
+    own = next(
+        (int(source[key]) for source in (config, text_config) for key in _CONTEXT_KEYS if source.get(key)),
+        _DEFAULT_CONTEXT,
+    )
+    return min(own, cap) if cap else own

@@ -1,0 +1,40 @@
+"""Log-probabilities of sampled tokens and of the likeliest ones, read without waiting for the next step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from protocol.messages import TokenLogprob
+
+
+class LogprobReader:
+    """Owns a CPU stream: on the generation stream every read would queue behind the step that is already running."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._stream = mx.new_stream(mx.cpu)
+        self._token_bytes = token_bytes
+
+    def read(self, rows: Sequence[tuple[int, mx.array, int]]) -> list[TokenLogprob]:
+        """For each (sampled token, log-probabilities `[vocab]`, how many top tokens): its entry, best first."""
+        pending: list[tuple[mx.array, mx.array | None, mx.array | None]] = []
+        with mx.stream(self._stream):
+            for token, logprobs, top in rows:
+                values = logprobs.astype(mx.float32)
+                if top > 0:
+                    likeliest = mx.argpartition(-values, kth=top - 1)[:top]
+                    pending.append((values[token], likeliest, values[likeliest]))
+                else:
+                    pending.append((values[token], None, None))
+            mx.eval(pending)
+        return [self._entry(token, *read) for (token, _, _), read in zip(rows, pending, strict=True)]
+
+    def _entry(self, token: int, own: mx.array, ids: mx.array | None, values: mx.array | None) -> TokenLogprob:
+        logprob: Any = own.item()
+        top: list[tuple[int, float]] = []
+        if ids is not None and values is not None:
+            pairs: Any = zip(ids.tolist(), values.tolist(), strict=True)  # type: ignore[arg-type]
+            top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+        return TokenLogprob(
+            self._token_bytes(token), logprob, tuple((self._token_bytes(other), value) for other, value in top)
+        )

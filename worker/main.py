@@ -1,0 +1,160 @@
+"""A worker's life: introduce, load, warm up, serve, leave with a status that says why."""
+
+import argparse
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from importlib.metadata import version
+from queue import SimpleQueue
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from protocol.failures import Code, Exit, Failure
+from protocol.messages import Generate, Goodbye, Loading, Ready, Rejected, Shutdown, WorkerSpec
+from worker.gauges import Gauges
+from worker.link import Link
+
+if TYPE_CHECKING:
+    from worker.engine import Command, Engine
+    from worker.intake import Intake
+    from worker.loader import Loaded
+
+log = logging.getLogger("mlxd.worker")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one worker; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="worker", description="One mlxd worker; started by the gateway.")
+    parser.add_argument("name", help="the model's name, for those who read process lists")
+    parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON")
+    options = parser.parse_args(argv)
+    try:
+        spec = msgspec.json.decode(options.spec, type=WorkerSpec)
+    except msgspec.DecodeError as error:
+        print(f"worker: bad --spec: {error}", file=sys.stderr)
+        return Exit.BAD_CONFIG
+    _prepare_process(spec)
+    return Process(spec).run()
+
+
+def _prepare_process(spec: WorkerSpec) -> None:
+    faulthandler.enable()
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
+    log.setLevel(spec.log_level.upper())
+    # A worker never goes to the network, and never forks while tokenizers' threads run.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+class Process:
+    """Wires link, intake and engine together. The main thread is the engine's."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._gauges = Gauges()
+        self._link = Link(spec, self._gauges)
+
+    def run(self) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Until the model is loaded there is nothing to save, and the main thread may be deep in native code.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._link.start()
+        self._link.send(Loading(self._spec.epoch, "import"))
+        try:
+            return self._load_and_serve()
+        finally:
+            self._link.close()
+
+    def _load_and_serve(self) -> int:
+        # Imported here so that the gateway hears from this process before the second that these take.
+        from worker.engine import Engine
+        from worker.errors import LoadFailed, WorkerError
+        from worker.loader import load
+
+        started = time.monotonic()
+        engine: Engine | None = None
+        try:
+            loaded = load(self._spec, self._report_progress)
+            engine = self._start(loaded, started)
+            engine.run()
+        except LoadFailed as error:
+            return self._leave("load failed", error.failure, error.exit_status)
+        except Exception as error:  # the root of the process
+            log.exception("the worker failed")
+            detail = error.failure.detail if isinstance(error, WorkerError) else repr(error)
+            failure = Failure(Code.WORKER_DIED, "the model's worker failed; try again", detail)
+            if engine is not None:
+                engine.fail_all(failure)
+            return self._leave("step loop failed", failure, Exit.INTERNAL)
+        return self._leave("asked to stop", None, Exit.OK)
+
+    def _start(self, loaded: "Loaded", started: float) -> "Engine":
+        from worker import memory
+        from worker.engine import Command, Engine
+        from worker.intake import Intake
+        from worker.output import Writer
+
+        inbox: SimpleQueue[Command] = SimpleQueue()
+        intake = Intake(loaded)
+        memory.limit_cache(loaded.weights_bytes)
+        engine = Engine(loaded, self._spec, inbox, self._link.send, self._gauges, Writer(intake.vocabulary))
+        self._link.send(Loading(self._spec.epoch, "warmup", loaded.weights_bytes, loaded.weights_bytes))
+        engine.warm_up([token % loaded.vocab_size for token in range(40)])
+        self._gauges.measure_memory()
+
+        requests: SimpleQueue[tuple[Generate, float]] = SimpleQueue()
+        threading.Thread(target=self._tokenize, args=(intake, requests, inbox), name="intake", daemon=True).start()
+        self._link.on_control = inbox.put
+        self._link.on_generate = lambda request: requests.put((request, time.monotonic()))
+
+        def stop(_signum: int, _frame: FrameType | None) -> None:
+            inbox.put(Shutdown("SIGTERM"))
+
+        signal.signal(signal.SIGTERM, stop)
+        self._link.announce_ready(
+            Ready(
+                epoch=self._spec.epoch,
+                model_path=str(loaded.path),
+                max_context=loaded.max_context,
+                max_running=self._spec.max_running,
+                vocab_size=loaded.vocab_size,
+                weights_bytes=loaded.weights_bytes,
+                load_s=time.monotonic() - started,
+                model_type=loaded.model_type,
+                has_chat_template=intake.has_chat_template,
+            ),
+            version("mlx"),
+        )
+        return engine
+
+    def _tokenize(
+        self, intake: "Intake", requests: "SimpleQueue[tuple[Generate, float]]", inbox: "SimpleQueue[Command]"
+    ) -> None:
+        from worker.errors import RequestInvalid
+
+        while True:
+            request, arrived = requests.get()
+            try:
+                inbox.put(intake.row(request, arrived))
+            except RequestInvalid as error:
+                self._link.send(Rejected(request.rid, error.failure))
+            except Exception as error:  # one request must never take the thread down
+                log.exception("request %d could not be prepared", request.rid)
+                message = f"the request could not be prepared: {type(error).__name__}"
+                self._link.send(Rejected(request.rid, Failure(Code.INTERNAL, message, repr(error))))
+
+    def _report_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
+        self._link.send(Loading(self._spec.epoch, stage, done_bytes, total_bytes))
+
+    def _leave(self, reason: str, failure: Failure | None, status: Exit) -> int:
+        if failure is not None:
+            log.error("%s: %s %s", reason, failure.message, failure.detail)
+        self._link.send(Goodbye(self._spec.epoch, reason, failure))
+        return status

@@ -1,0 +1,54 @@
+"""What this process holds, and the limits MLX is given."""
+
+import ctypes
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import mlx.core as mx
+
+# Unset, MLX's free-buffer cache may grow to the whole machine.
+_MIN_CACHE_BYTES: Final = 512 << 20
+_RUSAGE_INFO_V2: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes: MLX's own counts, and what the system charges the process with."""
+
+    active: int
+    peak: int
+    cache: int
+    footprint: int
+
+
+def measure() -> Memory:
+    return Memory(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), footprint())
+
+
+def limit_cache(weights_bytes: int) -> int:
+    """Bound MLX's free-buffer cache to a share of the weights; returns the limit in bytes."""
+    limit = max(_MIN_CACHE_BYTES, weights_bytes // 8)
+    mx.set_cache_limit(limit)
+    return limit
+
+
+def footprint() -> int:
+    """Private bytes of this process: physical footprint on macOS, resident minus shared on Linux."""
+    return _darwin_footprint() if sys.platform == "darwin" else _linux_footprint()
+
+
+def _linux_footprint() -> int:
+    fields = Path("/proc/self/statm").read_bytes().split()
+    return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _darwin_footprint() -> int:
+    """`ri_phys_footprint` of proc_pid_rusage (libproc.h): 8 bytes at offset 72 of rusage_info_v2. Not run on Linux."""
+    buffer = ctypes.create_string_buffer(512)
+    libproc = ctypes.CDLL("/usr/lib/libproc.dylib")
+    if libproc.proc_pid_rusage(os.getpid(), _RUSAGE_INFO_V2, buffer) != 0:
+        return 0
+    return int.from_bytes(buffer.raw[72:80], "little")

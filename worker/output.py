@@ -1,0 +1,72 @@
+"""Sampled tokens to the text, logprobs and end that a row's next delta carries."""
+
+import time
+from dataclasses import dataclass
+
+from protocol.messages import Finish, Sampling, TokenLogprob
+from worker.detokenize import Vocabulary
+from worker.rows import Row
+from worker.stops import StopScanner
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """What one token added. `text` is safe to send: no part of it can still become a stop string."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish: Finish | None
+
+
+class Writer:
+    """Detokenizing, stop strings and the alignment of logprobs with the text that is out."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self.token_bytes = vocabulary.token_bytes
+
+    def silent_row(self, prompt: list[int]) -> Row:
+        """A row for warming up: two greedy tokens that nobody reads."""
+        return Row(
+            rid=0,
+            prompt=prompt,
+            sampling=Sampling(temperature=0.0, ignore_eos=True),
+            max_tokens=2,
+            detokenizer=self._vocabulary.detokenizer(),
+            stops=StopScanner(()),
+            arrived=time.monotonic(),
+        )
+
+    def advance(self, row: Row, token: int, ended: str | None, logprob: TokenLogprob | None) -> Piece:
+        """Take one sampled token; `ended` is mlx-lm's reason. An end-of-sequence token has no text and no logprob."""
+        row.completion += 1
+        is_eos = ended == "stop"
+        text = "" if is_eos else row.detokenizer.add(token)
+        if not is_eos:
+            row.output.append(token)
+            row.unsent.append(token)
+            if logprob is not None:
+                row.held_logprobs.append((row.text_seen, logprob))
+        if ended is not None:
+            text += row.detokenizer.finish()
+        row.text_seen += len(text)
+        safe, is_stopped = row.stops.feed(text)
+        if ended is not None and not is_stopped:
+            safe += row.stops.flush()
+        row.text_sent += len(safe)
+        finish = None
+        if is_stopped or is_eos:
+            finish = Finish.STOP
+        elif ended is not None:
+            finish = Finish.LENGTH
+        return Piece(safe, self._release(row, is_stopped), finish)
+
+    def _release(self, row: Row, is_stopped: bool) -> tuple[TokenLogprob, ...] | None:
+        """The logprobs of tokens whose text has begun to leave; those of a stop string never do."""
+        if row.top_logprobs is None:
+            return None
+        is_level = row.text_sent == row.text_seen and not is_stopped
+        held, released = row.held_logprobs, list[TokenLogprob]()
+        while held and (is_level or held[0][0] < row.text_sent):
+            released.append(held.popleft()[1])
+        return tuple(released) or None

@@ -1,0 +1,57 @@
+"""One sequence on its way through the worker."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol.messages import Sampling, TokenLogprob, Usage
+from worker.detokenize import Detokenizer
+from worker.stops import StopScanner
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """Owned by the engine thread from the moment it leaves the intake. Times are of the monotonic clock.
+
+    `output` holds every sampled token but the end-of-sequence one; `unsent` those that no delta has carried yet.
+    """
+
+    rid: int
+    prompt: list[int]
+    sampling: Sampling
+    max_tokens: int
+    detokenizer: Detokenizer
+    stops: StopScanner
+    arrived: float
+    top_logprobs: int | None = None
+    echo: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    want_progress: bool = False
+    # Called before the sampling parameters' own processors; what structured output plugs into.
+    processors: list[Any] = field(default_factory=list)
+
+    uid: int | None = None
+    prefilled: int = 0
+    output: list[int] = field(default_factory=list)
+    unsent: list[int] = field(default_factory=list)
+    held_logprobs: deque[tuple[int, TokenLogprob]] = field(default_factory=deque)
+    text_seen: int = 0
+    text_sent: int = 0
+    cached: int = 0
+    completion: int = 0
+    admitted: float = 0.0
+    first_token: float = 0.0
+    is_finished: bool = False
+
+    def usage(self, now: float) -> Usage:
+        admitted = self.admitted or now
+        first = self.first_token or now
+        return Usage(
+            prompt=len(self.prompt),
+            cached=self.cached,
+            completion=self.completion,
+            queue_ms=(admitted - self.arrived) * 1e3,
+            prefill_ms=(first - admitted) * 1e3,
+            decode_ms=(now - first) * 1e3,
+        )
