@@ -108,6 +108,8 @@ class Connection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._reply = Reply()
         self._done: asyncio.Future[None] | None = None
+        self._lost = asyncio.Event()
+        self._lost.set()
         self._rest = b""
         self._is_stream = False
 
@@ -140,14 +142,17 @@ class Connection(asyncio.Protocol):
         reply.ended = time.perf_counter()
         return reply
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Close the socket and wait until it is."""
         if self._transport is not None:
             self._transport.close()
+        await self._lost.wait()
 
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._lost.clear()
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None:
@@ -159,6 +164,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._lost.set()
         if self._done is None or self._done.done():
             return
         # Without a length or chunks (HTTP/1.0) the end of the connection is the end of the answer.

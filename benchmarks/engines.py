@@ -162,7 +162,7 @@ class Server:
         while time.monotonic() < deadline and self._process.returncode is None:
             connection = Connection(self.target)
             reply = await connection.request("/v1/completions", body, self._load_timeout_s)
-            connection.close()
+            await connection.close()
             if reply.ok:
                 return
             await asyncio.sleep(0.2)

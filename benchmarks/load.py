@@ -80,7 +80,7 @@ async def closed_loop(load: Load, jobs: Sequence[Job], concurrency: int) -> tupl
             group.create_task(client(connection))
     wall_s = time.perf_counter() - start
     for connection in connections:
-        connection.close()
+        await connection.close()
     return wall_s, [reply for reply in replies if reply is not None]
 
 

@@ -38,7 +38,7 @@ class Geometry(msgspec.Struct, frozen=True):
     vocab: int
     tied: bool = True
     tokenizer_vocab: int = 4096
-    recipe: int = 1
+    recipe: int = 2
 
 
 GEOMETRIES: Final[dict[str, Geometry]] = {
@@ -128,7 +128,7 @@ def _tokenizer(size: int) -> Any:
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    bpe.train_from_iterator(sentences(20_000, seed=2), trainer)
+    bpe.train_from_iterator(sentences(5_000, seed=2), trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|im_end|>",

@@ -66,7 +66,7 @@ async def first_model(target: Target) -> str:
     """The first model that the server lists. Exits with a sentence when there is none."""
     connection = Connection(target)
     reply = await connection.request("/v1/models", timeout_s=30)
-    connection.close()
+    await connection.close()
     try:
         return msgspec.json.decode(reply.body)["data"][0]["id"]
     except (msgspec.DecodeError, KeyError, IndexError, TypeError):
