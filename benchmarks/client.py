@@ -7,6 +7,7 @@ task is woken before the answer is complete. A general client costs as much per 
 import asyncio
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
@@ -100,13 +101,16 @@ class Target:
 
 
 class Connection(asyncio.Protocol):
-    """One socket, kept alive between requests and opened again when the server has closed it."""
+    """One socket, kept alive between requests and opened again when the server has closed it.
+
+    `reply` is that of the current or last request and fills as the answer arrives.
+    """
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._reply = Reply()
+        self.reply = Reply()
         self._done: asyncio.Future[None] | None = None
         self._lost = asyncio.Event()
         self._lost.set()
@@ -122,7 +126,7 @@ class Connection(asyncio.Protocol):
 
     async def request(self, path: str, body: bytes | None = None, timeout_s: float = 600.0) -> Reply:
         """Send and wait for the whole answer. Never raises for what the server does: see `Reply.error`."""
-        reply = self._reply = Reply(sent=time.perf_counter())
+        reply = self.reply = Reply(sent=time.perf_counter())
         self._rest = b""
         self._is_stream = False
         try:
@@ -168,8 +172,8 @@ class Connection(asyncio.Protocol):
         if self._done is None or self._done.done():
             return
         # Without a length or chunks (HTTP/1.0) the end of the connection is the end of the answer.
-        is_whole = exc is None and self._reply.status and "content-length" not in self._reply.headers
-        if is_whole and "transfer-encoding" not in self._reply.headers:
+        is_whole = exc is None and self.reply.status and "content-length" not in self.reply.headers
+        if is_whole and "transfer-encoding" not in self.reply.headers:
             self.on_message_complete()
         else:
             self._fail(f"connection lost: {exc or 'closed before the answer was complete'}")
@@ -177,16 +181,16 @@ class Connection(asyncio.Protocol):
     # -- httptools
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self.reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
-        self._reply.status = self._parser.get_status_code()
-        self._is_stream = self._reply.headers.get("content-type", "").startswith("text/event-stream")
+        self.reply.status = self._parser.get_status_code()
+        self._is_stream = self.reply.headers.get("content-type", "").startswith("text/event-stream")
 
     def on_body(self, body: bytes) -> None:
         if not self._is_stream:
-            self._reply.body += body
+            self.reply.body += body
             return
         now = time.perf_counter()
         *events, self._rest = (self._rest + body).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -196,8 +200,8 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._done is None or self._done.done():
             return
-        if self._is_stream and not self._reply.is_done and not self._reply.error:
-            self._reply.error = "the stream ended without [DONE]"
+        if self._is_stream and not self.reply.is_done and not self.reply.error:
+            self.reply.error = "the stream ended without [DONE]"
         if self._parser is not None and not self._parser.should_keep_alive() and self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -211,7 +215,7 @@ class Connection(asyncio.Protocol):
                 return  # a comment: a keep-alive
             event = event[event.index(b"\n" + _DATA) + 1 :]
         data = event[len(_DATA) :].strip()
-        reply = self._reply
+        reply = self.reply
         if data == _DONE:
             reply.is_done = True
             return
@@ -232,7 +236,7 @@ class Connection(asyncio.Protocol):
 
     def _fail(self, error: str) -> None:
         if self._done is not None and not self._done.done():
-            self._reply.error = error
+            self.reply.error = error
             self._done.set_result(None)
             if self._transport is not None:
                 self._transport.abort()
@@ -243,6 +247,12 @@ def _text_of(choice: _Choice) -> str:
     if choice.delta is None:
         return choice.text or ""
     return choice.delta.content or choice.delta.reasoning or choice.delta.reasoning_content or ""
+
+
+async def until(condition: Callable[[], bool], poll_s: float = 0.005) -> None:
+    """Wait for what arrives in callbacks."""
+    while not condition():  # noqa: ASYNC110 (an event would wake a task for each token)
+        await asyncio.sleep(poll_s)
 
 
 def run(main: Any) -> Any:
