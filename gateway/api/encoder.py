@@ -1,0 +1,51 @@
+"""The seam between a generation and a dialect: events in, bytes of that dialect out."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from gateway.errors import ApiError
+from protocol.messages import Delta
+
+
+class StreamEncoder(Protocol):
+    """Server-sent events of one request. Never sees a delta that ended in ERROR or ABORT: those come as `error`."""
+
+    def bind(self, rids: Sequence[int]) -> None:
+        """Which rid is which choice. Called before `encode`, again when a request moves to another worker."""
+        ...
+
+    def begin(self) -> bytes:
+        """What comes first."""
+        ...
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        """The events of these deltas, possibly none."""
+        ...
+
+    def keepalive(self) -> bytes:
+        """Something that resets an idle timer and means nothing."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """The last event of a stream that failed."""
+        ...
+
+    def end(self) -> bytes:
+        """What comes last: usage, if asked for, and the end mark."""
+        ...
+
+
+class Fold(Protocol):
+    """The same events as one answer."""
+
+    def bind(self, rids: Sequence[int]) -> None:
+        """Which rid is which choice."""
+        ...
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        """Take these deltas in."""
+        ...
+
+    def result(self) -> bytes:
+        """The whole body. Called once, after every choice has finished."""
+        ...

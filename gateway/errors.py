@@ -1,0 +1,162 @@
+"""What can go wrong with a request, and what the client is told.
+
+    ApiError
+    ├── BadRequest         400  the body cannot be served as it is
+    │   └── Unsupported    400  it could by another server, or a later version
+    ├── ModelNotFound      404
+    ├── BodyTooLarge       413
+    ├── Overloaded         429  this model's queue is full
+    └── Unavailable        503  the model or the daemon cannot serve now
+
+An error is neutral; `openai_body` gives it the shape of OpenAI's API. Failures of the worker are translated by `TABLE`.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from protocol.failures import Code, Failure
+
+INVALID: Final = "invalid_request_error"
+SERVER: Final = "server_error"
+RATE: Final = "rate_limit_error"
+OVERLOADED: Final = "service_unavailable_error"
+LISTED_MODELS_MAX: Final = 50
+
+
+class ApiError(Exception):
+    """An answer that is not 200. `message` is for the client; `retry_after_s` becomes a Retry-After header."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class BadRequest(ApiError):
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(400, message, param=param, code=code)
+
+
+class Unsupported(BadRequest):
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message, param, "unsupported_parameter")
+
+
+class ModelNotFound(ApiError):
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        names = list(known)
+        more = "" if len(names) <= LISTED_MODELS_MAX else f" and {len(names) - LISTED_MODELS_MAX} more"
+        listed = ", ".join(names[:LISTED_MODELS_MAX]) + more
+        super().__init__(
+            404,
+            f"The model {name[:200]!r} does not exist. Models here: {listed}.",
+            param="model",
+            code="model_not_found",
+        )
+
+
+class BodyTooLarge(ApiError):
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(413, f"The request body is larger than {limit_bytes} bytes.", code="request_too_large")
+
+
+class Overloaded(ApiError):
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(429, message, type=RATE, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+
+
+class Unavailable(ApiError):
+    def __init__(self, message: str, retry_after_s: float = 0.0, code: str = "service_unavailable") -> None:
+        super().__init__(503, message, type=OVERLOADED, code=code, retry_after_s=retry_after_s)
+
+
+# -- failures of a worker --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a failure code looks over HTTP. `retry_after_s` is the least that is asked of a client that comes again."""
+
+    status: int
+    type: str
+    code: str
+    retry_after_s: float = 0.0
+
+
+TABLE: Final[dict[Code, Answer]] = {
+    Code.INTERNAL: Answer(500, SERVER, "internal_error"),
+    Code.INVALID_REQUEST: Answer(400, INVALID, "invalid_value"),
+    Code.UNSUPPORTED: Answer(400, INVALID, "unsupported_parameter"),
+    Code.CONTEXT_LENGTH_EXCEEDED: Answer(400, INVALID, "context_length_exceeded"),
+    Code.TEMPLATE_ERROR: Answer(400, INVALID, "template_error"),
+    Code.BUSY: Answer(429, RATE, "rate_limit_exceeded", 1.0),
+    Code.DEADLINE_EXCEEDED: Answer(504, SERVER, "deadline_exceeded"),
+    Code.ABORTED: Answer(503, OVERLOADED, "aborted", 1.0),
+    Code.DRAINING: Answer(503, OVERLOADED, "draining", 5.0),
+    Code.WORKER_DIED: Answer(503, OVERLOADED, "worker_died", 1.0),
+    Code.QUARANTINED: Answer(400, INVALID, "quarantined"),
+    Code.ROW_FAILED: Answer(500, SERVER, "generation_failed"),
+    Code.MODEL_MISSING: Answer(503, OVERLOADED, "model_missing"),
+    Code.MODEL_CORRUPT: Answer(503, OVERLOADED, "model_corrupt"),
+    Code.MODEL_UNSUPPORTED: Answer(503, OVERLOADED, "model_unsupported"),
+    Code.OUT_OF_MEMORY: Answer(503, OVERLOADED, "out_of_memory", 10.0),
+    Code.LOAD_TIMEOUT: Answer(503, OVERLOADED, "load_timeout", 10.0),
+    Code.BAD_CONFIG: Answer(503, OVERLOADED, "bad_config"),
+    Code.INCOMPATIBLE: Answer(503, OVERLOADED, "incompatible_worker"),
+}
+
+
+def from_failure(failure: Failure, retry_after_s: float = 0.0) -> ApiError:
+    """What the client hears of a worker's failure. `detail` stays here: it is for the log."""
+    answer = TABLE[failure.code]
+    return ApiError(
+        answer.status,
+        failure.message,
+        type=answer.type,
+        param=failure.param,
+        code=answer.code,
+        retry_after_s=max(answer.retry_after_s, retry_after_s),
+    )
+
+
+# -- OpenAI's shape --------------------------------------------------------------------------------------------------
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+def openai_body(error: ApiError) -> bytes:
+    """The JSON body of an error answer, which is also the data of an in-band error event."""
+    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, error.type, error.param, error.code)))
+
+
+def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
+    """Retry-After in whole seconds, rounded up, where waiting can help."""
+    if error.retry_after_s <= 0:
+        return []
+    return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]

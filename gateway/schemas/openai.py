@@ -1,0 +1,209 @@
+"""The request bodies of OpenAI's chat completions and completions: typed, ranged, and honest about what is unknown."""
+
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from gateway.errors import BadRequest, Unsupported
+
+T = TypeVar("T", bound=Struct)
+
+STOPS_MAX: Final = 16
+PROMPTS_MAX: Final = 4096
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
+Unit = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Positive = Annotated[float, Meta(gt=0, le=1e6)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Choices = Annotated[int, Meta(ge=1, le=16)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
+StopText = Annotated[str, Meta(min_length=1)]
+Stop = StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class Part(Struct, frozen=True):
+    """One part of a message's content. Only text is served; `text` is what `refusal` parts carry in another field."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(Struct, frozen=True):
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class SamplingFields(Struct, frozen=True, kw_only=True):
+    """What both bodies say about how tokens are chosen."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
+    n: Choices | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Unit | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Positive | None = None
+    logit_bias: dict[str, Bias] | None = None
+    ignore_eos: bool | None = None
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    # For the chat template, as vLLM and SGLang spell them.
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    # Known, not served yet.
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    # Known, not served yet.
+    best_of: int | None = None
+    suffix: str | None = None
+    response_format: Any = None
+
+
+# Accepted because they ask for nothing that a local server does, whatever their value.
+NO_ACTION: Final = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "parallel_tool_calls",
+        "verbosity",
+    }
+)
+MESSAGE_NO_ACTION: Final = frozenset({"annotations", "id", "cache_control", "reasoning_details"})
+
+_keys = msgspec.json.Decoder(dict[str, Raw])
+_message_keys = msgspec.json.Decoder(list[dict[str, Raw]])
+_chat = msgspec.json.Decoder(ChatRequest)
+_completion = msgspec.json.Decoder(CompletionRequest)
+
+
+def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
+    """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
+    request, unknown = _decode(_chat, body, ChatRequest)
+    _refuse_unserved_chat(request)
+    return request, unknown
+
+
+def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
+    """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
+    request, unknown = _decode(_completion, body, CompletionRequest)
+    if request.suffix:
+        raise Unsupported("'suffix' is not supported: this server does not fill in the middle.", "suffix")
+    if request.best_of is not None and request.best_of > (request.n or 1):
+        raise Unsupported("'best_of' greater than 'n' is not supported.", "best_of")
+    _refuse_response_format(request.response_format)
+    return request, unknown
+
+
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes, struct: type[T]) -> tuple[T, list[str]]:
+    try:
+        # msgspec skips over fields that the struct lacks without decoding them.
+        body.decode("utf-8")
+        request = decoder.decode(body)
+        fields = _keys.decode(body)
+        unknown = [key for key in fields if key not in struct.__struct_fields__ and key not in NO_ACTION]
+        if "messages" in fields:
+            known = frozenset(Message.__struct_fields__) | MESSAGE_NO_ACTION
+            seen = {key for message in _message_keys.decode(fields["messages"]) for key in message}
+            unknown += [f"messages.{key}" for key in sorted(seen - known)]
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"The body is not valid UTF-8 (byte {error.start}).") from None
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply.") from None
+    except msgspec.ValidationError as error:
+        raise _validation(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"The body is not valid JSON: {error}.") from None
+    return request, unknown
+
+
+def _validation(text: str) -> BadRequest:
+    """msgspec's sentence in OpenAI's words: which parameter, and what was expected of it."""
+    what, _, path = text.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    missing = "missing required field `"
+    if missing in what:
+        field = what.partition(missing)[2].rstrip("`")
+        param = f"{path}.{field}" if path else field
+        return BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    what = what.replace("`", "").replace("Expected", "expected").replace("Number", "number")
+    if not path:
+        return BadRequest(f"Invalid body: {what}.")
+    return BadRequest(f"Invalid value for '{path}': {what}.", path, "invalid_value")
+
+
+def _refuse_unserved_chat(request: ChatRequest) -> None:
+    if request.tools:
+        raise Unsupported("Tools are not supported yet.", "tools")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise Unsupported("'tool_choice' is not supported yet: tools are not.", "tool_choice")
+    if request.functions:
+        raise Unsupported("Functions are not supported yet.", "functions")
+    if request.function_call not in (None, "none", "auto"):
+        raise Unsupported("'function_call' is not supported yet: functions are not.", "function_call")
+    _refuse_response_format(request.response_format)
+    if request.modalities and request.modalities != ["text"]:
+        raise Unsupported("Only the modality 'text' is supported.", "modalities")
+    for name in ("audio", "prediction", "web_search_options"):
+        if getattr(request, name):
+            raise Unsupported(f"'{name}' is not supported.", name)
+
+
+def _refuse_response_format(value: Any) -> None:
+    if value is None or value == {"type": "text"}:
+        return
+    raise Unsupported('\'response_format\' other than {"type": "text"} is not supported yet.', "response_format")

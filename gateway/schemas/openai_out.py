@@ -1,0 +1,229 @@
+"""What OpenAI's chat completions and completions answer with. Field order is the order on the wire."""
+
+from collections.abc import Iterable
+from typing import Final
+
+from msgspec import UNSET, Struct, UnsetType
+
+from protocol.messages import Finish, TokenLogprob, Usage
+
+# JSON has no minus infinity; OpenAI writes this.
+LOGPROB_MIN: Final = -9999.0
+
+
+class CachedTokens(Struct, frozen=True):
+    cached_tokens: int
+
+
+class ReasoningTokens(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class UsageBody(Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
+
+
+class TopLogprob(Struct, frozen=True):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ContentLogprob(Struct, frozen=True):
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class FunctionBody(Struct, frozen=True, omit_defaults=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCall(Struct, frozen=True, omit_defaults=True):
+    """A whole call in a message, or a piece of one in a chunk; only chunks carry `index`."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionBody | UnsetType = UNSET
+
+
+# -- chat ------------------------------------------------------------------------------------------------------------
+
+
+class ChatDelta(Struct, frozen=True, omit_defaults=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+
+
+class ChatChunkChoice(Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatChunk(Struct, frozen=True):
+    """`usage` is there only when the client asked for it: null in every chunk but the last."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"
+
+
+class ChatMessage(Struct, frozen=True):
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, frozen=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody
+    object: str = "chat.completion"
+
+
+# -- completions -----------------------------------------------------------------------------------------------------
+
+
+class TextLogprobs(Struct, frozen=True):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TextChoice(Struct, frozen=True):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class TextCompletion(Struct, frozen=True):
+    """A whole completion, or one chunk of a stream: OpenAI uses one shape for both."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+# -- from the wire ---------------------------------------------------------------------------------------------------
+
+
+def finish_reason(finish: Finish) -> str:
+    """OpenAI's word for an end that is not an error."""
+    match finish:
+        case Finish.STOP:
+            return "stop"
+        case Finish.LENGTH:
+            return "length"
+        case Finish.TOOL_CALLS:
+            return "tool_calls"
+        case Finish.ABORT | Finish.ERROR:
+            raise ValueError(f"{finish!r} is told as an error, not as a reason")
+
+
+def sum_usage(usages: Iterable[Usage], choices_per_prompt: int) -> UsageBody:
+    """The cost of all sequences, in the order of their choices; a prompt with several choices is counted once."""
+    prompt = cached = completion = reasoning = 0
+    for index, usage in enumerate(usages):
+        if index % choices_per_prompt == 0:
+            prompt += usage.prompt
+            cached += usage.cached
+        completion += usage.completion
+        reasoning += usage.reasoning
+    return UsageBody(prompt, completion, prompt + completion, CachedTokens(cached), ReasoningTokens(reasoning))
+
+
+def chat_logprobs(tokens: Iterable[TokenLogprob]) -> list[ContentLogprob]:
+    return [
+        ContentLogprob(
+            token.token.decode("utf-8", "replace"),
+            list(token.token),
+            max(token.logprob, LOGPROB_MIN),
+            [
+                TopLogprob(top.decode("utf-8", "replace"), list(top), max(value, LOGPROB_MIN))
+                for top, value in token.top
+            ],
+        )
+        for token in tokens
+    ]
+
+
+class TextLogprobsBuilder:
+    """The legacy shape, token by token; `text_offset` counts characters of the text so far, tokens cut in bytes too."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+        self._pending = b""
+
+    def build(self, tokens: Iterable[TokenLogprob]) -> TextLogprobs:
+        body = TextLogprobs([], [], [], [])
+        for token in tokens:
+            body.tokens.append(_token_text(token.token))
+            body.token_logprobs.append(max(token.logprob, LOGPROB_MIN))
+            top = {_token_text(text): max(value, LOGPROB_MIN) for text, value in token.top}
+            # The sampled token is always among them, likely or not.
+            top.setdefault(_token_text(token.token), max(token.logprob, LOGPROB_MIN))
+            body.top_logprobs.append(top)
+            body.text_offset.append(self._offset)
+            self._advance(token.token)
+        return body
+
+    def _advance(self, token: bytes) -> None:
+        self._pending += token
+        text, self._pending = _split_utf8(self._pending)
+        self._offset += len(text)
+
+
+def _token_text(token: bytes) -> str:
+    """A token as text; one that is cut inside a character is written as OpenAI does, `bytes:\\xe2\\x9c`."""
+    try:
+        return token.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _split_utf8(data: bytes) -> tuple[str, bytes]:
+    """What of `data` is whole characters, and the start of a character that is not whole yet."""
+    try:
+        return data.decode("utf-8"), b""
+    except UnicodeDecodeError as error:
+        if error.reason == "unexpected end of data":
+            return data[: error.start].decode("utf-8"), data[error.start :]
+        return data.decode("utf-8", "replace"), b""

@@ -1,0 +1,94 @@
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.admission import Admission
+from gateway.config import ModelConfig
+from gateway.errors import ApiError, BadRequest, Overloaded, Unavailable
+
+MODEL = ModelConfig(name="m", path="m", max_running=2, max_waiting=1)
+
+
+def test_a_full_queue_is_a_429_with_retry_after() -> None:
+    rejections: list[tuple[str, str]] = []
+    admission = Admission(lambda model, reason: rejections.append((model, reason)))
+
+    with admission.lease(MODEL, 2), admission.lease(MODEL):
+        with pytest.raises(Overloaded) as caught, admission.lease(MODEL):
+            pass
+        assert admission.inside("m") == 3
+
+    assert caught.value.status == 429
+    assert caught.value.retry_after_s >= 1
+    assert rejections == [("m", "queue_full")]
+    assert admission.inside("m") == 0
+
+
+def test_one_models_queue_does_not_fill_anothers() -> None:
+    admission = Admission()
+    other = ModelConfig(name="o", path="o", max_running=1, max_waiting=0)
+
+    with admission.lease(MODEL, 3), admission.lease(other):
+        pass
+
+
+def test_a_request_that_can_never_fit_is_a_400() -> None:
+    with pytest.raises(BadRequest), Admission().lease(MODEL, 4):
+        pass
+
+
+def test_nothing_is_admitted_while_draining() -> None:
+    admission = Admission()
+    admission.is_draining = True
+
+    with pytest.raises(Unavailable) as caught, admission.lease(MODEL):
+        pass
+    assert (caught.value.status, caught.value.code) == (503, "draining")
+    assert caught.value.retry_after_s > 0
+
+
+def test_retry_after_grows_with_how_long_requests_take_and_stays_in_bounds() -> None:
+    now = 0.0
+    admission = Admission(clock=lambda: now)
+
+    def rejected_after(seconds: float) -> float:
+        nonlocal now
+        with admission.lease(MODEL):
+            now += seconds
+        with admission.lease(MODEL, 3), pytest.raises(Overloaded) as caught, admission.lease(MODEL):
+            pass
+        return caught.value.retry_after_s
+
+    assert rejected_after(0.1) == 1
+    assert 1 < rejected_after(100) <= 60
+    assert rejected_after(100_000) == 60
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.booleans(), st.booleans()), max_size=12))
+def test_no_lease_is_leaked_whatever_is_cancelled_or_raised(plan: list[tuple[int, int, bool, bool]]) -> None:
+    admission = Admission()
+    most = 0
+
+    async def request(sequences: int, turns: int, raises: bool) -> None:
+        nonlocal most
+        with admission.lease(MODEL, sequences):
+            most = max(most, admission.inside("m"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if raises:
+                raise RuntimeError("a request failed")
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(request(sequences, turns, raises)) for sequences, turns, raises, _ in plan]
+        await asyncio.sleep(0)
+        for task, (_, _, _, cancelled) in zip(tasks, plan, strict=True):
+            if cancelled:
+                task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert result is None or isinstance(result, ApiError | RuntimeError | asyncio.CancelledError)
+
+    asyncio.run(run())
+    assert admission.inside("m") == 0
+    assert most <= 3
