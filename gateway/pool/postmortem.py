@@ -1,0 +1,62 @@
+"""Why a worker process ended, for its waiters, its clients and the log."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+from protocol.failures import EXIT_MEANING, FINAL_EXITS, Code, Exit, Failure
+from protocol.messages import Goodbye
+
+# The failures behind a final exit, for a worker whose exit status nobody can read.
+_FINAL_CODES: Final = frozenset(
+    {Code.BAD_CONFIG, Code.MODEL_MISSING, Code.MODEL_CORRUPT, Code.MODEL_UNSUPPORTED, Code.INCOMPATIBLE}
+)
+_CODES: Final[dict[int | None, Code]] = {
+    Exit.BAD_CONFIG: Code.BAD_CONFIG,
+    Exit.MODEL_UNUSABLE: Code.MODEL_CORRUPT,
+    Exit.INCOMPATIBLE: Code.INCOMPATIBLE,
+    Exit.OUT_OF_MEMORY: Code.OUT_OF_MEMORY,
+}
+
+
+class Kind(Enum):
+    """What follows from an exit."""
+
+    STOPPED = auto()
+    CRASHED = auto()
+    FINAL = auto()
+    INCOMPATIBLE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Postmortem:
+    """`failure` is for those who wait for the model, `stream_failure` for running streams."""
+
+    kind: Kind
+    failure: Failure
+    stream_failure: Failure
+
+
+def examine(name: str, status: int | None, goodbye: Goodbye | None, lines: list[str]) -> Postmortem:
+    """Judge an exit by its status (None: unknown), the worker's last message and the end of its output."""
+    meaning = "nobody saw its exit status" if status is None else EXIT_MEANING.get(status, f"exit status {status}")
+    detail = "\n".join(lines)
+    said = goodbye.failure if goodbye is not None else None
+    died = Failure(Code.WORKER_DIED, f"the worker of model '{name}' died ({meaning})", detail)
+    failure = died
+    if said is not None:
+        failure = said
+    elif status in _CODES:
+        failure = Failure(_CODES[status], f"model '{name}' cannot be loaded: {meaning}", detail)
+    return Postmortem(_kind(status, goodbye), failure, died)
+
+
+def _kind(status: int | None, goodbye: Goodbye | None) -> Kind:
+    code = goodbye.failure.code if goodbye is not None and goodbye.failure is not None else None
+    if status == Exit.INCOMPATIBLE or code is Code.INCOMPATIBLE:
+        return Kind.INCOMPATIBLE
+    if status in FINAL_EXITS or (status is None and code in _FINAL_CODES):
+        return Kind.FINAL
+    if status == Exit.OK or (status is None and goodbye is not None and code is None):
+        return Kind.STOPPED
+    return Kind.CRASHED
