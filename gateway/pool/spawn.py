@@ -71,7 +71,7 @@ class Spawner:
 class Child:
     """A worker that we started."""
 
-    is_adopted: Final = False
+    is_adopted: bool = False
 
     def __init__(self, popen: subprocess.Popen[bytes], output: "Output", forget: Callable[[], None]) -> None:
         self._popen = popen
@@ -102,7 +102,7 @@ class Child:
 class Adopted:
     """A worker that an earlier gateway started. Its output went away with that gateway."""
 
-    is_adopted: Final = True
+    is_adopted: bool = True
 
     def __init__(self, record: Record, forget: Callable[[], None]) -> None:
         self._record = record
