@@ -1,0 +1,251 @@
+"""A worker without a model: speaks the real protocol, paces tokens, and misbehaves when told to.
+
+Options say how it starts; a text prompt that names a fault (`kill`, `deaf`, …) makes it happen to a running worker.
+Token i of a sequence is the id i and the text "ti ", so that a test sees at once what was lost or moved.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from protocol import __version__, codec, sockets
+from protocol.failures import Code, Failure
+from protocol.messages import (
+    MAJOR,
+    MINOR,
+    Abort,
+    Accepted,
+    Delta,
+    Down,
+    Drain,
+    Drained,
+    Dump,
+    Finish,
+    Generate,
+    Goodbye,
+    Hello,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    Rejected,
+    Shutdown,
+    Stats,
+    Step,
+    TextPrompt,
+    Up,
+    Usage,
+    Welcome,
+    WorkerSpec,
+)
+
+IDLE_POLL_MS = 1000
+PROMPT_TOKENS = 3
+
+
+@dataclass(slots=True)
+class Row:
+    """One running sequence."""
+
+    left: int
+    done: int = 0
+
+
+class Scripted:
+    """One thread, both sockets, the rows that run."""
+
+    def __init__(self, spec: WorkerSpec, options: argparse.Namespace) -> None:
+        self.spec = spec
+        self.options = options
+        self.epoch = spec.epoch + options.epoch_offset
+        context = zmq.Context()
+        self.down: Any = sockets.connect_dealer(context, spec.down, spec.identity)
+        self.up: Any = sockets.connect_push(context, spec.up)
+        self.rows: dict[int, Row] = {}
+        self.seq = 0
+        self.boot = 0
+        self.is_ready = False
+        self.stuck_since = 0.0
+        self.status: int | None = None
+        self.drain_at = float("inf")
+
+    def run(self) -> int:
+        self.down.send(b"")
+        self.send(self.hello())
+        if self.options.exit_on_load is not None:
+            return self.fail_load()
+        ready_at = time.monotonic() + self.options.load_s
+        due = 0.0
+        while self.status is None:
+            now = time.monotonic()
+            if not self.is_ready and now >= ready_at and not self.options.hang_on_load:
+                self.is_ready = True
+                self.send(self.ready())
+            if not self.rows or self.stuck_since:
+                self.receive(IDLE_POLL_MS if self.is_ready else 10)
+                due = time.monotonic() + self.options.step_ms / 1000
+            elif now < due:
+                self.receive(max(1, int((due - now) * 1000)))
+            else:
+                self.step()
+                due += self.options.step_ms / 1000
+            if not self.rows and self.drain_at < float("inf") or now > self.drain_at:
+                self.finish_drain()
+        return self.status
+
+    # -- what it is told ---------------------------------------------------------------------------------------------
+
+    def receive(self, wait_ms: int) -> None:
+        while self.down.poll(wait_ms):
+            wait_ms = 0
+            self.handle(codec.decode_down(self.down.recv()))
+
+    def handle(self, message: Down) -> None:
+        match message:
+            case Welcome(boot=boot):
+                if boot != self.boot and self.boot:
+                    self.send(self.hello())
+                    if self.is_ready:
+                        self.send(self.ready())
+                self.boot = boot
+            case Generate():
+                self.generate(message)
+            case Abort(rids=rids):
+                self.send_step([self.end(rid, Finish.ABORT) for rid in rids if rid in self.rows])
+            case Ping(seq, t_ns):
+                self.send(Pong(seq, t_ns, self.stats()))
+            case Drain(deadline_s):
+                self.drain_at = time.monotonic() + deadline_s
+            case Shutdown():
+                if not self.options.ignore_sigterm:
+                    self.send_step([self.end(rid, Finish.ABORT) for rid in list(self.rows)])
+                    self.send(Goodbye(self.epoch, "asked"))
+                    self.status = 0
+            case Dump():
+                print("dumped", flush=True)
+
+    def generate(self, request: Generate) -> None:
+        text = request.prompt.text if isinstance(request.prompt, TextPrompt) else ""
+        if text == "ignored":
+            return
+        if text == "refused":
+            self.send(Rejected(request.rid, Failure(Code.INVALID_REQUEST, "refused")))
+            return
+        self.send(Accepted(request.rid, PROMPT_TOKENS))
+        self.rows[request.rid] = Row(request.max_tokens or 1 << 30)
+        self.misbehave(text)
+
+    def misbehave(self, fault: str) -> None:
+        match fault.split():
+            case ["kill"]:
+                self.step()
+                os.kill(os.getpid(), signal.SIGKILL)
+            case ["deaf"]:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case ["stuck"]:
+                self.stuck_since = time.monotonic()
+            case ["exit", status]:
+                failure = Failure(Code.INTERNAL, "the step loop failed")
+                self.send_step([Delta(rid, finish=Finish.ERROR, failure=failure) for rid in self.rows])
+                self.send(Goodbye(self.epoch, "fault", failure))
+                self.status = int(status)
+            case ["garbage"]:
+                for frame in (b"", b"\xc1", b"\x93\x25", os.urandom(64), b"\x92\xcc\xff\x01", b"\xdd\xff\xff\xff\xff"):
+                    self.up.send(frame)
+            case ["stale"]:
+                ghosts = [Delta(rid, text="ghost") for rid in self.rows]
+                self.send(Step(self.epoch - 1, 1, ghosts))
+                self.send(Ready(self.epoch - 1, "ghost", 1, 1, 1, 1, 0.0))
+            case ["twin"]:
+                twin = Hello(self.spec.name, self.epoch, os.getpid() + 1, MAJOR, MINOR, __version__, "", "ready")
+                self.send(twin)
+                self.send(msgspec.structs.replace(twin, epoch=self.epoch + 1000))
+            case _:
+                pass
+
+    # -- what it says ------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        deltas: list[Delta] = []
+        for rid in list(self.rows):
+            row = self.rows[rid]
+            ids = range(row.done, min(row.done + self.options.tokens_per_step, row.done + row.left))
+            row.done += len(ids)
+            row.left -= len(ids)
+            text = "".join(f"t{i} " for i in ids)
+            finish = None if row.left else Finish.LENGTH
+            usage = Usage(PROMPT_TOKENS, 0, row.done) if finish is not None else None
+            deltas.append(Delta(rid, text=text, token_ids=tuple(ids), finish=finish, usage=usage))
+            if finish is not None:
+                del self.rows[rid]
+        self.send_step(deltas)
+
+    def end(self, rid: int, finish: Finish) -> Delta:
+        return Delta(rid, finish=finish, usage=Usage(PROMPT_TOKENS, 0, self.rows.pop(rid).done))
+
+    def send_step(self, deltas: list[Delta]) -> None:
+        self.seq += 1
+        stats = self.stats() if self.seq % 4 == 1 else None
+        self.send(Step(self.epoch, self.seq, deltas, stats))
+
+    def finish_drain(self) -> None:
+        self.drain_at = float("inf")
+        aborted = len(self.rows)
+        self.send_step([self.end(rid, Finish.ABORT) for rid in list(self.rows)])
+        self.send(Drained(self.epoch, aborted))
+
+    def fail_load(self) -> int:
+        self.send(Loading(self.epoch, "weights"))
+        print("about to fail", flush=True)
+        code = self.options.goodbye_code
+        if code is not None:
+            self.send(Goodbye(self.epoch, "load", Failure(Code(code), "cannot be loaded")))
+        return self.options.exit_on_load
+
+    def hello(self) -> Hello:
+        state = "ready" if self.is_ready else "loading"
+        return Hello(self.spec.name, self.epoch, os.getpid(), self.options.major, MINOR, __version__, "", state)
+
+    def ready(self) -> Ready:
+        return Ready(self.epoch, self.spec.path, 1 << 20, self.spec.max_running, 4096, 0, self.options.load_s)
+
+    def stats(self) -> Stats:
+        age_ms = int((time.monotonic() - self.stuck_since) * 1000) if self.stuck_since else 0
+        return Stats(len(self.rows), 0, self.seq, age_ms, 0, 0, 0, 0)
+
+    def send(self, message: Up) -> None:
+        self.up.send(codec.encode(message))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name")
+    parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON")
+    parser.add_argument("--step-ms", type=float, default=5.0)
+    parser.add_argument("--tokens-per-step", type=int, default=1)
+    parser.add_argument("--load-s", type=float, default=0.0)
+    parser.add_argument("--hang-on-load", action="store_true")
+    parser.add_argument("--exit-on-load", type=int)
+    parser.add_argument("--goodbye-code", type=int)
+    parser.add_argument("--ignore-sigterm", action="store_true", help="and Shutdown")
+    parser.add_argument("--epoch-offset", type=int, default=0, help="claim another epoch")
+    parser.add_argument("--major", type=int, default=MAJOR, help="claim another protocol")
+    options = parser.parse_args()
+    spec = msgspec.json.decode(options.spec, type=WorkerSpec)
+    if options.ignore_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    worker = Scripted(spec, options)
+    if not options.ignore_sigterm:
+        signal.signal(signal.SIGTERM, lambda *_: worker.handle(Shutdown()))
+    return worker.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
