@@ -15,6 +15,7 @@ MIN_STALL_S: Final = 0.004
 # Alone, prefill runs in ticks of about this long, so that commands are seen in between.
 IDLE_TICK_S: Final = 0.25
 _SMOOTHING: Final = 0.25
+_STALE_ENTRIES: Final = 64
 
 
 class Queue:
@@ -23,28 +24,42 @@ class Queue:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Row]] = []
         self._arrivals = count()
-        self._gone: set[int] = set()
+        # The rows that wait, with their arrival number; entries of the heap that are not in here are gone.
+        self._waiting: dict[Row, int] = {}
 
     def __len__(self) -> int:
-        return len(self._heap) - len(self._gone)
+        return len(self._waiting)
 
     def push(self, row: Row) -> None:
-        heapq.heappush(self._heap, (row.priority, next(self._arrivals), row))
+        arrival = self._waiting[row] = next(self._arrivals)
+        heapq.heappush(self._heap, (row.priority, arrival, row))
 
     def pop(self) -> Row:
         """The next row. Raises IndexError when empty."""
         while True:
-            _, _, row = heapq.heappop(self._heap)
-            if row.rid not in self._gone:
+            _, arrival, row = heapq.heappop(self._heap)
+            if self._waiting.get(row) == arrival:
+                del self._waiting[row]
                 return row
-            self._gone.discard(row.rid)
 
     def remove(self, row: Row) -> None:
-        """Forget a waiting row; the heap drops it when it comes up."""
-        self._gone.add(row.rid)
+        """Forget a row, waiting or not; the heap drops it when it comes up, or when it holds too many of its kind."""
+        self._waiting.pop(row, None)
+        if len(self._heap) > 2 * len(self._waiting) + _STALE_ENTRIES:
+            self._heap = self._entries()
 
     def rows(self) -> list[Row]:
-        return [row for _, _, row in sorted(self._heap, key=lambda entry: entry[:2]) if row.rid not in self._gone]
+        return [row for _, _, row in self._entries()]
+
+    def held(self) -> int:
+        """Entries in memory, those of removed rows included."""
+        return len(self._heap)
+
+    def _entries(self) -> list[tuple[int, int, Row]]:
+        """What waits, in order; a sorted list is a heap."""
+        return sorted(
+            (entry for entry in self._heap if self._waiting.get(entry[2]) == entry[1]), key=lambda entry: entry[:2]
+        )
 
 
 class ChunkPolicy:
