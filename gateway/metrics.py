@@ -1,36 +1,157 @@
-"""Prometheus metrics: one registry per app."""
+"""What is counted, in plain numbers that cost nothing to add to. `exposition.py` turns them into Prometheus series."""
 
-from prometheus_client import CollectorRegistry
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from protocol.messages import Pong, Step
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
+from gateway.exposition import Exposition
+from gateway.histogram import BATCH_BUCKETS, ITL_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
+from protocol.messages import Pong, Stats, Step, Usage
+
+
+def _latency() -> Histogram:
+    return Histogram(LATENCY_BUCKETS)
+
+
+def _tokens() -> Histogram:
+    return Histogram(TOKEN_BUCKETS)
+
+
+@dataclass(slots=True)
+class ModelMetrics:
+    """One model's numbers. Written by its requests and by the events of its worker, all on the event loop."""
+
+    # Requests that wait for the model itself; the worker counts those that wait inside it.
+    opening: int = 0
+    stats: Stats | None = None
+    state: str = "stopped"
+    requests: Counter[str] = field(default_factory=Counter[str])
+    finished: Counter[str] = field(default_factory=Counter[str])
+    rejections: Counter[str] = field(default_factory=Counter[str])
+    restarts: Counter[str] = field(default_factory=Counter[str])
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    generation_tokens: int = 0
+    ignored_fields: int = 0
+    retries: int = 0
+    stuck: int = 0
+    ttft: Histogram = field(default_factory=_latency)
+    itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS))
+    per_token: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS))
+    e2e: Histogram = field(default_factory=_latency)
+    queue: Histogram = field(default_factory=_latency)
+    prefill: Histogram = field(default_factory=_latency)
+    decode: Histogram = field(default_factory=_latency)
+    request_prompt_tokens: Histogram = field(default_factory=_tokens)
+    request_generation_tokens: Histogram = field(default_factory=_tokens)
+    iteration_tokens: Histogram = field(default_factory=lambda: Histogram(BATCH_BUCKETS))
+    load: Histogram = field(default_factory=_latency)
+
+    def sequence_ended(self, reason: str, usage: Usage | None) -> None:
+        """One sequence had its terminal event."""
+        self.finished[reason] += 1
+        if usage is None:
+            return
+        self.prompt_tokens += usage.prompt
+        self.prompt_tokens_cached += usage.cached
+        self.queue.observe(usage.queue_ms / 1000)
+        self.prefill.observe(usage.prefill_ms / 1000)
+        self.decode.observe(usage.decode_ms / 1000)
+        self.request_prompt_tokens.observe(usage.prompt)
+        self.request_generation_tokens.observe(usage.completion)
+        if usage.completion > 1:
+            self.per_token.observe(usage.decode_ms / 1000 / (usage.completion - 1))
 
 
 class Metrics:
-    """Every series of one gateway. What the pool and the link report arrives through the `Events` methods."""
+    """Every number of one gateway. What the pool and the link report arrives through the `Events` methods.
+
+    Models are resolved names, never what a client wrote, so the number of series is bounded by the configuration.
+    """
 
     def __init__(self) -> None:
+        self.models: dict[str, ModelMetrics] = {}
+        # Requests that ended before they had a model: bad bodies, unknown names and paths.
+        self.requests_without_model: Counter[str] = Counter()
+        self.stale_messages = 0
+        self.malformed_frames = 0
+        self.unhandled_errors = 0
+        self.log_records_dropped = 0
         self.registry = CollectorRegistry()
+        self.registry.register(Exposition(self))
+        ProcessCollector(registry=self.registry)
+
+    def model(self, name: str) -> ModelMetrics:
+        """The numbers of a model, by its resolved name."""
+        found = self.models.get(name)
+        if found is None:
+            found = self.models[name] = ModelMetrics()
+        return found
+
+    def declare(self, names: Iterable[str]) -> None:
+        """Let the series of these models exist from the start."""
+        for name in names:
+            self.model(name)
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    # -- Events: called by the pool and the link -----------------------------------------------------------------
 
     def step(self, model: str, step: Step) -> None:
         """One decoded `Step`."""
+        found = self.model(model)
+        tokens = 0
+        for delta in step.deltas:
+            tokens += len(delta.token_ids)
+        if tokens:
+            found.generation_tokens += tokens
+            found.iteration_tokens.observe(tokens)
+        if step.stats is not None:
+            found.stats = step.stats
 
     def pong(self, model: str, pong: Pong) -> None:
         """One heartbeat answered."""
+        self.model(model).stats = pong.stats
 
     def worker_exit(self, model: str, status: int) -> None:
-        """A worker process ended."""
+        """A worker process ended; 0 was asked for."""
+        if status != 0:
+            self.model(model).restarts[str(status)] += 1
 
     def state(self, model: str, state: str) -> None:
         """A worker's state machine moved."""
+        found = self.model(model)
+        found.state = str(state)
+        if state not in ("ready", "draining"):
+            found.stats = None
 
     def load_seconds(self, model: str, s: float) -> None:
         """A load took this long, from spawn to Ready."""
+        self.model(model).load.observe(s)
 
     def stale_message(self) -> None:
         """A message of an older epoch was dropped."""
+        self.stale_messages += 1
 
     def malformed_frame(self) -> None:
         """A frame that is no message was dropped."""
+        self.malformed_frames += 1
 
     def stuck(self, model: str) -> None:
         """A worker's step age passed its limit."""
+        self.model(model).stuck += 1
+
+    # -- Requests ------------------------------------------------------------------------------------------------
+
+    def request_ended(self, model: str | None, status: int) -> None:
+        """One HTTP request of an API was answered."""
+        counter = self.requests_without_model if model is None else self.model(model).requests
+        counter[str(status)] += 1
+
+    def rejected(self, model: str, reason: str) -> None:
+        """Admission turned a request away."""
+        self.model(model).rejections[reason] += 1

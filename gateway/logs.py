@@ -1,0 +1,150 @@
+"""Logs to stderr, as JSON lines or for a console, written by a thread of their own so that nothing waits for a pipe.
+
+Only the loggers of this project are touched; the level and the handlers of every library stay as they are.
+"""
+
+import logging
+import queue
+import sys
+import threading
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Final, Self, TextIO
+
+import msgspec
+
+OURS: Final = ("gateway", "mlxd")
+QUEUE_MAX: Final = 10_000
+FLUSH_S: Final = 2.0
+LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+
+_COLORS: Final = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31;1m"}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; what a record carries as `fields` stands beside the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= _fields(record)
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+class ConsoleFormatter(logging.Formatter):
+    """One line for a human, with colour on a terminal."""
+
+    def __init__(self, color: bool) -> None:
+        super().__init__()
+        self._color = color
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
+        fields = "".join(f" {key}={_plain(value)}" for key, value in _fields(record).items())
+        line = f"{clock} {record.levelname.lower():<7} {_one_line(record.getMessage())}{fields}"
+        if self._color and (color := _COLORS.get(record.levelname)):
+            line = f"{color}{line}\x1b[0m"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+class LogWriter:
+    """The handler's queue and the thread that empties it. A full queue drops the newest line and counts it."""
+
+    def __init__(self, stream: TextIO, formatter: logging.Formatter, queue_max: int = QUEUE_MAX) -> None:
+        self.dropped = 0
+        self._stream = stream
+        self._formatter = formatter
+        self._queue: queue.Queue[logging.LogRecord | None] = queue.Queue(queue_max)
+        self._thread = threading.Thread(target=self._run, name="mlxd-log", daemon=True)
+        self._thread.start()
+
+    def put(self, record: logging.LogRecord) -> None:
+        """Hand over one record, at once."""
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+
+    def stop(self, timeout_s: float = FLUSH_S) -> None:
+        """Write what is queued, and give up on a pipe that nobody reads after `timeout_s`."""
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            return
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (record := self._queue.get()) is not None:
+            try:
+                self._stream.write(self._formatter.format(record) + "\n")
+                if self._queue.empty():
+                    self._stream.flush()
+            except Exception:  # The root of this thread: a line that cannot be written is lost, the next one is not.
+                self.dropped += 1
+
+
+class _Handler(logging.Handler):
+    def __init__(self, writer: LogWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._writer.put(record)
+
+
+class Logs:
+    """The configured logs: a context manager that puts the loggers back as they were."""
+
+    def __init__(self, level: str = "info", *, json: bool | None = None, stream: TextIO | None = None) -> None:
+        """`level` in any case; `json` None means JSON unless stderr is a terminal. Raises ValueError."""
+        if level.lower() not in LEVELS:
+            raise ValueError(f"unknown log level {level!r}; one of {', '.join(LEVELS)}")
+        target = stream or sys.stderr
+        is_terminal = target.isatty()
+        as_json = not is_terminal if json is None else json
+        self.writer = LogWriter(target, JsonFormatter() if as_json else ConsoleFormatter(is_terminal))
+        self._handler = _Handler(self.writer)
+        for name in OURS:
+            logger = logging.getLogger(name)
+            logger.setLevel(level.upper())
+            logger.addHandler(self._handler)
+            logger.propagate = False
+
+    def stop(self) -> None:
+        for name in OURS:
+            logger = logging.getLogger(name)
+            logger.removeHandler(self._handler)
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True
+        self.writer.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What a caller passed as `extra={"fields": …}`."""
+    return getattr(record, "fields", None) or {}
+
+
+def _plain(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return repr(text) if " " in text or not text.isprintable() else text
+
+
+def _one_line(text: str) -> str:
+    # What a client or a worker wrote must not look like a line of ours.
+    return text.replace("\r", "\\r").replace("\n", "\n    ")
