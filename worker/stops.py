@@ -4,26 +4,31 @@
 class StopScanner:
     """Holds back text that may be the start of a stop string.
 
-    The earliest match in the text wins; of two that start at the same place, either ends the text there.
+    The match that is complete first ends the text, the longest of those complete at once: what reading one character
+    at a time gives, so the answer does not depend on how the text was cut. Each character is read once per stop string.
     """
 
-    __slots__ = ("_held", "_longest", "_stops")
+    __slots__ = ("_held", "_patterns", "_starts")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = stops
+        self._patterns = [_Pattern(stop) for stop in stops if stop]
+        self._starts = {stop[0] for stop in stops if stop}
         self._held = ""
-        self._longest = max((len(stop) for stop in stops), default=0)
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Take new text; return (text that is safe to emit, whether a stop string was hit)."""
-        if not self._stops:
+        if not self._held and self._starts.isdisjoint(text):
             return text, False
         held = self._held + text
-        hits = [at for stop in self._stops if (at := held.find(stop)) >= 0]
-        if hits:
-            self._held = ""
-            return held[: min(hits)], True
-        cut = len(held) - self._partial(held)
+        for at, char in enumerate(text, len(self._held) + 1):
+            longest = 0
+            for pattern in self._patterns:
+                if pattern.advance(char):
+                    longest = max(longest, pattern.length)
+            if longest:
+                self._held = ""
+                return held[: at - longest], True
+        cut = len(held) - max((pattern.matched for pattern in self._patterns), default=0)
         self._held = held[cut:]
         return held[:cut], False
 
@@ -32,10 +37,29 @@ class StopScanner:
         held, self._held = self._held, ""
         return held
 
-    def _partial(self, held: str) -> int:
-        """Length of the longest end of `held` that begins a stop string."""
-        for size in range(min(len(held), self._longest - 1), 0, -1):
-            end = held[-size:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return size
-        return 0
+
+class _Pattern:
+    """One stop string and how much of it the text read so far ends with (Knuth, Morris, Pratt 1977)."""
+
+    __slots__ = ("_fallback", "_stop", "length", "matched")
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self.length = len(stop)
+        self.matched = 0
+        # For each length matched: the next shorter one that the text also ends with.
+        self._fallback = [0] * (len(stop) + 1)
+        for size in range(1, len(stop)):
+            self.advance(stop[size])
+            self._fallback[size + 1] = self.matched
+        self.matched = 0
+
+    def advance(self, char: str) -> bool:
+        """Read one character; True when the stop string is complete."""
+        matched = self.matched
+        while matched and (matched == self.length or self._stop[matched] != char):
+            matched = self._fallback[matched]
+        if self._stop[matched] == char:
+            matched += 1
+        self.matched = matched
+        return matched == self.length
