@@ -96,7 +96,7 @@ class Scripted:
             else:
                 self.step()
                 due += self.options.step_ms / 1000
-            if not self.rows and self.drain_at < float("inf") or now > self.drain_at:
+            if (not self.rows and self.drain_at < float("inf")) or now > self.drain_at:
                 self.finish_drain()
         return self.status
 
