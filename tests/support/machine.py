@@ -1,0 +1,226 @@
+"""A worker's state machine without processes: time, chance, spawning and the wire are ours."""
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Iterable
+
+from gateway.link import Flight, Peer, WorkerGone
+from gateway.pool.process import Worker
+from gateway.pool.state import Limits, State
+from protocol.failures import Failure
+from protocol.messages import MAJOR, MINOR, Down, Hello, Pong, Ready, Stats, Step, WorkerSpec
+
+
+class FakeProcess:
+    def __init__(self, pid: int, *, is_adopted: bool = False) -> None:
+        self.pid = pid
+        self.is_adopted = is_adopted
+        self.signals: list[int] = []
+        self.is_closed = False
+        self._status: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int | None:
+        return await asyncio.shield(self._status)
+
+    def signal(self, signum: int) -> None:
+        self.signals.append(signum)
+
+    def last_lines(self) -> list[str]:
+        return ["last words"]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def exit(self, status: int | None) -> None:
+        self._status.set_result(status)
+
+
+class FakeWorld:
+    """Effects and wire in one: a clock that only `pass_time` moves, and lists of what was done."""
+
+    boot = 77
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+        self.jitter = 0.5
+        self.epoch = 0
+        self.processes: list[FakeProcess] = []
+        self.sent: list[Down] = []
+        self.pings = 0
+        self.failed: list[Failure] = []
+        self.attached: list[int] = []
+        self.detached: list[int] = []
+        self.is_unreachable = False
+        self.spawn_error: OSError | None = None
+        self.room = asyncio.Event()
+        self.room.set()
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    # Effects
+
+    def now(self) -> float:
+        return self.time
+
+    async def sleep(self, s: float) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self.time + s, next(self._order), future))
+        await future
+
+    def random(self) -> float:
+        return self.jitter
+
+    def next_epoch(self) -> int:
+        self.epoch += 1
+        return self.epoch
+
+    async def admit(self, spec: WorkerSpec) -> None:
+        await self.room.wait()
+
+    def spawn(self, spec: WorkerSpec) -> FakeProcess:
+        if self.spawn_error is not None:
+            raise self.spawn_error
+        process = FakeProcess(pid=100 + spec.epoch)
+        self.processes.append(process)
+        return process
+
+    # Wire
+
+    def attach(self, peer: Peer) -> None:
+        self.attached.append(peer.epoch)
+
+    def detach(self, epoch: int) -> list[Flight]:
+        self.detached.append(epoch)
+        return []
+
+    def fail(self, flights: Iterable[Flight], failure: Failure) -> None:
+        self.failed.append(failure)
+
+    def send(self, peer: Peer, message: Down) -> None:
+        if self.is_unreachable:
+            raise WorkerGone(peer.name)
+        self.sent.append(message)
+
+    def ping(self, peer: Peer, t_ns: int) -> None:
+        self.pings += 1
+
+    # Tests
+
+    @property
+    def process(self) -> FakeProcess:
+        return self.processes[-1]
+
+    async def pass_time(self, s: float) -> None:
+        """Wake every sleeper that is due, in order, with the clock at its time."""
+        end = self.time + s
+        await settle()
+        while self._sleepers and self._sleepers[0][0] <= end:
+            due, _, future = heapq.heappop(self._sleepers)
+            self.time = max(self.time, due)
+            if not future.done():
+                future.set_result(None)
+            await settle()
+        self.time = end
+
+    def jump(self, s: float) -> None:
+        """Time passes while our own loop does not run."""
+        self.time += s
+
+
+class Recorder:
+    """Events as lists."""
+
+    def __init__(self) -> None:
+        self.states: list[State] = []
+        self.exits: list[int] = []
+        self.loads: list[float] = []
+        self.stale = self.malformed = self.stuck_workers = self.steps = self.pongs = 0
+
+    def step(self, model: str, step: Step) -> None:
+        self.steps += 1
+
+    def pong(self, model: str, pong: Pong) -> None:
+        self.pongs += 1
+
+    def worker_exit(self, model: str, status: int) -> None:
+        self.exits.append(status)
+
+    def state(self, model: str, state: State) -> None:
+        self.states.append(state)
+
+    def load_seconds(self, model: str, s: float) -> None:
+        self.loads.append(s)
+
+    def stale_message(self) -> None:
+        self.stale += 1
+
+    def malformed_frame(self) -> None:
+        self.malformed += 1
+
+    def stuck(self, model: str) -> None:
+        self.stuck_workers += 1
+
+
+class Machine:
+    """A worker, its world, and what it reported."""
+
+    def __init__(self, *, is_preload: bool = False, limits: Limits | None = None) -> None:
+        self.world = FakeWorld()
+        self.events = Recorder()
+        spec = WorkerSpec(name="m", path="p", epoch=0, down="ipc://d", up="ipc://u")
+        self.worker = Worker(
+            spec,
+            effects=self.world,
+            wire=self.world,
+            events=self.events,
+            limits=limits or Limits(),
+            load_timeout_s=600.0,
+            is_preload=is_preload,
+        )
+
+    async def __aenter__(self) -> "Machine":
+        self._task = asyncio.create_task(self.worker.run())
+        await settle()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def hello(self, *, major: int = MAJOR, pid: int | None = None, epoch: int | None = None) -> None:
+        worker = self.worker
+        own_pid = worker.pid if pid is None else pid
+        own_epoch = worker.epoch if epoch is None else epoch
+        worker.post(Hello(worker.name, own_epoch, own_pid, major, MINOR, "", "", "loading"))
+
+    def ready(self, *, epoch: int | None = None, weights_bytes: int = 0) -> None:
+        own_epoch = self.worker.epoch if epoch is None else epoch
+        self.worker.post(Ready(own_epoch, "p", 1024, 16, 100, weights_bytes, 1.5))
+
+    def pong(self, *, running: int = 0, step_age_ms: int = 0) -> None:
+        self.worker.post(Pong(0, 0, Stats(running, 0, 0, step_age_ms, 0, 0, 0, 0)))
+
+    async def ask(self) -> asyncio.Task[None]:
+        task = asyncio.create_task(self.worker.ensure_ready())
+        await settle()
+        return task
+
+    async def bring_up(self, *, weights_bytes: int = 0) -> None:
+        task = await self.ask()
+        self.hello()
+        self.ready(weights_bytes=weights_bytes)
+        await settle()
+        await task
+
+    async def crash(self, status: int = -9) -> None:
+        self.world.process.exit(status)
+        await settle()
+        # Exits with a status may be followed by last words for a moment.
+        await self.world.pass_time(0.05)
+
+
+async def settle() -> None:
+    """Let everything that can run now run."""
+    for _ in range(12):
+        await asyncio.sleep(0)
