@@ -41,6 +41,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     orphan_grace_s: float = 30.0
     orphan_max_s: float = 300.0
     log_level: str = "info"
+    # Bytes of prefix cache in memory; -1 is a share of the machine's memory, 0 is off.
+    cache_bytes: int = -1
 
     @property
     def identity(self) -> bytes:
@@ -125,6 +127,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     deadline_ms: int = 0
     want_progress: bool = False
     trace: str = ""
+    # Requests share cached prefixes only with others of the same salt.
+    cache_salt: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -295,6 +299,13 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     kv_bytes: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    cache_bytes: int = 0
+    cache_nodes: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
+    cache_query_tokens: int = 0
+    cache_hit_tokens: int = 0
+    cache_evictions: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):

@@ -6,13 +6,22 @@ holds for its whole life are of our subclasses, and `extend`, `split` and `gener
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch, StopSequences
 
+from worker.prefix_cache import PrefixCache, common_prefix
 from worker.rows import Row
 from worker.sampling import Guard, RowSampler, processors
+
+# Models whose caches cannot be cut get a checkpoint this often within a long message …
+CHECKPOINT_TOKENS: Final = 2048
+# … and at the newest message boundaries, where the next turn of a chat will leave this one.
+NEWEST_BOUNDARIES: Final = 6
+# Waiting for another row's prefill pays from about here.
+MIN_SHARED_TOKENS: Final = 64
 
 
 class _PromptBatch(PromptProcessingBatch):
@@ -61,7 +70,10 @@ class Batch:
     rows and then one chunk for the prefilling ones.
     """
 
-    def __init__(self, model: Any, eos_ids: Sequence[int], max_running: int, max_chunk: int) -> None:
+    def __init__(
+        self, model: Any, eos_ids: Sequence[int], max_running: int, max_chunk: int, cache: PrefixCache
+    ) -> None:
+        self._cache = cache
         self._sampler = RowSampler()
         self._rows: dict[int, Row] = {}
         self._guards: dict[int, list[Guard]] = {}
@@ -95,13 +107,41 @@ class Batch:
     def kv_bytes(self) -> int:
         return int(self._generator.prompt_cache_nbytes)
 
+    def is_prefilling_prefix_of(self, row: Row) -> bool:
+        """Whether a row in prefill will soon have cached much more of this prompt than is cached now."""
+        if not self._prefilling or not self._cache.is_on:
+            return False
+        tokens = row.tokens()[:-1]
+        cached: int | None = None
+        for uid in self._prefilling:
+            other = self._rows[uid]
+            if other.cache_salt != row.cache_salt:
+                continue
+            gain = self._shareable(other, common_prefix(other.tokens(), tokens))
+            if gain < MIN_SHARED_TOKENS:
+                continue
+            cached = self._cache.longest(tokens, row.cache_salt) if cached is None else cached
+            if gain - cached >= MIN_SHARED_TOKENS:
+                return True
+        return False
+
     def insert(self, row: Row) -> None:
-        """Queue prompt and output so far; sampling goes on at position len(output)."""
-        tokens = row.prompt + row.output
+        """Queue prompt and output so far, less what the prefix cache holds; sampling goes on at position len(output).
+
+        The last token always runs: its logits are what the first sample needs.
+        """
+        tokens = row.tokens()
+        with mx.stream(self._generator.stream):
+            reused, caches = self._cache.fetch(tokens[:-1], row.cache_salt)
+        if not row.output:
+            row.cached = reused
+        row.prefilled = row.reused = reused
         guards = [Guard(processor) for processor in (*row.processors, *processors(row.sampling, len(row.prompt)))]
-        (uid,) = self._generator.insert(
-            [tokens],
+        (uid,) = self._generator.insert_segments(
+            [self._segments(row, tokens, reused)],
             [row.max_tokens - len(row.output)],
+            caches=[caches] if caches else None,
+            all_tokens=[tokens[:reused].tolist()],
             logits_processors=[guards],
             stop_sequences=[self._never if row.sampling.ignore_eos else self._eos],
         )
@@ -112,10 +152,14 @@ class Batch:
         self._sampler.add(uid, row.sampling, len(row.output))
 
     def remove(self, row: Row) -> None:
-        """Take a row out and free its cache. A row that is not in the batch is no error."""
+        """Take a row out; what it has computed so far goes to the prefix cache."""
         if row.uid is None:
             return
-        self._generator.remove([row.uid])
+        with mx.stream(self._generator.stream):
+            caches, tokens = self._generator.remove([row.uid], return_prompt_caches=True)[row.uid]
+            # A row that never ran holds what it was given.
+            if len(tokens) > row.reused:
+                self._cache.store(np.array(tokens, dtype=np.int32), caches, row.cache_salt)
         self._forget(row)
 
     def tick(self, chunk: int) -> Tick:
@@ -126,11 +170,13 @@ class Batch:
         prefilled = 0
         for response in prompted:
             row = self._rows[response.uid]
-            done, total = response.progress
+            done, total = (row.reused + count for count in response.progress)
             prefilled += done - row.prefilled
             row.prefilled = done
             if response.end_of_prompt:
                 self._prefilling.discard(response.uid)
+            if response.end_of_segment:
+                self._checkpoint(row, is_prompt_end=response.end_of_prompt)
             progress.append((row, done, total))
         broken = [
             (self._rows[uid], guard.error)
@@ -143,11 +189,53 @@ class Batch:
             row = self._rows[response.uid]
             tokens.append(Token(row, response.token, response.logprobs, response.finish_reason))
             if response.finish_reason is not None:
+                self._keep(row, response.all_tokens, response.prompt_cache)
                 self._forget(row)
         return Tick(tokens, progress, broken, prefilled)
 
+    def abandon(self) -> list[Row]:
+        """Let go of every row after a failed step, when nothing in the generator can be trusted; returns them."""
+        rows = self.rows
+        for row in rows:
+            self._forget(row)
+        self._generator.close()
+        return rows
+
     def close(self) -> None:
         self._generator.close()
+
+    def _segments(self, row: Row, tokens: Any, reused: int) -> list[list[int]]:
+        """The tokens to run, cut where a checkpoint is worth having."""
+        if not self._cache.needs_checkpoints:
+            return [tokens[reused:].tolist()]
+        last = len(tokens) - 1
+        messages = [at for at in row.boundaries if reused < at < last]
+        chunks = range(reused + CHECKPOINT_TOKENS, last, CHECKPOINT_TOKENS)
+        cuts = sorted({*messages[:1], *messages[-NEWEST_BOUNDARIES:], *chunks})
+        return [part.tolist() for part in np.split(tokens[reused:], [at - reused for at in cuts])]
+
+    def _shareable(self, other: Row, common: int) -> int:
+        """How much of `common` leading tokens `other` will leave in the cache: all, or up to its last checkpoint."""
+        if not self._cache.needs_checkpoints:
+            return common
+        cuts = (*other.boundaries, len(other.prompt) - 1, *range(CHECKPOINT_TOKENS, common + 1, CHECKPOINT_TOKENS))
+        return max((at for at in cuts if at <= common), default=0)
+
+    def _checkpoint(self, row: Row, is_prompt_end: bool) -> None:
+        """Share a prompt with the requests that follow while this one still runs.
+
+        Where caches cannot be cut, the checkpoint before the last token serves: a cached prompt must leave one to run.
+        """
+        if is_prompt_end == self._cache.needs_checkpoints:
+            return
+        caches, tokens = self._generator.extract_cache([row.uid])[row.uid]
+        self._keep(row, tokens, caches)
+
+    def _keep(self, row: Row, tokens: Sequence[int] | None, caches: Sequence[Any] | None) -> None:
+        assert tokens is not None
+        assert caches is not None
+        with mx.stream(self._generator.stream):
+            self._cache.store(np.array(tokens, dtype=np.int32), caches, row.cache_salt)
 
     def _forget(self, row: Row) -> None:
         assert row.uid is not None
@@ -156,4 +244,4 @@ class Batch:
         self._prefilling.discard(row.uid)
         self._sampler.discard(row.uid)
         row.uid = None
-        row.prefilled = 0
+        row.prefilled = row.reused = 0

@@ -36,7 +36,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any, visible: frozenset[str] = frozenset()) -> None:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._tokenizer = tokenizer
-        self._hidden = frozenset(
+        self.hidden = frozenset(
             token
             for token, entry in getattr(tokenizer, "added_tokens_decoder", {}).items()
             if entry.special and entry.content not in visible
@@ -48,12 +48,12 @@ class Vocabulary:
         if self._table is not None:
             return _ByteLevel(self._table)
         if self._backend is not None:
-            return _Stream(self._backend, context, self._hidden)
-        return _Wrapped(self._tokenizer.detokenizer, self._hidden)
+            return _Stream(self._backend, context, self.hidden)
+        return _Wrapped(self._tokenizer.detokenizer, self.hidden)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token by itself, as logprobs report them."""
-        if self._table is not None and token not in self._hidden:
+        if self._table is not None and token not in self.hidden:
             return self._table[token] if token < len(self._table) else b""
         return str(self._tokenizer.decode([token])).encode()
 
@@ -74,7 +74,7 @@ class Vocabulary:
         size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # type: ignore[union-attr]
         table = [b""] * size
         for text, token in self._backend.get_vocab(with_added_tokens=True).items():  # type: ignore[union-attr]
-            if token not in self._hidden:
+            if token not in self.hidden:
                 table[token] = _to_bytes(text, alphabet)
         return table
 

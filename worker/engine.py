@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Final, assert_never
 
+from mlx_lm.models.cache import make_prompt_cache
+
 from protocol.failures import Code, Failure
 from protocol.messages import (
     Abort,
@@ -25,12 +27,15 @@ from protocol.messages import (
     Up,
     WorkerSpec,
 )
+from worker import memory
 from worker.batch import Batch, Tick, Token
 from worker.errors import StepFailed
 from worker.gauges import Gauges
+from worker.kv import Layout
 from worker.loader import Loaded
 from worker.logprobs import LogprobReader
 from worker.output import Piece, Writer
+from worker.prefix_cache import PrefixCache
 from worker.rows import Row
 from worker.scheduler import ChunkPolicy, Queue
 
@@ -44,6 +49,8 @@ _MEMORY_EVERY_S: Final = 1.0
 _TOMBSTONE_S: Final = 30.0
 # A second failure of the step loop within this time is not bad luck.
 _RECOVERY_S: Final = 60.0
+# Rows that may wait, at a time, for another row to prefill what they share.
+_MAX_HELD: Final = 64
 _GPU_FAULTS: Final = ("[METAL]", "Command buffer", "CUDA", "cuda")
 
 
@@ -65,6 +72,8 @@ class Engine:
         self._send = send
         self._gauges = gauges
         self._writer = writer
+        self._layout = Layout.of(lambda: make_prompt_cache(loaded.model))
+        self._cache = PrefixCache(self._layout, memory.cache_budget(spec.cache_bytes))
         self._batch = self._new_batch()
         self._queue = Queue()
         self._policy = ChunkPolicy(spec.prefill_chunk)
@@ -98,9 +107,11 @@ class Engine:
         self._batch.insert(row)
         while self._batch:
             self._batch.tick(self._spec.prefill_chunk)
+        self._cache.clear()
 
     def fail_all(self, failure: Failure) -> None:
         """The terminal event of every row, when the loop is about to die."""
+        self._batch.abandon()
         self._fail_all(failure)
         self._flush()
 
@@ -136,6 +147,7 @@ class Engine:
         self._gauges.busy_since = 0.0
         self._gauges.kv_bytes = 0
         self._gauges.measure_memory()
+        self._gauges.observe_cache(self._cache)
         self._tombstones.clear()
 
     def _abort(self, rids: Iterable[int]) -> None:
@@ -184,10 +196,16 @@ class Engine:
     # -- one tick ----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while len(self._queue) and len(self._batch) < self._spec.max_running:
+        held: list[Row] = []
+        while len(self._queue) and len(self._batch) < self._spec.max_running and len(held) < _MAX_HELD:
             row = self._queue.pop()
+            if self._batch.is_prefilling_prefix_of(row):
+                held.append(row)
+                continue
             row.admitted = time.monotonic()
             self._batch.insert(row)
+        for row in held:
+            self._queue.push(row)
 
     def _tick(self) -> None:
         prefilling, decoding = self._batch.prefilling, self._batch.decoding
@@ -246,11 +264,9 @@ class Engine:
             raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
         log.exception("a step failed; rebuilding the batch of %d rows", len(self._batch))
         self._recovered_at = now
-        rows = self._batch.rows
-        self._batch.close()
+        rows = self._batch.abandon()
         self._batch = self._new_batch()
         for row in rows:
-            row.uid, row.prefilled = None, 0
             self._batch.insert(row)
 
     # -- ends --------------------------------------------------------------------------------------------------------
@@ -292,6 +308,7 @@ class Engine:
         if now >= self._memory_due:
             gauges.measure_memory()
             gauges.kv_bytes = self._batch.kv_bytes
+            gauges.observe_cache(self._cache)
             self._memory_due = now + _MEMORY_EVERY_S
         if is_due:
             self._stats_due = now + _STATS_EVERY_S
@@ -300,5 +317,9 @@ class Engine:
 
     def _new_batch(self) -> Batch:
         return Batch(
-            self._loaded.model, self._loaded.eos_ids, self._spec.max_running, max_chunk=self._spec.prefill_chunk
+            self._loaded.model,
+            self._loaded.eos_ids,
+            self._spec.max_running,
+            max_chunk=self._spec.prefill_chunk,
+            cache=self._cache,
         )

@@ -1,10 +1,14 @@
 """Numbers that the engine thread writes and the IO threads read."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from protocol.messages import Stats
-from worker import memory
+from worker.counts import Counts
+
+if TYPE_CHECKING:
+    from worker.prefix_cache import PrefixCache
 
 
 @dataclass(slots=True)
@@ -22,9 +26,17 @@ class Gauges:
     mem_peak: int = 0
     mem_cache: int = 0
     footprint: int = 0
+    cache_bytes: int = 0
+    cache_nodes: int = 0
+    cache: Counts = field(default_factory=Counts)
+
+    def observe_cache(self, cache: "PrefixCache") -> None:
+        self.cache_bytes, self.cache_nodes, self.cache = cache.nbytes, len(cache), cache.counts
 
     def measure_memory(self) -> None:
         """Called on the engine thread, now and then."""
+        from worker import memory  # MLX; this module is loaded before it is
+
         now = memory.measure()
         self.mem_active, self.mem_peak, self.mem_cache = now.active, now.peak, now.cache
         self.footprint = now.footprint
@@ -43,4 +55,11 @@ class Gauges:
             kv_bytes=self.kv_bytes,
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
+            cache_bytes=self.cache_bytes,
+            cache_nodes=self.cache_nodes,
+            cache_queries=self.cache.queries,
+            cache_hits=self.cache.hits,
+            cache_query_tokens=self.cache.query_tokens,
+            cache_hit_tokens=self.cache.hit_tokens,
+            cache_evictions=self.cache.evictions,
         )

@@ -25,6 +25,7 @@ class Intake:
         self._max_context = loaded.max_context
         self._renderer = Renderer(loaded.tokenizer)
         self.vocabulary = Vocabulary(loaded.tokenizer)
+        self._turn_starts = self._find_turn_starts()
 
     @property
     def has_chat_template(self) -> bool:
@@ -48,6 +49,8 @@ class Intake:
             priority=request.priority,
             deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
             want_progress=request.want_progress,
+            cache_salt=request.cache_salt,
+            boundaries=self._boundaries(ids) if isinstance(request.prompt, ChatPrompt) else [],
         )
 
     def _encode(self, request: Generate) -> tuple[list[int], str | None]:
@@ -70,6 +73,17 @@ class Intake:
                     param="prompt",
                 )
         return ids, text
+
+    def _boundaries(self, ids: list[int]) -> list[int]:
+        """Positions where a message begins."""
+        return [at for at, token in enumerate(ids) if token in self._turn_starts and at > 0]
+
+    def _find_turn_starts(self) -> frozenset[int]:
+        """The control token that opens the generation prompt opens every message; without one, any control token."""
+        opened, closed = self._renderer.probe()
+        first = self._tokenizer.encode(opened[len(closed) :], add_special_tokens=False)[:1]
+        hidden = self.vocabulary.hidden
+        return frozenset(int(token) for token in first) & hidden or hidden
 
     def _check_sampling(self, request: Generate) -> None:
         sampling = request.sampling

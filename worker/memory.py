@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 import mlx.core as mx
+import psutil
 
 # Unset, MLX's free-buffer cache may grow to the whole machine.
 _MIN_CACHE_BYTES: Final = 512 << 20
@@ -33,6 +34,11 @@ def limit_cache(weights_bytes: int) -> int:
     limit = max(_MIN_CACHE_BYTES, weights_bytes // 8)
     mx.set_cache_limit(limit)
     return limit
+
+
+def cache_budget(wanted: int) -> int:
+    """Bytes for the prefix cache; -1 means an eighth of the machine's memory."""
+    return wanted if wanted >= 0 else psutil.virtual_memory().total // 8
 
 
 def footprint() -> int:

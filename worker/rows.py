@@ -4,6 +4,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from protocol.messages import Sampling, TokenLogprob, Usage
 from worker.detokenize import Detokenizer
 from worker.stops import StopScanner
@@ -28,11 +31,16 @@ class Row:
     priority: int = 0
     deadline: float | None = None
     want_progress: bool = False
+    cache_salt: str = ""
+    # Where messages begin in the prompt: worth a checkpoint for models whose caches cannot be cut.
+    boundaries: list[int] = field(default_factory=list)
     # Called before the sampling parameters' own processors; what structured output plugs into.
     processors: list[Any] = field(default_factory=list)
 
+    arrival: int = 0
     uid: int | None = None
     prefilled: int = 0
+    reused: int = 0
     output: list[int] = field(default_factory=list)
     unsent: list[int] = field(default_factory=list)
     held_logprobs: deque[tuple[int, TokenLogprob]] = field(default_factory=deque)
@@ -43,6 +51,10 @@ class Row:
     admitted: float = 0.0
     first_token: float = 0.0
     is_finished: bool = False
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Prompt and output so far."""
+        return np.array(self.prompt + self.output, dtype=np.int32)
 
     def usage(self, now: float) -> Usage:
         admitted = self.admitted or now

@@ -23,7 +23,7 @@ class Queue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Row]] = []
-        self._arrivals = count()
+        self._arrivals = count(1)
         # The rows that wait, with their arrival number; entries of the heap that are not in here are gone.
         self._waiting: dict[Row, int] = {}
 
@@ -31,7 +31,9 @@ class Queue:
         return len(self._waiting)
 
     def push(self, row: Row) -> None:
-        arrival = self._waiting[row] = next(self._arrivals)
+        """Queue a row; one that was queued before keeps its place."""
+        row.arrival = row.arrival or next(self._arrivals)
+        arrival = self._waiting[row] = row.arrival
         heapq.heappush(self._heap, (row.priority, arrival, row))
 
     def pop(self) -> Row:

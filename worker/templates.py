@@ -20,27 +20,37 @@ class Renderer:
         self.has_template = bool(tokenizer.has_chat_template)
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
 
-    def render(self, prompt: ChatPrompt) -> str:
+    def render(self, prompt: ChatPrompt, *, opens_answer: bool = True) -> str:
         """The prompt's text, special tokens included. Raises `RequestInvalid`."""
         if not self.has_template:
             raise RequestInvalid(
                 Code.UNSUPPORTED, "this model has no chat template; use /v1/completions", param="messages"
             )
         try:
-            return self._render(prompt)
+            return self._render(prompt, opens_answer and not prompt.continue_final)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise RequestInvalid(
                 Code.TEMPLATE_ERROR, f"the model's chat template refused the messages: {error}", param="messages"
             ) from error
 
-    def _render(self, prompt: ChatPrompt) -> str:
+    def probe(self) -> tuple[str, str]:
+        """A one-message chat rendered with and without the generation prompt; ("", "") where that is not possible."""
+        messages = [{"role": "user", "content": "x"}]
+        try:
+            opened = self.render(ChatPrompt(messages))
+            closed = self.render(ChatPrompt(messages), opens_answer=False)
+        except RequestInvalid:
+            return "", ""
+        return (opened, closed) if opened.startswith(closed) else ("", "")
+
+    def _render(self, prompt: ChatPrompt, opens_answer: bool) -> str:
         if self._template is None:
             return str(
                 self._tokenizer.apply_chat_template(
                     prompt.messages,
                     tools=prompt.tools or None,
                     tokenize=False,
-                    add_generation_prompt=not prompt.continue_final,
+                    add_generation_prompt=opens_answer,
                     continue_final_message=prompt.continue_final,
                     **prompt.template_kwargs,
                 )
@@ -49,7 +59,7 @@ class Renderer:
             conversations=[prompt.messages],
             tools=cast(Any, prompt.tools or None),
             chat_template=self._template,
-            add_generation_prompt=not prompt.continue_final,
+            add_generation_prompt=opens_answer,
             continue_final_message=prompt.continue_final,
             **{**self._special_tokens, **prompt.template_kwargs},
         )

@@ -1,0 +1,213 @@
+"""Prefixes that were computed before: a radix tree over token ids whose edges hold KV.
+
+An edge owns the KV of its tokens; a node may own a checkpoint of the stateful layers at its end. A path from the root
+is a prefix, shared by all that begin with it. Models with only sliceable layers reuse any number of tokens; others
+reuse up to the deepest checkpoint on the path. Each salt has a tree of its own, and nothing crosses.
+
+Look-up compares each token once. Recency order keeps every node newer than its descendants, so that the oldest node is
+always a leaf and evicting is popping.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from worker.counts import Counts
+from worker.kv import Layout, Span, arrays_of, assemble, copy_state, cut_span, slice_span
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One edge: `tokens` and their KV, ending at position `end`, with a checkpoint there or not."""
+
+    tokens: Tokens
+    end: int
+    span: Span
+    state: list[Any] | None
+    parent: "Node | None"
+    children: "dict[int, Node]" = field(default_factory=dict)
+    nbytes: int = 0
+
+    @property
+    def begin(self) -> int:
+        return self.end - len(self.tokens)
+
+    def measure(self) -> int:
+        return sum(array.nbytes for array in arrays_of(self.span, self.state or [])) + self.tokens.nbytes
+
+
+class PrefixCache:
+    """Owned by the engine thread. `nbytes` is exactly the sum over the nodes and never above `budget` between calls."""
+
+    def __init__(self, layout: Layout, budget: int) -> None:
+        self._layout = layout
+        self._budget = budget
+        self._roots: dict[str, Node] = {}
+        self._recency: OrderedDict[Node, None] = OrderedDict()
+        self.nbytes = 0
+        self.counts = Counts()
+
+    def __len__(self) -> int:
+        return len(self._recency)
+
+    @property
+    def is_on(self) -> bool:
+        return self._budget > 0
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        return self._layout.needs_checkpoints
+
+    def longest(self, tokens: Tokens, salt: str = "") -> int:
+        """How many leading tokens could be reused; changes nothing."""
+        return self._usable(self._walk(tokens, salt))[0]
+
+    def fetch(self, tokens: Tokens, salt: str = "") -> tuple[int, list[Any]]:
+        """The longest reusable prefix: (number of tokens, a cache of its own to go on with, or [] for none)."""
+        path = self._walk(tokens, salt)
+        reusable, node = self._usable(path)
+        self.counts.queries += 1
+        self.counts.query_tokens += len(tokens)
+        if reusable == 0 or node is None:
+            return 0, []
+        self._touch(node)
+        self.counts.hits += 1
+        self.counts.hit_tokens += reusable
+        spans: list[Span] = []
+        for step, matched in path:
+            if step.begin >= reusable:
+                break
+            spans.append(step.span if matched == len(step.tokens) else cut_span(step.span, matched)[0])
+        return reusable, assemble(self._layout, spans, node.state or [])
+
+    def store(self, tokens: Tokens, caches: Sequence[Any], salt: str = "") -> None:
+        """Keep what `caches` hold for `tokens`, all of which they have processed; known prefixes cost nothing."""
+        if self._budget <= 0 or len(tokens) == 0:
+            return
+        parent, depth = self._descend(tokens, salt)
+        if depth < len(tokens):
+            parent = self._append(parent, tokens, depth, caches)
+        elif self._layout.needs_checkpoints and parent.state is None:
+            parent.state = copy_state(caches)
+            self._account(parent)
+            mx.async_eval(arrays_of([], parent.state))
+        self._touch(parent)
+        self._evict()
+
+    def clear(self) -> None:
+        self._roots.clear()
+        self._recency.clear()
+        self.nbytes = 0
+
+    # -- the tree ----------------------------------------------------------------------------------------------------
+
+    def _walk(self, tokens: Tokens, salt: str) -> list[tuple[Node, int]]:
+        """The edges along `tokens`, each with how many of its tokens match; only the last may match in part."""
+        path: list[tuple[Node, int]] = []
+        node, depth = self._roots.get(salt), 0
+        while node is not None and depth < len(tokens):
+            child = node.children.get(int(tokens[depth]))
+            if child is None:
+                break
+            matched = common_prefix(child.tokens, tokens[depth:])
+            path.append((child, matched))
+            depth += matched
+            node = child if matched == len(child.tokens) else None
+        return path
+
+    def _usable(self, path: list[tuple[Node, int]]) -> tuple[int, Node | None]:
+        """(tokens that can be reused, the node that ends them). The deepest node counts when only slices are needed."""
+        for node, matched in reversed(path):
+            if not self._layout.needs_checkpoints:
+                return node.begin + matched, node
+            if node.state is not None and matched == len(node.tokens):
+                return node.end, node
+        return 0, None
+
+    def _descend(self, tokens: Tokens, salt: str) -> tuple[Node, int]:
+        """The node where `tokens` leave the tree and how deep it is, splitting an edge if need be."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = Node(_EMPTY, 0, [], None, None)
+        path = self._walk(tokens, salt)
+        if not path:
+            return root, 0
+        node, matched = path[-1]
+        depth = node.begin + matched
+        if matched == len(node.tokens):
+            return node, depth
+        if depth == len(tokens) and not self._layout.needs_checkpoints:
+            return node, depth  # all of it is there already, inside a longer edge
+        return self._split(node, matched), depth
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut an edge in two; returns the upper half, which has no checkpoint."""
+        assert node.parent is not None
+        upper_span, lower_span = cut_span(node.span, at)
+        upper = Node(node.tokens[:at].copy(), node.begin + at, upper_span, None, node.parent)
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.tokens, node.span, node.parent = node.tokens[at:].copy(), lower_span, upper
+        upper.children[int(node.tokens[0])] = node
+        self._account(upper)
+        self._account(node)
+        # Newer than its descendants, wherever those are.
+        self._recency[upper] = None
+        mx.async_eval(arrays_of([*upper_span, *lower_span], []))
+        return upper
+
+    def _append(self, parent: Node, tokens: Tokens, depth: int, caches: Sequence[Any]) -> Node:
+        span = slice_span(caches, depth, len(tokens))
+        state = copy_state(caches) if self._layout.needs_checkpoints else None
+        node = Node(tokens[depth:].copy(), len(tokens), span, state, parent)
+        parent.children[int(node.tokens[0])] = node
+        self._recency[node] = None
+        self._account(node)
+        mx.async_eval(arrays_of(span, state or []))
+        return node
+
+    def _touch(self, node: Node) -> None:
+        """Make a path the newest, leaf first, so that ancestors stay newer than their descendants."""
+        while node.parent is not None:
+            self._recency.move_to_end(node)
+            node = node.parent
+
+    def _evict(self) -> None:
+        while self.nbytes > self._budget:
+            node, _ = self._recency.popitem(last=False)
+            self._remove(node)
+            self.counts.evictions += 1
+
+    def _remove(self, node: Node) -> None:
+        assert not node.children
+        assert node.parent is not None
+        self.nbytes -= node.nbytes
+        parent = node.parent
+        del parent.children[int(node.tokens[0])]
+        if parent.parent is None and not parent.children:
+            self._roots = {salt: root for salt, root in self._roots.items() if root is not parent}
+        # An inner node without a checkpoint served only its descendants.
+        if self._layout.needs_checkpoints and parent.parent and not parent.children and parent.state is None:
+            del self._recency[parent]
+            self._remove(parent)
+
+    def _account(self, node: Node) -> None:
+        before, node.nbytes = node.nbytes, node.measure()
+        self.nbytes += node.nbytes - before
+
+
+_EMPTY: Tokens = np.empty(0, dtype=np.int32)
+
+
+def common_prefix(left: Tokens, right: Tokens) -> int:
+    """Length of the common prefix."""
+    size = min(len(left), len(right))
+    differs = left[:size] != right[:size]
+    at = int(differs.argmax()) if size else 0
+    return at if size and differs[at] else size
