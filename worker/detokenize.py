@@ -5,7 +5,8 @@ The texts of a sequence, concatenated, equal the tokenizer's own decoding of all
 
 import codecs
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -13,6 +14,9 @@ from tokenizers.decoders import DecodeStream
 
 # A DecodeStream waits while the text ends in U+FFFD. No character needs this many tokens.
 _MAX_HELD_TOKENS = 16
+# Metaspace takes away every space that the first piece begins with.
+_ALL_SPACES = 1024
+_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Detokenizer(Protocol):
@@ -41,12 +45,13 @@ class Vocabulary:
             for token, entry in getattr(tokenizer, "added_tokens_decoder", {}).items()
             if entry.special and entry.content not in visible
         )
-        self._table = self._byte_table() if self._is_byte_level() else None
+        self._spaces_stripped = 0
+        self._table = self._byte_table() or self._piece_table()
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for text that follows `context`, whose end decides about leading spaces."""
         if self._table is not None:
-            return _ByteLevel(self._table)
+            return _Bytes(self._table, 0 if context else self._spaces_stripped)
         if self._backend is not None:
             return _Stream(self._backend, context, self.hidden)
         return _Wrapped(self._tokenizer.detokenizer, self.hidden)
@@ -61,21 +66,50 @@ class Vocabulary:
         """All of `ids` as text, hidden ones included."""
         return str(self._tokenizer.decode(list(ids)))
 
-    def _is_byte_level(self) -> bool:
-        if self._backend is None:
-            return False
-        decoder = json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder is not None else {}
-        while decoder.get("type") == "Sequence" and len(decoder["decoders"]) == 1:
-            decoder = decoder["decoders"][0]
-        return bool(decoder.get("type") == "ByteLevel")
-
-    def _byte_table(self) -> list[bytes]:
+    def _byte_table(self) -> list[bytes] | None:
+        """Each id's bytes, for a decoder that is byte-level and nothing else."""
+        if [step.get("type") for step in self._decoder()] != ["ByteLevel"]:
+            return None
         alphabet = _byte_alphabet()
-        size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1  # type: ignore[union-attr]
-        table = [b""] * size
-        for text, token in self._backend.get_vocab(with_added_tokens=True).items():  # type: ignore[union-attr]
+        return self._table_of(lambda piece: _to_bytes(piece, alphabet))
+
+    def _piece_table(self) -> list[bytes] | None:
+        """Each id's bytes, for SentencePiece-style decoders; they also tell how many leading spaces a text loses."""
+        replaced: list[tuple[str, str]] = []
+        has_bytes, spaces = False, 0
+        for step in self._decoder():
+            match step:
+                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                    replaced.append((old, new))
+                case {"type": "Metaspace", "replacement": str(old), "prepend_scheme": scheme}:
+                    replaced.append((old, " "))
+                    spaces = 0 if scheme == "never" else _ALL_SPACES
+                case {"type": "Strip", "content": " ", "start": int(start), "stop": 0}:
+                    spaces = start
+                case {"type": "ByteFallback"}:
+                    has_bytes = True
+                case {"type": "Fuse"}:
+                    pass
+                case _:
+                    return None
+        if not replaced:
+            return None
+        self._spaces_stripped = spaces
+        return self._table_of(lambda piece: _piece_bytes(piece, replaced, has_bytes))
+
+    def _decoder(self) -> list[dict[str, Any]]:
+        """The steps of the tokenizer's decoder."""
+        if self._backend is None or self._backend.decoder is None:
+            return []
+        decoder = json.loads(self._backend.decoder.__getstate__())
+        return decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
+
+    def _table_of(self, to_bytes: Callable[[str], bytes]) -> list[bytes]:
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)  # type: ignore[union-attr]
+        table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+        for piece, token in vocabulary.items():
             if token not in self.hidden:
-                table[token] = _to_bytes(text, alphabet)
+                table[token] = to_bytes(piece)
         return table
 
 
@@ -87,6 +121,15 @@ def _to_bytes(token: str, alphabet: dict[str, int]) -> bytes:
         return token.encode()
 
 
+def _piece_bytes(piece: str, replaced: Sequence[tuple[str, str]], has_bytes: bool) -> bytes:
+    """A SentencePiece piece's bytes: `▁` is a space, and `<0xE2>` the byte that it names."""
+    if has_bytes and (named := _BYTE_PIECE.fullmatch(piece)):
+        return bytes([int(named[1], 16)])
+    for old, new in replaced:
+        piece = piece.replace(old, new)
+    return piece.encode()
+
+
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes (openai/gpt-2, encoder.py, `bytes_to_unicode`), inverted."""
@@ -95,23 +138,32 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(rest)}
 
 
-class _ByteLevel:
-    __slots__ = ("_decode", "_table")
+class _Bytes:
+    """For tokenizers whose ids each stand for bytes. Whatever bytes a model invents, text that is out stays."""
 
-    def __init__(self, table: list[bytes]) -> None:
+    __slots__ = ("_decode", "_spaces", "_table")
+
+    def __init__(self, table: list[bytes], spaces_stripped: int = 0) -> None:
         self._table = table
+        self._spaces = spaces_stripped
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def add(self, token: int) -> str:
         # Model vocabularies are often padded beyond the tokenizer's: such ids have no text.
-        return self._decode(self._table[token]) if token < len(self._table) else ""
+        text = self._decode(self._table[token]) if token < len(self._table) else ""
+        return self._strip(text) if self._spaces and text else text
 
     def finish(self) -> str:
         return self._decode(b"", True)
 
+    def _strip(self, text: str) -> str:
+        """The spaces that the tokenizer puts before the very first word, taken away again."""
+        spaces, self._spaces = self._spaces, 0
+        return text[:spaces].lstrip(" ") + text[spaces:]
+
 
 class _Stream:
-    """tokenizers' own incremental decoder, for SentencePiece-style and unusual decoders."""
+    """tokenizers' own incremental decoder, for decoders that look at more than one id."""
 
     __slots__ = ("_backend", "_context", "_held", "_hidden", "_stream")
 
@@ -125,8 +177,11 @@ class _Stream:
     def add(self, token: int) -> str:
         if token in self._hidden:
             return ""
-        text = self._stream.step(self._backend, token)
         self._held.append(token)
+        try:
+            text = self._stream.step(self._backend, token)
+        except Exception:  # tokenizers raises this very type when an id changes the text of those before it
+            return self.finish()
         if text is None and len(self._held) <= _MAX_HELD_TOKENS:
             return ""
         if text is None:
