@@ -13,7 +13,8 @@ from typing import Any, Final, Self, TextIO
 
 import msgspec
 
-OURS: Final = ("gateway", "mlxd")
+# `worker` carries what worker processes print.
+OURS: Final = ("gateway", "worker", "mlxd")
 QUEUE_MAX: Final = 10_000
 FLUSH_S: Final = 2.0
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")

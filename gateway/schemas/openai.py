@@ -72,6 +72,11 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, Bias] | None = None
     ignore_eos: bool | None = None
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk that tells its cost."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""

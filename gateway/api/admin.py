@@ -1,0 +1,153 @@
+"""The admin API, on the unix socket only: what runs, and load, unload, restart."""
+
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.types import Receive, Scope, Send
+
+import protocol
+from gateway.errors import BadRequest, from_failure
+from gateway.http import read_body, send_body
+from gateway.pool.state import ModelUnavailable, WorkerView
+from gateway.services import Services
+
+BODY_MAX = 64 * 1024
+
+
+class ModelStatus(Struct, frozen=True):
+    """One model; numbers are 0 and texts empty while its worker does not run."""
+
+    name: str
+    path: str
+    aliases: tuple[str, ...]
+    state: str
+    pid: int
+    epoch: int
+    since_s: float
+    running: int
+    waiting: int
+    inside: int
+    slots: int
+    queue_bound: int
+    context: int
+    weights_bytes: int
+    memory_bytes: int
+    active_bytes: int
+    peak_bytes: int
+    cache_bytes: int
+    kv_bytes: int
+    step_age_ms: int
+    restarts: int
+    stage: str
+    loaded_bytes: int
+    total_bytes: int
+    generation_tokens: int
+    last_failure: str
+    retry_after_s: float
+
+
+class Status(Struct, frozen=True):
+    version: str
+    pid: int
+    uptime_s: float
+    url: str
+    home: str
+    config_path: str
+    is_draining: bool
+    models: list[ModelStatus]
+
+
+class ModelRef(Struct, frozen=True, forbid_unknown_fields=True):
+    model: Annotated[str, Meta(min_length=1)]
+
+
+class Done(Struct, frozen=True):
+    model: str
+    state: str
+
+
+_model_ref = msgspec.json.Decoder(ModelRef)
+
+
+class StatusEndpoint:
+    """`GET /v1/status`."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._started = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services = self._services
+        server = services.config.server
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        status = Status(
+            protocol.__version__,
+            os.getpid(),
+            round(time.monotonic() - self._started, 1),
+            f"http://{host}:{server.port}",
+            str(services.config.home),
+            str(services.config.config_path),
+            services.admission.is_draining,
+            [self._model(view) for view in services.pool.workers()],
+        )
+        await send_body(send, 200, msgspec.json.encode(status))
+
+    def _model(self, view: WorkerView) -> ModelStatus:
+        services = self._services
+        model = services.config.models[view.name]
+        stats, ready = view.stats, view.ready
+        return ModelStatus(
+            name=view.name,
+            path=view.path,
+            aliases=model.aliases,
+            state=str(view.state),
+            pid=view.pid,
+            epoch=view.epoch,
+            since_s=round(view.since_s, 1),
+            running=stats.running if stats else 0,
+            waiting=stats.waiting if stats else 0,
+            inside=services.admission.inside(view.name),
+            slots=model.max_running,
+            queue_bound=model.max_running + model.max_waiting,
+            context=ready.max_context if ready else model.context,
+            weights_bytes=ready.weights_bytes if ready else 0,
+            memory_bytes=stats.footprint if stats else 0,
+            active_bytes=stats.mem_active if stats else 0,
+            peak_bytes=stats.mem_peak if stats else 0,
+            cache_bytes=stats.mem_cache if stats else 0,
+            kv_bytes=stats.kv_bytes if stats else 0,
+            step_age_ms=stats.step_age_ms if stats else 0,
+            restarts=view.restarts,
+            stage=view.stage,
+            loaded_bytes=view.loaded_bytes,
+            total_bytes=view.total_bytes,
+            generation_tokens=services.metrics.model(view.name).generation_tokens,
+            last_failure=view.last_failure.message if view.last_failure else "",
+            retry_after_s=round(view.retry_after_s, 1),
+        )
+
+
+class Command:
+    """`POST /v1/models/{load,unload,restart}` with `{"model": NAME}`; answers when it is done."""
+
+    def __init__(self, services: Services, run: Callable[[str], Awaitable[None]]) -> None:
+        self._services = services
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive, BODY_MAX)
+        try:
+            ref = _model_ref.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequest(f'The body must be {{"model": NAME}}: {error}.') from None
+        name = self._services.router.resolve(ref.model).name
+        try:
+            await self._run(name)
+        except ModelUnavailable as error:
+            raise from_failure(error.failure, error.retry_after_s) from None
+        state = self._services.pool.worker(name).view().state
+        await send_body(send, 200, msgspec.json.encode(Done(name, str(state))))

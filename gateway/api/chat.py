@@ -1,0 +1,31 @@
+"""`POST /v1/chat/completions`."""
+
+from starlette.types import Receive, Scope, Send
+
+from gateway.api import serve
+from gateway.api.chat_encoder import ChatFold, ChatStream, Heading
+from gateway.http import read_body, record_of
+from gateway.schemas.lowering import lower_chat
+from gateway.schemas.openai import decode_chat
+from gateway.services import Services
+
+
+class ChatCompletions:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        body = await read_body(scope, receive, services.config.server.max_body_bytes)
+        request, unknown = decode_chat(body)
+        model, seed = serve.begin(services, record, request, unknown)
+        generates = lower_chat(request, model, services.link.next_rid, seed, serve.deadline_ms(services))
+        choices = len(generates)
+        heading = Heading(serve.new_id("chatcmpl"), serve.now(), model.name, choices, choices_per_prompt=choices)
+        job = serve.Job(services, record, model, generates)
+        if request.stream:
+            await job.stream(ChatStream(heading, request.wants_usage), receive, send)
+        else:
+            await job.whole(ChatFold(heading), receive, send)

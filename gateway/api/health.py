@@ -1,0 +1,97 @@
+"""`/livez`, `/readyz`, `/health`, `/metrics` and `/`."""
+
+import msgspec
+from msgspec import Struct
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import Receive, Scope, Send
+
+import protocol
+from gateway.http import send_body
+from gateway.pool.state import State, WorkerView
+from gateway.services import Services
+
+# A worker in one of these is broken; one that is stopped is merely not asked for.
+_BROKEN = frozenset({State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
+
+
+class Health(Struct, frozen=True):
+    status: str
+    reasons: list[str] = []
+
+
+class About(Struct, frozen=True):
+    """What a person sees who opens the address in a browser."""
+
+    version: str
+    models: list[str]
+    name: str = "mlxd"
+    api: str = "/v1"
+    health: str = "/health"
+    metrics: str = "/metrics"
+
+
+class Live:
+    """The gateway answers: that is all it says."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_body(send, 200, msgspec.json.encode(Health("alive")))
+
+
+class Readiness:
+    """Whether traffic should come: not while draining, nor before the models to preload are ready."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reasons = ["draining"] if self._services.admission.is_draining else []
+        views = self._services.pool.workers()
+        reasons += [_describe(view) for view in views if view.is_preload and view.state is not State.READY]
+        body = Health("not ready", reasons) if reasons else Health("ready")
+        await send_body(send, 503 if reasons else 200, msgspec.json.encode(body))
+
+
+class Healthy:
+    """For people and monitors: 200 while the gateway can serve anything, with what is wrong."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._services.admission.is_draining:
+            await send_body(send, 503, msgspec.json.encode(Health("draining")))
+            return
+        views = self._services.pool.workers()
+        broken = [_describe(view) for view in views if view.state in _BROKEN]
+        if not broken:
+            await send_body(send, 200, msgspec.json.encode(Health("healthy")))
+            return
+        can_serve = len(broken) < len(views)
+        body = Health("degraded" if can_serve else "unhealthy", broken)
+        await send_body(send, 200 if can_serve else 503, msgspec.json.encode(body))
+
+
+class Scrape:
+    """Prometheus' text format."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_body(send, 200, self._services.metrics.text(), kind=CONTENT_TYPE_LATEST.encode())
+
+
+class Root:
+    """A friendly answer at `/`."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        about = About(protocol.__version__, list(self._services.config.models))
+        await send_body(send, 200, msgspec.json.encode(about))
+
+
+def _describe(view: WorkerView) -> str:
+    cause = f": {view.last_failure.message}" if view.last_failure is not None else ""
+    return f"model {view.name} is {view.state}{cause}"

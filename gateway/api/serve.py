@@ -1,0 +1,66 @@
+"""What every generating endpoint does with a decoded request."""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.types import Receive, Send
+
+from gateway.api.encoder import Fold, StreamEncoder
+from gateway.config import ModelConfig
+from gateway.generation import Generation
+from gateway.http import Record, ignored_header
+from gateway.schemas.openai import SamplingFields
+from gateway.services import Services
+from gateway.sse import respond_stream, respond_whole
+from protocol.messages import Generate
+
+
+def begin(services: Services, record: Record, request: SamplingFields, unknown: list[str]) -> tuple[ModelConfig, int]:
+    """The model and the seed of a request, noted on its record. Raises `ModelNotFound`."""
+    model = services.router.resolve(request.model)
+    # Drawn here when the client gives none, and told, so that any answer can be had again.
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    record.model = model.name
+    record.stream = bool(request.stream)
+    record.headers = [(b"x-mlxd-seed", str(seed).encode()), *ignored_header(unknown)]
+    if unknown:
+        services.metrics.model(model.name).ignored_fields += len(unknown)
+    return model, seed
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request, lowered and ready to run."""
+
+    services: Services
+    record: Record
+    model: ModelConfig
+    generates: list[Generate]
+
+    async def stream(self, encoder: StreamEncoder, receive: Receive, send: Send) -> None:
+        """Generate and answer as events. Raises `ApiError` while the status can still say so."""
+        write_timeout_s = self.services.config.server.write_timeout_s
+        with self._generation(encoder.bind) as generation:
+            await respond_stream(generation, encoder, self.record, receive, send, write_timeout_s)
+
+    async def whole(self, fold: Fold, receive: Receive, send: Send) -> None:
+        """Generate and answer in one piece. Raises `ApiError`."""
+        with self._generation(fold.bind) as generation:
+            await respond_whole(generation, fold, self.record, receive, send)
+
+    def _generation(self, bind: Callable[[Sequence[int]], None]) -> Generation:
+        return Generation(self.services, self.model, self.generates, self.record, bind)
+
+
+def deadline_ms(services: Services) -> int:
+    return int(services.config.server.request_timeout_s * 1000)
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def now() -> int:
+    return int(time.time())

@@ -1,0 +1,201 @@
+"""One request from admission to its last event: the leases it holds, its retry, its abort, its numbers."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from gateway.config import ModelConfig
+from gateway.errors import ApiError, Unavailable, from_failure
+from gateway.http import Record
+from gateway.link import WorkerGone
+from gateway.pool.process import Worker
+from gateway.pool.state import ModelUnavailable
+from gateway.services import Services
+from gateway.stream import Collector
+from protocol.failures import Code, Failure
+from protocol.messages import Delta, Finish, Generate
+
+log = logging.getLogger(__name__)
+
+QUEUE_RETRY_AFTER_S: Final = 5.0
+_LOST: Final = Failure(Code.WORKER_DIED, "The model's worker was lost. Try again.")
+_STOPPED: Final = Failure(Code.ABORTED, "The server stopped this generation.")
+_FINISHES: Final = {
+    Finish.STOP: "stop",
+    Finish.LENGTH: "length",
+    Finish.TOOL_CALLS: "tool_calls",
+    Finish.ABORT: "abort",
+    Finish.ERROR: "error",
+}
+
+
+class Generation:
+    """The sequences of one request. A context manager: entering takes the leases, leaving gives everything back.
+
+    Entering raises `Overloaded` or `Unavailable`. Whatever is unfinished on leaving is aborted at once.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        model: ModelConfig,
+        generates: Sequence[Generate],
+        record: Record,
+        bind: Callable[[Sequence[int]], None],
+    ) -> None:
+        self._services = services
+        self._model = model
+        self._generates = list(generates)
+        self._record = record
+        self._bind = bind
+        self._held = ExitStack()
+        self._numbers = services.metrics.model(model.name)
+        self._collector: Collector | None = None
+        self._seen_activity = 0.0
+        self._newest_token: dict[int, float] = {}
+        self._ended: set[int] = set()
+        self._is_retried = False
+        # Why it cannot go on: set by `next` after everything before it was handed out.
+        self.failure: ApiError | None = None
+
+    def __enter__(self) -> Self:
+        self._held.enter_context(self._services.admission.lease(self._model, len(self._generates)))
+        self._held.enter_context(self._services.pool.busy(self._model.name))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.close()
+        if self._collector is not None and len(self._ended) < len(self._generates):
+            left = [rid for rid in self._collector.rids if rid not in self._ended]
+            self._services.link.abort(left, "client")
+            for _ in left:
+                self._numbers.sequence_ended("abort", None)
+        self._numbers.e2e.observe(time.perf_counter() - self._record.started)
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def open_now(self) -> bool:
+        """Start on a worker that is ready. False when none is: then `open` waits for one."""
+        worker = self._services.pool.worker(self._model.name)
+        return worker.is_ready and self._submit(worker)
+
+    async def open(self) -> None:
+        """Wait until the model is ready, and start. Raises `ApiError`."""
+        limit_s = self._services.config.server.queue_timeout_s
+        self._numbers.opening += len(self._generates)
+        try:
+            async with asyncio.timeout(limit_s or None):
+                for _ in range(2):
+                    if self._submit(await self._services.pool.ensure_ready(self._model.name)):
+                        return
+            raise from_failure(_LOST)
+        except ModelUnavailable as error:
+            raise from_failure(error.failure, error.retry_after_s) from None
+        except TimeoutError:
+            message = f"The model was not ready within {limit_s:g} seconds."
+            raise Unavailable(message, QUEUE_RETRY_AFTER_S, "queue_timeout") from None
+        finally:
+            self._numbers.opening -= len(self._generates)
+
+    def _submit(self, worker: Worker) -> bool:
+        try:
+            self._collector = self._services.link.submit(worker, self._generates)
+        except WorkerGone:
+            return False
+        self._bind(self._collector.rids)
+        return True
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it runs on a worker. False before `open`, and again when its worker was lost before it began."""
+        return self._collector is not None
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._ended) == len(self._generates)
+
+    async def next(self, timeout_s: float | None = None) -> list[Delta]:
+        """New output, never with an ERROR or ABORT in it: those end up in `failure`. Empty on timeout."""
+        collector = self._opened()
+        deltas = await collector.next(timeout_s)
+        now = time.perf_counter()
+        newest = self._newest_token
+        for delta in deltas:
+            if count := len(delta.token_ids):
+                before = newest.get(delta.rid)
+                if before is None:
+                    self._on_first_token(now)
+                else:
+                    self._numbers.itl.observe((now - before) / count, count)
+                newest[delta.rid] = now
+            if delta.finish is not None:
+                return self._finish(deltas)
+        return deltas
+
+    def shows_life(self) -> bool:
+        """Whether the worker did anything for this request since this was last asked."""
+        newest = self._opened().last_activity
+        is_new = newest > self._seen_activity
+        self._seen_activity = newest
+        return is_new
+
+    def _opened(self) -> Collector:
+        assert self._collector is not None, "open comes first"
+        return self._collector
+
+    def _on_first_token(self, now: float) -> None:
+        if self._record.first_token_s is None:
+            self._record.first_token_s = now - self._record.started
+            self._numbers.ttft.observe(self._record.first_token_s)
+
+    def _finish(self, deltas: list[Delta]) -> list[Delta]:
+        """Book the terminal deltas among these, and keep failures apart."""
+        good: list[Delta] = []
+        for delta in deltas:
+            if delta.finish is None:
+                good.append(delta)
+                continue
+            if delta.finish is Finish.ERROR or delta.finish is Finish.ABORT:
+                failure = delta.failure or (_STOPPED if delta.finish is Finish.ABORT else _LOST)
+                if self._retry(failure):
+                    return []
+                if delta.text:
+                    good.append(msgspec.structs.replace(delta, finish=None, usage=None, failure=None))
+                if self.failure is None:
+                    self.failure = from_failure(failure)
+                    self._record.detail = failure.detail
+            else:
+                good.append(delta)
+            self._book(delta, delta.finish)
+        return good
+
+    def _book(self, delta: Delta, finish: Finish) -> None:
+        self._ended.add(delta.rid)
+        self._numbers.sequence_ended(_FINISHES[finish], delta.usage)
+        if delta.usage is not None:
+            self._record.prompt_tokens += delta.usage.prompt
+            self._record.completion_tokens += delta.usage.completion
+
+    def _retry(self, failure: Failure) -> bool:
+        """Once more on the worker's successor, when this one died before it knew of the request: nothing is lost."""
+        collector = self._opened()
+        if failure.code is not Code.WORKER_DIED or self._is_retried or collector.accepted or self._newest_token:
+            return False
+        self._is_retried = True
+        self._numbers.retries += 1
+        log.info("request sent again: its worker was gone", extra={"fields": {"request": self._record.id}})
+        next_rid = self._services.link.next_rid
+        self._generates = [msgspec.structs.replace(generate, rid=next_rid()) for generate in self._generates]
+        self._ended.clear()
+        self._collector = None
+        return True

@@ -1,0 +1,104 @@
+"""The little of HTTP that the endpoints share: a body within a limit, one whole answer, one request's record."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import ApiError, BadRequest, BodyTooLarge
+
+JSON: Final = b"application/json"
+BODY_TIMEOUT_S: Final = 120.0
+# What a client that has left is said to have got; nginx's number.
+CLIENT_CLOSED: Final = 499
+IGNORED_NAMES_MAX: Final = 20
+IGNORED_NAME_CHARS: Final = 40
+
+Header = tuple[bytes, bytes]
+
+
+class ClientLeft(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What the access log says about one request. Owned by its task."""
+
+    id: str
+    method: str
+    path: str
+    started: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    model: str | None = None
+    stream: bool = False
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_token_s: float | None = None
+    outcome: str = ""
+    detail: str = ""
+    # Headers that any answer to this request carries.
+    headers: list[Header] = field(default_factory=list[Header])
+
+
+def record_of(scope: Scope) -> Record:
+    """The record that the middleware made."""
+    record = scope["mlxd.record"]
+    assert isinstance(record, Record)
+    return record
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """The whole body. Raises `BodyTooLarge` as soon as it is known to be, `ClientLeft`, or `ApiError` 408."""
+    length = Headers(scope=scope).get("content-length", "")
+    if length.isdigit() and int(length) > limit_bytes:
+        raise BodyTooLarge(limit_bytes)
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                chunk: bytes = message.get("body", b"")
+                size += len(chunk)
+                if size > limit_bytes:
+                    raise BodyTooLarge(limit_bytes)
+                chunks.append(chunk)
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from None
+    body = b"".join(chunks)
+    if Headers(scope=scope).get("content-encoding", "identity") != "identity":
+        raise BadRequest("Compressed request bodies are not supported.")
+    # Some Windows tools put a byte order mark before JSON.
+    return body.removeprefix(b"\xef\xbb\xbf")
+
+
+async def send_body(
+    send: Send, status: int, body: bytes, headers: list[Header] | None = None, kind: bytes = JSON
+) -> None:
+    """One whole answer."""
+    sent: list[Header] = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *(headers or [])]
+    await send({"type": "http.response.start", "status": status, "headers": sent})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def ignored_header(names: list[str]) -> list[Header]:
+    """`x-mlxd-ignored`: bounded, and with nothing of a client's in it that a header cannot hold."""
+    if not names:
+        return []
+    shown = [_header_safe(name) for name in names[:IGNORED_NAMES_MAX]]
+    if len(names) > IGNORED_NAMES_MAX:
+        shown.append(f"+{len(names) - IGNORED_NAMES_MAX}")
+    return [(b"x-mlxd-ignored", ", ".join(shown).encode())]
+
+
+def _header_safe(name: str) -> str:
+    cut = name[:IGNORED_NAME_CHARS]
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "_" for c in cut) or "_"

@@ -1,0 +1,137 @@
+"""The outermost layer: a request id, one access line, and the one place where exceptions become answers."""
+
+import logging
+import re
+import secrets
+import time
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.errors import ApiError, error_headers, openai_body
+from gateway.http import CLIENT_CLOSED, ClientLeft, Header, Record, send_body
+from gateway.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+# Polled by machines: their lines would drown the others.
+QUIET: Final = frozenset({"/livez", "/readyz", "/health", "/healthz", "/metrics", "/"})
+API: Final = "/v1/"
+
+_SANE_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+
+
+class Entry:
+    """Pure ASGI. Everything below may raise `ApiError`; what else it raises is a 500, logged once and counted."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "http":
+                await self._http(scope, receive, send)
+            case "lifespan":
+                await _lifespan(receive, send)
+            case _:
+                await send({"type": "websocket.close", "code": 1000})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = Record(_request_id(scope), scope["method"], scope["path"])
+        scope["mlxd.record"] = record
+        # Makes starlette raise HTTPException instead of answering in plain text.
+        scope["app"] = self
+        answer = _Answer(send, record)
+        try:
+            await self._app(scope, receive, answer)
+        except ApiError as error:
+            await self._refuse(answer, record, error)
+        except HTTPException as error:
+            await self._refuse(answer, record, _from_http(error, scope))
+        except ClientLeft:
+            record.status = CLIENT_CLOSED
+            record.outcome = "disconnect"
+        except Exception as error:  # The root of a request's task.
+            self._metrics.unhandled_errors += 1
+            log.error("request failed", exc_info=error, extra={"fields": {"request": record.id, "path": record.path}})
+            await self._refuse(answer, record, ApiError(500, "Internal error.", type="server_error", code="internal"))
+        finally:
+            self._account(record)
+
+    async def _refuse(self, answer: "_Answer", record: Record, error: ApiError) -> None:
+        record.outcome = error.code or "error"
+        if not answer.is_started:
+            await send_body(answer, error.status, openai_body(error), [*error_headers(error), *record.headers])
+
+    def _account(self, record: Record) -> None:
+        if record.path.startswith(API):
+            self._metrics.request_ended(record.model, record.status)
+        level = logging.DEBUG if record.path in QUIET else logging.INFO
+        if not log.isEnabledFor(level):
+            return
+        fields: dict[str, object] = {
+            "request": record.id,
+            "status": record.status,
+            "ms": round((time.perf_counter() - record.started) * 1000, 1),
+        }
+        if record.model is not None:
+            first = record.first_token_s
+            fields |= {
+                "model": record.model,
+                "stream": record.stream,
+                "ttft_ms": None if first is None else round(first * 1000, 1),
+                "prompt_tokens": record.prompt_tokens,
+                "completion_tokens": record.completion_tokens,
+            }
+        fields["outcome"] = record.outcome or "ok"
+        if record.detail:
+            fields["detail"] = record.detail
+        log.log(level, "%s %s", record.method, record.path[:200], extra={"fields": fields})
+
+
+class _Answer:
+    """`send`, with the request id added and the status noted."""
+
+    __slots__ = ("_record", "_send", "is_started")
+
+    def __init__(self, send: Send, record: Record) -> None:
+        self._send = send
+        self._record = record
+        self.is_started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.is_started = True
+            self._record.status = message["status"]
+            headers: list[Header] = list(message.get("headers", []))
+            headers.append((b"x-request-id", self._record.id.encode()))
+            message["headers"] = headers
+        await self._send(message)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's id, if a log line can carry it; else one of ours."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+
+def _from_http(error: HTTPException, scope: Scope) -> ApiError:
+    match error.status_code:
+        case 404:
+            return ApiError(404, f"Unknown path: {scope['method']} {scope['path'][:200]}.", code="unknown_url")
+        case 405:
+            return ApiError(405, f"{scope['method']} is not allowed here.", code="method_not_allowed")
+        case status:
+            return ApiError(status, str(error.detail))
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """Start and stop belong to the daemon, not to the app."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

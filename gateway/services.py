@@ -1,0 +1,27 @@
+"""What the endpoints work with, made once per app."""
+
+from dataclasses import dataclass
+
+from gateway.admission import Admission
+from gateway.config import Config
+from gateway.link import Link
+from gateway.metrics import Metrics
+from gateway.pool.pool import Pool
+from gateway.routing import Router
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts of a running gateway."""
+
+    config: Config
+    pool: Pool
+    link: Link
+    metrics: Metrics
+    router: Router
+    admission: Admission
+
+    @classmethod
+    def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics) -> "Services":
+        metrics.declare(config.models)
+        return cls(config, pool, link, metrics, Router(config.models), Admission(metrics.rejected))

@@ -1,0 +1,192 @@
+"""Server-sent events over raw ASGI: who left, who does not read, what keeps an idle client waiting."""
+
+import asyncio
+from types import TracebackType
+from typing import Final, Self
+
+from starlette.types import Receive, Send
+
+from gateway.api.encoder import Fold, StreamEncoder
+from gateway.errors import ApiError
+from gateway.generation import Generation
+from gateway.http import CLIENT_CLOSED, Header, Record, send_body
+
+# How long the status line may wait for the first event, so that a refusal is a status and not an event.
+HOLD_S: Final = 1.0
+KEEPALIVE_S: Final = 10.0
+HEADERS: Final[tuple[Header, ...]] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Tells nginx not to buffer.
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class Watch:
+    """Cuts off the task that enters it when its client leaves, or does not read for `write_timeout_s`.
+
+    uvicorn's `send` returns silently after a disconnect, so `receive` is watched. Being cut off cancels the task; the
+    context swallows that cancellation, and no other, and `reason` says why.
+    """
+
+    def __init__(self, receive: Receive, write_timeout_s: float) -> None:
+        self.reason: str | None = None
+        self._receive = receive
+        self._write_timeout_s = write_timeout_s
+        self._blocked_since: float | None = None
+        self._is_active = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._is_active = True
+        self._watcher = asyncio.create_task(self._watch())
+        if self._write_timeout_s:
+            self._arm()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._is_active = False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._watcher.cancel()
+        if self.reason is None:
+            return False
+        return self._task.uncancel() == 0 and kind is asyncio.CancelledError
+
+    async def send(self, send: Send, body: bytes, more: bool = True) -> None:
+        """Send a piece of the body, noting when it began: a client that does not read blocks it."""
+        self._blocked_since = self._loop.time()
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._blocked_since = None
+
+    async def _watch(self) -> None:
+        # What is left of the request's body is dropped.
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._cut("disconnect")
+
+    def _arm(self) -> None:
+        # One timer for the whole stream, at half the limit: none per event.
+        self._timer = self._loop.call_later(self._write_timeout_s / 2, self._check)
+
+    def _check(self) -> None:
+        since = self._blocked_since
+        if since is not None and self._loop.time() - since >= self._write_timeout_s:
+            self._cut("write_timeout")
+        else:
+            self._arm()
+
+    def _cut(self, reason: str) -> None:
+        if self._is_active and self.reason is None:
+            self.reason = reason
+            self._task.cancel()
+
+
+class _Stream:
+    """One response being written."""
+
+    def __init__(
+        self, generation: Generation, encoder: StreamEncoder, headers: list[Header], send: Send, watch: Watch
+    ) -> None:
+        self._generation = generation
+        self._encoder = encoder
+        self._headers = headers
+        self._send = send
+        self._watch = watch
+        self._loop = asyncio.get_running_loop()
+        self._hold_until = self._loop.time() + HOLD_S
+        self._is_started = False
+
+    async def run(self) -> ApiError | None:
+        """Write all of it. Raises `ApiError` when nothing was written; returns the one that went in-band."""
+        try:
+            while not self._generation.is_done:
+                if not self._generation.is_open:
+                    await self._open()
+                await self._relay()
+        except ApiError as error:
+            if not self._is_started:
+                raise
+            await self._write(self._encoder.error(error), more=False)
+            return error
+        return None
+
+    async def _open(self) -> None:
+        """Join the load of a cold model; the client hears of us in the meantime."""
+        if self._generation.open_now():
+            return
+        opening = asyncio.create_task(self._generation.open())
+        try:
+            while not (await asyncio.wait({opening}, timeout=self._patience_s()))[0]:
+                await self._write(self._encoder.keepalive() if self._is_started else b"")
+            opening.result()
+        finally:
+            opening.cancel()
+
+    async def _relay(self) -> None:
+        """Pass on what is new, or a sign of life."""
+        generation = self._generation
+        deltas = await generation.next(self._patience_s())
+        data = self._encoder.encode(deltas)
+        if generation.failure is not None:
+            if data:
+                await self._write(data)
+            raise generation.failure
+        if generation.is_done:
+            await self._write(data + self._encoder.end(), more=False)
+        elif data:
+            await self._write(data)
+        elif not deltas and generation.is_open and not self._is_started:
+            await self._write(b"")
+        elif not deltas and generation.is_open and generation.shows_life():
+            # A worker that makes no progress is not kept alive: the client may give up on it.
+            await self._write(self._encoder.keepalive())
+
+    def _patience_s(self) -> float:
+        return KEEPALIVE_S if self._is_started else max(0.0, self._hold_until - self._loop.time())
+
+    async def _write(self, data: bytes, more: bool = True) -> None:
+        if not self._is_started:
+            self._is_started = True
+            headers = [*HEADERS, *self._headers]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            data = self._encoder.begin() + data
+        if data or not more:
+            await self._watch.send(self._send, data, more)
+
+
+async def respond_stream(
+    generation: Generation, encoder: StreamEncoder, record: Record, receive: Receive, send: Send, write_timeout_s: float
+) -> None:
+    """Answer with the events of `generation`. Raises `ApiError` only while the status can still say so."""
+    async with Watch(receive, write_timeout_s) as watch:
+        error = await _Stream(generation, encoder, record.headers, send, watch).run()
+        if error is not None:
+            record.outcome = error.code or "error"
+    if watch.reason is not None:
+        _note_cut(record, watch.reason)
+
+
+async def respond_whole(generation: Generation, fold: Fold, record: Record, receive: Receive, send: Send) -> None:
+    """Answer in one piece. Raises `ApiError`."""
+    async with Watch(receive, 0) as watch:
+        while not generation.is_done:
+            if not generation.is_open and not generation.open_now():
+                await generation.open()
+            fold.add(await generation.next())
+            if generation.failure is not None:
+                raise generation.failure
+        await send_body(send, 200, fold.result(), record.headers)
+    if watch.reason is not None:
+        _note_cut(record, watch.reason)
+
+
+def _note_cut(record: Record, reason: str) -> None:
+    record.outcome = reason
+    record.status = record.status or CLIENT_CLOSED
