@@ -1,0 +1,18 @@
+"""Generated text to events: reasoning, content and tool calls, for every model family. Imports no MLX."""
+
+from worker.parsers.detect import detect_family, start_in_reasoning
+from worker.parsers.events import Event, Parser
+from worker.parsers.families import ALIASES, FAMILIES, UnknownFamily, resolve
+from worker.parsers.parser import make_parser
+
+__all__ = [
+    "ALIASES",
+    "FAMILIES",
+    "Event",
+    "Parser",
+    "UnknownFamily",
+    "detect_family",
+    "make_parser",
+    "resolve",
+    "start_in_reasoning",
+]

@@ -1,0 +1,161 @@
+"""What all tool formats share: announcing a call, its arguments, and giving up on it."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from worker.parsers.literal import LOOSE, Dialect, is_string_start, quoted, scalar, value
+from worker.parsers.output import Output
+from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, markers
+from worker.parsers.schema import STRING, Parameters, Tools, coerced_string
+
+NAME_LIMIT: Final = 256
+_NAME = re.compile(r"[\w.\-:/@$]+")
+
+
+@dataclass(slots=True)
+class Context:
+    """What a format works on; one per parser."""
+
+    r: Reader
+    out: Output
+    tools: Tools
+
+
+class Format(Protocol):
+    """One way to write tool calls. Frozen and shared by all parsers."""
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The markers that may begin a call."""
+        ...
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The markers that end a broken call; without any, text follows it at once."""
+        ...
+
+    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+        """Read the calls that begin with `hit`, which is consumed. Raises `Malformed`."""
+        ...
+
+
+def attempt(ctx: Context, form: Format, hit: str, text: Emit) -> Steps[bool]:
+    """Read calls, or give what only looked like them to `text`. Returns whether there was a call."""
+    r, out, before = ctx.r, ctx.out, ctx.out.calls
+    r.trace = [hit]
+    try:
+        yield from form.calls(ctx, hit)
+    except Malformed:
+        if out.in_call:
+            out.malformed += 1
+            if form.ends:
+                yield from r.until(markers(*form.ends, *form.starts), out.args, keep=True)
+                yield from r.literal(markers(*form.ends))
+            out.end()
+        else:
+            raw = r.untrace()
+            # A marker on its own is prose about markers; more than that was meant as a call.
+            out.malformed += len(raw.rstrip()) > len(hit) + 1
+            text(raw)
+    r.trace = None
+    return out.calls > before
+
+
+def checked(name: str) -> str:
+    """`name` where nothing but its shape tells a call from prose; raises `Malformed`."""
+    name = name.strip().strip("\"'")
+    if not _NAME.fullmatch(name):
+        raise Malformed
+    return name
+
+
+def begin(ctx: Context, name: str, call_id: str = "") -> Parameters:
+    """Announce a call; from here on it cannot become text any more."""
+    name = name.strip()
+    if not name or len(name) > NAME_LIMIT:
+        raise Malformed
+    ctx.out.begin(name, call_id)
+    ctx.r.trace = None
+    return ctx.tools.parameters(name)
+
+
+def end(ctx: Context) -> None:
+    """The call is complete; what follows may be another, or text."""
+    ctx.out.end()
+    ctx.r.trace = []
+
+
+def members(
+    ctx: Context,
+    params: Parameters,
+    emit: Emit,
+    dialect: Dialect = LOOSE,
+    close: str = "}",
+    separator: Markers = markers(":"),  # noqa: B008 - immutable
+) -> Steps[None]:
+    """Read `key: value` pairs up to `close`, which opened before, and emit them as a JSON object."""
+    r = ctx.r
+    emit("{")
+    is_first = True
+    while True:
+        char = yield from r.space()
+        if char == "," and not is_first:
+            r.take(1)
+            char = yield from r.space()
+        elif char != close and not is_first:
+            raise Malformed
+        if char == close:
+            r.take(1)
+            emit("}")
+            return
+        key = yield from _member_key(r, char, dialect, separator)
+        emit(("" if is_first else ", ") + quoted(key) + ": ")
+        is_first = False
+        yield from _member_value(r, params, key, emit, dialect)
+
+
+def _member_key(r: Reader, char: str, dialect: Dialect, separator: Markers) -> Steps[str]:
+    if is_string_start(char, dialect):
+        parts: list[str] = []
+        yield from scalar(r, char, parts.append, dialect)
+        yield from r.expect(separator)
+        return json.loads("".join(parts))
+    key, _ = yield from r.capture(separator, NAME_LIMIT)
+    key = key.strip()
+    if not key or (not dialect.bare and ":" in separator.words) or not set(key).isdisjoint("\"'{}[](),"):
+        raise Malformed
+    return key
+
+
+def _member_value(r: Reader, params: Parameters, key: str, emit: Emit, dialect: Dialect) -> Steps[None]:
+    types = params.types(key)
+    char = yield from r.space()
+    is_string = is_string_start(char, dialect)
+    if not types or char in ("{", "[", "(") or is_string == ("string" in types):
+        yield from value(r, emit, dialect)
+        return
+    parts: list[str] = []
+    yield from scalar(r, char, parts.append, dialect)
+    found = "".join(parts)
+    if is_string:
+        emit(coerced_string(found, types))
+    else:
+        emit(quoted(found) if types == STRING and not found.startswith(('"', "n")) else found)
+
+
+def json_arguments(ctx: Context, params: Parameters, emit: Emit | None = None) -> Steps[None]:
+    """Read the JSON object that a call's arguments are."""
+    if (yield from ctx.r.space()) != "{":
+        raise Malformed
+    ctx.r.take(1)
+    yield from members(ctx, params, emit or ctx.out.args)
+
+
+def collected(read: Callable[[Emit], Steps[None]]) -> Steps[str]:
+    """Everything that `read` emits, as one string."""
+    parts: list[str] = []
+    yield from read(parts.append)
+    return "".join(parts)

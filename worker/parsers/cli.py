@@ -1,0 +1,125 @@
+"""`python -m worker.parsers.cli`: the events of a raw model output, as JSON lines."""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+from protocol.messages import Kind
+from worker.parsers.channels import Channels
+from worker.parsers.detect import start_in_reasoning
+from worker.parsers.events import Event
+from worker.parsers.families import FAMILIES, UnknownFamily, resolve
+from worker.parsers.parser import make_parser
+from worker.parsers.template import render_prompt
+
+_TYPES: Final = {
+    Kind.TEXT: "content",
+    Kind.REASONING: "reasoning",
+    Kind.TOOL_BEGIN: "tool_begin",
+    Kind.TOOL_ARGS: "tool_args",
+    Kind.TOOL_END: "tool_end",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse a file and print its events. Returns the exit status: 2 for a usage error."""
+    options = _options().parse_args(argv)
+    try:
+        family = resolve(options.parser)
+        # Bytes, because text mode would change line breaks.
+        raw = sys.stdin.buffer.read() if options.file == "-" else Path(options.file).read_bytes()
+        text = raw.decode("utf-8", errors="replace")
+        tools = _tools(options.tools)
+        is_open = _start(family, text, tools, options)
+    except (UnknownFamily, OSError, ValueError) as error:
+        print(f"parse: {error}", file=sys.stderr)
+        return 2
+    parser = make_parser(family, tools=tools, start_in_reasoning=is_open)
+    for piece in _pieces(text, options.split, options.seed):
+        _print(parser.feed(piece))
+    _print(parser.finish())
+    reason = "tool_calls" if parser.saw_tool_call else "stop"
+    print(json.dumps({"type": "finish", "text": reason, "malformed": parser.malformed}))
+    return 0
+
+
+def _options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(prog="mlxctl parse", description="Print the events of a raw model output.")
+    options.add_argument("--parser", required=True, metavar="NAME", help="the model family, or an alias of it")
+    options.add_argument("--tools", metavar="FILE", help="a JSON list of the tools that the request declared")
+    start = options.add_mutually_exclusive_group()
+    start.add_argument("--template", metavar="FILE", help="the chat template, to see whether it opens the reasoning")
+    start.add_argument("--start-in-reasoning", action="store_true", help="the prompt ended inside of the reasoning")
+    options.add_argument("--split", metavar="N|random", default="", help="feed N characters at a time, or some")
+    options.add_argument("--seed", type=int, default=0, help="for --split random")
+    options.add_argument("file", nargs="?", default="-", help="the raw output; - is standard input")
+    return options
+
+
+def _tools(path: str | None) -> list[dict[str, Any]]:
+    if not path:
+        return []
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    if isinstance(found, dict):
+        found = cast("dict[str, Any]", found).get("tools", [found])
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", found)):
+        raise ValueError(f"{path}: expected a JSON list of tools")
+    return cast("list[dict[str, Any]]", found)
+
+
+def _start(family: str, text: str, tools: list[dict[str, Any]], options: argparse.Namespace) -> bool | None:
+    """Whether the output begins inside of reasoning; None leaves it to the family.
+
+    The whole output is there, so where nothing tells, an end of reasoning before any start does.
+    """
+    if options.start_in_reasoning:
+        return True
+    grammar = FAMILIES[family].grammar
+    think = None if isinstance(grammar, Channels) else grammar.think
+    ends = [at for word in think.ends if (at := text.find(word)) >= 0] if think else []
+    starts = [at for word in think.starts if (at := text.find(word)) >= 0] if think else []
+    is_closed = bool(ends) and min(ends) < min(starts, default=len(text))
+    if options.template:
+        template = Path(options.template).read_text(encoding="utf-8")
+        with_thinking, without = (
+            start_in_reasoning(family, render_prompt(template, tools, is_on)) for is_on in (True, False)
+        )
+        # A template that can do both does not tell which one this was.
+        return with_thinking if with_thinking == without else is_closed
+    if is_closed and think and not think.is_explicit:
+        return True
+    return None
+
+
+def _pieces(text: str, split: str, seed: int) -> Iterator[str]:
+    if not split:
+        yield text
+        return
+    rng = random.Random(seed)
+    if split != "random" and (not split.isdecimal() or int(split) < 1):
+        raise SystemExit("parse: --split takes a positive number or `random`")
+    at = 0
+    while at < len(text):
+        size = rng.randint(1, 12) if split == "random" else int(split)
+        yield text[at : at + size]
+        at += size
+
+
+def _print(events: list[Event]) -> None:
+    for event in events:
+        line = {"type": _TYPES[event.kind]}
+        if event.kind in (Kind.TEXT, Kind.REASONING, Kind.TOOL_ARGS):
+            line["text"] = event.text
+        if event.tool is not None:
+            line["id"] = event.tool.call_id
+            if event.kind is Kind.TOOL_BEGIN:
+                line["name"] = event.tool.name
+        print(json.dumps(line, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The outer grammar of most models: text, with reasoning and calls between markers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from worker.parsers.call import Context, Format, attempt
+from worker.parsers.reader import Steps, markers
+
+
+@dataclass(frozen=True, slots=True)
+class Think:
+    """How reasoning is marked. `prefix` may follow the start marker and belongs to it.
+
+    `is_explicit`: the model always writes the start itself, so that an end without it is noise.
+    """
+
+    starts: tuple[str, ...]
+    ends: tuple[str, ...]
+    prefix: str = ""
+    is_explicit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """How a family writes. `drop` is markup without a meaning of its own; `opening` is tried where content begins.
+
+    `tool_ends_think`: a call inside of reasoning ends it `always`, if it begins a `line`, or `never` (it is a thought).
+    `is_last`: what follows the calls is dropped, because the family ends its turn with them.
+    """
+
+    formats: tuple[Format, ...] = ()
+    think: Think | None = None
+    drop: tuple[str, ...] = ()
+    opening: Format | None = None
+    tool_ends_think: Literal["always", "line", "never"] = "never"
+    is_last: bool = False
+
+
+class Conversation:
+    """Reads one output."""
+
+    def __init__(self, ctx: Context, grammar: Grammar) -> None:
+        self._ctx = ctx
+        self._grammar = grammar
+        self._by_start = {start: form for form in grammar.formats for start in form.starts}
+        self._starts, self._ends = (grammar.think.starts, grammar.think.ends) if grammar.think else ((), ())
+        self._content = markers(*self._starts, *self._ends, *grammar.drop, *self._by_start)
+        calls = self._by_start if grammar.tool_ends_think != "never" else ()
+        self._reasoning = markers(*self._starts, *self._ends, *calls)
+
+    def read(self, in_reasoning: bool) -> Steps[None]:
+        """The whole output; `in_reasoning` when the prompt has opened the block."""
+        if in_reasoning and self._grammar.think:
+            yield from self._read_reasoning()
+        yield from self._open()
+        ctx, out = self._ctx, self._ctx.out
+        while hit := (yield from ctx.r.until(self._content, out.text)):
+            if form := self._by_start.get(hit):
+                called = yield from attempt(ctx, form, hit, out.text)
+                out.muted = out.muted or (called and self._grammar.is_last)
+            elif hit in self._starts:
+                if out.is_line_start or _is_special(hit):
+                    yield from self._read_reasoning()
+                    yield from self._open()
+                else:
+                    out.text(hit)
+            elif hit in self._ends:
+                # A close without an opening; in the middle of a text it is the user's subject.
+                if out.is_blank:
+                    out.end_reasoning()
+                elif not _is_special(hit):
+                    out.text(hit)
+
+    def _open(self) -> Steps[None]:
+        if self._grammar.opening:
+            yield from attempt(self._ctx, self._grammar.opening, "", self._ctx.out.text)
+
+    def _read_reasoning(self) -> Steps[None]:
+        ctx, out = self._ctx, self._ctx.out
+        yield from self._prefix()
+        while hit := (yield from ctx.r.until(self._reasoning, out.reasoning)):
+            if hit in self._ends:
+                break
+            if hit in self._starts:
+                # The model repeats what the prompt has opened.
+                if not out.in_reasoning or out.is_blank:
+                    yield from self._prefix()
+                else:
+                    out.reasoning(hit)
+            elif self._grammar.tool_ends_think == "line" and out.in_reasoning and not out.is_line_start:
+                out.reasoning(hit)
+            elif (yield from attempt(ctx, self._by_start[hit], hit, out.reasoning)):
+                out.muted = self._grammar.is_last
+                return
+            elif not out.in_reasoning:
+                return  # `Verbatim` has ended the block.
+        out.end_reasoning()
+
+    def _prefix(self) -> Steps[None]:
+        if self._grammar.think and self._grammar.think.prefix:
+            yield from self._ctx.r.literal(markers(self._grammar.think.prefix))
+
+
+def _is_special(marker: str) -> bool:
+    """Whether only a model's special token looks like this, so that it cannot be part of a text."""
+    return "|" in marker or "｜" in marker or marker.startswith("[")

@@ -1,0 +1,288 @@
+"""Every model family that is known: how it writes and what else it is called."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from worker.parsers.call import Format
+from worker.parsers.channels import HARMONY, Channels
+from worker.parsers.conversation import Grammar, Think
+from worker.parsers.gemma import GemmaCalls
+from worker.parsers.json_calls import JsonCalls
+from worker.parsers.literal import FUNCTION_GEMMA, GEMMA
+from worker.parsers.llama import LlamaCalls
+from worker.parsers.minimax_m3 import MiniMaxM3Calls
+from worker.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
+from worker.parsers.pythonic import PythonCalls
+from worker.parsers.verbatim import Verbatim
+from worker.parsers.xml_calls import XmlCalls
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row. `opens`: its templates open the reasoning, so that is where an output begins unless one knows better.
+
+    `undeclared` is the grammar when a request has no tools, where that differs. For the rest see `Output`.
+    """
+
+    grammar: Grammar | Channels
+    opens: bool = False
+    keep_gap: bool = False
+    trim_before_tool: bool = False
+    undeclared: Grammar | None = None
+
+
+_THINK = Think(("<think>",), ("</think>",))
+
+_HERMES = JsonCalls(("<tool_call>",), ("</tool_call>",))
+_QWEN_XML = XmlCalls(
+    wrap=("<tool_call>",), wrap_end=("</tool_call>",), call="<function=", head_end=(">",),
+    param="<parameter=", key_end=">", param_end="</parameter>", call_end="</function>", json=True,
+)  # fmt: skip
+_SEED = XmlCalls(
+    wrap=("<seed:tool_call>",), wrap_end=("</seed:tool_call>",), call="<function=", head_end=(">",),
+    param="<parameter=", key_end=">", param_end="</parameter>", call_end="</function>",
+)  # fmt: skip
+_GLM = XmlCalls(
+    wrap=("<tool_call>",), wrap_end=(), call="", head_end=("\n", "<arg_key>", "</tool_call>"),
+    param="<arg_key>", key_end="</arg_key>", value="<arg_value>", param_end="</arg_value>", call_end="</tool_call>",
+    strip_line=False, json=True,
+)  # fmt: skip
+_LONGCAT = XmlCalls(
+    wrap=("<longcat_tool_call>",), wrap_end=(), call="",
+    head_end=("\n", "<longcat_arg_key>", "</longcat_tool_call>"), param="<longcat_arg_key>",
+    key_end="</longcat_arg_key>", value="<longcat_arg_value>", param_end="</longcat_arg_value>",
+    call_end="</longcat_tool_call>", strip_line=False, json=True,
+)  # fmt: skip
+_MINIMAX_M2 = XmlCalls(
+    wrap=("<minimax:tool_call>",), wrap_end=("</minimax:tool_call>",), call="<invoke", head_end=(">",),
+    param="<parameter", key_end=">", param_end="</parameter>", call_end="</invoke>", call_alone=False,
+)  # fmt: skip
+_MINICPM5 = XmlCalls(
+    wrap=(), wrap_end=(), call="<function", head_end=(">",), param="<param", key_end=">", param_end="</param>",
+    call_end="</function>", cdata=True,
+)  # fmt: skip
+_KIMI_K3 = XmlCalls(
+    wrap=("<|open|>tools<|sep|>",), wrap_end=("<|close|>tools<|sep|>",), call="<|open|>call", head_end=("<|sep|>",),
+    param="<|open|>argument", key_end="<|sep|>", param_end="<|close|>argument<|sep|>",
+    call_end="<|close|>call<|sep|>", strip_line=False, json_block="<|open|>json",
+)  # fmt: skip
+_MUSE = XmlCalls(
+    wrap=("<atem:function_calls>",), wrap_end=("</atem:function_calls>",), call="<atem:invoke", head_end=(">",),
+    param="<atem:parameter", key_end=">", param_end="</atem:parameter>", call_end="</atem:invoke>", strip_line=False,
+)  # fmt: skip
+_DSML = XmlCalls(
+    wrap=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
+    wrap_end=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"), call="<｜DSML｜invoke", head_end=(">",),
+    param="<｜DSML｜parameter", key_end=">", param_end="</｜DSML｜parameter>", call_end="</｜DSML｜invoke>",
+    strip_line=False,
+)  # fmt: skip
+
+
+def _hy(suffix: str) -> XmlCalls:
+    return XmlCalls(
+        wrap=(f"<tool_calls{suffix}>",), wrap_end=(f"</tool_calls{suffix}>",), call=f"<tool_call{suffix}>",
+        head_end=(f"<tool_sep{suffix}>",), param=f"<arg_key{suffix}>", key_end=f"</arg_key{suffix}>",
+        value=f"<arg_value{suffix}>", param_end=f"</arg_value{suffix}>", call_end=f"</tool_call{suffix}>",
+        strip_line=False,
+    )  # fmt: skip
+
+
+_KIMI_K2 = SectionCalls(
+    section=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"), call=("<|tool_call_begin|>",),
+    separator=("<|tool_call_argument_begin|>",), ends=("<|tool_call_end|>",),
+    section_end=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+)  # fmt: skip
+# The tokenizer's own spelling, then those of converted vocabularies.
+_DS = ("｜{}▁{}▁{}｜", "｜{}_{}_{}｜", "｜{} {} {}｜", "｜{}\\_{}\\_{}｜")
+_DEEPSEEK = SectionCalls(
+    section=tuple(f"<{mark.format('tool', 'calls', 'begin')}>" for mark in _DS),
+    call=tuple(f"<{mark.format('tool', 'call', 'begin')}>" for mark in _DS),
+    separator=("<｜tool▁sep｜>", "<｜tool_sep｜>", "<｜tool sep｜>", "<｜tool\\_sep｜>"),
+    ends=tuple(f"<{mark.format('tool', 'call', 'end')}>" for mark in _DS),
+    section_end=tuple(f"<{mark.format('tool', 'calls', 'end')}>" for mark in _DS),
+)
+_SOLAR = SectionCalls(
+    section=("<|tool_calls|>",), call=("<|tool_call:begin|>",), separator=("<|tool_call:args|>",),
+    ends=("<|tool_call:end|>",), section_end=("<|calls|>",), id_separator="<|tool_call:name|>",
+)  # fmt: skip
+_COHERE = JsonCalls(("<|START_ACTION|>",), ("<|END_ACTION|>",))
+_COHERE_DROP = ("<|START_TEXT|>", "<|END_TEXT|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>")
+_LIST_TAG = JsonCalls(("<tool_calls>",), ("</tool_calls>",))
+_GIGACHAT = JsonCalls(("<|message_sep|>\n\nfunction call<|role_sep|>\n", "<|function_call|>"), ("</s>",))
+_GRANITE = JsonCalls(("<|tool_call|>", "<tool_call>"), ("</tool_call>",))
+_GRANITE_BARE = JsonCalls((), bare=True)
+_GRANITE_THINK = Think(
+    ("Here is my thought process:", "Here's my thought process:", "<think>"),
+    ("Here is my response:", "Here's my response:", "</think>"),
+)
+_XLAM = JsonCalls(("[TOOL_CALLS]", "<tool_call>", "```json", "[", "{"), ("</tool_call>", "```"), bare=True)
+
+
+def _row(
+    *formats: Format, think: Think | None = _THINK, keep_gap: bool = False, trim_before_tool: bool = False
+) -> Family:
+    return Family(Grammar(formats, think), keep_gap=keep_gap, trim_before_tool=trim_before_tool)
+
+
+_DEEPSEEK_V3 = Grammar((_DEEPSEEK,), _THINK, tool_ends_think="always", is_last=True)
+_DEEPSEEK_V32 = Grammar((_DSML,), _THINK, tool_ends_think="always")
+_MISTRAL = Grammar((MistralCalls(),), Think(("[THINK]",), ("[/THINK]",), is_explicit=True))
+_QWEN_LINE = Grammar((_QWEN_XML,), _THINK, tool_ends_think="line")
+
+FAMILIES: Final[dict[str, Family]] = {
+    "none": Family(Grammar()),
+    "think": Family(Grammar(think=_THINK)),
+    "apertus": _row(
+        JsonCalls(("<|tools_prefix|>",), ("<|tools_suffix|>",), keyed=True),
+        think=Think(("<|inner_prefix|>",), ("<|inner_suffix|>",)),
+    ),
+    "apriel": _row(_LIST_TAG, think=Think(("<thinking>",), ("</thinking>",))),
+    "apriel16": Family(
+        Grammar(
+            (_LIST_TAG,),
+            Think(("Here are my reasoning steps:\n",), ("[BEGIN FINAL RESPONSE]",)),
+            ("[END FINAL RESPONSE]", "<|end|>"),
+            tool_ends_think="line",
+        ),
+        opens=True,
+    ),
+    "command_a": Family(
+        Grammar(
+            (_COHERE,),
+            Think(("<|START_THINKING|>",), ("<|END_THINKING|>", "<|START_TEXT|>", "<|START_RESPONSE|>")),
+            _COHERE_DROP,
+            tool_ends_think="always",
+        ),
+        opens=True,
+    ),
+    "command_r7b": Family(
+        Grammar((_COHERE,), Think(("<|START_THINKING|>",), ("<|END_THINKING|>",)), _COHERE_DROP, None, "always")
+    ),
+    "command_r": _row(JsonCalls(("Action: ```json", "Action:\n```json", "Action:```json"), ("```",)), think=None),
+    "deepseek_r1": Family(_DEEPSEEK_V3, opens=True, keep_gap=True),
+    "deepseek_v3": Family(_DEEPSEEK_V3),
+    "deepseek_v31": Family(_DEEPSEEK_V3),
+    "deepseek_v32": Family(_DEEPSEEK_V32),
+    "deepseek_v4": Family(_DEEPSEEK_V32),
+    "ernie45": Family(Grammar((_HERMES,), _THINK, ("<response>\n", "<response>", "\n</response>", "</response>"))),
+    "functionary_v31": _row(TaggedJson(), LlamaCalls(("<|python_tag|>",)), think=None),
+    "functionary_v32": Family(Grammar((RecipientJson(),), opening=RecipientJson())),
+    "gemma4": Family(
+        Grammar(
+            (GemmaCalls(("<|tool_call>",), ("<tool_call|>",), GEMMA),),
+            Think(("<|channel>",), ("<channel|>",), "thought\n"),
+            ("<turn|>", "<|tool_response>"),
+            tool_ends_think="always",
+        )
+    ),
+    "function_gemma": Family(
+        Grammar(
+            (GemmaCalls(("<start_function_call>",), ("<end_function_call>",), FUNCTION_GEMMA),),
+            drop=("<start_function_response>", "<end_of_turn>"),
+        )
+    ),
+    "gigachat": Family(Grammar((_GIGACHAT,), drop=("<|message_sep|>",))),
+    "glm45": _row(_GLM, trim_before_tool=True),
+    "glm47": _row(_GLM, trim_before_tool=True),
+    "granite": Family(Grammar((_GRANITE,), _THINK, opening=_GRANITE_BARE)),
+    "granite3": Family(
+        Grammar((_GRANITE,), _GRANITE_THINK, ("<response>", "</response>"), opening=_GRANITE_BARE),
+    ),
+    "granite_20b_fc": _row(JsonCalls(("<function_call>",)), think=None),
+    "granite_thinking": Family(Grammar((_GRANITE,), _THINK, opening=_GRANITE_BARE)),
+    "harmony": Family(HARMONY),
+    "hermes": _row(_HERMES),
+    "holo2": Family(Grammar((_HERMES,), _THINK), opens=True),
+    "hunyuan_a13b": Family(Grammar((_LIST_TAG,), _THINK, ("<answer>", "\n</answer>", "</answer>"))),
+    "hy_v3": Family(
+        Grammar(
+            (_hy(""), _hy(":opensource")), Think(("<think>", "<think:opensource>"), ("</think>", "</think:opensource>"))
+        )
+    ),
+    "internlm2": _row(JsonCalls(("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), ("<|action_end|>",))),
+    "jamba": _row(_LIST_TAG),
+    "kimi_k2": Family(
+        Grammar(
+            (_KIMI_K2,),
+            Think(("<think>", "◁think▷"), ("</think>", "◁/think▷")),
+            _KIMI_K2.section_end,
+            tool_ends_think="always",
+        )
+    ),
+    "kimi_k3": Family(
+        Grammar(
+            (_KIMI_K3,),
+            Think(("<|open|>think<|sep|>",), ("<|close|>think<|sep|>", "<|open|>response<|sep|>")),
+            ("<|close|>response<|sep|>", "<|close|>message<|sep|>", "<|close|>tools<|sep|>", "<|end_of_msg|>"),
+            tool_ends_think="always",
+        )
+    ),
+    "lfm2_pythonic": _row(PythonCalls(("<|tool_call_start|>",), ("<|tool_call_end|>",))),
+    "ling3": Family(Grammar((_GLM,), _THINK, ("<|role_end|>",))),
+    "llama3_json": _row(LlamaCalls(), think=None),
+    "llama4_pythonic": Family(
+        Grammar(
+            (PythonCalls(("<|python_start|>",), ("<|python_end|>",)), LlamaCalls(("<|python_tag|>",))),
+            opening=PythonCalls(bare=True),
+        )
+    ),
+    "longcat": Family(Grammar((_LONGCAT,), Think(("<longcat_think>", "<think>"), ("</longcat_think>", "</think>")))),
+    "minicpm5": _row(_MINICPM5),
+    "minimax_m1": _row(_LIST_TAG),
+    "minimax_m2": Family(Grammar((_MINIMAX_M2,), _THINK, tool_ends_think="always"), opens=True),
+    "minimax_m3": Family(
+        Grammar((MiniMaxM3Calls(),), Think(("<mm:think>",), ("</mm:think>",)), tool_ends_think="always")
+    ),
+    "mistral": Family(_MISTRAL),
+    "mistral_v3": Family(_MISTRAL),
+    "muse": Family(Channels(("<|start|>", " to=", "to=", "<|message|>"), ("<|eom|>", "<|eot|>"), body=_MUSE)),
+    "nemotron_v2": _row(JsonCalls(("<TOOLCALL>",), ("</TOOLCALL>",))),
+    "nemotron_v3": _row(_QWEN_XML),
+    "olmo3_pythonic": _row(PythonCalls(("<function_calls>",), ("</function_calls>",)), keep_gap=True),
+    "phi4mini": _row(JsonCalls(("functools[", "<|tool_call|>"), ("<|/tool_call|>",))),
+    "pythonic": Family(Grammar(think=_THINK, opening=PythonCalls(bare=True))),
+    "qwen3_coder": Family(_QWEN_LINE),
+    "qwen3_think": Family(
+        _QWEN_LINE,
+        opens=True,
+        undeclared=Grammar((Verbatim(("<tool_call>",)),), _THINK, tool_ends_think="line"),
+    ),
+    "reka": _row(_HERMES),
+    "seed_oss": Family(Grammar((_SEED,), Think(("<seed:think>",), ("</seed:think>",)))),
+    "solar_open": Family(
+        Grammar((_SOLAR,), Think(("<|think|>",), ("<|end|>",)), ("<|begin|>assistant", "<|content|>", "<|calls|>"))
+    ),
+    "spark": _row(_GLM),
+    "step3p5": _row(_QWEN_XML, keep_gap=True),
+    "xlam": _row(_XLAM, think=None),
+}
+
+ALIASES: Final[dict[str, str]] = {
+    "apriel1.6": "apriel16", "bielik": "hermes", "cohere": "command_r7b", "command_r_plus": "command_r",
+    "deepseek_v3.1": "deepseek_v31", "deepseek_v3.2": "deepseek_v32", "ernie": "ernie45", "exaone": "hermes",
+    "firefunction": "phi4mini", "firefunction_v2": "phi4mini", "functionary": "functionary_v32",
+    "functiongemma": "function_gemma", "gemma": "gemma4", "gigachat3": "gigachat", "glm": "glm47", "glm46": "glm45",
+    "gpt_oss": "harmony", "gpt-oss": "harmony", "granite4": "granite", "hunyuan": "hunyuan_a13b",
+    "hunyuan_v3": "hy_v3", "internlm": "internlm2", "internlm3": "internlm2", "json_tools": "hermes",
+    "kimi": "kimi_k2", "laguna": "glm47", "lfm2": "lfm2_pythonic", "ling": "ling3", "llama": "llama3_json",
+    "llama3": "llama3_json", "llama4": "llama4_pythonic", "llama4_json": "llama3_json", "magistral": "mistral",
+    "mimo": "hermes", "minicpm": "minicpm5", "minimax": "minimax_m2", "muse_spark": "muse", "nemotron": "nemotron_v3",
+    "nemotron_json": "nemotron_v2", "olmo3": "olmo3_pythonic", "phi4": "phi4mini", "qwen": "hermes",
+    "qwen2.5": "hermes", "qwen25": "hermes", "qwen3": "hermes", "qwen3.5": "qwen3_coder", "qwen3_5": "qwen3_coder",
+    "qwen3_xml": "qwen3_coder", "qwen3xml": "qwen3_coder", "qwq": "hermes", "seed": "seed_oss", "smollm3": "hermes",
+    "solar": "solar_open", "step": "step3p5", "step3": "step3p5", "step3.5": "step3p5",
+}  # fmt: skip
+
+
+class UnknownFamily(ValueError):
+    """No parser has this name."""
+
+
+def resolve(name: str) -> str:
+    """The family that a name or alias stands for; raises `UnknownFamily`."""
+    plain = name.strip().lower().replace("-", "_")
+    for known in (plain, plain.replace(".", "_")):
+        family = ALIASES.get(known, known)
+        if family in FAMILIES:
+            return family
+    raise UnknownFamily(f"unknown parser {name!r}; known are {', '.join(sorted(FAMILIES))}")

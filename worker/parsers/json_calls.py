@@ -1,0 +1,159 @@
+"""Calls as JSON objects with a name and arguments: Hermes, Llama 3, Mistral v3, Cohere, Granite, Hunyuan, xLAM."""
+
+import json
+from dataclasses import dataclass
+from typing import Final
+
+from worker.parsers.call import Context, begin, end, json_arguments, members
+from worker.parsers.literal import scalar, value
+from worker.parsers.reader import Malformed, Steps, markers
+from worker.parsers.schema import json_text
+
+_NAMES: Final = frozenset({"name", "tool_name", "function_name", "function"})
+_ARGUMENTS: Final = frozenset({"arguments", "parameters", "args", "params"})
+_IDS: Final = frozenset({"id", "tool_call_id", "call_id"})
+_KNOWN: Final = _NAMES | _ARGUMENTS | _IDS | {"type"}
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCalls:
+    """One object or a list of them, after one of `starts`.
+
+    `bare`: the marker is part of ordinary JSON, so the first key, both fields and a declared name are needed.
+    `late`: the id follows the arguments, so a call is announced at its end. `keyed`: objects are `{name: arguments}`.
+    """
+
+    starts: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+    bare: bool = False
+    late: bool = False
+    keyed: bool = False
+
+    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+        r = ctx.r
+        is_open, is_list, is_first = hit == "{", hit.endswith("["), True
+        while True:
+            char = "{" if is_open else (yield from r.space())
+            if char == "{":
+                r.take(0 if is_open else 1)
+                yield from self._object(ctx)
+                is_open = is_first = False
+            elif char == "[" and is_first and not is_list:
+                r.take(1)
+                is_list = True
+            elif char == "]" and is_list and not (is_first and self.bare):
+                r.take(1)
+                break
+            elif char and char in ",;" and not is_first:
+                r.take(1)
+                if (yield from r.space()) != "{":
+                    ctx.out.text(r.untrace())
+                    return
+            elif is_first:
+                raise Malformed
+            else:
+                break
+        yield from self._close(ctx)
+
+    def _close(self, ctx: Context) -> Steps[None]:
+        if not self.ends:
+            return
+        ends = markers(*self.ends)
+        while True:
+            char = yield from ctx.r.space()
+            if not char or (yield from ctx.r.literal(ends)) or char not in "]})":
+                return
+            ctx.r.take(1)
+
+    def _object(self, ctx: Context) -> Steps[None]:
+        """Read one call, after its `{`."""
+        r, depth, call = ctx.r, 1, _Call()
+        is_first = True
+        while depth:
+            char = yield from r.space()
+            if char == "," and not is_first:
+                r.take(1)
+                char = yield from r.space()
+            if char == "}":
+                r.take(1)
+                depth -= 1
+                continue
+            if call.is_announced and char not in ("'", '"'):
+                break  # Only closing braces were left to come.
+            key = yield from _key(ctx, char)
+            if self.keyed:
+                yield from json_arguments(ctx, begin(ctx, key))
+                call.is_announced = True
+            elif is_first and self.bare and key not in _KNOWN:
+                raise Malformed
+            elif key == "function" and (yield from r.space()) == "{":
+                r.take(1)
+                depth += 1
+            else:
+                yield from self._field(ctx, key, call)
+            is_first = False
+        if not call.is_announced:
+            self._announce(ctx, call)
+            ctx.out.args(call.arguments or "{}")
+        end(ctx)
+
+    def _field(self, ctx: Context, key: str, call: "_Call") -> Steps[None]:
+        char = yield from ctx.r.space()
+        if key in _ARGUMENTS and call.arguments is None and not call.is_announced:
+            if char == "{" and call.name and not self.late:
+                self._announce(ctx, call, has_arguments=True)
+                ctx.r.take(1)
+                yield from members(ctx, ctx.tools.parameters(call.name), ctx.out.args)
+                return
+            call.arguments = yield from _arguments(ctx, char, call.name)
+            return
+        parts: list[str] = []
+        yield from value(ctx.r, parts.append)
+        found = "".join(parts)
+        if key in _NAMES and found.startswith('"') and not call.name:
+            call.name = json.loads(found)
+        elif key in _IDS and found not in ('""', "null") and found[0] not in "[{":
+            call.call_id = json.loads(found) if found.startswith('"') else found
+
+    def _announce(self, ctx: Context, call: "_Call", has_arguments: bool = False) -> None:
+        if self.bare and not (has_arguments or call.arguments):
+            raise Malformed
+        if self.bare and ctx.tools and call.name not in ctx.tools:
+            raise Malformed
+        begin(ctx, call.name, call.call_id)
+        call.is_announced = True
+
+
+@dataclass(slots=True)
+class _Call:
+    """What is known of the call that is being read."""
+
+    name: str = ""
+    call_id: str = ""
+    arguments: str | None = None
+    is_announced: bool = False
+
+
+def _key(ctx: Context, char: str) -> Steps[str]:
+    if char not in ("'", '"'):
+        raise Malformed
+    parts: list[str] = []
+    yield from scalar(ctx.r, char, parts.append)
+    yield from ctx.r.expect(markers(":"))
+    return json.loads("".join(parts))
+
+
+def _arguments(ctx: Context, char: str, name: str) -> Steps[str]:
+    """Arguments that cannot be streamed: before the name, in a string, or none at all."""
+    parts: list[str] = []
+    if char == "{":
+        yield from json_arguments(ctx, ctx.tools.parameters(name), parts.append)
+        return "".join(parts)
+    yield from value(ctx.r, parts.append)
+    found = "".join(parts)
+    if found in ("null", '""', "[]"):
+        return "{}"
+    inner = json_text(json.loads(found).strip()) if found.startswith('"') else None
+    if inner is None or not inner.startswith("{"):
+        raise Malformed
+    return inner

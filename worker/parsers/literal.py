@@ -1,0 +1,242 @@
+"""Values as models write them (JSON, Python, Gemma), turned into JSON text while they arrive."""
+
+import json
+import re
+from typing import Final, NamedTuple
+
+from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, markers
+
+# Deeper than any tool needs, and shallow enough for every client's JSON parser.
+MAX_DEPTH: Final = 128
+
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_LOOSE_NUMBER = re.compile(r"[+-]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_HEX = re.compile(r"0[xXoObB][0-9a-fA-F]+")
+_WORDS: Final = {
+    "true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null",
+    "NaN": "null", "Infinity": "null", "-Infinity": "null",
+}  # fmt: skip
+_CLOSERS: Final = {"[": "]", "(": "]", "{": "}"}
+_OPENS: Final = {"[": "]", "(": ")", "{": "}"}
+# Strings, up to what needs a look.
+_RUNS: Final = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "\"'"}
+_TOKEN = re.compile(r"[^\s,\[\](){}:=\"'<;]+")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPES: Final = {"'": "'", "a": "\\u0007", "v": "\\u000b", "\n": "", "0": "\\u0000"}
+_HEX_ESCAPES: Final = {"x": 2, "u": 4, "U": 8}
+
+
+class Dialect(NamedTuple):
+    """`delimiter` quotes a raw string (Gemma). `bare` allows words without quotes, as keys and as values."""
+
+    delimiter: str = ""
+    bare: bool = False
+
+
+LOOSE: Final = Dialect()
+GEMMA: Final = Dialect('<|"|>', bare=True)
+FUNCTION_GEMMA: Final = Dialect("<escape>", bare=True)
+
+
+def quoted(text: str) -> str:
+    """A JSON string; control characters and half surrogates escaped, everything else as it is."""
+    return json.dumps(text, ensure_ascii=not text.isascii() and _SURROGATE.search(text) is not None)
+
+
+def escaped(text: str) -> str:
+    """The inside of a JSON string."""
+    return quoted(text)[1:-1]
+
+
+def number(token: str) -> str:
+    """The JSON spelling of a number or word as JSON or Python write it; raises `Malformed`."""
+    if _NUMBER.fullmatch(token):
+        return token
+    if token in _WORDS:
+        return _WORDS[token]
+    try:
+        if _HEX.fullmatch(token):
+            return str(int(token, 0))
+        if _LOOSE_NUMBER.fullmatch(token):
+            plain = token.replace("_", "")
+            return json.dumps(float(plain) if set(plain) & set(".eE") else int(plain), allow_nan=False)
+    except (ValueError, OverflowError):
+        pass
+    raise Malformed
+
+
+def is_string_start(char: str, dialect: Dialect) -> bool:
+    """Whether a value that begins with `char` is a string in quotes."""
+    return char in ("'", '"') or (bool(dialect.delimiter) and char == "<")
+
+
+def value(r: Reader, emit: Emit, dialect: Dialect = LOOSE) -> Steps[None]:
+    """Read one value of any depth and emit it as JSON. Python's tuples and sets become arrays.
+
+    A missing or trailing comma's worth of sloppiness is fine; what is emitted is strict JSON with one space after
+    `,` and `:`. Raises `Malformed`, possibly after a part was emitted.
+    """
+    open_: list[tuple[str, str]] = []  # what closes each level: in the input, in the output
+    want_value = True
+    while want_value or open_:
+        char = yield from r.space()
+        if want_value:
+            want_value = yield from _begin_value(r, char, emit, open_, dialect)
+            continue
+        source, target = open_[-1]
+        if char == source:
+            r.take(1)
+            open_.pop()
+            emit(target)
+            continue
+        if char != ",":
+            raise Malformed
+        r.take(1)
+        char = yield from r.space()
+        if char != source:
+            emit(", ")
+            if target == "}":
+                yield from _key(r, emit, dialect)
+            want_value = True
+
+
+def _begin_value(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: Dialect) -> Steps[bool]:
+    """Read a scalar, or go one level down; returns whether a value must follow."""
+    if char not in _OPENS or not char:
+        yield from scalar(r, char, emit, dialect)
+        return False
+    r.take(1)
+    if len(open_) >= MAX_DEPTH:
+        raise Malformed
+    source, target = _OPENS[char], _CLOSERS[char]
+    following = yield from r.space()
+    if following == source:
+        r.take(1)
+        emit(char.replace("(", "[") + target)
+        return False
+    if char == "{":
+        return (yield from _brace(r, following, emit, open_, dialect))
+    emit("[")
+    open_.append((source, target))
+    return True
+
+
+def _brace(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: Dialect) -> Steps[bool]:
+    """After `{`: an object if its first item is a key, else a Python set."""
+    if char in _OPENS:
+        emit("[")
+        open_.append(("}", "]"))
+        return True
+    parts: list[str] = []
+    yield from scalar(r, char, parts.append, dialect)
+    following = yield from r.space()
+    first = "".join(parts)
+    if following == ":":
+        r.take(1)
+        emit("{" + (first if first.startswith('"') else quoted(first)) + ": ")
+        open_.append(("}", "}"))
+        return True
+    emit("[" + first)
+    open_.append(("}", "]"))
+    return False
+
+
+def _key(r: Reader, emit: Emit, dialect: Dialect) -> Steps[None]:
+    char = yield from r.space()
+    parts: list[str] = []
+    yield from scalar(r, char, parts.append, dialect)
+    key = "".join(parts)
+    yield from r.expect(markers(":"))
+    emit((key if key.startswith('"') else quoted(key)) + ": ")
+
+
+def scalar(r: Reader, char: str, emit: Emit, dialect: Dialect = LOOSE) -> Steps[None]:
+    """Read a string, number or word that begins with `char` (which is not consumed yet)."""
+    if dialect.delimiter and char == "<":
+        delimiter = markers(dialect.delimiter)
+        yield from r.expect(delimiter)
+        emit('"')
+        if not (yield from r.until(delimiter, lambda text: emit(escaped(text)))):
+            raise Malformed
+        emit('"')
+    elif char in _RUNS:
+        yield from string(r, char, emit)
+    elif dialect.bare:
+        parts: list[str] = []
+        yield from r.until(_BARE_END, parts.append, keep=True)
+        emit(_bare("".join(parts).strip()))
+    else:
+        emit(number((yield from _token(r))))
+
+
+_BARE_END: Final[Markers] = markers(",", "}", "]", ":", "<")
+
+
+def _bare(word: str) -> str:
+    try:
+        return number(word)
+    except Malformed:
+        if not word:
+            raise
+        return quoted(word)
+
+
+def _token(r: Reader) -> Steps[str]:
+    parts: list[str] = []
+    while True:
+        found = _TOKEN.match(r.buf, r.at)
+        if found:
+            parts.append(r.take(len(found[0])))
+        if r.at < len(r.buf) or r.ended:
+            return "".join(parts)
+        yield
+
+
+def string(r: Reader, quote: str, emit: Emit) -> Steps[None]:
+    """Read a string in `quote`s, or in three of them as Python may, and emit it as JSON."""
+    opening = yield from r.peek(3)
+    size = 3 if opening == quote * 3 else 1
+    r.take(size)
+    emit('"')
+    run = _RUNS[quote]
+    while True:
+        found = run.match(r.buf, r.at)
+        if found:
+            text = r.take(len(found[0]))
+            emit(text.replace('"', '\\"') if quote == "'" else text)
+        char = yield from r.peek()
+        if not char:
+            raise Malformed
+        if char == "\\":
+            r.take(1)
+            emit((yield from _escape(r)))
+        elif char == quote:
+            if size == 1 or (yield from r.peek(3)) == quote * 3:
+                r.take(size)
+                break
+            emit(escaped(r.take(1)))
+        elif char < " ":
+            emit(escaped(r.take(1)))
+    emit('"')
+
+
+def _escape(r: Reader) -> Steps[str]:
+    """The JSON spelling of the escape that follows a backslash; what is none keeps its backslash, as in Python."""
+    char = yield from r.peek()
+    if not char:
+        raise Malformed
+    if char in _HEX_ESCAPES:
+        size = _HEX_ESCAPES[char] + 1
+        text = yield from r.peek(size)
+        try:
+            code = int(text[1:], 16) if len(text) == size and text[1:].isalnum() else -1
+        except ValueError:
+            code = -1
+        if 0 <= code < 0x110000:
+            r.take(size)
+            return f"\\u{code:04x}" if code < 0x10000 else chr(code)
+        return "\\\\"
+    r.take(1)
+    if char in '"\\/bfnrt':
+        return "\\" + char
+    return _ESCAPES.get(char, "\\\\" + escaped(char))

@@ -1,0 +1,98 @@
+"""MiniMax M3's calls: each parameter is a tag of its own name, and what is inside may be tags again."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from worker.parsers.call import NAME_LIMIT, Context, begin, checked, end
+from worker.parsers.literal import quoted
+from worker.parsers.reader import Malformed, Reader, Steps, markers
+from worker.parsers.schema import ANY, Parameters, Types, coerced
+
+_NS: Final = "]<]minimax[>["
+_MAX_DEPTH: Final = 32
+
+
+@dataclass(slots=True)
+class _Node:
+    """One tag: text, or more tags."""
+
+    tag: str
+    text: list[str] = field(default_factory=list[str])
+    children: "list[_Node]" = field(default_factory=list["_Node"])
+
+
+@dataclass(frozen=True, slots=True)
+class MiniMaxM3Calls:
+    starts: tuple[str, ...] = (f"{_NS}<tool_call>",)
+    ends: tuple[str, ...] = (f"{_NS}</tool_call>",)
+
+    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+        r = ctx.r
+        yield from r.expect(markers(f"{_NS}<invoke"))
+        while True:
+            head, _ = yield from r.capture(markers(">"), NAME_LIMIT)
+            name = checked(head.partition("=")[2])
+            tag = yield from _tag(r)
+            params = begin(ctx, name)
+            is_first = True
+            while tag != "/invoke":
+                node = yield from _read(r, tag)
+                ctx.out.args(("{" if is_first else ", ") + quoted(tag) + ": ")
+                ctx.out.args(_json(node, params, params.types(tag)))
+                is_first = False
+                tag = yield from _tag(r)
+            ctx.out.args("{}" if is_first else "}")
+            end(ctx)
+            yield from r.space()
+            if not (yield from r.literal(markers(f"{_NS}<invoke"))):
+                break
+        yield from r.literal(markers(*self.ends))
+
+
+def _tag(r: Reader) -> Steps[str]:
+    yield from r.expect(markers(f"{_NS}<"))
+    tag, _ = yield from r.capture(markers(">"), NAME_LIMIT)
+    return tag
+
+
+def _read(r: Reader, tag: str) -> Steps[_Node]:
+    """Everything up to the end of the tag that was just opened."""
+    top = _Node(tag)
+    open_ = [top]
+    while open_:
+        if not (yield from r.until(markers(f"{_NS}<"), open_[-1].text.append)):
+            raise Malformed
+        name, _ = yield from r.capture(markers(">"), NAME_LIMIT)
+        if name.startswith("/"):
+            if name[1:] != open_.pop().tag:
+                raise Malformed
+        elif len(open_) >= _MAX_DEPTH:
+            raise Malformed
+        else:
+            node = _Node(name)
+            open_[-1].children.append(node)
+            open_.append(node)
+    return top
+
+
+def _json(node: _Node, params: Parameters, types: Types) -> str:
+    """The node as JSON; recursion is bounded by `_MAX_DEPTH`."""
+    if not node.children:
+        text = "".join(node.text)
+        if not text.strip() and types and "string" not in types:
+            return "[]" if "array" in types else "{}" if "object" in types else coerced(text, types)
+        return coerced(text, types)
+    below = params.below(node.tag)
+    if all(child.tag == "item" for child in node.children) and (not types or "array" in types):
+        item = params.item_types(node.tag)
+        return "[" + ", ".join(_json(child, below, item) if not child.children else _object(child, below)
+                               for child in node.children) + "]"  # fmt: skip
+    return _object(node, below)
+
+
+def _object(node: _Node, params: Parameters) -> str:
+    if all(child.tag == "item" for child in node.children):
+        return "[" + ", ".join(_json(child, params, ANY) for child in node.children) + "]"
+    return "{" + ", ".join(
+        f"{quoted(child.tag)}: {_json(child, params, params.types(child.tag))}" for child in node.children
+    ) + "}"  # fmt: skip

@@ -1,0 +1,130 @@
+"""The events of one parser: merges neighbours, numbers calls, and decides which white space is markup."""
+
+from collections.abc import Callable
+
+from protocol.messages import Kind, Tool
+from worker.parsers.events import Event
+
+
+class Output:
+    """Collects events. White space at the edge of a block is held until it is known to be inside a text.
+
+    Dropped: around reasoning, before the first content after it, between and after calls, and content that is nothing
+    else. `keep_gap` keeps white space between reasoning and content; `trim_before_tool` drops it at a content's end.
+    """
+
+    def __init__(self, new_id: Callable[[], str], keep_gap: bool, trim_before_tool: bool, reasoning: bool) -> None:
+        self._new_id = new_id
+        self._keep_gap = keep_gap
+        self._trim = trim_before_tool
+        self._reasoning_kind = Kind.REASONING if reasoning else Kind.TEXT
+        self._events: list[Event] = []
+        self._kind = Kind.TEXT
+        self._parts: list[str] = []
+        self._held: list[str] = []
+        self._tool: Tool | None = None
+        self._calls = 0
+        self._has_content = False
+        self._after_block = False
+        self.is_blank = True  # nothing but white space since the last block
+        self.is_line_start = True
+        self.in_reasoning = False
+        self.malformed = 0
+        self.muted = False
+
+    @property
+    def in_call(self) -> bool:
+        return self._tool is not None
+
+    @property
+    def calls(self) -> int:
+        return self._calls
+
+    def drain(self) -> list[Event]:
+        """The events since the last call of this."""
+        self._flush()
+        events, self._events = self._events, []
+        return events
+
+    def text(self, text: str) -> None:
+        """Content."""
+        if self.in_reasoning:
+            self.end_reasoning()
+        if not self.muted:
+            is_gap = self._after_block and not self._has_content and not self._keep_gap
+            self._spaced(Kind.TEXT, text, is_gap or self._calls > 0)
+
+    def reasoning(self, text: str) -> None:
+        if not self.in_reasoning:
+            self._close_content(trim=False)
+            self.in_reasoning, self.is_blank = True, True
+        self._spaced(self._reasoning_kind, text, True)
+
+    def end_reasoning(self) -> None:
+        """The block is over; also when nothing was in it."""
+        if self.in_reasoning or not self._has_content:
+            self._held.clear()
+            self.in_reasoning, self.is_blank, self.is_line_start, self._after_block = False, True, True, True
+
+    def begin(self, name: str, call_id: str = "") -> None:
+        """Announce a call."""
+        if self.in_reasoning:
+            self.end_reasoning()
+        self._close_content(self._trim)
+        self._flush()
+        self._tool = Tool(index=self._calls, call_id=call_id or self._new_id(), name=name)
+        self._events.append(Event(Kind.TOOL_BEGIN, tool=self._tool))
+        self._calls += 1
+
+    def args(self, text: str) -> None:
+        if text:
+            self._put(Kind.TOOL_ARGS, text)
+
+    def end(self) -> None:
+        self._flush()
+        if self._tool is not None:
+            tool = Tool(index=self._tool.index, call_id=self._tool.call_id)
+            self._events.append(Event(Kind.TOOL_END, tool=tool))
+        self._tool, self.is_blank, self.is_line_start, self._after_block = None, True, True, True
+
+    def finish(self) -> None:
+        if self.in_reasoning or (self.is_blank and self._after_block):
+            self._held.clear()
+        self._release()
+
+    def _spaced(self, kind: Kind, text: str, drop_leading: bool) -> None:
+        if self.is_blank and drop_leading:
+            text = text.lstrip()
+        body = text.rstrip()
+        if body:
+            self._release()
+            self._put(kind, body)
+            self.is_blank = self.is_line_start = False
+            self._has_content |= kind is Kind.TEXT
+        if len(body) < len(text):
+            self._held.append(text[len(body) :])
+            self.is_line_start = self.is_line_start or "\n" in self._held[-1]
+
+    def _close_content(self, trim: bool) -> None:
+        if self.is_blank or trim:
+            self._held.clear()
+        self._release()
+
+    def _release(self) -> None:
+        if self._held:
+            self._put(self._reasoning_kind if self.in_reasoning else Kind.TEXT, "".join(self._held))
+            self._held.clear()
+
+    def _put(self, kind: Kind, text: str) -> None:
+        if kind is not self._kind:
+            self._flush()
+            self._kind = kind
+        self._parts.append(text)
+
+    def _flush(self) -> None:
+        if self._parts:
+            tool = None
+            if self._kind is Kind.TOOL_ARGS and self._tool is not None:
+                tool = Tool(index=self._tool.index, call_id=self._tool.call_id)
+            self._events.append(Event(self._kind, "".join(self._parts), tool))
+            self._parts.clear()

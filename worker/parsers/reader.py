@@ -1,0 +1,143 @@
+"""Text that arrives in pieces, read by grammars written as generators.
+
+A grammar is a generator that yields when it needs more input, so it reads like a parser over the whole text. Every
+primitive waits until its answer can no longer change, which is why any split of the input gives the same result.
+A primitive consumes what it has decided on, so the buffer stays as short as the longest marker.
+"""
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+Emit = Callable[[str], None]
+
+_NOT_SPACE = re.compile(r"\S")
+
+
+class Malformed(Exception):
+    """The text does not follow the grammar, or ends inside of it. Never leaves the package."""
+
+
+class Markers:
+    """A set of strings to look for; `prefixes` are those that may still become one of them."""
+
+    __slots__ = ("first", "longest", "pattern", "prefixes", "words")
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.words = tuple(sorted({word for word in words if word}, key=len, reverse=True))
+        self.pattern = re.compile("|".join(map(re.escape, self.words)) or r"(?!)")
+        self.prefixes = frozenset(word[:n] for word in self.words for n in range(1, len(word)))
+        self.first = frozenset(word[0] for word in self.words)
+        self.longest = len(self.words[0]) if self.words else 0
+
+    def held(self, text: str, start: int) -> int:
+        """Where the longest suffix of `text` begins that may still become a marker."""
+        at = max(start, len(text) - self.longest + 1)
+        if self.first.isdisjoint(text[at:]):
+            return len(text)
+        while at < len(text) and text[at:] not in self.prefixes:
+            at += 1
+        return at
+
+
+@lru_cache(maxsize=512)
+def markers(*words: str) -> Markers:
+    """The same set is compiled once."""
+    return Markers(words)
+
+
+class Reader:
+    """The text that is not consumed yet. `trace` keeps what was, for as long as a call may still degrade to text."""
+
+    __slots__ = ("at", "buf", "ended", "trace")
+
+    def __init__(self) -> None:
+        self.buf = ""
+        self.at = 0
+        self.ended = False
+        self.trace: list[str] | None = None
+
+    def push(self, text: str) -> None:
+        self.buf = self.buf[self.at :] + text if self.at < len(self.buf) else text
+        self.at = 0
+
+    def take(self, size: int) -> str:
+        """Consume `size` characters that are known to be there."""
+        text = self.buf[self.at : self.at + size]
+        self.at += size
+        if self.trace is not None:
+            self.trace.append(text)
+        return text
+
+    def untrace(self) -> str:
+        """Stop recording; returns what was consumed since it began."""
+        text, self.trace = "".join(self.trace or ()), None
+        return text
+
+    def peek(self, size: int = 1) -> Steps[str]:
+        """The next `size` characters, fewer only at the end of the text. Consumes nothing."""
+        while len(self.buf) - self.at < size and not self.ended:
+            yield
+        return self.buf[self.at : self.at + size]
+
+    def space(self) -> Steps[str]:
+        """Consume white space, if any; returns the character after it, "" at the end of the text."""
+        while True:
+            found = _NOT_SPACE.search(self.buf, self.at)
+            self.take((found.start() if found else len(self.buf)) - self.at)
+            if found:
+                return found[0]
+            if self.ended:
+                return ""
+            yield
+
+    def literal(self, words: Markers) -> Steps[str]:
+        """Consume the longest of `words` if the text goes on with one; else "" and nothing is consumed."""
+        while True:
+            rest = self.buf[self.at : self.at + words.longest]
+            if (not rest or rest in words.prefixes) and not self.ended:
+                yield
+                continue
+            found = words.pattern.match(self.buf, self.at)
+            return self.take(len(found[0])) if found else ""
+
+    def until(self, words: Markers, emit: Emit, limit: int = -1, keep: bool = False) -> Steps[str]:
+        """Give all text before the first of `words` to `emit`, as it comes, and consume that word unless `keep`.
+
+        Returns the word, or "" at the end of the text or, with `limit`, when more text than that comes before a word;
+        then exactly `limit` characters are consumed, so that the split of the input does not show.
+        """
+        while True:
+            found = words.pattern.search(self.buf, self.at)
+            end = found.start() if found else len(self.buf) if self.ended else words.held(self.buf, self.at)
+            if limit >= 0:
+                if end - self.at > limit:
+                    emit(self.take(limit))
+                    return ""
+                limit -= end - self.at
+            if end > self.at:
+                emit(self.take(end - self.at))
+            if found and (self.ended or self.buf[end : end + words.longest] not in words.prefixes):
+                return found[0] if keep else self.take(len(found[0]))
+            if self.ended and not found:
+                return ""
+            yield
+
+    def capture(self, words: Markers, limit: int = 1024, keep: bool = False) -> Steps[tuple[str, str]]:
+        """The text before the first of `words` and that word. Raises `Malformed` when there is none within `limit`."""
+        parts: list[str] = []
+        hit = yield from self.until(words, parts.append, limit, keep)
+        if not hit:
+            raise Malformed
+        return "".join(parts), hit
+
+    def expect(self, words: Markers) -> Steps[str]:
+        """Consume white space and one of `words`, or raise `Malformed`."""
+        yield from self.space()
+        hit = yield from self.literal(words)
+        if not hit:
+            raise Malformed
+        return hit

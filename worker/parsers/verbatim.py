@@ -1,0 +1,17 @@
+"""Markup that is recognised only to end reasoning, and stays in the content."""
+
+from dataclasses import dataclass
+
+from worker.parsers.call import Context
+from worker.parsers.reader import Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Verbatim:
+    starts: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+
+    def calls(self, ctx: Context, hit: str) -> Steps[None]:
+        yield from ()
+        ctx.out.end_reasoning()
+        ctx.out.text(hit)
