@@ -148,7 +148,6 @@ class Engine:
         self._gauges.kv_bytes = 0
         self._gauges.measure_memory()
         self._gauges.observe_cache(self._cache)
-        self._tombstones.clear()
 
     def _abort(self, rids: Iterable[int]) -> None:
         now = time.monotonic()
@@ -161,6 +160,9 @@ class Engine:
                 self._finish(row, Finish.ABORT)
 
     def _enqueue(self, row: Row) -> None:
+        if row.rid in self._rows:  # its one terminal event belongs to the row that is already here
+            log.error("request %d came twice; the second was dropped", row.rid)
+            return
         if self._drain_until is not None:
             self._send(Rejected(row.rid, Failure(Code.DRAINING, "the model is being stopped; try again")))
             return
@@ -191,7 +193,7 @@ class Engine:
         if not self._rows:
             self._flush()
             self._send(Drained(self._spec.epoch, self._aborted_by_drain))
-            self._drain_until = None
+            self._drain_until, self._aborted_by_drain = None, 0
 
     # -- one tick ----------------------------------------------------------------------------------------------------
 
@@ -231,13 +233,19 @@ class Engine:
         for token in tick.tokens:
             if not token.row.first_token:
                 token.row.first_token = now
-            piece = self._writer.advance(token.row, token.id, token.ended, logprobs.get(token.row.rid))
-            self._deliver(token.row, piece)
+            try:
+                piece = self._writer.advance(token.row, token.id, token.ended, logprobs.get(token.row.rid))
+            except Exception as error:  # the boundary of one row
+                self._fail_row(token.row, f"its text was decoded: {type(error).__name__}: {error}")
+            else:
+                self._deliver(token.row, piece)
         for row, error in tick.broken:
             if not row.is_finished:
-                log.error("row %d failed: %r", row.rid, error)
-                message = f"the request failed while tokens were chosen: {type(error).__name__}: {error}"
-                self._finish(row, Finish.ERROR, Failure(Code.ROW_FAILED, message))
+                self._fail_row(row, f"tokens were chosen: {type(error).__name__}: {error}")
+
+    def _fail_row(self, row: Row, when: str) -> None:
+        log.error("row %d failed while %s", row.rid, when)
+        self._finish(row, Finish.ERROR, Failure(Code.ROW_FAILED, f"the request failed while {when}"))
 
     def _read_logprobs(self, tokens: list[Token]) -> dict[int, TokenLogprob]:
         wanted = [token for token in tokens if token.row.top_logprobs is not None]

@@ -12,6 +12,7 @@ from protocol.failures import Code, Failure
 from protocol.messages import (
     Accepted,
     Delta,
+    Drained,
     Finish,
     Generate,
     Progress,
@@ -61,6 +62,8 @@ class EngineHarness:
         self._wrap = wrap
         self.gauges = Gauges()
         self.results: dict[int, Result] = {}
+        self.ended: list[int] = []  # rids, in the order of their terminal events
+        self.drained: list[int] = []  # how many rows each drain aborted
         self.error: Exception | None = None
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._changed = threading.Condition()
@@ -106,6 +109,9 @@ class EngineHarness:
                 case Rejected():
                     result = self.results[message.rid]
                     result.failure, result.terminals = message.failure, result.terminals + 1
+                    self.ended.append(message.rid)
+                case Drained():
+                    self.drained.append(message.aborted)
                 case Step():
                     for delta in message.deltas:
                         self._take(delta)
@@ -122,6 +128,7 @@ class EngineHarness:
         if delta.finish is not None:
             result.finish, result.usage, result.failure = delta.finish, delta.usage, delta.failure
             result.terminals += 1
+            self.ended.append(delta.rid)
 
     def submit(self, request: Generate, processors: Iterable[Any] = ()) -> Result:
         result = self.results[request.rid] = Result()
