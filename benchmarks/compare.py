@@ -2,10 +2,11 @@
 
     make bench                                              # both small models on the CPU, about 20 minutes
     python -m benchmarks.compare --geometry 50m --rounds 1 --concurrency 1,8
-    python -m benchmarks.compare --geometry qwen3-8b --dtype bfloat16 --concurrency 1,8,32        # on a GPU
+    python -m benchmarks.compare --geometry qwen3-8b --dtype bfloat16 --concurrency 1,8,32   # on a GPU
 
-In each round every engine is measured at each concurrency, one right after the other, so that noise on a shared machine
-hits all alike. A ratio is taken within a round; the table shows the median of the rounds and how far they lie apart.
+In each round every engine starts anew and is measured at each concurrency, one right after the other, so that noise on
+a shared machine hits all alike. A ratio is taken within a round; the table shows the median of the rounds and how far
+they lie apart.
 """
 
 import argparse
@@ -13,22 +14,24 @@ import os
 import platform
 import statistics
 import sys
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from benchmarks import blas, models
-from benchmarks.client import run
+from benchmarks import blas, client, models
 from benchmarks.engines import Bare, Engine, Mlxd, MlxLmServer, Sample, Unavailable
 from benchmarks.load import Job
 from benchmarks.measure import spread, table
 from benchmarks.serve import numbers
-from benchmarks.words import Prompts
+from benchmarks.words import Prompts, load_tokenizer
 
 MIN_WAVES: Final = 2
 MAX_WAVES: Final = 24
+# Output of the warm-up in later rounds.
+WARM_TOKENS: Final = 8
 LOAD_TIMEOUT_S: Final = 600.0
 ENGINES: Final = (Bare.name, Mlxd.name, MlxLmServer.name)
 
@@ -63,7 +66,7 @@ def main() -> None:
     print(f"{machine()['cpu']} · BLAS: {blas.describe()} · load average {os.getloadavg()[0]:.1f}", flush=True)
     results: list[Comparison] = []
     for geometry in args.geometry:
-        results.append(run(compare(args, geometry)))
+        results.append(client.run(compare(args, geometry)))
         print(as_table(results[-1]), flush=True)
     if args.json:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode({"machine": machine(), "comparisons": results})))
@@ -71,79 +74,95 @@ def main() -> None:
         sys.exit(1)
 
 
+@dataclass(slots=True)
+class Run:
+    """One comparison under way. Owned by `compare`."""
+
+    args: argparse.Namespace
+    geometry: str
+    folder: Path
+    # Requests of one measurement, by concurrency; set in the first round.
+    requests: dict[int, int] = field(default_factory=dict)
+    samples: dict[tuple[str, int], list[Sample]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
 async def compare(args: argparse.Namespace, geometry: str) -> Comparison:
-    """Start every engine, measure in interleaved rounds, stop them."""
-    folder = models.build(geometry, args.dtype)
-    engines, skipped = await _start(args, folder)
-    samples: dict[tuple[str, int], list[Sample]] = {}
-    requests: dict[int, int] = {}
+    """Measure in interleaved rounds."""
+    run = Run(args, geometry, models.build(geometry, args.dtype))
+    for turn in range(args.rounds):
+        await _round(run, turn)
+    names = [name for name in args.engines if (name, args.concurrency[0]) in run.samples]
+    if not names:
+        sys.exit("nothing was measured")
+    cells = [_cell(run, name, concurrency) for concurrency in args.concurrency for name in names]
+    lengths = args.prompt_tokens, args.output_tokens
+    return Comparison(geometry, args.dtype, *lengths, args.rounds, list(run.skipped.values()), cells)
+
+
+async def _round(run: Run, turn: int) -> None:
+    """Each engine at each concurrency, in fresh processes.
+
+    Where a process's weights happen to lie in memory moves its speed by up to 10 %, so processes and order both change.
+    """
+    engines = await _start(run, turn)
     try:
-        for concurrency in args.concurrency:
-            requests[concurrency] = await _warm_up(args, engines, folder, concurrency)
-        for turn in range(args.rounds):
-            for concurrency in args.concurrency:
-                jobs = _jobs(args, folder, requests[concurrency], seed=1000 * turn + concurrency)
-                shift = turn % len(engines)
-                for engine in engines[shift:] + engines[:shift]:
-                    sample = await engine.measure(jobs, concurrency)
-                    samples.setdefault((engine.name, concurrency), []).append(sample)
-                    print(
-                        f"  round {turn + 1} {geometry} c={concurrency} {engine.name}: {sample.tokens_per_s:.1f} tok/s",
-                        file=sys.stderr,
-                    )
+        for concurrency in run.args.concurrency:
+            await _warm_up(run, engines, concurrency)
+        for concurrency in run.args.concurrency:
+            jobs = _jobs(run, run.requests[concurrency], run.args.output_tokens, seed=1000 * turn + concurrency)
+            for engine in engines:
+                sample = await engine.measure(jobs, concurrency)
+                run.samples.setdefault((engine.name, concurrency), []).append(sample)
+                what = f"{run.geometry} round {turn + 1}, {concurrency} clients, {engine.name}"
+                print(f"  {what}: {sample.tokens_per_s:.1f} tok/s", file=sys.stderr, flush=True)
     finally:
         for engine in engines:
             await engine.stop()
-    cells = [
-        _cell(engine.name, concurrency, requests[concurrency], samples)
-        for concurrency in args.concurrency
-        for engine in engines
-    ]
-    return Comparison(geometry, args.dtype, args.prompt_tokens, args.output_tokens, args.rounds, skipped, cells)
 
 
-async def _start(args: argparse.Namespace, folder: Path) -> tuple[list[Engine], list[str]]:
-    """The engines that run here, and why the others do not."""
+async def _start(run: Run, turn: int) -> list[Engine]:
+    """The engines that run here, another one first in each round; why the others do not goes into `skipped`."""
+    names = [name for name in run.args.engines if name not in run.skipped]
+    shift = turn % max(1, len(names))
     engines: list[Engine] = []
-    skipped: list[str] = []
-    for name in args.engines:
+    for name in names[shift:] + names[:shift]:
         try:
             match name:
                 case Bare.name:
-                    engine = Bare(folder, LOAD_TIMEOUT_S)
+                    engine = Bare(run.folder, LOAD_TIMEOUT_S)
                 case Mlxd.name:
-                    engine = Mlxd(folder, LOAD_TIMEOUT_S, args.dtype, max(args.concurrency))
+                    engine = Mlxd(run.folder, LOAD_TIMEOUT_S, run.args.dtype, max(run.args.concurrency))
                 case _:
-                    engine = MlxLmServer(folder, LOAD_TIMEOUT_S)
+                    engine = MlxLmServer(run.folder, LOAD_TIMEOUT_S)
             await engine.start()
         except Unavailable as why:
-            skipped.append(str(why))
+            run.skipped[name] = str(why)
             print(why, file=sys.stderr)
         else:
             engines.append(engine)
-    if not engines:
-        sys.exit("nothing to measure")
-    return engines, skipped
+    return engines
 
 
-async def _warm_up(args: argparse.Namespace, engines: list[Engine], folder: Path, concurrency: int) -> int:
-    """One uncounted wave for each engine; the number of requests that fill the wanted time."""
-    jobs = _jobs(args, folder, concurrency, seed=-concurrency)
+async def _warm_up(run: Run, engines: list[Engine], concurrency: int) -> None:
+    """An uncounted wave for each engine. The first ever also tells how many requests fill the wanted time."""
+    is_first = concurrency not in run.requests
+    length = run.args.output_tokens if is_first else WARM_TOKENS
+    jobs = _jobs(run, concurrency, length, seed=-concurrency)
     walls = [(await engine.measure(jobs, concurrency)).wall_s for engine in engines]
-    waves = round(args.seconds / walls[0])
-    return concurrency * min(max(waves, MIN_WAVES), MAX_WAVES)
+    if is_first and walls:
+        waves = round(run.args.seconds / min(walls))
+        run.requests[concurrency] = concurrency * min(max(waves, MIN_WAVES), MAX_WAVES)
 
 
-def _jobs(args: argparse.Namespace, folder: Path, count: int, seed: int) -> list[Job]:
-    from transformers import AutoTokenizer
-
-    prompts = Prompts(AutoTokenizer.from_pretrained(folder), seed)
-    return [Job(prompts.make(args.prompt_tokens), args.output_tokens) for _ in range(count)]
+def _jobs(run: Run, count: int, output_tokens: int, seed: int) -> list[Job]:
+    prompts = Prompts(load_tokenizer(run.folder), seed)
+    return [Job(prompts.make(run.args.prompt_tokens), output_tokens) for _ in range(count)]
 
 
-def _cell(name: str, concurrency: int, requests: int, samples: dict[tuple[str, int], list[Sample]]) -> Cell:
-    own = samples[name, concurrency]
-    bare = samples.get((Bare.name, concurrency), [])
+def _cell(run: Run, name: str, concurrency: int) -> Cell:
+    own = run.samples[name, concurrency]
+    bare = run.samples.get((Bare.name, concurrency), [])
     speeds = [sample.tokens_per_s for sample in own]
     ratios = [mine.tokens_per_s / theirs.tokens_per_s for mine, theirs in zip(own, bare, strict=False)]
     pairs = [
@@ -154,7 +173,7 @@ def _cell(name: str, concurrency: int, requests: int, samples: dict[tuple[str, i
     return Cell(
         engine=name,
         concurrency=concurrency,
-        requests=requests,
+        requests=run.requests[concurrency],
         tokens_per_s=statistics.median(speeds),
         spread=spread(speeds),
         ratio=statistics.median(ratios) if ratios else None,

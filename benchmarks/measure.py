@@ -43,9 +43,12 @@ def spread(values: Sequence[float]) -> float:
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """The process and all below it."""
-    root = psutil.Process(pid)
-    return [root, *root.children(recursive=True)]
+    """The process and all below it; nothing when it has ended."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def cpu_s(processes: Iterable[psutil.Process]) -> float:

@@ -18,16 +18,12 @@ import msgspec
 from benchmarks.client import Connection, Target, run
 from benchmarks.load import CHAT, COMPLETION, Job, Load, Report, closed_loop, report
 from benchmarks.measure import table
-from benchmarks.words import Prompts
+from benchmarks.words import Prompts, load_tokenizer
 
 
 def main() -> None:
     args = _arguments()
-    tokenizer: Any = None
-    if args.tokenizer:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     reports = run(measure(args, Prompts(tokenizer, args.seed)))
     print(as_table(reports))
     for message in dict.fromkeys(message for one in reports for message in one.first_errors):
@@ -134,7 +130,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=32, help="for each concurrency")
     parser.add_argument("--prompt-tokens", type=bounds, default=(205, 205), help="N or LOW-HIGH")
     parser.add_argument("--output-tokens", type=bounds, default=(128, 128), help="N or LOW-HIGH")
-    parser.add_argument("--tokenizer", default="", help="the model's folder, for exact prompt lengths")
+    parser.add_argument("--tokenizer", type=Path, help="the model's folder, for exact prompt lengths")
     parser.add_argument("--warmup", type=int, default=2, help="requests that are not counted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--extra", default="{}", help="JSON added to each body, such as '{\"ignore_eos\": true}'")

@@ -26,7 +26,7 @@ from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Bare, Mlxd, MlxLmServer, Server, Unavailable
 from benchmarks.load import Job, Load
 from benchmarks.measure import Summary, percentile, summarize_ms, table
-from benchmarks.words import Prompts
+from benchmarks.words import Prompts, load_tokenizer
 
 PATH: Final = "/v1/completions"
 STREAMS: Final = 4
@@ -181,9 +181,7 @@ def _fold(engine: str, alone: list[float], during: list[float], long_ttft: list[
 
 
 def _prompts(folder: Path, seed: int) -> Prompts:
-    from transformers import AutoTokenizer
-
-    return Prompts(AutoTokenizer.from_pretrained(folder), seed)
+    return Prompts(load_tokenizer(folder), seed)
 
 
 def as_table(results: Sequence[Stall]) -> str:

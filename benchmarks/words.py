@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Final, Protocol
 
 _ONSETS: Final = (
@@ -40,6 +41,13 @@ class Encoder(Protocol):
     """What is used of a tokenizer."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+
+def load_tokenizer(folder: Path) -> Encoder:
+    """The tokenizer of a model's folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def vocabulary() -> list[str]:
