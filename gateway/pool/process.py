@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 # What `Events.worker_exit` is told when nobody knows: an adopted worker is not our child.
 UNKNOWN_EXIT: Final = 255
+SHUTTING_DOWN: Final = Failure(Code.DRAINING, "the server is shutting down")
 
 
 class Worker:
@@ -88,6 +89,7 @@ class Worker:
         self._blame: Failure | None = None
         self._is_wanted = False
         self._is_closing = False
+        self._is_over = False
         self._is_final = False
         self._is_suspect = False
         self._has_crashed = False
@@ -115,7 +117,8 @@ class Worker:
 
     async def stop(self, drain_s: float, *, is_closing: bool = False) -> None:
         """Finish what runs until the deadline, then stop. `is_closing`: and never start again."""
-        await self._ask(lambda waiter: mail.Stop(waiter, drain_s, is_closing))
+        if not self._is_over:
+            await self._ask(lambda waiter: mail.Stop(waiter, drain_s, is_closing))
 
     async def restart(self, drain_s: float) -> None:
         """Stop and start again; returns when ready. Raises `ModelUnavailable`."""
@@ -163,6 +166,8 @@ class Worker:
         )
 
     async def _ask(self, command: Callable[[mail.Waiter], mail.Mail]) -> None:
+        if self._is_over:
+            raise ModelUnavailable(SHUTTING_DOWN)
         waiter: mail.Waiter = asyncio.get_running_loop().create_future()
         self._inbox.put_nowait(command(waiter))
         await waiter
@@ -171,14 +176,31 @@ class Worker:
 
     async def run(self) -> None:
         """Own the state until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            self._chores.begin(tasks)
-            while True:
-                item = await self._inbox.get()
-                try:
-                    self._handle(item)
-                except Exception:
-                    log.exception("worker %s: a fault of ours in state %s", self.name, self.state)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._chores.begin(tasks)
+                while True:
+                    item = await self._inbox.get()
+                    try:
+                        self._handle(item)
+                    except Exception:
+                        log.exception("worker %s: a fault of ours in state %s", self.name, self.state)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Nobody handles the inbox any more: whoever waits, or comes later, must not wait for ever."""
+        self._is_over = self._is_closing = True
+        while not self._inbox.empty():
+            match self._inbox.get_nowait():
+                case mail.Ensure(waiter) | mail.Load(waiter) | mail.Restart(waiter):
+                    self._waiters.append(waiter)
+                case mail.Stop(waiter):
+                    self._stoppers.append(waiter)
+                case _:
+                    pass
+        self._wake(SHUTTING_DOWN)
+        self._release_stoppers()
 
     def _handle(self, item: mail.Mail) -> None:
         match item:
@@ -218,7 +240,7 @@ class Worker:
     def _on_ensure(self, waiter: mail.Waiter) -> None:
         self._waiters.append(waiter)
         if self._is_closing:
-            self._wake(Failure(Code.DRAINING, "the server is shutting down"))
+            self._wake(SHUTTING_DOWN)
             return
         match self.state:
             case State.READY:
@@ -254,8 +276,8 @@ class Worker:
         self._stoppers.append(command.waiter)
         self._is_closing |= command.is_closing
         self._is_wanted = False
-        why = "the server is shutting down" if self._is_closing else f"model '{self.name}' was unloaded"
-        self._wake(Failure(Code.DRAINING, why))
+        unloaded = Failure(Code.DRAINING, f"model '{self.name}' was unloaded")
+        self._wake(SHUTTING_DOWN if self._is_closing else unloaded)
         match self.state:
             case State.READY:
                 self._drain(command.drain_s)
@@ -451,7 +473,7 @@ class Worker:
         self._enter(State.STOPPED)
         self._release_stoppers()
         if self._is_closing:
-            self._wake(Failure(Code.DRAINING, "the server is shutting down"))
+            self._wake(SHUTTING_DOWN)
         elif self._has_demand():
             self._start()
 

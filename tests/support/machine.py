@@ -180,6 +180,7 @@ class Machine:
         )
 
     async def __aenter__(self) -> "Machine":
+        self._asked: list[asyncio.Task[None]] = []
         self._task = asyncio.create_task(self.worker.run())
         await settle()
         return self
@@ -187,6 +188,8 @@ class Machine:
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
+        # Whoever still waits is told, too.
+        await asyncio.wait_for(asyncio.gather(*self._asked, return_exceptions=True), 1.0)
 
     def hello(self, *, major: int = MAJOR, pid: int | None = None, epoch: int | None = None) -> None:
         worker = self.worker
@@ -203,6 +206,7 @@ class Machine:
 
     async def ask(self) -> asyncio.Task[None]:
         task = asyncio.create_task(self.worker.ensure_ready())
+        self._asked.append(task)
         await settle()
         return task
 

@@ -1,0 +1,276 @@
+"""Worker failures, with real processes behind a real pool and link."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.link import WorkerGone
+from gateway.pool.process import Worker
+from gateway.pool.state import Limits, ModelUnavailable, State
+from gateway.stream import Collector
+from protocol.failures import Code
+from protocol.messages import Delta, Finish
+from tests.support.pool import Running, config, finish_of, read_all, short_home, text_of, tokens, until
+
+pytestmark = pytest.mark.anyio
+
+# Short enough for a test, in the proportions of the real ones.
+QUICK = Limits(
+    heartbeat_s=0.05, pong_s=0.5, step_s=0.4, dump_s=0.05, abort_s=0.3, suspect_s=0.3, term_s=0.2, grace_s=0.5
+)
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with short_home() as path:
+        yield path
+
+
+async def test_tokens_arrive_in_order_and_end_once(home: Path) -> None:
+    async with Running(config(home)) as running:
+        deltas = await running.complete(max_tokens=40)
+        assert text_of(deltas) == tokens(40)
+        assert [t for d in deltas for t in d.token_ids] == list(range(40))
+        assert finish_of(deltas) is Finish.LENGTH
+        assert running.link.in_flight == 0
+
+
+async def test_streams_of_a_killed_worker_end_at_once_and_the_next_request_gets_a_new_one(home: Path) -> None:
+    async with Running(config(home, ("a", "b"))) as running:
+        doomed = await running.ready("a")
+        streams = [running.generate(doomed, max_tokens=100_000) for _ in range(3)]
+        neighbour = running.generate(await running.ready("b"), max_tokens=60)
+        await streams[0].next()
+        os.kill(doomed.pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        ends = [await read_all(stream) for stream in streams]
+        assert time.monotonic() - killed_at < 1.0
+        for end in ends:
+            assert finish_of(end) is Finish.ERROR
+            failure = end[-1].failure
+            assert failure is not None
+            assert failure.code is Code.WORKER_DIED
+            assert failure.is_retryable
+        assert text_of(await running.complete("a")) == tokens(5)
+        assert text_of(await read_all(neighbour)) == tokens(60)
+        assert running.events.exits == [-9]
+        assert doomed.restarts == 1
+
+
+async def test_a_fault_in_the_loop_delivers_its_own_terminal_deltas(home: Path) -> None:
+    async with Running(config(home)) as running:
+        deltas = await running.complete(text="exit 70", max_tokens=1000)
+        assert deltas[-1].failure is not None
+        assert deltas[-1].failure.message == "the step loop failed"
+        await until(lambda: running.events.exits == [70])
+        assert text_of(await running.complete()) == tokens(5)
+
+
+@pytest.mark.parametrize("fault", ["deaf", "stuck"])
+async def test_a_hung_worker_is_ended_and_replaced(home: Path, fault: str) -> None:
+    async with Running(config(home), limits=QUICK) as running:
+        deltas = await running.complete(text=fault, max_tokens=1000)
+        assert deltas[-1].failure is not None
+        assert deltas[-1].failure.code is Code.WORKER_DIED
+        assert text_of(await running.complete()) == tokens(5)
+        assert running.events.stuck_workers == 1
+        assert running.events.exits[0] in (-signal.SIGABRT, -signal.SIGKILL)
+
+
+async def test_a_hung_load_wakes_every_waiter_with_the_reason(home: Path) -> None:
+    cold = config(home, load_timeout_s=0.5)
+    async with Running(cold, "--hang-on-load", limits=QUICK) as running:
+        waits = await asyncio.gather(*(running.pool.ensure_ready("m") for _ in range(3)), return_exceptions=True)
+        assert all(isinstance(wait, ModelUnavailable) for wait in waits)
+        assert {wait.failure.code for wait in waits if isinstance(wait, ModelUnavailable)} == {Code.LOAD_TIMEOUT}
+
+
+async def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_again(home: Path) -> None:
+    options = f"--exit-on-load 66 --goodbye-code {Code.MODEL_MISSING.value}"
+    async with Running(config(home), options) as running:
+        for _ in range(3):
+            with pytest.raises(ModelUnavailable) as caught:
+                await running.pool.ensure_ready("m")
+            assert caught.value.failure.message == "cannot be loaded"
+            assert caught.value.failure.code is Code.MODEL_MISSING
+        assert running.pool.worker("m").epoch == 1
+
+
+async def test_a_crash_loop_opens_the_breaker_and_others_do_not_notice(home: Path) -> None:
+    async with Running(config(home, ("a", "b")), "a:--exit-on-load 70") as running:
+        worker = running.pool.worker("a")
+        async with asyncio.timeout(30):
+            while worker.state is not State.FAILED:
+                with pytest.raises(ModelUnavailable) as caught:
+                    await running.pool.ensure_ready("a")
+                assert text_of(await running.complete("b")) == tokens(5)
+        assert caught.value.retry_after_s > 100
+        assert "about to fail" in caught.value.failure.detail
+        assert running.events.exits == [70, 70, 70]
+
+
+async def test_stop_while_loading_ends_the_process_and_wakes_the_waiter(home: Path) -> None:
+    async with Running(config(home), "--load-s 60", limits=QUICK) as running:
+        waiting = asyncio.create_task(running.pool.ensure_ready("m"))
+        worker = running.pool.worker("m")
+        await until(lambda: worker.state is State.LOADING)
+        running.note_pids()
+        await running.pool.unload("m")
+        with pytest.raises(ModelUnavailable):
+            await waiting
+        assert worker.state is State.STOPPED
+
+
+async def test_two_requests_for_a_cold_model_share_one_process(home: Path) -> None:
+    async with Running(config(home), "--load-s 0.1") as running:
+        both = await asyncio.gather(running.complete(), running.complete())
+        assert [text_of(deltas) for deltas in both] == [tokens(5), tokens(5)]
+        assert running.pool.worker("m").epoch == 1
+
+
+def submit_until_gone(running: Running, worker: Worker) -> list[Collector]:
+    """Submit without letting the loop run. Returns what the socket took before it knew."""
+    lost: list[Collector] = []
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        try:
+            lost.append(running.generate(worker))
+        except WorkerGone:
+            return lost
+        time.sleep(0.005)
+    raise AssertionError("the socket never noticed")
+
+
+async def test_a_request_sent_as_the_worker_dies_is_refused_unsent_and_a_retry_is_served(home: Path) -> None:
+    async with Running(config(home)) as running:
+        worker = await running.ready()
+        os.kill(worker.pid, signal.SIGKILL)
+        # The loop does not run in between, so the pool cannot know yet: only the socket does, in a moment.
+        lost = submit_until_gone(running, worker)
+        assert not worker.is_ready
+        for stream in lost:
+            assert finish_of(await read_all(stream)) is Finish.ERROR
+        assert text_of(await running.complete()) == tokens(5)
+        assert running.link.in_flight == 0
+
+
+async def test_a_request_lost_on_the_way_ends_when_its_worker_does(home: Path) -> None:
+    async with Running(config(home)) as running:
+        worker = await running.ready()
+        stream = running.generate(worker, text="ignored")
+        assert await stream.next(0.05) == []
+        os.kill(worker.pid, signal.SIGKILL)
+        deltas = await read_all(stream)
+        assert deltas[-1].failure is not None
+        assert deltas[-1].failure.code is Code.WORKER_DIED
+
+
+async def test_messages_of_another_epoch_are_dropped_and_counted(home: Path) -> None:
+    async with Running(config(home)) as running:
+        deltas = await running.complete(text="stale", max_tokens=20)
+        assert text_of(deltas) == tokens(20)
+        assert running.events.stale == 2
+
+
+async def test_a_worker_that_claims_another_epoch_is_never_ready(home: Path) -> None:
+    wrong = config(home, load_timeout_s=0.5)
+    async with Running(wrong, "--epoch-offset 7", limits=QUICK) as running:
+        with pytest.raises(ModelUnavailable):
+            await running.ready()
+        assert running.events.stale >= 2
+
+
+async def test_a_second_worker_of_the_same_name_is_refused(home: Path) -> None:
+    async with Running(config(home)) as running:
+        deltas = await running.complete(text="twin", max_tokens=20)
+        assert text_of(deltas) == tokens(20)
+        assert running.events.stale == 2
+        assert running.pool.worker("m").epoch == 1
+
+
+async def test_a_worker_of_another_protocol_is_marked_and_not_started_again(home: Path) -> None:
+    async with Running(config(home), "--major 99", limits=QUICK) as running:
+        for _ in range(2):
+            with pytest.raises(ModelUnavailable) as caught:
+                await running.pool.ensure_ready("m")
+            assert caught.value.failure.code is Code.INCOMPATIBLE
+        await until(lambda: running.pool.worker("m").state is State.INCOMPATIBLE)
+        assert running.pool.worker("m").epoch == 1
+
+
+async def test_malformed_frames_are_counted_and_harm_nobody(home: Path) -> None:
+    async with Running(config(home)) as running:
+        deltas = await running.complete(text="garbage", max_tokens=20)
+        assert text_of(deltas) == tokens(20)
+        assert running.events.malformed == 6
+
+
+async def test_a_rejected_request_ends_with_its_failure(home: Path) -> None:
+    async with Running(config(home)) as running:
+        deltas = await running.complete(text="refused")
+        assert len(deltas) == 1
+        assert deltas[0].failure is not None
+        assert deltas[0].failure.code is Code.INVALID_REQUEST
+
+
+async def test_an_aborted_request_is_forgotten_at_once_and_freed_in_the_worker(home: Path) -> None:
+    async with Running(config(home), limits=QUICK) as running:
+        worker = await running.ready()
+        stream = running.generate(worker, max_tokens=1_000_000)
+        await stream.next()
+        for _ in range(2):
+            running.link.abort(stream.rids, "client")
+        running.link.abort([123], "client")
+        assert running.link.in_flight == 0
+        await until(lambda: worker.stats is not None and worker.stats.running == 0)
+
+
+async def test_a_reader_that_never_comes_costs_one_delta(home: Path) -> None:
+    async with Running(config(home), "--step-ms 1", "--tokens-per-step 10") as running:
+        worker = await running.ready()
+        slow = running.generate(worker, max_tokens=3000)
+        assert text_of(await read_all(running.generate(worker, max_tokens=3000))) == tokens(3000)
+        await until(lambda: running.link.in_flight == 0)
+        deltas = await slow.next()
+        assert len(deltas) == 1
+        assert deltas[0].text == tokens(3000)
+
+
+async def test_unload_lets_a_running_stream_finish(home: Path) -> None:
+    async with Running(config(home)) as running:
+        stream = running.generate(await running.ready(), max_tokens=60)
+        await asyncio.gather(running.pool.unload("m"), collected := asyncio.create_task(read_all(stream)))
+        assert text_of(collected.result()) == tokens(60)
+
+
+async def test_stop_aborts_what_does_not_finish_in_time(home: Path) -> None:
+    async with Running(config(home)) as running:
+        stream = running.generate(await running.ready(), max_tokens=1_000_000)
+        collected = asyncio.create_task(read_all(stream))
+        await running.pool.stop(0.2)
+        deltas: list[Delta] = await collected
+        assert finish_of(deltas) is Finish.ABORT
+
+
+async def test_a_worker_that_ignores_every_request_to_leave_is_killed(home: Path) -> None:
+    async with Running(config(home), "--ignore-sigterm", limits=QUICK) as running:
+        await running.ready()
+        running.note_pids()
+        await running.pool.stop(0.1)
+        assert running.events.exits == [-signal.SIGKILL]
+
+
+async def test_descriptors_do_not_leak_over_many_workers(home: Path) -> None:
+    async with Running(config(home)) as running:
+        await running.complete()
+        await running.pool.unload("m")
+        before = len(os.listdir("/dev/fd"))
+        for _ in range(5):
+            await running.complete()
+            await running.pool.unload("m")
+        await until(lambda: len(os.listdir("/dev/fd")) <= before)

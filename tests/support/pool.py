@@ -1,0 +1,127 @@
+"""A real pool with real worker processes, without HTTP."""
+
+import asyncio
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import psutil
+
+from gateway.config import Config, ModelConfig, ServerConfig
+from gateway.link import Link
+from gateway.pool.pool import Pool
+from gateway.pool.process import Worker
+from gateway.pool.spawn import Command
+from gateway.pool.state import Limits
+from gateway.stream import Collector
+from protocol.messages import Delta, Finish, Generate, Sampling, TextPrompt, WorkerSpec
+from tests.support.machine import Recorder
+
+SCRIPTED = Path(__file__).parents[1] / "workers" / "scripted.py"
+DEADLINE_S = 10.0
+
+
+def scripted(*options: str) -> Command:
+    """The command of a scripted worker. An option `NAME:--flag` is for the model NAME only."""
+
+    def command(spec: WorkerSpec) -> list[str]:
+        own = [o.removeprefix(f"{spec.name}:") for o in options if o.startswith((f"{spec.name}:", "--"))]
+        argv = [part for option in own for part in option.split()]
+        return [sys.executable, "-P", str(SCRIPTED), spec.name, "--spec", msgspec.json.encode(spec).decode(), *argv]
+
+    return command
+
+
+def config(home: Path, models: Sequence[str] = ("m",), **fields: object) -> Config:
+    return Config(
+        home=home,
+        server=ServerConfig(drain_s=2.0),
+        models={name: ModelConfig(name=name, path="demo", **fields) for name in models},  # type: ignore[arg-type]
+        config_path=home / "mlxd.toml",
+    )
+
+
+@contextmanager
+def short_home() -> Iterator[Path]:
+    """A home whose socket paths fit; pytest's own folders are too deep."""
+    home = Path(tempfile.mkdtemp(prefix="mlxd-", dir="/tmp"))
+    (home / "run").mkdir(mode=0o700)
+    try:
+        yield home
+    finally:
+        shutil.rmtree(home)
+
+
+class Running:
+    """A started pool and its link. Stops both at the end, and checks that no process is left."""
+
+    def __init__(self, config: Config, *options: str, command: Command | None = None, limits: Limits | None = None):
+        self.events = Recorder()
+        self.link = Link(config.run_dir, self.events)
+        self.pool = Pool(config, self.link, self.events, command=command or scripted(*options), limits=limits)
+        self.pids: set[int] = set()
+
+    async def __aenter__(self) -> Self:
+        await self.pool.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.note_pids()
+        await self.pool.stop(0.0)
+        left = [pid for pid in self.pids if psutil.pid_exists(pid)]
+        assert not left, f"worker processes left behind: {left}"
+
+    def note_pids(self) -> None:
+        self.pids |= {view.pid for view in self.pool.workers() if view.pid}
+
+    async def ready(self, model: str = "m") -> Worker:
+        async with asyncio.timeout(DEADLINE_S):
+            worker = await self.pool.ensure_ready(model)
+        self.note_pids()
+        return worker
+
+    def generate(self, worker: Worker, text: str = "", max_tokens: int = 5) -> Collector:
+        return self.link.submit(worker, [self.request(text, max_tokens)])
+
+    def request(self, text: str = "", max_tokens: int = 5) -> Generate:
+        return Generate(self.link.next_rid(), TextPrompt(text), Sampling(), max_tokens=max_tokens)
+
+    async def complete(self, model: str = "m", text: str = "", max_tokens: int = 5) -> list[Delta]:
+        return await read_all(self.generate(await self.ready(model), text, max_tokens))
+
+
+async def read_all(collector: Collector) -> list[Delta]:
+    """Every delta to the end, within the deadline."""
+    deltas: list[Delta] = []
+    async with asyncio.timeout(DEADLINE_S):
+        while not collector.is_done:
+            deltas += await collector.next()
+    return deltas
+
+
+def text_of(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def finish_of(deltas: Sequence[Delta]) -> Finish | None:
+    assert [d.finish for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+    return deltas[-1].finish
+
+
+def tokens(count: int) -> str:
+    """What a scripted worker says in `count` tokens."""
+    return "".join(f"t{i} " for i in range(count))
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    """Poll, with a deadline."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "the deadline passed"
+        await asyncio.sleep(0.01)
