@@ -129,6 +129,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     trace: str = ""
     # Requests share cached prefixes only with others of the same salt.
     cache_salt: str = ""
+    # Ids that an earlier worker has sampled for this request and whose output the client has: go on after them.
+    resume: tuple[int, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -270,8 +272,8 @@ class Tool(msgspec.Struct, frozen=True, array_like=True):
 class Delta(msgspec.Struct, frozen=True, array_like=True):
     """New output of one sequence in one step.
 
-    `token_ids` are the ids sampled since the previous delta, whether or not their text is out yet, so that their
-    concatenation is always exactly what the model has produced. With `finish`, `usage` is set and, for ERROR, `failure`.
+    `token_ids` are the sampled ids that the text so far accounts for: a successor that is given their concatenation as
+    `Generate.resume` goes on with exactly the next character. With `finish`, `usage` is set and, for ERROR, `failure`.
     """
 
     rid: int

@@ -4,6 +4,7 @@ MLX does no bounds checks, so every id that could reach it is checked here.
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from protocol.failures import Code
@@ -11,6 +12,7 @@ from protocol.messages import ChatPrompt, Generate, TextPrompt, TokensPrompt
 from worker.detokenize import Vocabulary
 from worker.errors import RequestInvalid
 from worker.loader import Loaded
+from worker.output import Writer
 from worker.rows import Row
 from worker.stops import StopScanner
 from worker.templates import Renderer
@@ -25,6 +27,7 @@ class Intake:
         self._max_context = loaded.max_context
         self._renderer = Renderer(loaded.tokenizer)
         self.vocabulary = Vocabulary(loaded.tokenizer)
+        self.writer = Writer(self.vocabulary)
         self._turn_starts = self._find_turn_starts()
 
     @property
@@ -35,12 +38,12 @@ class Intake:
         """A row that is safe to run. Raises `RequestInvalid`."""
         self._check_sampling(request)
         ids, text = self._encode(request)
-        room = self._room(len(ids), request)
-        return Row(
+        self._check_ids(request.resume, "resume")
+        row = Row(
             rid=request.rid,
             prompt=ids,
             sampling=request.sampling,
-            max_tokens=room,
+            max_tokens=self._room(len(ids), request),
             detokenizer=self.vocabulary.detokenizer(ids),
             stops=StopScanner(request.stop),
             arrived=arrived,
@@ -52,6 +55,8 @@ class Intake:
             cache_salt=request.cache_salt,
             boundaries=self._boundaries(ids) if isinstance(request.prompt, ChatPrompt) else [],
         )
+        self.writer.replay(row, request.resume)
+        return row
 
     def _encode(self, request: Generate) -> tuple[list[int], str | None]:
         match request.prompt:
@@ -65,14 +70,14 @@ class Intake:
         ids = [int(token) for token in ids]
         if not ids:
             raise RequestInvalid(Code.INVALID_REQUEST, "the prompt is empty", param="prompt")
+        self._check_ids(ids, "prompt")
+        return ids, text
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
         for token in ids:
             if not 0 <= token < self._vocab_size:
-                raise RequestInvalid(
-                    Code.INVALID_REQUEST,
-                    f"token id {token} is outside of the model's vocabulary of {self._vocab_size}",
-                    param="prompt",
-                )
-        return ids, text
+                message = f"token id {token} is outside of the model's vocabulary of {self._vocab_size}"
+                raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
 
     def _boundaries(self, ids: list[int]) -> list[int]:
         """Positions where a message begins."""

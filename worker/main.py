@@ -99,12 +99,11 @@ class Process:
         from worker import memory
         from worker.engine import Command, Engine
         from worker.intake import Intake
-        from worker.output import Writer
 
         inbox: SimpleQueue[Command] = SimpleQueue()
         intake = Intake(loaded)
         memory.limit_cache(loaded.weights_bytes)
-        engine = Engine(loaded, self._spec, inbox, self._link.send, self._gauges, Writer(intake.vocabulary))
+        engine = Engine(loaded, self._spec, inbox, self._link.send, self._gauges, intake.writer)
         self._link.send(Loading(self._spec.epoch, "warmup", loaded.weights_bytes, loaded.weights_bytes))
         engine.warm_up([token % loaded.vocab_size for token in range(40)])
         self._gauges.measure_memory()

@@ -1,6 +1,7 @@
 """Sampled tokens to the text, logprobs and end that a row's next delta carries."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.messages import Finish, Sampling, TokenLogprob
@@ -41,12 +42,11 @@ class Writer:
         """Take one sampled token; `ended` is mlx-lm's reason. An end-of-sequence token has no text and no logprob."""
         row.completion += 1
         is_eos = ended == "stop"
-        text = "" if is_eos else row.detokenizer.add(token)
+        text = ""
         if not is_eos:
             row.output.append(token)
-            row.unsent.append(token)
-            if logprob is not None:
-                row.held_logprobs.append((row.text_seen, logprob))
+            row.held.append((row.text_seen, token, logprob))
+            text = row.detokenizer.add(token)
         if ended is not None:
             text += row.detokenizer.finish()
         row.text_seen += len(text)
@@ -61,12 +61,19 @@ class Writer:
             finish = Finish.LENGTH
         return Piece(safe, self._release(row, is_stopped), finish)
 
+    def replay(self, row: Row, ids: Sequence[int]) -> None:
+        """Bring a row to where an earlier worker left it: the client has all that `ids` account for."""
+        for token in ids:
+            self.advance(row, token, None, None)
+        row.unsent.clear()
+
     def _release(self, row: Row, is_stopped: bool) -> tuple[TokenLogprob, ...] | None:
-        """The logprobs of tokens whose text has begun to leave; those of a stop string never do."""
-        if row.top_logprobs is None:
-            return None
+        """Let go of the tokens whose text has begun to leave; those of a stop string never do."""
         is_level = row.text_sent == row.text_seen and not is_stopped
-        held, released = row.held_logprobs, list[TokenLogprob]()
+        held, logprobs = row.held, list[TokenLogprob]()
         while held and (is_level or held[0][0] < row.text_sent):
-            released.append(held.popleft()[1])
-        return tuple(released) or None
+            _, token, logprob = held.popleft()
+            row.unsent.append(token)
+            if logprob is not None:
+                logprobs.append(logprob)
+        return tuple(logprobs) or None

@@ -16,7 +16,8 @@ from worker.stops import StopScanner
 class Row:
     """Owned by the engine thread from the moment it leaves the intake. Times are of the monotonic clock.
 
-    `output` holds every sampled token but the end-of-sequence one; `unsent` those that no delta has carried yet.
+    `output` holds every sampled token but the end-of-sequence one. A token is `held` while none of its text may leave,
+    and `unsent` until a delta has carried its id.
     """
 
     rid: int
@@ -42,8 +43,8 @@ class Row:
     prefilled: int = 0
     reused: int = 0
     output: list[int] = field(default_factory=list)
+    held: deque[tuple[int, int, TokenLogprob | None]] = field(default_factory=deque)
     unsent: list[int] = field(default_factory=list)
-    held_logprobs: deque[tuple[int, TokenLogprob]] = field(default_factory=deque)
     text_seen: int = 0
     text_sent: int = 0
     cached: int = 0

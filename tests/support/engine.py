@@ -29,7 +29,6 @@ from worker.errors import RequestInvalid
 from worker.gauges import Gauges
 from worker.intake import Intake
 from worker.loader import load
-from worker.output import Writer
 from worker.rows import Row
 
 TIMEOUT_S = 60.0
@@ -48,6 +47,8 @@ class Result:
     usage: Usage | None = None
     failure: Failure | None = None
     terminals: int = 0
+    # After each delta: how many ids and what text the client has.
+    steps: list[tuple[int, str]] = field(default_factory=list)
 
 
 def spec(path: Path, **settings: Any) -> WorkerSpec:
@@ -87,9 +88,7 @@ class EngineHarness:
             loaded = load(self.spec, lambda *_: None)
             self.loaded = replace(loaded, model=self._wrap(loaded.model))
             self.intake = Intake(self.loaded)
-            self.engine = Engine(
-                self.loaded, self.spec, self._inbox, self._receive, self.gauges, Writer(self.intake.vocabulary)
-            )
+            self.engine = Engine(self.loaded, self.spec, self._inbox, self._receive, self.gauges, self.intake.writer)
             self.engine.warm_up(list(range(8)))
             self._is_loaded.set()
             self.engine.run()
@@ -125,6 +124,7 @@ class EngineHarness:
         result.text += delta.text
         result.ids += delta.token_ids
         result.logprobs += delta.logprobs or ()
+        result.steps.append((len(result.ids), result.text))
         if delta.finish is not None:
             result.finish, result.usage, result.failure = delta.finish, delta.usage, delta.failure
             result.terminals += 1

@@ -14,7 +14,9 @@ VOCAB = 512
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 TEMPLATE = r"""
 {%- for m in messages %}
-{%- if m.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('unknown role ' + m.role) }}{%- endif %}
+{%- if m.role not in ['system', 'user', 'assistant', 'tool'] %}
+{{- raise_exception('unknown role ' + m.role) }}
+{%- endif %}
 {{- '<|im_start|>' + m.role + '\n' + (m.content or '') + '<|im_end|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""

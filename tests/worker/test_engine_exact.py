@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
@@ -112,3 +113,20 @@ def test_a_second_failure_ends_the_loop_with_one_terminal_event_for_each_row(
         engine.wait(lambda: all(result.terminals == 1 for result in results))
         engine.wait(lambda: engine.error is not None)
     assert all(result.failure is not None for result in results if not result.ids)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])
+def test_a_request_resumed_after_any_number_of_tokens_goes_on_with_the_same_text(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    whole = [structs.replace(request, max_tokens=20, stop=("zz", "\n\n")) for request in requests(4)]
+    with EngineHarness(spec(model_folder(architecture))) as engine:
+        for request, result in zip(whole, engine.run(whole), strict=True):
+            for count, text in result.steps[:-1]:
+                rest = engine.run([structs.replace(request, rid=1000 + count, resume=tuple(result.ids[:count]))])[0]
+                assert result.ids[:count] + rest.ids == result.ids
+                assert text + rest.text == result.text
+                assert rest.finish == result.finish
+                assert rest.usage is not None
+                assert result.usage is not None
+                assert rest.usage.completion == result.usage.completion
