@@ -12,23 +12,21 @@ from gateway.pool.state import WorkerView
 from gateway.services import Services
 
 
-class ModelCard(Struct, frozen=True):
+class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
     """One model. `context_length` and `max_model_len` are the same number in two clients' words."""
 
     id: str
     created: int
     aliases: tuple[str, ...]
     state: str
-    object: str = "model"
     owned_by: str = "mlxd"
     root: str | UnsetType = UNSET
     context_length: int | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
 
 
-class ModelList(Struct, frozen=True):
+class ModelList(Struct, frozen=True, tag_field="object", tag="list"):
     data: list[ModelCard]
-    object: str = "list"
 
 
 class Models:

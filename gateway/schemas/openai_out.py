@@ -1,4 +1,4 @@
-"""What OpenAI's chat completions and completions answer with. Field order is the order on the wire."""
+"""What OpenAI's chat completions and completions answer with. A struct's tag is its first field on the wire."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -78,7 +78,7 @@ class ChatChunkChoice(Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class ChatChunk(Struct, frozen=True):
+class ChatChunk(Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
     """`usage` is there only when the client asked for it: null in every chunk but the last."""
 
     id: str
@@ -86,12 +86,10 @@ class ChatChunk(Struct, frozen=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageBody | UnsetType | None = UNSET
-    object: str = "chat.completion.chunk"
 
 
-class ChatMessage(Struct, frozen=True):
+class ChatMessage(Struct, frozen=True, tag_field="role", tag="assistant"):
     content: str | None
-    role: str = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
@@ -105,13 +103,12 @@ class ChatChoice(Struct, frozen=True):
     finish_reason: str
 
 
-class ChatCompletion(Struct, frozen=True):
+class ChatCompletion(Struct, frozen=True, tag_field="object", tag="chat.completion"):
     id: str
     created: int
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
-    object: str = "chat.completion"
 
 
 # -- completions -----------------------------------------------------------------------------------------------------
@@ -131,7 +128,7 @@ class TextChoice(Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class TextCompletion(Struct, frozen=True):
+class TextCompletion(Struct, frozen=True, tag_field="object", tag="text_completion"):
     """A whole completion, or one chunk of a stream: OpenAI uses one shape for both."""
 
     id: str
@@ -139,7 +136,6 @@ class TextCompletion(Struct, frozen=True):
     model: str
     choices: list[TextChoice]
     usage: UsageBody | UnsetType | None = UNSET
-    object: str = "text_completion"
 
 
 # -- from the wire ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,111 @@
+"""A real gateway for tests: uvicorn on a loopback port, the real pool and link, scripted workers."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import uvicorn
+
+from gateway.app import App, create_admin_app, create_app
+from gateway.config import Config, ModelConfig, ServerConfig
+from gateway.link import Link
+from gateway.metrics import Metrics
+from gateway.pool.pool import Pool
+from protocol.messages import WorkerSpec
+
+SCRIPTED = Path(__file__).parent.parent / "workers" / "scripted.py"
+DEADLINE_S = 15.0
+
+
+@dataclass(slots=True)
+class Gateway:
+    """What a test drives and looks into."""
+
+    url: str
+    port: int
+    client: httpx.AsyncClient
+    app: App
+    admin: App
+    pool: Pool
+    link: Link
+    metrics: Metrics
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Ctrl-C belongs to pytest."""
+        yield
+
+
+def chat(text: str = "hi", /, **fields: Any) -> dict[str, Any]:
+    """A chat request of one user message."""
+    return {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 5} | fields
+
+
+def events(text: str) -> list[Any]:
+    """The data of each event of a stream; the end mark stays a string, comments are left out."""
+    blocks = [block for block in text.split("\n\n") if block.startswith("data: ")]
+    return [block[6:] if block == "data: [DONE]" else json.loads(block[6:]) for block in blocks]
+
+
+@asynccontextmanager
+async def running(
+    home: Path,
+    options: Sequence[str] = (),
+    models: Sequence[ModelConfig] = (),
+    server: ServerConfig | None = None,
+) -> AsyncGenerator[Gateway, None]:
+    """A gateway whose workers are scripted with `options`."""
+    config = Config(
+        home=home,
+        server=server or ServerConfig(),
+        models={model.name: model for model in models or [ModelConfig(name="m", path="m")]},
+        config_path=home / "mlxd.toml",
+    )
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    metrics = Metrics()
+    link = Link(config.run_dir, metrics)
+    pool = Pool(config, link, metrics, command=_command(options))
+    app = create_app(config, pool, link, metrics)
+    await pool.start()
+    # Without the protocol asyncio does not turn Nagle off, and each answer waits 40 ms for an ACK.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(2048)
+    port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    http = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1))
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
+            admin = create_admin_app(config, pool, link, metrics, public=app)
+            yield Gateway(url, port, client, app, admin, pool, link, metrics)
+    finally:
+        http.should_exit = True
+        await serving
+        with contextlib.closing(listener):
+            await pool.stop(0.0)
+
+
+def _command(options: Sequence[str]) -> Callable[[WorkerSpec], list[str]]:
+    def command(spec: WorkerSpec) -> list[str]:
+        return [sys.executable, str(SCRIPTED), spec.name, "--spec", msgspec.json.encode(spec).decode(), *options]
+
+    return command
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Poll, with a deadline."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - what is polled for happens in other processes too
+            await asyncio.sleep(0.005)
