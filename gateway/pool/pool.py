@@ -98,11 +98,13 @@ class Pool:
 
     async def stop_now(self, grace_s: float = 2.0) -> None:
         """Abort what runs, and kill what has not stopped within the grace. Joins a `stop` that is under way."""
-        async with asyncio.TaskGroup() as tasks:
-            for worker in self._workers.values():
-                tasks.create_task(worker.stop(0.0, is_closing=True))
-            # A drain already begun ends with the workers: nothing but their exit completes the group.
-            asyncio.get_running_loop().call_later(grace_s, self._kill)
+        kill = asyncio.get_running_loop().call_later(grace_s, self._kill)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for worker in self._workers.values():
+                    tasks.create_task(worker.stop(0.0, is_closing=True))
+        finally:
+            kill.cancel()
 
     async def ensure_ready(self, model: str) -> Worker:
         """The worker of `model`, loaded. Without a task switch when it is. Raises `ModelUnavailable`."""

@@ -1,0 +1,116 @@
+"""The running daemon: pool, public server and admin server from boot to drained."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Generator
+from typing import Final
+
+import uvicorn
+
+from gateway.app import create_admin_app, create_app
+from gateway.config import Config
+from gateway.link import Link
+from gateway.listen import BACKLOG, close_all, listen_tcp, listen_unix
+from gateway.metrics import Metrics
+from gateway.pool.pool import Pool
+from gateway.pool.spawn import Command, default_command
+
+log = logging.getLogger(__name__)
+
+# For answers still being written when every worker has stopped.
+FLUSH_S: Final = 5
+# Longer than the idle time of the clients' pools, so that it is never us who closes as they send.
+KEEP_ALIVE_S: Final = 75
+
+
+class Daemon:
+    """One daemon in a locked home. SIGTERM or SIGINT drains it; a second one ends it at once."""
+
+    def __init__(self, config: Config, *, command: Command = default_command) -> None:
+        """Raises `PathTooLong`, `CannotListen`."""
+        self._config = config
+        metrics = Metrics()
+        link = Link(config.run_dir, metrics)
+        self._pool = Pool(config, link, metrics, command=command)
+        self._app = create_app(config, self._pool, link, metrics)
+        admin = create_admin_app(config, self._pool, link, metrics, public=self._app)
+        self._public_sockets = listen_tcp(config.server.host, config.server.port)
+        try:
+            self._admin_socket = listen_unix(config.admin_socket)
+        except BaseException:
+            close_all(self._public_sockets)
+            raise
+        self._servers = [_Server(_settings(self._app)), _Server(_settings(admin))]
+        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+
+    @property
+    def url(self) -> str:
+        host, port = self._public_sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def run(self) -> None:
+        """Serve until told to stop. Raises what broke the pool or a server."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._signals.put_nowait, signum)
+        try:
+            await self._pool.start()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._pool.wait())
+                for server, sockets in zip(self._servers, self._sockets(), strict=True):
+                    tasks.create_task(server.serve(sockets))
+                log.info("mlxd serves %d models on %s", len(self._config.models), self.url)
+                await self._drain(await self._signals.get())
+        finally:
+            self._config.admin_socket.unlink(missing_ok=True)
+
+    async def _drain(self, signum: signal.Signals) -> None:
+        drain_s = self._config.server.drain_s
+        log.info("%s: draining for up to %g s; a second signal ends it at once", signum.name, drain_s)
+        self._app.drain()
+        impatience = asyncio.create_task(self._hurry())
+        try:
+            await self._pool.stop(drain_s)
+        finally:
+            impatience.cancel()
+        for server in self._servers:
+            server.should_exit = True
+        log.info("mlxd has stopped")
+
+    async def _hurry(self) -> None:
+        signum = await self._signals.get()
+        log.warning("%s again: stopping now", signum.name)
+        for server in self._servers:
+            server.force_exit = True
+        await self._pool.stop_now()
+
+    def _sockets(self) -> list[list[socket.socket]]:
+        return [self._public_sockets, [self._admin_socket]]
+
+
+class _Server(uvicorn.Server):
+    """Signals are the daemon's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def _settings(app: object) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]  # uvicorn's own ASGI types are narrower than starlette's
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=FLUSH_S,
+    )

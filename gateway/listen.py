@@ -1,0 +1,93 @@
+"""The daemon's listening sockets, and plain sentences when one cannot be had."""
+
+import errno
+import os
+import resource
+import socket
+from pathlib import Path
+from typing import Final
+
+BACKLOG: Final = 4096
+# Each client costs one descriptor; macOS refuses more than its own maximum even when the hard limit is infinite.
+FILES_WANTED: Final = (65536, 10240)
+
+
+class CannotListen(Exception):
+    """The address cannot be used; the message says why, for a human."""
+
+
+def listen_tcp(host: str, port: int) -> list[socket.socket]:
+    """One socket for each address of `host`, all on one port. Raises `CannotListen`."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise CannotListen(f"the host {host!r} cannot be resolved: {error.strerror}") from error
+    sockets: list[socket.socket] = []
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        try:
+            one = socket.socket(family, kind, protocol)
+        except OSError:
+            continue  # an address family that this machine does not have
+        sockets.append(one)
+        try:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind((address[0], port, *address[2:]))
+            one.listen(BACKLOG)
+        except OSError as error:
+            close_all(sockets)
+            raise CannotListen(_why(error, host, port)) from error
+        # Port 0 is chosen by the system for the first address, and kept for the others.
+        port = one.getsockname()[1]
+    if not sockets:
+        raise CannotListen(f"no address of {host!r} can be used on this machine")
+    return sockets
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """A socket file of mode 0600, in place of a stale one. The home's lock must be held. Raises `CannotListen`."""
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    path.unlink(missing_ok=True)
+    # Born private: between bind and chmod anybody could connect.
+    mask = os.umask(0o177)
+    try:
+        one.bind(str(path))
+        one.listen(BACKLOG)
+    except OSError as error:
+        one.close()
+        raise CannotListen(f"cannot listen on {path}: {error.strerror or error}") from error
+    finally:
+        os.umask(mask)
+    return one
+
+
+def close_all(sockets: list[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
+
+
+def raise_file_limit() -> int:
+    """As many open files as the system gives. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wanted in FILES_WANTED:
+        target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if 0 <= soft < target:
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+            except (ValueError, OSError):
+                continue
+            return target
+    return soft
+
+
+def _why(error: OSError, host: str, port: int) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return f"port {port} on {host} is in use; stop what listens there, or choose another port with --port"
+        case errno.EACCES:
+            return f"port {port} needs more rights than this user has; choose one above 1023 with --port"
+        case errno.EADDRNOTAVAIL:
+            return f"{host} is not an address of this machine; see --host"
+        case _:
+            return f"cannot listen on {host} port {port}: {error.strerror or error}"

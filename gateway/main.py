@@ -1,0 +1,96 @@
+"""`mlxd`: boot, serve, drain.
+
+Exit statuses: 0 stopped as asked · 2 bad command line · 70 a fault of ours · 73 the home or an address cannot be used
+· 78 bad configuration.
+"""
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from enum import IntEnum
+from pathlib import Path
+
+import uvloop
+
+from gateway.config import Config, ConfigError, default_home, load_config
+from gateway.daemon import Daemon
+from gateway.listen import CannotListen, raise_file_limit
+from gateway.logs import LEVELS, Logs
+from gateway.pool.spawn import Command, default_command
+from gateway.rundir import HomeUnusable, RunDir
+from protocol import __version__
+from protocol.sockets import PathTooLong
+
+log = logging.getLogger(__name__)
+
+
+class Status(IntEnum):
+    """Exit statuses of the daemon (sysexits.h)."""
+
+    OK = 0
+    FAULT = 70
+    CANNOT_USE = 73
+    BAD_CONFIG = 78
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script: never returns."""
+    options = _parser().parse_args(argv)
+    sys.exit(run(options.config, options.host, options.port, options.log_level))
+
+
+def run(
+    config: Path | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    log_level: str | None = None,
+) -> int:
+    """Serve until stopped, as `mlxd` and `mlxctl serve` do. Returns the exit status."""
+    try:
+        loaded = load_config(default_home(), config, host=host, port=port, log_level=log_level)
+    except ConfigError as error:
+        return _refuse(str(error), Status.BAD_CONFIG)
+    return serve(loaded)
+
+
+def serve(config: Config, *, command: Command = default_command) -> int:
+    """Serve a configuration until stopped; `command` starts a worker. Returns the exit status."""
+    try:
+        with RunDir(config.home), Logs(config.server.log_level):
+            raise_file_limit()
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_serve(config, command))
+    except (HomeUnusable, CannotListen, PathTooLong) as error:
+        return _refuse(str(error), Status.CANNOT_USE)
+
+
+async def _serve(config: Config, command: Command) -> int:
+    daemon = Daemon(config, command=command)
+    try:
+        await daemon.run()
+    except Exception:
+        # The root of the process. Workers that still run outlive us, and the next daemon adopts them.
+        log.exception("mlxd ends after a fault of its own")
+        return Status.FAULT
+    return Status.OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mlxd", description="Serve MLX models over HTTP.")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="instead of mlxd.toml in MLXD_HOME (~/.mlxd)")
+    parser.add_argument("--host", help="address to listen on")
+    parser.add_argument("--port", type=int, help="TCP port to listen on")
+    parser.add_argument("--log-level", choices=LEVELS)
+    parser.add_argument("--version", action="version", version=f"mlxd {__version__}")
+    return parser
+
+
+def _refuse(message: str, status: Status) -> int:
+    print(f"mlxd: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The home folder while a daemon runs in it: private, and locked."""
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+
+class HomeUnusable(Exception):
+    """The home cannot be used now; the message says why, for a human."""
+
+
+class RunDir:
+    """`home/run`, mode 0700, with a lock that only one daemon can hold. The kernel drops it when we die."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.path = home / "run"
+        self._lock_fd = -1
+
+    def __enter__(self) -> Self:
+        """Create and lock. Raises `HomeUnusable`."""
+        try:
+            self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self.path.chmod(0o700)
+            self._lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise HomeUnusable(f"cannot use {self.path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._lock_fd, 20, 0).decode(errors="replace").strip()
+            self._close()
+            who = f" (pid {holder})" if holder else ""
+            raise HomeUnusable(
+                f"another mlxd{who} runs in {self.home}; stop it, or set MLXD_HOME to another folder"
+            ) from error
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The file stays: removing it would let two daemons lock two files of one name.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._lock_fd, 0)
+        self._close()
+
+    def _close(self) -> None:
+        os.close(self._lock_fd)
+        self._lock_fd = -1
