@@ -35,6 +35,10 @@ class Load:
     extra: dict[str, Any] | None = None
     timeout_s: float = 600.0
 
+    @property
+    def path(self) -> str:
+        return _PATHS[self.endpoint]
+
     def body(self, job: Job) -> bytes:
         """The JSON of one streaming greedy request."""
         asked: dict[str, Any] = (
@@ -67,12 +71,11 @@ async def closed_loop(load: Load, jobs: Sequence[Job], concurrency: int) -> tupl
     replies: list[Reply | None] = [None] * len(jobs)
     bodies = [load.body(job) for job in jobs]
     todo = iter(range(len(jobs)))
-    path = _PATHS[load.endpoint]
     connections = [Connection(load.target) for _ in range(min(concurrency, len(jobs)))]
 
     async def client(connection: Connection) -> None:
         for at in todo:
-            replies[at] = await connection.request(path, bodies[at], load.timeout_s)
+            replies[at] = await connection.request(load.path, bodies[at], load.timeout_s)
 
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
