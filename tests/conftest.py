@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return path if path.exists() else build(architecture, path)
 
     return folder
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    """A folder short enough for socket paths, which pytest's own are not on macOS."""
+    with tempfile.TemporaryDirectory(prefix="mlxd-", dir="/tmp") as folder:
+        yield Path(folder)

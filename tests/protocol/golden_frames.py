@@ -1,0 +1,94 @@
+"""The frames of one release, as bytes: `python -m tests.protocol.golden_frames` writes those of the current minor.
+
+A released file is never written again: the decoders of every later minor must read it.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from protocol import codec
+from protocol import messages as m
+from protocol.failures import Code, Failure
+
+FOLDER = Path(__file__).parent / "golden"
+_FAILURE = Failure(Code.ROW_FAILED, "failed", "détail", "top_k")
+_USAGE = m.Usage(12, 4, 7, 3, 1.5, 2.25, 3.125)
+_STATS = m.Stats(1, 2, 3, 4, 5, 6, 7, 2**40, 9, 10, 11)
+
+
+def down() -> list[m.Down]:
+    """One of each message to a worker, every field set."""
+    chat = m.ChatPrompt(
+        [{"role": "user", "content": [{"type": "text", "text": "né 🙂"}]}],
+        [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        {"enable_thinking": False},
+        True,
+    )
+    sampling = m.Sampling(0.5, 0.25, 40, 0.125, 1.5, 0.5, -0.5, {7: -100.0, 0: 2.5}, 2**63, True)
+    return [
+        m.Welcome(0, 2**62, 1.0),
+        m.Generate(1 << 62, chat, sampling, 100, ("a", "\n"), 5, True, -3, 1500, True, "00-trace"),
+        m.Generate(2, m.TextPrompt("né 🙂"), m.Sampling()),
+        m.Generate(3, m.TokensPrompt((0, 1, 151_935)), m.Sampling(), 0, top_logprobs=0),
+        m.Abort((1, 1 << 62), "client"),
+        m.Ping(7, 123_456_789_012),
+        m.Drain(2.5),
+        m.Shutdown("asked"),
+        m.Dump(9),
+    ]
+
+
+def up() -> list[m.Up]:
+    """One of each message from a worker, every field set."""
+    logprob = m.TokenLogprob(b"\xf0\x9f", -0.5, ((b"\xf0\x9f", -0.5), (b"a", -1.0)))
+    deltas = [
+        m.Delta(1, text="né 🙂", token_ids=(5, 6), logprobs=(logprob,)),
+        m.Delta(1, m.Kind.REASONING, "hm"),
+        m.Delta(1, m.Kind.TOOL_BEGIN, tool=m.Tool(0, "call_1", "f")),
+        m.Delta(1, m.Kind.TOOL_ARGS, "{}", tool=m.Tool(0)),
+        m.Delta(1, m.Kind.TOOL_END, tool=m.Tool(0)),
+        m.Delta(1, finish=m.Finish.TOOL_CALLS, usage=_USAGE),
+        m.Delta(2, finish=m.Finish.ERROR, usage=_USAGE, failure=_FAILURE),
+        *(m.Delta(3, finish=finish) for finish in (m.Finish.STOP, m.Finish.LENGTH, m.Finish.ABORT)),
+    ]
+    return [
+        m.Hello("qwen", 3, 4242, 1, 0, "0.1.0", "0.32.4", "loading"),
+        m.Loading(3, "weights", 10, 2**40),
+        m.Ready(3, "/models/qwen", 32768, 16, 151_936, 2**33, 1.25, "qwen3", True),
+        m.Accepted(1, 12),
+        m.Rejected(2, _FAILURE),
+        m.Step(3, 99, deltas, _STATS),
+        m.Step(3, 100, []),
+        m.Progress(1, 512, 1024),
+        m.Pong(7, 123_456_789_012, _STATS),
+        m.Drained(3, 2),
+        m.Goodbye(3, "load failed", _FAILURE),
+    ]
+
+
+class Golden(msgspec.Struct, frozen=True):
+    """A golden file: frames in both directions."""
+
+    down: list[bytes]
+    up: list[bytes]
+
+
+def path(major: int, minor: int) -> Path:
+    return FOLDER / f"v{major}.{minor}.json"
+
+
+def read(file: Path) -> Golden:
+    return msgspec.json.decode(file.read_bytes(), type=Golden)
+
+
+def write() -> Path:
+    frames = Golden([codec.encode(message) for message in down()], [codec.encode(message) for message in up()])
+    file = path(m.MAJOR, m.MINOR)
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(frames), indent=1) + b"\n")
+    return file
+
+
+if __name__ == "__main__":
+    print(write())

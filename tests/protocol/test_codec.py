@@ -1,0 +1,191 @@
+"""Frames: every message survives the wire, and nothing that is no message gets through or raises anything else."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol import codec
+from protocol import messages as m
+from protocol.failures import Code, Failure
+from tests.protocol import golden_frames
+
+FRAMES = [codec.encode(message) for message in (*golden_frames.down(), *golden_frames.up())]
+
+whole = st.integers(-(2**63), 2**64 - 1)
+count = st.integers(0, 2**40)
+real = st.floats(allow_nan=False)
+texts = st.text(max_size=20)
+plain = st.recursive(
+    st.none() | st.booleans() | whole | real | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+records = st.dictionaries(texts, plain, max_size=4)
+failures = st.builds(Failure, st.sampled_from(Code), texts, texts, st.none() | texts)
+prompts = (
+    st.builds(m.ChatPrompt, st.lists(records, max_size=3), st.lists(records, max_size=2), records, st.booleans())
+    | st.builds(m.TextPrompt, texts)
+    | st.builds(m.TokensPrompt, st.lists(whole, max_size=5).map(tuple))
+)
+samplings = st.builds(
+    m.Sampling,
+    real,
+    real,
+    whole,
+    real,
+    real,
+    real,
+    real,
+    st.dictionaries(whole, real, max_size=3),
+    whole,
+    st.booleans(),
+)
+down = (
+    st.builds(m.Welcome, whole, whole, real)
+    | st.builds(
+        m.Generate, whole, prompts, samplings, st.none() | whole, st.lists(texts, max_size=3).map(tuple),
+        st.none() | whole, st.booleans(), whole, whole, st.booleans(), texts,
+    )
+    | st.builds(m.Abort, st.lists(whole, max_size=4).map(tuple), texts)
+    | st.builds(m.Ping, whole, whole)
+    | st.builds(m.Drain, real)
+    | st.builds(m.Shutdown, texts)
+    | st.builds(m.Dump, whole)
+)  # fmt: skip
+logprobs = st.builds(
+    m.TokenLogprob, st.binary(max_size=6), real, st.lists(st.tuples(st.binary(max_size=4), real), max_size=3).map(tuple)
+)
+deltas = st.builds(
+    m.Delta, whole, st.sampled_from(m.Kind), texts, st.lists(count, max_size=4).map(tuple),
+    st.none() | st.builds(m.Tool, count, texts, texts), st.none() | st.lists(logprobs, max_size=3).map(tuple),
+    st.none() | st.sampled_from(m.Finish),
+    st.none() | st.builds(m.Usage, count, count, count, count, real, real, real), st.none() | failures,
+)  # fmt: skip
+stats = st.builds(m.Stats, *[count] * 11)
+up = (
+    st.builds(m.Hello, texts, whole, whole, whole, whole, texts, texts, texts)
+    | st.builds(m.Loading, whole, texts, count, count)
+    | st.builds(m.Ready, whole, texts, count, count, count, count, real, texts, st.booleans())
+    | st.builds(m.Accepted, whole, count)
+    | st.builds(m.Rejected, whole, failures)
+    | st.builds(m.Step, whole, count, st.lists(deltas, max_size=3), st.none() | stats)
+    | st.builds(m.Progress, whole, count, count)
+    | st.builds(m.Pong, whole, whole, stats)
+    | st.builds(m.Drained, whole, count)
+    | st.builds(m.Goodbye, whole, texts, st.none() | failures)
+)
+
+
+@given(down)
+def test_every_message_to_a_worker_survives_the_wire(message: m.Down) -> None:
+    assert codec.decode_down(codec.encode(message)) == message
+
+
+@given(up)
+def test_every_message_from_a_worker_survives_the_wire(message: m.Up) -> None:
+    assert codec.decode_up(codec.encode(message)) == message
+
+
+def decode_both(frame: bytes) -> None:
+    """Each direction either decodes the frame or says that it is malformed."""
+    for decode in (codec.decode_down, codec.decode_up):
+        try:
+            decode(frame)
+        except codec.MalformedFrame:
+            continue
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_malformed_and_nothing_worse(frame: bytes) -> None:
+    decode_both(frame)
+
+
+@given(st.sampled_from(FRAMES), st.data())
+def test_a_damaged_frame_is_malformed_or_another_message(frame: bytes, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(frame) - 1))
+    damaged = bytearray(frame)
+    damaged[at] = data.draw(st.integers(0, 255))
+    decode_both(bytes(damaged))
+
+
+@given(st.recursive(plain | st.binary(max_size=8), lambda inner: st.lists(inner, max_size=6), max_leaves=20))
+def test_other_msgpack_is_malformed_or_a_message(value: Any) -> None:
+    decode_both(msgspec.msgpack.encode(value))
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_truncated_frame_is_malformed(frame: bytes) -> None:
+    decode = codec.decode_down if frame in FRAMES[: len(golden_frames.down())] else codec.decode_up
+    for size in range(len(frame)):
+        with pytest.raises(codec.MalformedFrame):
+            decode(frame[:size])
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_bytes_after_a_frame_are_malformed(frame: bytes) -> None:
+    decode = codec.decode_down if frame in FRAMES[: len(golden_frames.down())] else codec.decode_up
+    with pytest.raises(codec.MalformedFrame):
+        decode(frame + b"\x00")
+
+
+@pytest.mark.parametrize("tag", [0, 4, 5, 31, 99, -1, 2**40, "2", None, 2.0, [2]])
+def test_an_unknown_tag_is_malformed(tag: object) -> None:
+    frame = msgspec.msgpack.encode([tag, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+    for decode in (codec.decode_down, codec.decode_up):
+        with pytest.raises(codec.MalformedFrame):
+            decode(frame)
+
+
+def test_a_message_of_the_other_direction_is_malformed() -> None:
+    with pytest.raises(codec.MalformedFrame):
+        codec.decode_down(codec.encode(m.Accepted(1, 2)))
+    with pytest.raises(codec.MalformedFrame):
+        codec.decode_up(codec.encode(m.Ping(1, 2)))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\x91" * 100_000 + b"\xc0",  # nested deeper than any stack
+        msgspec.msgpack.encode([2, 1])[:-1] + b"\x93\x01" + b"\x91" * 100_000,
+        b"\xdd\xff\xff\xff\xff",  # an array of four thousand million items
+        b"\xdf\xff\xff\xff\xff",
+        b"\x93\x06\x01\xa1\xff",  # a string that is no UTF-8
+        b"\x92\x0d\xa2\xed\xa0",  # half a surrogate
+        b"\x93\x01\x91\x81\xa1a\xd6\xff\x00\x00\x00\x00\x01",  # an extension type
+        b"\x92\x01\x91\x81\x81\xa1a\x01\x02",  # a map whose key is a map
+        b"\xc1",  # never used in MessagePack
+    ],
+)
+def test_hostile_frames_are_malformed_and_nothing_worse(frame: bytes) -> None:
+    for decode in (codec.decode_down, codec.decode_up):
+        with pytest.raises(codec.MalformedFrame):
+            decode(frame)
+
+
+@pytest.mark.parametrize(
+    "key", [b"\x81\xa1a\x01", b"\x91\x01", b"\xc0", b"\xca\x7f\xc0\x00\x00", b"\xd6\xff\x00\x00\x00\x00", b"\xc4\x01a"]
+)
+def test_any_kind_of_map_key_inside_a_chat_message_is_decoded_or_malformed(key: bytes) -> None:
+    """[2, rid, [1, [{"content": {key: 1}}]], []]"""
+    frame = b"\x94\x02\x01\x92\x01\x91\x81\xa7content\x81" + key + b"\x01\x90"
+    decode_both(frame)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"\xd6\xff\xff\xff\xff\xff",
+        b"\xc7\x0c\xff" + b"\xff" * 12,  # a timestamp beyond every calendar
+        b"\xd7\xff" + b"\xff" * 8,
+        b"\xd4\x05\x00",
+        b"\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00",  # NaN
+        b"\xcf" + b"\xff" * 8,
+    ],
+)
+def test_any_kind_of_value_inside_a_chat_message_is_decoded_or_malformed(value: bytes) -> None:
+    decode_both(b"\x94\x02\x01\x92\x01\x91\x81\xa7content" + value + b"\x90")

@@ -1,0 +1,93 @@
+"""Every minor of this major reads every other: fields are only ever appended, with a default."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol import codec, messages
+from protocol.messages import MAJOR, MINOR
+from tests.protocol import golden_frames
+
+FILES = sorted(golden_frames.FOLDER.glob(f"v{MAJOR}.*.json"))
+
+
+def test_the_current_version_has_its_golden_frames() -> None:
+    assert golden_frames.path(MAJOR, MINOR) in FILES
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_todays_decoders_read_every_released_frame(file: Path) -> None:
+    golden = golden_frames.read(file)
+    assert [codec.decode_down(frame) for frame in golden.down] == golden_frames.down()
+    assert [codec.decode_up(frame) for frame in golden.up] == golden_frames.up()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_todays_frames_begin_with_every_released_frame(file: Path) -> None:
+    """What an old decoder looks for is still where it looks for it; what is new comes after."""
+    golden = golden_frames.read(file)
+    for old, message in zip([*golden.down, *golden.up], [*golden_frames.down(), *golden_frames.up()], strict=True):
+        assert_begins(msgspec.msgpack.decode(codec.encode(message), strict=False), msgspec.msgpack.decode(old))
+
+
+def assert_begins(new: Any, old: Any) -> None:
+    if not isinstance(old, list):
+        assert new == old
+        return
+    assert isinstance(new, list)
+    assert len(new) >= len(old)
+    for left, right in zip(new, old, strict=False):
+        assert_begins(left, right)
+
+
+@pytest.mark.parametrize("message", [*golden_frames.down(), *golden_frames.up()], ids=lambda each: type(each).__name__)
+def test_a_decoder_of_a_later_minor_can_append_a_field_that_todays_ignores(message: Any) -> None:
+    decode = codec.decode_down if message in golden_frames.down() else codec.decode_up
+    frame: list[Any] = msgspec.msgpack.decode(codec.encode(message))
+    assert decode(msgspec.msgpack.encode([*frame, "a field of the future", {"and": "another"}])) == message
+
+
+@pytest.mark.parametrize("message", [*golden_frames.down(), *golden_frames.up()], ids=lambda each: type(each).__name__)
+def test_fields_with_a_default_may_be_missing_at_the_end(message: Any) -> None:
+    """An older peer sends fewer fields."""
+    decode = codec.decode_down if message in golden_frames.down() else codec.decode_up
+    frame: list[Any] = msgspec.msgpack.decode(codec.encode(message))
+    defaults = sum(field.default is not msgspec.NODEFAULT for field in msgspec.structs.fields(message))
+    required = len(frame) - defaults
+    decode(msgspec.msgpack.encode(frame[:required]))
+    if required > 1:
+        with pytest.raises(codec.MalformedFrame):
+            decode(msgspec.msgpack.encode(frame[: required - 1]))
+
+
+def test_tags_are_never_shared_nor_changed() -> None:
+    tags = {
+        cls.__name__: cls.__struct_config__.tag
+        for cls in vars(messages).values()
+        if isinstance(cls, type) and issubclass(cls, msgspec.Struct) and cls.__struct_config__.tag is not None
+    }
+    assert tags == {
+        "ChatPrompt": 1, "TextPrompt": 2, "TokensPrompt": 3,
+        "Welcome": 1, "Generate": 2, "Abort": 3, "Ping": 6, "Drain": 7, "Shutdown": 13, "Dump": 14,
+        "Hello": 32, "Loading": 33, "Ready": 34, "Accepted": 35, "Rejected": 36, "Step": 37, "Progress": 38,
+        "Pong": 40, "Drained": 41, "Goodbye": 42,
+    }  # fmt: skip
+
+
+def test_every_message_of_both_directions_is_golden() -> None:
+    for union, samples in ((messages.Down, golden_frames.down()), (messages.Up, golden_frames.up())):
+        assert {type(sample) for sample in samples} == set(union.__args__)
+
+
+def test_kinds_and_finishes_keep_their_numbers() -> None:
+    assert [kind.name for kind in sorted(messages.Kind)] == ["TEXT", "REASONING", "TOOL_BEGIN", "TOOL_ARGS", "TOOL_END"]
+    assert [finish.name for finish in sorted(messages.Finish)] == ["STOP", "LENGTH", "TOOL_CALLS", "ABORT", "ERROR"]
+    assert sorted(messages.Kind) == list(range(5))
+    assert sorted(messages.Finish) == list(range(5))
+
+
+def test_golden_files_are_named_for_their_version() -> None:
+    assert all(re.fullmatch(r"v\d+\.\d+\.json", file.name) for file in golden_frames.FOLDER.iterdir())
