@@ -14,7 +14,7 @@ from worker.parsers.detect import start_in_reasoning
 from worker.parsers.events import Event
 from worker.parsers.families import FAMILIES, UnknownFamily, resolve
 from worker.parsers.parser import make_parser
-from worker.parsers.template import render_prompt
+from worker.parsers.template import BrokenTemplate, render_prompt
 
 _TYPES: Final = {
     Kind.TEXT: "content",
@@ -85,11 +85,14 @@ def _start(family: str, text: str, tools: list[dict[str, Any]], options: argpars
     is_closed = bool(ends) and min(ends) < min(starts, default=len(text))
     if options.template:
         template = Path(options.template).read_text(encoding="utf-8")
-        with_thinking, without = (
-            start_in_reasoning(family, render_prompt(template, tools, is_on)) for is_on in (True, False)
-        )
-        # A template that can do both does not tell which one this was.
-        return with_thinking if with_thinking == without else is_closed
+        try:
+            prompts = [render_prompt(template, tools, thinking) for thinking in (True, False)]
+        except BrokenTemplate as error:
+            print(f"parse: {options.template}: {error}", file=sys.stderr)
+        else:
+            opens = [start_in_reasoning(family, prompt) for prompt in prompts]
+            # A template that can do both does not tell which one this was.
+            return opens[0] if opens[0] == opens[1] else is_closed
     if is_closed and think and not think.is_explicit:
         return True
     return None

@@ -31,7 +31,6 @@ _TEMPLATES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("glm45", ("<arg_key>", "<|assistant|>\\n<think></think>")),
     ("glm47", ("<arg_key>",)),
     ("minicpm5", ('<function name="', '<param name="')),
-    ("nemotron_v3", ("<function=", "<parameter=", "<SPECIAL_")),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("functionary_v31", ("<function=", "<|python_tag|>")),
     ("functionary_v31", ("start_tag", "end_tag", "parameters")),
@@ -47,7 +46,7 @@ _TEMPLATES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("phi4mini", ("functools[",)),
     ("phi4mini", ("<|tool|>", "<|/tool|>")),
     ("gigachat", ("<|role_sep|>",)),
-    ("apriel16", ("[BEGIN FINAL RESPONSE]",)),
+    ("apriel16", ("[BEGIN FINAL RESPONSE]", "Here are my reasoning steps")),
     ("apriel", ("<tool_calls>", "<thinking>")),
     ("internlm2", ("<|action_start|>",)),
     ("lfm2_pythonic", ("<|tool_list_start|>",)),
@@ -85,14 +84,20 @@ _MODEL_TYPES: Final = {
 }  # fmt: skip
 
 
+# Families that write the same markup with other habits.
+_SIBLINGS: Final = {
+    ("qwen3_coder", "step3p5"): "step3p5",
+    ("qwen3_coder", "nemotron_h"): "nemotron_v3",
+    ("glm47", "glm4_moe"): "glm45",
+}
+
+
 def detect_family(chat_template: str | None, vocab: Container[str], model_type: str) -> str:
     """The family of a model, from what its template writes, else its special tokens, else its type."""
     template = chat_template or ""
     for family, words in _TEMPLATES:
         if all(word in template for word in words):
-            if family in ("qwen3_coder", "nemotron_v3") and model_type.startswith("step"):
-                return "step3p5"
-            return family
+            return _SIBLINGS.get((family, model_type), family)
     if model_type in _MODEL_TYPES:
         return resolve(_MODEL_TYPES[model_type])
     for family, words in _VOCABULARY:

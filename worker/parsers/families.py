@@ -136,7 +136,11 @@ FAMILIES: Final[dict[str, Family]] = {
         JsonCalls(("<|tools_prefix|>",), ("<|tools_suffix|>",), keyed=True),
         think=Think(("<|inner_prefix|>",), ("<|inner_suffix|>",)),
     ),
-    "apriel": _row(_LIST_TAG, think=Think(("<thinking>",), ("</thinking>",))),
+    "apriel": Family(
+        Grammar(
+            (_LIST_TAG,), Think(("<thinking>",), ("</thinking>",)), ("[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]")
+        )
+    ),
     "apriel16": Family(
         Grammar(
             (_LIST_TAG,),

@@ -81,7 +81,7 @@ class JsonCalls:
             if call.is_announced and char not in ("'", '"'):
                 break  # Only closing braces were left to come.
             key = yield from _key(ctx, char)
-            if self.keyed:
+            if self.keyed and not call.is_announced:
                 yield from json_arguments(ctx, begin(ctx, key))
                 call.is_announced = True
             elif is_first and self.bare and key not in _KNOWN:

@@ -40,7 +40,8 @@ FUNCTION_GEMMA: Final = Dialect("<escape>", bare=True)
 
 def quoted(text: str) -> str:
     """A JSON string; control characters and half surrogates escaped, everything else as it is."""
-    return json.dumps(text, ensure_ascii=not text.isascii() and _SURROGATE.search(text) is not None)
+    plain = json.dumps(text, ensure_ascii=False)
+    return plain if plain.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", plain)
 
 
 def escaped(text: str) -> str:

@@ -1,7 +1,12 @@
 """A chat template, rendered without a tokenizer for one small message: what it leaves open at the end."""
 
+import json
+import re
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
+
+# Marks the assistant's turns for training; means nothing for text.
+_GENERATION: Final = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 class BrokenTemplate(ValueError):
@@ -21,10 +26,14 @@ def render_prompt(template: str, tools: list[dict[str, Any]], thinking: bool) ->
     def strftime_now(form: str) -> str:
         return datetime.now(UTC).strftime(form)
 
+    def tojson(found: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+        return json.dumps(found, ensure_ascii=ensure_ascii, indent=indent)
+
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = tojson
     switches = {"enable_thinking": thinking, "thinking": thinking, "reasoning": thinking}
     try:
-        return environment.from_string(template).render(
+        return environment.from_string(_GENERATION.sub("", template)).render(
             messages=[{"role": "user", "content": "Hi"}], tools=tools or None, add_generation_prompt=True,
             bos_token="", eos_token="", raise_exception=raise_exception, strftime_now=strftime_now, **switches,
         )  # fmt: skip
