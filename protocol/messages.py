@@ -43,6 +43,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: str = "info"
     # Bytes of prefix cache in memory; -1 is a share of the machine's memory, 0 is off.
     cache_bytes: int = -1
+    # Bytes of KV for running rows; -1 is half of the memory that is free once the weights are in.
+    kv_bytes: int = -1
 
     @property
     def identity(self) -> bytes:
@@ -308,6 +310,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     cache_query_tokens: int = 0
     cache_hit_tokens: int = 0
     cache_evictions: int = 0
+    kv_limit: int = 0
+    preemptions: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):

@@ -12,6 +12,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch, StopSequences
 
+from worker.kv import extract
+from worker.kv_budget import KvCost
 from worker.prefix_cache import PrefixCache, common_prefix
 from worker.rows import Row
 from worker.sampling import Guard, RowSampler, processors
@@ -29,11 +31,17 @@ class _PromptBatch(PromptProcessingBatch):
         with self.fallback_sampler.rows(self.uids):  # type: ignore[attr-defined]
             return super().generate(tokens)
 
+    def extract_cache(self, idx: int) -> list[Any]:
+        return extract(self.prompt_cache, idx)
+
 
 class _DecodeBatch(GenerationBatch):
     def _step(self) -> Any:
         with self.fallback_sampler.rows(self.uids):  # type: ignore[attr-defined]
             return super()._step()
+
+    def extract_cache(self, idx: int) -> list[Any]:
+        return extract(self.prompt_cache, idx)
 
 
 class _Generator(BatchGenerator):
@@ -73,6 +81,8 @@ class Batch:
     def __init__(
         self, model: Any, eos_ids: Sequence[int], max_running: int, max_chunk: int, cache: PrefixCache
     ) -> None:
+        # Known once a first row, the one for warming up, has ended.
+        self.kv_cost: KvCost | None = None
         self._cache = cache
         self._sampler = RowSampler()
         self._rows: dict[int, Row] = {}
@@ -189,6 +199,9 @@ class Batch:
             row = self._rows[response.uid]
             tokens.append(Token(row, response.token, response.logprobs, response.finish_reason))
             if response.finish_reason is not None:
+                assert response.all_tokens is not None
+                assert response.prompt_cache is not None
+                self.kv_cost = self.kv_cost or KvCost.of(response.prompt_cache, len(response.all_tokens))
                 self._keep(row, response.all_tokens, response.prompt_cache)
                 self._forget(row)
         return Tick(tokens, progress, broken, prefilled)
@@ -231,9 +244,7 @@ class Batch:
         caches, tokens = self._generator.extract_cache([row.uid])[row.uid]
         self._keep(row, tokens, caches)
 
-    def _keep(self, row: Row, tokens: Sequence[int] | None, caches: Sequence[Any] | None) -> None:
-        assert tokens is not None
-        assert caches is not None
+    def _keep(self, row: Row, tokens: Sequence[int], caches: Sequence[Any]) -> None:
         with mx.stream(self._generator.stream):
             self._cache.store(np.array(tokens, dtype=np.int32), caches, row.cache_salt)
 

@@ -32,6 +32,7 @@ from worker.batch import Batch, Tick, Token
 from worker.errors import StepFailed
 from worker.gauges import Gauges
 from worker.kv import Layout
+from worker.kv_budget import KvBudget
 from worker.loader import Loaded
 from worker.logprobs import LogprobReader
 from worker.output import Piece, Writer
@@ -75,6 +76,7 @@ class Engine:
         self._layout = Layout.of(lambda: make_prompt_cache(loaded.model))
         self._cache = PrefixCache(self._layout, memory.cache_budget(spec.cache_bytes))
         self._batch = self._new_batch()
+        self._kv: KvBudget | None = None
         self._queue = Queue()
         self._policy = ChunkPolicy(spec.prefill_chunk)
         self._logprobs = LogprobReader(writer.token_bytes)
@@ -94,6 +96,7 @@ class Engine:
             self._take_commands()
             self._enforce_deadlines()
             self._admit()
+            self._make_room()
             if self._batch:
                 self._tick()
             self._flush()
@@ -101,13 +104,21 @@ class Engine:
         self._flush()
         self._batch.close()
 
-    def warm_up(self, prompt: list[int]) -> None:
-        """Compile the kernels of prefill and decode before the first request pays for it."""
+    def warm_up(self, prompt: list[int]) -> int:
+        """Compile the kernels of prefill and decode before the first request pays for it.
+
+        Returns the longest sequence that memory has room for, in tokens.
+        """
         row = self._writer.silent_row(prompt)
         self._batch.insert(row)
         while self._batch:
             self._batch.tick(self._spec.prefill_chunk)
         self._cache.clear()
+        assert self._batch.kv_cost is not None
+        self._kv = KvBudget(self._batch.kv_cost, memory.kv_budget(self._spec.kv_bytes))
+        self.kv_cost = self._kv.cost
+        self._gauges.kv_limit = self._kv.limit
+        return self._kv.cost.longest(self._kv.limit)
 
     def fail_all(self, failure: Failure) -> None:
         """The terminal event of every row, when the loop is about to die."""
@@ -201,13 +212,24 @@ class Engine:
         held: list[Row] = []
         while len(self._queue) and len(self._batch) < self._spec.max_running and len(held) < _MAX_HELD:
             row = self._queue.pop()
+            if self._kv is not None and not self._kv.admits(self._batch.rows, row):
+                held.append(row)
+                break  # a smaller one behind it must not starve it
             if self._batch.is_prefilling_prefix_of(row):
                 held.append(row)
                 continue
-            row.admitted = time.monotonic()
+            row.admitted = row.admitted or time.monotonic()
             self._batch.insert(row)
         for row in held:
             self._queue.push(row)
+
+    def _make_room(self) -> None:
+        """Put rows back into the queue, their KV into the prefix cache, while the next step would not fit."""
+        while self._kv is not None and (row := self._kv.surplus(self._batch.rows)) is not None:
+            log.info("row %d makes room for older ones", row.rid)
+            self._batch.remove(row)
+            self._queue.push(row)
+            self._gauges.preemptions += 1
 
     def _tick(self) -> None:
         prefilling, decoding = self._batch.prefilling, self._batch.decoding
@@ -286,7 +308,7 @@ class Engine:
         del self._rows[row.rid]
         if row.uid is not None:
             self._batch.remove(row)
-        elif not row.admitted:
+        else:
             self._queue.remove(row)
         self._deltas.append(
             Delta(

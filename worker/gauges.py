@@ -26,6 +26,8 @@ class Gauges:
     mem_peak: int = 0
     mem_cache: int = 0
     footprint: int = 0
+    kv_limit: int = 0
+    preemptions: int = 0
     cache_bytes: int = 0
     cache_nodes: int = 0
     cache: Counts = field(default_factory=Counts)
@@ -62,4 +64,6 @@ class Gauges:
             cache_query_tokens=self.cache.query_tokens,
             cache_hit_tokens=self.cache.hit_tokens,
             cache_evictions=self.cache.evictions,
+            kv_limit=self.kv_limit,
+            preemptions=self.preemptions,
         )

@@ -3,6 +3,7 @@
 MLX does no bounds checks, so every id that could reach it is checked here.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from worker.rows import Row
 from worker.stops import StopScanner
 from worker.templates import Renderer
 
+log = logging.getLogger("mlxd.worker")
+
 
 class Intake:
     """Turns requests into rows for one loaded model."""
@@ -24,7 +27,7 @@ class Intake:
     def __init__(self, loaded: Loaded) -> None:
         self._tokenizer: Any = loaded.tokenizer
         self._vocab_size = loaded.vocab_size
-        self._max_context = loaded.max_context
+        self.max_context = loaded.max_context
         self._renderer = Renderer(loaded.tokenizer)
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self.writer = Writer(self.vocabulary)
@@ -33,6 +36,12 @@ class Intake:
     @property
     def has_chat_template(self) -> bool:
         return self._renderer.has_template
+
+    def limit_context(self, tokens: int) -> None:
+        """Accept no sequence longer than this: memory has no room for it."""
+        if tokens < self.max_context:
+            log.warning("memory limits the context to %d of %d tokens", tokens, self.max_context)
+            self.max_context = tokens
 
     def row(self, request: Generate, arrived: float) -> Row:
         """A row that is safe to run. Raises `RequestInvalid`."""
@@ -112,11 +121,11 @@ class Intake:
 
     def _room(self, prompt_tokens: int, request: Generate) -> int:
         """How many tokens may be generated: what is asked for, or what is left of the context."""
-        left = self._max_context - prompt_tokens
+        left = self.max_context - prompt_tokens
         if left < 1:
             raise RequestInvalid(
                 Code.CONTEXT_LENGTH_EXCEEDED,
-                f"This model's maximum context length is {self._max_context} tokens. However, your request has "
+                f"This model's maximum context length is {self.max_context} tokens. However, your request has "
                 f"{prompt_tokens} tokens of prompt. Please shorten it.",
                 param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
             )

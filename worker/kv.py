@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
 Span = list[tuple[mx.array, mx.array]]
 """Keys and values `[1, heads, tokens, dim]` of each sliceable layer over a span of tokens."""
@@ -28,7 +28,7 @@ class Layout:
 
     @classmethod
     def of(cls, make: Callable[[], list[Any]]) -> "Layout":
-        kinds = [_is_sliceable(leaf) for leaf in leaves(make())]
+        kinds = [is_sliceable(leaf) for leaf in leaves(make())]
         return cls(make, sum(kinds), len(kinds) - sum(kinds))
 
     @property
@@ -44,13 +44,36 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
     return flat
 
 
+def extract(caches: Sequence[Any], row: int) -> list[Any]:
+    """One row of a batch's caches. Plain KV comes as views: whoever keeps a part copies that part, not all of it."""
+
+    def take(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*(take(child) for child in cache.caches))
+        if type(cache) is not BatchKVCache:
+            return cache.extract(row)
+        begin = int(cache.left_padding[row].item())
+        single = KVCache()
+        single.keys = cache.keys[row : row + 1, :, begin : cache._idx]
+        single.values = cache.values[row : row + 1, :, begin : cache._idx]
+        single.offset = int(single.keys.shape[2])
+        return single
+
+    return [take(cache) for cache in caches]
+
+
 def slice_span(caches: Sequence[Any], begin: int, end: int) -> Span:
     """Own copies of the sliceable layers' entries for tokens [begin, end); evaluated later, in order."""
     return [
         (mx.contiguous(leaf.keys[..., begin:end, :]), mx.contiguous(leaf.values[..., begin:end, :]))
         for leaf in leaves(caches)
-        if _is_sliceable(leaf)
+        if is_sliceable(leaf)
     ]
+
+
+def view_span(span: Span, begin: int, end: int) -> Span:
+    """A part of a span, to be read at once: it keeps the memory of the whole."""
+    return [(keys[..., begin:end, :], values[..., begin:end, :]) for keys, values in span]
 
 
 def cut_span(span: Span, at: int) -> tuple[Span, Span]:
@@ -63,7 +86,7 @@ def cut_span(span: Span, at: int) -> tuple[Span, Span]:
 
 def copy_state(caches: Sequence[Any]) -> list[Any]:
     """The stateful layers' caches as they are now, with memory of their own."""
-    return [_own(copy.deepcopy(leaf)) for leaf in leaves(caches) if not _is_sliceable(leaf)]
+    return [_own(copy.deepcopy(leaf)) for leaf in leaves(caches) if not is_sliceable(leaf)]
 
 
 def assemble(layout: Layout, spans: Sequence[Span], state: Sequence[Any]) -> list[Any]:
@@ -74,7 +97,7 @@ def assemble(layout: Layout, spans: Sequence[Span], state: Sequence[Any]) -> lis
     def fill(cache: Any) -> Any:
         if isinstance(cache, CacheList):
             return CacheList(*(fill(child) for child in cache.caches))
-        if not _is_sliceable(cache):
+        if not is_sliceable(cache):
             return copy.deepcopy(next(stateful))
         parts = next(sliceable)
         cache.keys = mx.concatenate([keys for keys, _ in parts], axis=2)
@@ -108,5 +131,6 @@ def _own(leaf: Any) -> Any:
     return leaf
 
 
-def _is_sliceable(leaf: Any) -> bool:
+def is_sliceable(leaf: Any) -> bool:
+    """Whether any prefix of this layer's cache is a slice of it."""
     return type(leaf) is KVCache

@@ -11,7 +11,7 @@ import time
 from importlib.metadata import version
 from queue import SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from worker.loader import Loaded
 
 log = logging.getLogger("mlxd.worker")
+
+# With room for less than this, a model is of no use.
+MIN_CONTEXT: Final = 256
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,6 +101,7 @@ class Process:
     def _start(self, loaded: "Loaded", started: float) -> "Engine":
         from worker import memory
         from worker.engine import Command, Engine
+        from worker.errors import LoadFailed
         from worker.intake import Intake
 
         inbox: SimpleQueue[Command] = SimpleQueue()
@@ -105,7 +109,12 @@ class Process:
         memory.limit_cache(loaded.weights_bytes)
         engine = Engine(loaded, self._spec, inbox, self._link.send, self._gauges, intake.writer)
         self._link.send(Loading(self._spec.epoch, "warmup", loaded.weights_bytes, loaded.weights_bytes))
-        engine.warm_up([token % loaded.vocab_size for token in range(40)])
+        fitting = engine.warm_up([token % loaded.vocab_size for token in range(20)])
+        if fitting < MIN_CONTEXT:
+            raise LoadFailed(
+                Code.OUT_OF_MEMORY, f"beside the weights there is memory for only {fitting} tokens of context"
+            )
+        intake.limit_context(fitting)
         self._gauges.measure_memory()
 
         requests: SimpleQueue[tuple[Generate, float]] = SimpleQueue()
@@ -121,7 +130,7 @@ class Process:
             Ready(
                 epoch=self._spec.epoch,
                 model_path=str(loaded.path),
-                max_context=loaded.max_context,
+                max_context=intake.max_context,
                 max_running=self._spec.max_running,
                 vocab_size=loaded.vocab_size,
                 weights_bytes=loaded.weights_bytes,

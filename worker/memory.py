@@ -41,6 +41,11 @@ def cache_budget(wanted: int) -> int:
     return wanted if wanted >= 0 else psutil.virtual_memory().total // 8
 
 
+def kv_budget(wanted: int) -> int:
+    """Bytes of KV for running rows; -1 means half of the memory that is free now, with the weights loaded."""
+    return wanted if wanted >= 0 else psutil.virtual_memory().available // 2
+
+
 def footprint() -> int:
     """Private bytes of this process: physical footprint on macOS, resident minus shared on Linux."""
     return _darwin_footprint() if sys.platform == "darwin" else _linux_footprint()

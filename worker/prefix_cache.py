@@ -11,16 +11,21 @@ always a leaf and evicting is popping.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from worker.counts import Counts
-from worker.kv import Layout, Span, arrays_of, assemble, copy_state, cut_span, slice_span
+from worker.kv import Layout, Span, arrays_of, assemble, copy_state, cut_span, slice_span, view_span
 
 Tokens = npt.NDArray[np.int32]
+
+# Metal allows a process 499,000 buffers; many small nodes reach that long before any budget of bytes.
+MAX_ARRAYS: Final = 200_000
+# Less than this is not worth a node when only a part of a prefix fits the budget.
+MIN_TOKENS: Final = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -34,24 +39,24 @@ class Node:
     parent: "Node | None"
     children: "dict[int, Node]" = field(default_factory=dict)
     nbytes: int = 0
+    arrays: int = 0
 
     @property
     def begin(self) -> int:
         return self.end - len(self.tokens)
 
-    def measure(self) -> int:
-        return sum(array.nbytes for array in arrays_of(self.span, self.state or [])) + self.tokens.nbytes
-
 
 class PrefixCache:
     """Owned by the engine thread. `nbytes` is exactly the sum over the nodes and never above `budget` between calls."""
 
-    def __init__(self, layout: Layout, budget: int) -> None:
+    def __init__(self, layout: Layout, budget: int, max_arrays: int = MAX_ARRAYS) -> None:
         self._layout = layout
         self._budget = budget
+        self._max_arrays = max_arrays
         self._roots: dict[str, Node] = {}
         self._recency: OrderedDict[Node, None] = OrderedDict()
         self.nbytes = 0
+        self.arrays = 0
         self.counts = Counts()
 
     def __len__(self) -> int:
@@ -84,27 +89,50 @@ class PrefixCache:
         for step, matched in path:
             if step.begin >= reusable:
                 break
-            spans.append(step.span if matched == len(step.tokens) else cut_span(step.span, matched)[0])
+            spans.append(step.span if matched == len(step.tokens) else view_span(step.span, 0, matched))
         return reusable, assemble(self._layout, spans, node.state or [])
 
     def store(self, tokens: Tokens, caches: Sequence[Any], salt: str = "") -> None:
         """Keep what `caches` hold for `tokens`, all of which they have processed; known prefixes cost nothing."""
         if self._budget <= 0 or len(tokens) == 0:
             return
-        parent, depth = self._descend(tokens, salt)
+        node, depth = self._descend(tokens, salt)
         if depth < len(tokens):
-            parent = self._append(parent, tokens, depth, caches)
-        elif self._layout.needs_checkpoints and parent.state is None:
-            parent.state = copy_state(caches)
-            self._account(parent)
-            mx.async_eval(arrays_of([], parent.state))
-        self._touch(parent)
+            node = self._append(node, tokens, depth, caches)
+        elif self._layout.needs_checkpoints and node.state is None:
+            state = copy_state(caches)
+            if self._room(node) >= _nbytes([], state):
+                node.state = state
+                self._account(node)
+                mx.async_eval(arrays_of([], state))
+        self._touch(node)
         self._evict()
 
     def clear(self) -> None:
         self._roots.clear()
         self._recency.clear()
-        self.nbytes = 0
+        self.nbytes = self.arrays = 0
+
+    def check(self) -> None:
+        """Raise AssertionError if the books are wrong. Looks at every node: for tests, and for when in doubt."""
+        reached: list[Node] = []
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            for first, child in node.children.items():
+                assert child.parent is node
+                assert first == int(child.tokens[0])
+                assert child.begin == node.end
+                reached.append(child)
+                stack.append(child)
+        age = {node: at for at, node in enumerate(self._recency)}
+        assert set(reached) == set(age)
+        assert all(age[node.parent] > at for node, at in age.items() if node.parent in age), "a leaf is the oldest"
+        assert self.nbytes == sum(node.nbytes for node in reached) <= self._budget
+        assert self.arrays == sum(node.arrays for node in reached) <= self._max_arrays
+        for node in reached:
+            assert node.nbytes == _nbytes(node.span, node.state or []) + node.tokens.nbytes
+        assert all(root.children for root in self._roots.values()), "an empty tree is forgotten"
 
     # -- the tree ----------------------------------------------------------------------------------------------------
 
@@ -163,14 +191,31 @@ class PrefixCache:
         return upper
 
     def _append(self, parent: Node, tokens: Tokens, depth: int, caches: Sequence[Any]) -> Node:
-        span = slice_span(caches, depth, len(tokens))
+        """A new leaf for tokens[depth:], or for the part that fits the budget; `parent` if nothing does."""
         state = copy_state(caches) if self._layout.needs_checkpoints else None
+        span = slice_span(caches, depth, len(tokens))
+        room, size = self._room(parent), _nbytes(span, state or []) + tokens[depth:].nbytes
+        if size > room:
+            # Better a part of this prefix, or nothing of it, than everything else evicted and this as well.
+            fitting = depth + room * (len(tokens) - depth) // size
+            if state is not None or fitting - depth < MIN_TOKENS:
+                return parent
+            tokens = tokens[:fitting]
+            span = slice_span(caches, depth, fitting)
         node = Node(tokens[depth:].copy(), len(tokens), span, state, parent)
         parent.children[int(node.tokens[0])] = node
         self._recency[node] = None
         self._account(node)
         mx.async_eval(arrays_of(span, state or []))
         return node
+
+    def _room(self, node: Node) -> int:
+        """Bytes left of the budget beside the path to `node`."""
+        room = self._budget
+        while node.parent is not None:
+            room -= node.nbytes
+            node = node.parent
+        return room
 
     def _touch(self, node: Node) -> None:
         """Make a path the newest, leaf first, so that ancestors stay newer than their descendants."""
@@ -179,27 +224,35 @@ class PrefixCache:
             node = node.parent
 
     def _evict(self) -> None:
-        while self.nbytes > self._budget:
-            node, _ = self._recency.popitem(last=False)
-            self._remove(node)
+        while self.nbytes > self._budget or self.arrays > self._max_arrays:
+            self._remove(next(iter(self._recency)))
             self.counts.evictions += 1
 
     def _remove(self, node: Node) -> None:
-        assert not node.children
-        assert node.parent is not None
-        self.nbytes -= node.nbytes
-        parent = node.parent
-        del parent.children[int(node.tokens[0])]
+        """Drop a leaf, and the inner nodes that served only it."""
+        while True:
+            parent = node.parent
+            assert parent is not None
+            assert not node.children
+            del self._recency[node]
+            self.nbytes -= node.nbytes
+            self.arrays -= node.arrays
+            del parent.children[int(node.tokens[0])]
+            # Where checkpoints are needed, an edge without one is only a way to others.
+            is_useless = self._layout.needs_checkpoints and parent.state is None and not parent.children
+            if parent.parent is None or not is_useless:
+                break
+            node = parent
         if parent.parent is None and not parent.children:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not parent}
-        # An inner node without a checkpoint served only its descendants.
-        if self._layout.needs_checkpoints and parent.parent and not parent.children and parent.state is None:
-            del self._recency[parent]
-            self._remove(parent)
 
     def _account(self, node: Node) -> None:
-        before, node.nbytes = node.nbytes, node.measure()
-        self.nbytes += node.nbytes - before
+        self.nbytes -= node.nbytes
+        self.arrays -= node.arrays
+        arrays = arrays_of(node.span, node.state or [])
+        node.nbytes, node.arrays = sum(array.nbytes for array in arrays) + node.tokens.nbytes, len(arrays)
+        self.nbytes += node.nbytes
+        self.arrays += node.arrays
 
 
 _EMPTY: Tokens = np.empty(0, dtype=np.int32)
@@ -211,3 +264,7 @@ def common_prefix(left: Tokens, right: Tokens) -> int:
     differs = left[:size] != right[:size]
     at = int(differs.argmax()) if size else 0
     return at if size and differs[at] else size
+
+
+def _nbytes(span: Span, state: Sequence[Any]) -> int:
+    return sum(array.nbytes for array in arrays_of(span, state))

@@ -52,10 +52,13 @@ class Row:
     admitted: float = 0.0
     first_token: float = 0.0
     is_finished: bool = False
+    _tokens: npt.NDArray[np.int32] | None = None
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Prompt and output so far."""
-        return np.array(self.prompt + self.output, dtype=np.int32)
+        """Prompt and output so far; not to be written to. Made once for as long as no token is added."""
+        if self._tokens is None or len(self._tokens) != len(self.prompt) + len(self.output):
+            self._tokens = np.array(self.prompt + self.output, dtype=np.int32)
+        return self._tokens
 
     def usage(self, now: float) -> Usage:
         admitted = self.admitted or now

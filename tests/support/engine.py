@@ -90,6 +90,7 @@ class EngineHarness:
             self.intake = Intake(self.loaded)
             self.engine = Engine(self.loaded, self.spec, self._inbox, self._receive, self.gauges, self.intake.writer)
             self.engine.warm_up(list(range(8)))
+            self.kv_cost = self.engine.kv_cost
             self._is_loaded.set()
             self.engine.run()
         except Exception as error:

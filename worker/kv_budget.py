@@ -1,0 +1,81 @@
+"""How much KV memory rows take, and how much they may.
+
+A batch is padded to its longest row, so the cost of a set of rows is that of as many rows of the longest.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mlx_lm.models.cache import RotatingKVCache
+
+from worker.kv import arrays_of, is_sliceable, leaves
+from worker.rows import Row
+
+# mlx-lm grows KV in steps of this many tokens (mlx_lm/models/cache.py, KVCache.step).
+STEP_TOKENS: Final = 256
+# Admission counts on this much output; a row that grows further may have to make room for older ones.
+RESERVED_OUTPUT: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KvCost:
+    """Bytes of KV by sequence length: per token, per token up to a window, and per sequence."""
+
+    token_bytes: int
+    windows: tuple[tuple[int, int], ...]
+    fixed_bytes: int
+
+    @classmethod
+    def of(cls, caches: Sequence[Any], tokens: int) -> "KvCost":
+        """Measured on the caches of one sequence of `tokens` tokens."""
+        token_bytes, fixed_bytes, windows = 0, 0, list[tuple[int, int]]()
+        for leaf in leaves(caches):
+            if is_sliceable(leaf):
+                token_bytes += leaf.nbytes // tokens
+            elif isinstance(leaf, RotatingKVCache):
+                windows.append((leaf.nbytes // min(tokens, leaf.max_size), leaf.max_size))
+            else:
+                fixed_bytes += sum(array.nbytes for array in arrays_of([], [leaf]))
+        return cls(token_bytes, tuple(windows), fixed_bytes)
+
+    def bytes(self, rows: int, tokens: int) -> int:
+        """Of `rows` sequences padded to `tokens` tokens."""
+        padded = -(-tokens // STEP_TOKENS) * STEP_TOKENS
+        windows = sum(each * min(padded, size) for each, size in self.windows)
+        return rows * (self.token_bytes * padded + windows + self.fixed_bytes)
+
+    def longest(self, budget: int) -> int:
+        """The longest sequence that fits `budget` alone, in tokens."""
+        per_token = self.token_bytes or sum(each for each, _ in self.windows)
+        if per_token == 0:
+            return 2**31 - 1
+        fixed = self.fixed_bytes + (sum(each * size for each, size in self.windows) if self.token_bytes else 0)
+        return max(0, (budget - fixed) // per_token // STEP_TOKENS * STEP_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class KvBudget:
+    """Decides who may be in the batch."""
+
+    cost: KvCost
+    limit: int
+
+    def admits(self, running: Iterable[Row], row: Row) -> bool:
+        """Whether `row` may join, each row counted with the output it will probably have. Alone, it always may."""
+        lengths = [_expected(other) for other in running]
+        return not lengths or self.cost.bytes(len(lengths) + 1, max(*lengths, _expected(row))) <= self.limit
+
+    def surplus(self, running: Sequence[Row]) -> Row | None:
+        """The row to take out before the next step, if memory would not last: the least urgent, newest one."""
+        if len(running) < 2:
+            return None
+        longest = max(len(row.prompt) + len(row.output) for row in running) + 1
+        if self.cost.bytes(len(running), longest) <= self.limit:
+            return None
+        return max(running, key=lambda row: (row.priority, row.arrival))
+
+
+def _expected(row: Row) -> int:
+    """Tokens of a row at its probable end."""
+    return len(row.prompt) + max(len(row.output), min(row.max_tokens, RESERVED_OUTPUT))
