@@ -18,6 +18,8 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 """(context ids `[tokens]`, logits `[1, vocab]`) -> logits; context is prompt and output so far."""
 
 _MASK64 = (1 << 64) - 1
+# Below this, dividing by the temperature says nothing but "the best", and at last overflows.
+_COLD = 1e-5
 # SplitMix64's increment (Steele, Lea, Flood 2014): spreads consecutive positions over the key space.
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -78,7 +80,7 @@ class _Plan:
         def column(values: list[float], dtype: mx.Dtype = mx.float32) -> mx.array:
             return mx.array(values, dtype=dtype)[:, None]
 
-        greedy = [row.temperature == 0 for row in rows]
+        greedy = [row.temperature < _COLD for row in rows]
         return cls(
             is_random=not all(greedy),
             has_filters=any(
