@@ -1,0 +1,246 @@
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from gateway.link import RID_BITS, SEQ_BITS, Link, WorkerGone
+from protocol import sockets
+from protocol.codec import decode_down, encode
+from protocol.failures import Code, Failure
+from protocol.messages import (
+    Abort,
+    Accepted,
+    Delta,
+    Down,
+    Finish,
+    Generate,
+    Hello,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Rejected,
+    Sampling,
+    Stats,
+    Step,
+    TextPrompt,
+    Up,
+)
+from tests.support.machine import Recorder
+from tests.support.pool import short_home, until
+
+pytestmark = pytest.mark.anyio
+STATS = Stats(1, 2, 3, 4, 5, 6, 7, 8)
+DIED = Failure(Code.WORKER_DIED, "died")
+
+
+class Peer:
+    """A worker as the link sees it."""
+
+    def __init__(self, epoch: int = 3) -> None:
+        self.name = "m"
+        self.epoch = epoch
+        self.stats: Stats | None = None
+        self.is_ready = True
+        self.posted: list[object] = []
+        self.suspected = 0
+
+    def post(self, message: object) -> None:
+        self.posted.append(message)
+
+    def suspect(self) -> None:
+        self.suspected += 1
+
+
+class Wire:
+    """A link with one connected worker: `say` goes up, `hear` comes down."""
+
+    def __init__(self, home: Path) -> None:
+        self.events = Recorder()
+        self.link = Link(home / "run", self.events, boot=5)
+        self.peer = Peer()
+        self.context = zmq.Context()
+
+    async def __aenter__(self) -> "Wire":
+        self.link.open()
+        self.link.attach(self.peer)
+        self.down: Any = sockets.connect_dealer(self.context, self.link.down, b"m#3")
+        self.up: Any = sockets.connect_push(self.context, self.link.up)
+        self.down.send(b"")
+        self.reader = asyncio.create_task(self.link.run())
+        await until(self.is_connected)
+        assert isinstance(self.hear(), Abort)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.reader.cancel()
+        await asyncio.wait([self.reader])
+        self.link.close()
+        for socket in (self.down, self.up):
+            socket.close(0)
+        self.context.term()
+
+    def is_connected(self) -> bool:
+        try:
+            self.link.send(self.peer, Abort(()))
+        except WorkerGone:
+            return False
+        return True
+
+    def say(self, *messages: Up) -> None:
+        for message in messages:
+            self.up.send(encode(message))
+
+    def hear(self) -> Down:
+        assert self.down.poll(5000)
+        return decode_down(self.down.recv())
+
+    def request(self) -> Generate:
+        return Generate(self.link.next_rid(), TextPrompt("x"), Sampling())
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with short_home() as path:
+        yield path
+
+
+async def test_what_a_worker_says_reaches_the_collector_of_its_request(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = wire.request()
+        collector = wire.link.submit(wire.peer, [request])
+        assert wire.hear() == request
+        rid = request.rid
+        wire.say(Accepted(rid, 9), Progress(rid, 4, 9), Step(3, 1, [Delta(rid, text="a", token_ids=(1,))], STATS))
+        assert await collector.next(5.0) == [Delta(rid, text="a", token_ids=(1,))]
+        assert (collector.accepted, collector.progress) == ({rid: 9}, (4, 9))
+        assert wire.peer.stats == STATS
+        assert wire.events.steps == 1
+        wire.say(Step(3, 2, [Delta(rid, finish=Finish.STOP)]))
+        assert [d.finish for d in await collector.next(5.0)] == [Finish.STOP]
+        assert collector.is_done
+        assert wire.link.in_flight == 0
+
+
+async def test_deltas_of_several_sequences_of_one_request_share_a_collector(home: Path) -> None:
+    async with Wire(home) as wire:
+        one, two = wire.request(), wire.request()
+        collector = wire.link.submit(wire.peer, [one, two])
+        assert collector.rids == (one.rid, two.rid)
+        wire.say(Step(3, 1, [Delta(two.rid, text="b"), Delta(one.rid, text="a")]))
+        assert {d.rid: d.text for d in await collector.next(5.0)} == {one.rid: "a", two.rid: "b"}
+
+
+async def test_the_table_keeps_the_request_and_every_token_that_came(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = wire.request()
+        collector = wire.link.submit(wire.peer, [request])
+        wire.say(Step(3, 1, [Delta(request.rid, token_ids=(1, 2))]), Step(3, 2, [Delta(request.rid, token_ids=(3,))]))
+        got = 0
+        while got < 3:
+            got += sum(len(d.token_ids) for d in await collector.next(5.0))
+        (flight,) = wire.link.detach(3)
+        assert (flight.generate, flight.token_ids) == (request, [1, 2, 3])
+        assert wire.link.in_flight == 0
+        wire.link.fail([flight], DIED)
+        assert (await collector.next(5.0))[-1].failure == DIED
+
+
+async def test_stale_messages_are_dropped_and_counted(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = wire.request()
+        collector = wire.link.submit(wire.peer, [request])
+        wire.say(
+            Step(2, 1, [Delta(request.rid, text="ghost")]),
+            Ready(2, "p", 1, 1, 1, 1, 0.0),
+            Pong(2 << SEQ_BITS | 1, 0, STATS),
+            Hello("m", 2, 1, 1, 0, "", "", "ready"),
+            Hello("other", 3, 1, 1, 0, "", "", "ready"),
+            Step(3, 1, [Delta(request.rid, text="real")]),
+        )
+        assert await collector.next(5.0) == [Delta(request.rid, text="real")]
+        assert wire.events.stale == 5
+        assert wire.peer.posted == []
+        assert wire.peer.stats is None
+
+
+async def test_a_step_of_one_worker_cannot_touch_the_request_of_another(home: Path) -> None:
+    async with Wire(home) as wire:
+        other = Peer(epoch=4)
+        wire.link.attach(other)
+        request = wire.request()
+        collector = wire.link.submit(wire.peer, [request])
+        wire.say(Step(4, 1, [Delta(request.rid, text="ghost")]), Step(3, 1, [Delta(request.rid, text="real")]))
+        assert await collector.next(5.0) == [Delta(request.rid, text="real")]
+
+
+async def test_sequences_of_an_earlier_gateway_are_aborted(home: Path) -> None:
+    async with Wire(home) as wire:
+        stranger = 4 << RID_BITS | 1
+        wire.say(Step(3, 1, [Delta(stranger, text="who?"), Delta(stranger + 1, finish=Finish.STOP)]))
+        await until(lambda: wire.events.steps == 1)
+        assert wire.hear() == Abort((stranger,), "gateway restarted")
+
+
+async def test_a_rejection_is_the_terminal_delta(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = wire.request()
+        collector = wire.link.submit(wire.peer, [request])
+        failure = Failure(Code.CONTEXT_LENGTH_EXCEEDED, "too long")
+        wire.say(Rejected(request.rid, failure), Rejected(request.rid, failure))
+        assert await collector.next(5.0) == [Delta(request.rid, finish=Finish.ERROR, failure=failure)]
+        assert collector.is_done
+
+
+async def test_abort_goes_down_once_and_what_follows_is_ignored(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = wire.request()
+        collector = wire.link.submit(wire.peer, [request])
+        wire.link.abort([request.rid, 999], "client")
+        wire.link.abort([request.rid], "client")
+        wire.link.ping(wire.peer, 1)
+        wire.say(Step(3, 1, [Delta(request.rid, finish=Finish.ABORT)]))
+        await until(lambda: wire.events.steps == 1)
+        assert wire.hear() == request
+        assert wire.hear() == Abort((request.rid,), "client")
+        assert isinstance(wire.hear(), Ping)
+        assert not collector.is_done
+
+
+async def test_submit_to_a_worker_that_is_gone_registers_nothing(home: Path) -> None:
+    async with Wire(home) as wire:
+        absent = Peer(epoch=44)
+        with pytest.raises(WorkerGone):
+            wire.link.submit(absent, [wire.request()])
+        assert absent.suspected == 1
+        absent.is_ready = False
+        with pytest.raises(WorkerGone):
+            wire.link.submit(absent, [wire.request()])
+        assert wire.link.in_flight == 0
+
+
+async def test_a_pong_finds_its_worker_by_the_epoch_in_its_number(home: Path) -> None:
+    async with Wire(home) as wire:
+        wire.link.ping(wire.peer, 123)
+        ping = wire.hear()
+        assert isinstance(ping, Ping)
+        wire.say(Pong(ping.seq, ping.t_ns, STATS))
+        await until(lambda: wire.events.pongs == 1)
+        assert wire.peer.stats == STATS
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x00", b"\x92\x25\x01", encode(Step(3, 1, []))[:-1], b"\xdd" * 9])
+async def test_a_malformed_frame_is_counted_and_the_next_message_is_read(home: Path, frame: bytes) -> None:
+    async with Wire(home) as wire:
+        wire.up.send(frame)
+        wire.say(Step(3, 1, []))
+        await until(lambda: wire.events.steps == 1)
+        assert wire.events.malformed == 1
+
+
+async def test_request_ids_of_two_boots_never_meet(home: Path) -> None:
+    one, two = (Link(home / "run", Recorder(), boot=boot) for boot in (1, 2))
+    assert {one.next_rid() for _ in range(100)}.isdisjoint(two.next_rid() for _ in range(100))
