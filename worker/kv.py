@@ -52,12 +52,9 @@ def extract(caches: Sequence[Any], row: int) -> list[Any]:
             return CacheList(*(take(child) for child in cache.caches))
         if type(cache) is not BatchKVCache:
             return cache.extract(row)
-        begin = int(cache.left_padding[row].item())
-        single = KVCache()
-        single.keys = cache.keys[row : row + 1, :, begin : cache._idx]
-        single.values = cache.values[row : row + 1, :, begin : cache._idx]
-        single.offset = int(single.keys.shape[2])
-        return single
+        padding: Any = cache.left_padding.tolist()
+        keys, values = (array[row : row + 1, :, padding[row] :] for array in cache.keys_and_values())
+        return KVCache.from_state((keys, values, int(keys.shape[2])))
 
     return [take(cache) for cache in caches]
 

@@ -107,6 +107,7 @@ class PrefixCache:
                 mx.async_eval(arrays_of([], state))
         self._touch(node)
         self._evict()
+        self._forget_empty(salt)
 
     def clear(self) -> None:
         self._roots.clear()
@@ -132,6 +133,8 @@ class PrefixCache:
         assert self.arrays == sum(node.arrays for node in reached) <= self._max_arrays
         for node in reached:
             assert node.nbytes == _nbytes(node.span, node.state or []) + node.tokens.nbytes
+        if self._layout.needs_checkpoints:
+            assert all(node.state is not None or node.children for node in reached), "every edge leads somewhere"
         assert all(root.children for root in self._roots.values()), "an empty tree is forgotten"
 
     # -- the tree ----------------------------------------------------------------------------------------------------
@@ -245,6 +248,11 @@ class PrefixCache:
             node = parent
         if parent.parent is None and not parent.children:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not parent}
+
+    def _forget_empty(self, salt: str) -> None:
+        root = self._roots.get(salt)
+        if root is not None and not root.children:
+            del self._roots[salt]
 
     def _account(self, node: Node) -> None:
         self.nbytes -= node.nbytes
