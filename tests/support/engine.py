@@ -43,6 +43,7 @@ class Result:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     accepted: int | None = None
     progress: list[tuple[int, int]] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
     finish: Finish | None = None
     usage: Usage | None = None
     failure: Failure | None = None
@@ -122,6 +123,7 @@ class EngineHarness:
     def _take(self, delta: Delta) -> None:
         result = self.results[delta.rid]
         assert result.terminals == 0, "a delta after the terminal one"
+        result.deltas.append(delta)
         result.text += delta.text
         result.ids += delta.token_ids
         result.logprobs += delta.logprobs or ()

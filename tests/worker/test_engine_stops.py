@@ -1,0 +1,103 @@
+"""Stop strings in real generations: never emitted, generation ends there, whatever tokens they span."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.messages import Finish, Generate, Sampling, TokensPrompt
+from tests.support.engine import EngineHarness, Result, spec
+from tests.support.models import VOCAB
+
+rids = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Callable[[str], Path]) -> Iterator[EngineHarness]:
+    with EngineHarness(spec(model_folder("qwen3"))) as harness:
+        yield harness
+
+
+def request(seed: int, stop: tuple[str, ...] = (), max_tokens: int = 60) -> Generate:
+    rng = random.Random(seed)
+    prompt = TokensPrompt(tuple(rng.randrange(10, VOCAB) for _ in range(5)))
+    return Generate(
+        next(rids), prompt, Sampling(temperature=1.0, seed=seed, ignore_eos=True), max_tokens=max_tokens, stop=stop
+    )
+
+
+def one(engine: EngineHarness, asked: Generate) -> Result:
+    return engine.run([asked])[0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_stop_string_anywhere_in_the_text_ends_it_there(engine: EngineHarness, seed: int) -> None:
+    plain = one(engine, request(seed))
+    rng = random.Random(seed)
+    wanted = [plain.text[at : at + rng.randint(1, 12)] for at in rng.sample(range(len(plain.text) - 1), 4)]
+    results = engine.run([request(seed, (stop,)) for stop in wanted])
+    for stop, result in zip(wanted, results, strict=True):
+        assert result.text == plain.text[: plain.text.index(stop)]
+        assert result.finish is Finish.STOP
+        assert result.ids == plain.ids[: len(result.ids)]
+        assert not any(stop in delta.text for delta in result.deltas)
+
+
+def test_generation_ends_with_the_token_that_completes_the_stop_string(engine: EngineHarness) -> None:
+    plain = one(engine, request(1))
+    detokenizer, text, count = engine.intake.vocabulary.detokenizer(), "", 0
+    while len(text) < 20:
+        text += detokenizer.add(plain.ids[count])
+        count += 1
+    stopped = one(engine, request(1, (text[-2:],)))
+    assert stopped.usage is not None
+    assert len(stopped.ids) <= stopped.usage.completion <= count
+    # Not one token more than the stop string needs.
+    detokenizer = engine.intake.vocabulary.detokenizer()
+    said = "".join(detokenizer.add(token) for token in plain.ids[: stopped.usage.completion - 1])
+    assert text[-2:] not in said
+
+
+def test_a_stop_string_of_many_tokens_is_held_back_whole(engine: EngineHarness) -> None:
+    plain = one(engine, request(2))
+    stop = plain.text[5:45]
+    stopped = one(engine, request(2, (stop,)))
+    assert stopped.text == plain.text[: plain.text.index(stop)]
+    assert len(stopped.ids) < 8
+    assert stopped.usage is not None
+    assert stopped.usage.completion > len(stopped.ids)
+
+
+def test_what_was_held_back_comes_out_when_the_length_ends_the_sequence(engine: EngineHarness) -> None:
+    plain = one(engine, request(3))
+    almost = plain.text[-10:] + "\x00"
+    result = one(engine, request(3, (almost,)))
+    assert (result.text, result.finish) == (plain.text, Finish.LENGTH)
+
+
+def test_a_stop_string_completed_by_the_last_allowed_token_is_a_stop(engine: EngineHarness) -> None:
+    plain = one(engine, request(4, max_tokens=12))
+    stop = plain.text[-1]
+    if stop in plain.text[:-1] or stop == "\ufffd":
+        stop = plain.text[-6:]
+    result = one(engine, request(4, (stop,), max_tokens=12))
+    assert result.finish is Finish.STOP
+    assert result.text == plain.text[: plain.text.index(stop)]
+
+
+def test_a_stop_string_in_the_prompt_does_not_matter(engine: EngineHarness) -> None:
+    ids = tuple(engine.loaded.tokenizer.encode("zzzstop"))
+    sampling = Sampling(temperature=0.0, ignore_eos=True)
+    result = one(engine, Generate(next(rids), TokensPrompt(ids), sampling, max_tokens=5, stop=("zzzstop",), echo=True))
+    assert result.text.startswith("zzzstop")
+    assert len(result.ids) == 5
+
+
+def test_the_tokens_of_all_deltas_are_what_the_model_said(engine: EngineHarness) -> None:
+    plain = one(engine, request(5))
+    held = one(engine, request(5, (plain.text[3:30] + "\x00\x00",)))
+    assert held.ids == plain.ids
+    assert held.text == plain.text
+    assert [token for delta in held.deltas for token in delta.token_ids] == plain.ids
