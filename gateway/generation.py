@@ -58,11 +58,14 @@ class Generation:
         self._numbers = services.metrics.model(model.name)
         self._collector: Collector | None = None
         self._seen_activity = 0.0
+        self._observe_gap = self._numbers.itl.observe
         self._newest_token: dict[int, float] = {}
         self._ended: set[int] = set()
         self._is_retried = False
         # Why it cannot go on: set by `next` after everything before it was handed out.
         self.failure: ApiError | None = None
+        # No sequence has ended yet: what most calls of `next` need to know.
+        self.is_running = True
 
     def __enter__(self) -> Self:
         self._held.enter_context(self._services.admission.lease(self._model, len(self._generates)))
@@ -131,14 +134,15 @@ class Generation:
         now = time.perf_counter()
         newest = self._newest_token
         for delta in deltas:
+            rid = delta.rid
             if count := len(delta.token_ids):
-                before = newest.get(delta.rid)
-                if before is None:
-                    self._on_first_token(now)
+                if rid in newest:
+                    self._observe_gap((now - newest[rid]) / count, count)
                 else:
-                    self._numbers.itl.observe((now - before) / count, count)
-                newest[delta.rid] = now
+                    self._on_first_token(now)
+                newest[rid] = now
             if delta.finish is not None:
+                self.is_running = False
                 return self._finish(deltas)
         return deltas
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
 
@@ -42,6 +42,26 @@ class Record:
     detail: str = ""
     # Headers that any answer to this request carries.
     headers: list[Header] = field(default_factory=list[Header])
+
+
+class Answer:
+    """`send`, with the request id added and the status noted."""
+
+    __slots__ = ("_record", "inner", "is_started")
+
+    def __init__(self, send: Send, record: Record) -> None:
+        self.inner = send
+        self._record = record
+        self.is_started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.is_started = True
+            self._record.status = message["status"]
+            headers: list[Header] = list(message.get("headers", []))
+            headers.append((b"x-request-id", self._record.id.encode()))
+            message["headers"] = headers
+        await self.inner(message)
 
 
 def record_of(scope: Scope) -> Record:

@@ -8,10 +8,10 @@ from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.errors import ApiError, error_headers, openai_body
-from gateway.http import CLIENT_CLOSED, ClientLeft, Header, Record, send_body
+from gateway.http import CLIENT_CLOSED, Answer, ClientLeft, Record, send_body
 from gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Entry:
         scope["mlxd.record"] = record
         # Makes starlette raise HTTPException instead of answering in plain text.
         scope["app"] = self
-        answer = _Answer(send, record)
+        answer = Answer(send, record)
         try:
             await self._app(scope, receive, answer)
         except ApiError as error:
@@ -61,7 +61,7 @@ class Entry:
         finally:
             self._account(record)
 
-    async def _refuse(self, answer: "_Answer", record: Record, error: ApiError) -> None:
+    async def _refuse(self, answer: Answer, record: Record, error: ApiError) -> None:
         record.outcome = error.code or "error"
         if not answer.is_started:
             await send_body(answer, error.status, openai_body(error), [*error_headers(error), *record.headers])
@@ -90,26 +90,6 @@ class Entry:
         if record.detail:
             fields["detail"] = record.detail
         log.log(level, "%s %s", record.method, record.path[:200], extra={"fields": fields})
-
-
-class _Answer:
-    """`send`, with the request id added and the status noted."""
-
-    __slots__ = ("_record", "_send", "is_started")
-
-    def __init__(self, send: Send, record: Record) -> None:
-        self._send = send
-        self._record = record
-        self.is_started = False
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.is_started = True
-            self._record.status = message["status"]
-            headers: list[Header] = list(message.get("headers", []))
-            headers.append((b"x-request-id", self._record.id.encode()))
-            message["headers"] = headers
-        await self._send(message)
 
 
 def _request_id(scope: Scope) -> str:

@@ -9,7 +9,7 @@ from starlette.types import Receive, Send
 from gateway.api.encoder import Fold, StreamEncoder
 from gateway.errors import ApiError
 from gateway.generation import Generation
-from gateway.http import CLIENT_CLOSED, Header, Record, send_body
+from gateway.http import CLIENT_CLOSED, Answer, Header, Record, send_body
 
 # How long the status line may wait for the first event, so that a refusal is a status and not an event.
 HOLD_S: Final = 1.0
@@ -33,7 +33,10 @@ class Watch:
         self.reason: str | None = None
         self._receive = receive
         self._write_timeout_s = write_timeout_s
-        self._blocked_since: float | None = None
+        # Set around every `send`: a client that does not read blocks it.
+        self.is_sending = False
+        self.sent = 0
+        self._sent_before = -1
         self._is_active = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -59,12 +62,6 @@ class Watch:
             return False
         return self._task.uncancel() == 0 and kind is asyncio.CancelledError
 
-    async def send(self, send: Send, body: bytes, more: bool = True) -> None:
-        """Send a piece of the body, noting when it began: a client that does not read blocks it."""
-        self._blocked_since = self._loop.time()
-        await send({"type": "http.response.body", "body": body, "more_body": more})
-        self._blocked_since = None
-
     async def _watch(self) -> None:
         # What is left of the request's body is dropped.
         while (await self._receive())["type"] != "http.disconnect":
@@ -72,15 +69,15 @@ class Watch:
         self._cut("disconnect")
 
     def _arm(self) -> None:
-        # One timer for the whole stream, at half the limit: none per event.
-        self._timer = self._loop.call_later(self._write_timeout_s / 2, self._check)
+        # One timer for the whole stream, none per event. The same `send` seen twice is at least one period old.
+        self._timer = self._loop.call_later(self._write_timeout_s, self._check)
 
     def _check(self) -> None:
-        since = self._blocked_since
-        if since is not None and self._loop.time() - since >= self._write_timeout_s:
+        if self.is_sending and self.sent == self._sent_before:
             self._cut("write_timeout")
-        else:
-            self._arm()
+            return
+        self._sent_before = self.sent if self.is_sending else -1
+        self._arm()
 
     def _cut(self, reason: str) -> None:
         if self._is_active and self.reason is None:
@@ -132,16 +129,17 @@ class _Stream:
     async def _relay(self) -> None:
         """Pass on what is new, or a sign of life."""
         generation = self._generation
-        deltas = await generation.next(self._patience_s())
+        deltas = await generation.next(KEEPALIVE_S if self._is_started else self._patience_s())
         data = self._encoder.encode(deltas)
+        if data and generation.is_running:
+            await self._write(data)
+            return
         if generation.failure is not None:
             if data:
                 await self._write(data)
             raise generation.failure
         if generation.is_done:
             await self._write(data + self._encoder.end(), more=False)
-        elif data:
-            await self._write(data)
         elif not deltas and generation.is_open and not self._is_started:
             await self._write(b"")
         elif not deltas and generation.is_open and generation.shows_life():
@@ -157,8 +155,15 @@ class _Stream:
             headers = [*HEADERS, *self._headers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             data = self._encoder.begin() + data
+            # Nothing above us looks at the body: one call less for each event.
+            if isinstance(self._send, Answer):
+                self._send = self._send.inner
         if data or not more:
-            await self._watch.send(self._send, data, more)
+            watch = self._watch
+            watch.is_sending = True
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            watch.is_sending = False
+            watch.sent += 1
 
 
 async def respond_stream(
