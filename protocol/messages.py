@@ -45,6 +45,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_bytes: int = -1
     # Bytes of KV for running rows; -1 is half of the memory that is free once the weights are in.
     kv_bytes: int = -1
+    # Which family's reasoning and tool-call markup the model writes; empty means by its template and vocabulary.
+    parser: str = ""
 
     @property
     def identity(self) -> bytes:
@@ -101,6 +103,30 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     ignore_eos: bool = False
 
 
+class ConstraintKind(IntEnum):
+    """How the text of a `Constraint` is to be read."""
+
+    JSON_OBJECT = 0
+    JSON_SCHEMA = 1
+    REGEX = 2
+    # Lark as llguidance takes it, special tokens included, or GBNF.
+    GRAMMAR = 3
+    # A JSON list of strings.
+    CHOICE = 4
+
+
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
+    """What the answer must match. `after_reasoning` leaves a reasoning block that comes before the answer free.
+
+    `param` is what the client calls it, for the message of a refusal.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+    after_reasoning: bool = False
+    param: str = "response_format"
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The gateway's answer to `Hello`. A new `boot` tells a surviving worker that the gateway was restarted."""
 
@@ -133,6 +159,9 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     cache_salt: str = ""
     # Ids that an earlier worker has sampled for this request and whose output the client has: go on after them.
     resume: tuple[int, ...] = ()
+    # Reasoning tokens after which the block is closed in the model's own way; None means no limit.
+    thinking_budget: int | None = None
+    constraint: Constraint | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -312,6 +341,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     cache_evictions: int = 0
     kv_limit: int = 0
     preemptions: int = 0
+    malformed_tool_calls: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):
