@@ -19,12 +19,14 @@ from protocol.messages import (
     Drain,
     Drained,
     Finish,
+    Kind,
     Progress,
     Rejected,
     Shutdown,
     Step,
     TokenLogprob,
     Up,
+    Usage,
     WorkerSpec,
 )
 from worker import memory
@@ -36,6 +38,7 @@ from worker.kv_budget import KvBudget
 from worker.loader import Loaded
 from worker.logprobs import LogprobReader
 from worker.output import Piece, Writer
+from worker.parsers import Event
 from worker.prefix_cache import PrefixCache
 from worker.rows import Row
 from worker.scheduler import ChunkPolicy, Queue
@@ -52,6 +55,7 @@ _TOMBSTONE_S: Final = 30.0
 _RECOVERY_S: Final = 60.0
 # Rows that may wait, at a time, for another row to prefill what they share.
 _MAX_HELD: Final = 64
+_NOTHING: Final = (Event(Kind.TEXT),)
 _GPU_FAULTS: Final = ("[METAL]", "Command buffer", "CUDA", "cuda")
 
 
@@ -279,9 +283,31 @@ class Engine:
     def _deliver(self, row: Row, piece: Piece) -> None:
         if piece.finish is not None:
             self._finish(row, piece.finish, piece=piece)
-        elif piece.text or piece.logprobs:
-            ids, row.unsent = tuple(row.unsent), []
-            self._deltas.append(Delta(row.rid, text=piece.text, token_ids=ids, logprobs=piece.logprobs))
+        elif not piece.is_empty:
+            self._say(row, piece)
+
+    def _say(self, row: Row, piece: Piece, usage: Usage | None = None, failure: Failure | None = None) -> None:
+        """One delta for each event; ids and logprobs ride on the first, the end on the last."""
+        ids: tuple[int, ...] = tuple(row.unsent)
+        logprobs, rest = piece.logprobs, len(piece.events) or 1
+        row.unsent.clear()
+        for event in piece.events or _NOTHING:
+            rest -= 1
+            is_last = rest == 0
+            self._deltas.append(
+                Delta(
+                    row.rid,
+                    event.kind,
+                    event.text,
+                    ids,
+                    event.tool,
+                    logprobs,
+                    piece.finish if is_last else None,
+                    usage if is_last else None,
+                    failure if is_last else None,
+                )
+            )
+            ids, logprobs = (), None
 
     def _recover(self, error: Exception) -> None:
         """An exception out of a step leaves the batch in an unknown state: build a new one and prefill every row again.
@@ -310,17 +336,10 @@ class Engine:
             self._batch.remove(row)
         else:
             self._queue.remove(row)
-        self._deltas.append(
-            Delta(
-                row.rid,
-                text=piece.text if piece else "",
-                token_ids=tuple(row.unsent),
-                logprobs=piece.logprobs if piece else None,
-                finish=finish,
-                usage=row.usage(time.monotonic()),
-                failure=failure,
-            )
-        )
+        if row.parser is not None:
+            self._gauges.malformed_tool_calls += row.parser.malformed
+        piece = piece or Piece([], None, finish)
+        self._say(row, piece, row.usage(time.monotonic()), failure)
 
     def _fail_all(self, failure: Failure) -> None:
         for row in list(self._rows.values()):

@@ -28,6 +28,7 @@ class Gauges:
     footprint: int = 0
     kv_limit: int = 0
     preemptions: int = 0
+    malformed_tool_calls: int = 0
     cache_bytes: int = 0
     cache_nodes: int = 0
     cache: Counts = field(default_factory=Counts)
@@ -66,4 +67,5 @@ class Gauges:
             cache_evictions=self.cache.evictions,
             kv_limit=self.kv_limit,
             preemptions=self.preemptions,
+            malformed_tool_calls=self.malformed_tool_calls,
         )

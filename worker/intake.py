@@ -11,6 +11,7 @@ from typing import Any
 from protocol.failures import Code
 from protocol.messages import ChatPrompt, Generate, TextPrompt, TokensPrompt
 from worker.detokenize import Vocabulary
+from worker.dialect import Dialect
 from worker.errors import RequestInvalid
 from worker.loader import Loaded
 from worker.output import Writer
@@ -24,14 +25,17 @@ log = logging.getLogger("mlxd.worker")
 class Intake:
     """Turns requests into rows for one loaded model."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, parser: str = "") -> None:
         self._tokenizer: Any = loaded.tokenizer
         self._vocab_size = loaded.vocab_size
         self.max_context = loaded.max_context
         self._renderer = Renderer(loaded.tokenizer)
+        opened, closed = self._renderer.probe()
+        self._dialect = Dialect(loaded, plain_chat=opened, wanted=parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
+        self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
         self.writer = Writer(self.vocabulary)
-        self._turn_starts = self._find_turn_starts()
+        self._turn_starts = self._find_turn_starts(opened[len(closed) :])
 
     @property
     def has_chat_template(self) -> bool:
@@ -48,12 +52,13 @@ class Intake:
         self._check_sampling(request)
         ids, text = self._encode(request)
         self._check_ids(request.resume, "resume")
+        is_chat = isinstance(request.prompt, ChatPrompt)
         row = Row(
             rid=request.rid,
             prompt=ids,
             sampling=request.sampling,
             max_tokens=self._room(len(ids), request),
-            detokenizer=self.vocabulary.detokenizer(ids),
+            detokenizer=(self._chat_vocabulary if is_chat else self.vocabulary).detokenizer(ids),
             stops=StopScanner(request.stop),
             arrived=arrived,
             top_logprobs=request.top_logprobs,
@@ -62,8 +67,10 @@ class Intake:
             deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
             want_progress=request.want_progress,
             cache_salt=request.cache_salt,
-            boundaries=self._boundaries(ids) if isinstance(request.prompt, ChatPrompt) else [],
+            boundaries=self._boundaries(ids) if is_chat else [],
         )
+        if isinstance(request.prompt, ChatPrompt):
+            row.parser, row.is_reasoning = self._dialect.parser(request.prompt, text or "")
         self.writer.replay(row, request.resume)
         return row
 
@@ -92,10 +99,9 @@ class Intake:
         """Positions where a message begins."""
         return [at for at, token in enumerate(ids) if token in self._turn_starts and at > 0]
 
-    def _find_turn_starts(self) -> frozenset[int]:
+    def _find_turn_starts(self, generation_prompt: str) -> frozenset[int]:
         """The control token that opens the generation prompt opens every message; without one, any control token."""
-        opened, closed = self._renderer.probe()
-        first = self._tokenizer.encode(opened[len(closed) :], add_special_tokens=False)[:1]
+        first = self._tokenizer.encode(generation_prompt, add_special_tokens=False)[:1]
         hidden = self.vocabulary.hidden
         return frozenset(int(token) for token in first) & hidden or hidden
 

@@ -105,7 +105,7 @@ class Process:
         from worker.intake import Intake
 
         inbox: SimpleQueue[Command] = SimpleQueue()
-        intake = Intake(loaded)
+        intake = Intake(loaded, self._spec.parser)
         memory.limit_cache(loaded.weights_bytes)
         engine = Engine(loaded, self._spec, inbox, self._link.send, self._gauges, intake.writer)
         self._link.send(Loading(self._spec.epoch, "warmup", loaded.weights_bytes, loaded.weights_bytes))

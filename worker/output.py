@@ -1,26 +1,31 @@
-"""Sampled tokens to the text, logprobs and end that a row's next delta carries."""
+"""Sampled tokens to the events, logprobs and end that a row's next deltas carry."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.messages import Finish, Sampling, TokenLogprob
+from protocol.messages import Finish, Kind, Sampling, TokenLogprob
 from worker.detokenize import Vocabulary
+from worker.parsers import Event
 from worker.rows import Row
 from worker.stops import StopScanner
 
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """What one token added. `text` is safe to send: no part of it can still become a stop string."""
+    """What one token added. Its text is safe to send: no part of it can still become a stop string or markup."""
 
-    text: str
+    events: list[Event]
     logprobs: tuple[TokenLogprob, ...] | None
     finish: Finish | None
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.events and self.logprobs is None and self.finish is None
+
 
 class Writer:
-    """Detokenizing, stop strings and the alignment of logprobs with the text that is out."""
+    """Detokenizing, stop strings, parsing, and the alignment of logprobs with the text that is out."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -59,13 +64,29 @@ class Writer:
             finish = Finish.STOP
         elif ended is not None:
             finish = Finish.LENGTH
-        return Piece(safe, self._release(row, is_stopped), finish)
+        events = self._parse(row, safe, is_end=finish is not None)
+        if finish is Finish.STOP and row.parser is not None and row.parser.saw_tool_call:
+            finish = Finish.TOOL_CALLS
+        return Piece(events, self._release(row, is_stopped), finish)
 
     def replay(self, row: Row, ids: Sequence[int]) -> None:
         """Bring a row to where an earlier worker left it: the client has all that `ids` account for."""
         for token in ids:
             self.advance(row, token, None, None)
         row.unsent.clear()
+
+    def _parse(self, row: Row, text: str, is_end: bool) -> list[Event]:
+        """Text to events; a token counts as reasoning until the first event that is something else."""
+        if row.parser is None:
+            return [Event(Kind.TEXT, text)] if text else []
+        was_reasoning = row.is_reasoning
+        events = row.parser.feed(text) if text else []
+        if is_end:
+            events += row.parser.finish()
+        if events:
+            row.is_reasoning = events[-1].kind is Kind.REASONING
+        row.reasoning += was_reasoning or row.is_reasoning
+        return events
 
     def _release(self, row: Row, is_stopped: bool) -> tuple[TokenLogprob, ...] | None:
         """Let go of the tokens whose text has begun to leave; those of a stop string never do."""

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from protocol.messages import Sampling, TokenLogprob, Usage
 from worker.detokenize import Detokenizer
+from worker.parsers import Parser
 from worker.stops import StopScanner
 
 
@@ -47,6 +48,9 @@ class Row:
     unsent: list[int] = field(default_factory=list)
     text_seen: int = 0
     text_sent: int = 0
+    parser: Parser | None = None
+    is_reasoning: bool = False
+    reasoning: int = 0
     cached: int = 0
     completion: int = 0
     admitted: float = 0.0
@@ -67,6 +71,7 @@ class Row:
             prompt=len(self.prompt),
             cached=self.cached,
             completion=self.completion,
+            reasoning=self.reasoning,
             queue_ms=(admitted - self.arrived) * 1e3,
             prefill_ms=(first - admitted) * 1e3,
             decode_ms=(now - first) * 1e3,

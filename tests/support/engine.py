@@ -88,7 +88,7 @@ class EngineHarness:
         try:
             loaded = load(self.spec, lambda *_: None)
             self.loaded = replace(loaded, model=self._wrap(loaded.model))
-            self.intake = Intake(self.loaded)
+            self.intake = Intake(self.loaded, self.spec.parser)
             self.engine = Engine(self.loaded, self.spec, self._inbox, self._receive, self.gauges, self.intake.writer)
             self.engine.warm_up(list(range(8)))
             self.kv_cost = self.engine.kv_cost

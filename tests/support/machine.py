@@ -20,6 +20,10 @@ class FakeProcess:
         self.is_closed = False
         self._status: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
 
+    @property
+    def has_exited(self) -> bool:
+        return self._status.done()
+
     async def wait(self) -> int | None:
         return await asyncio.shield(self._status)
 

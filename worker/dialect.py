@@ -1,0 +1,58 @@
+"""How one model writes reasoning and tool calls: which parser reads it, and which control tokens that parser sees."""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from protocol.failures import Code
+from protocol.messages import ChatPrompt
+from worker.errors import LoadFailed
+from worker.loader import Loaded
+from worker.parsers import FAMILIES, Parser, UnknownFamily, detect_family, make_parser, resolve, start_in_reasoning
+
+
+class Dialect:
+    """Chosen once per model, from its template and vocabulary unless its configuration names a family."""
+
+    def __init__(self, loaded: Loaded, plain_chat: str, wanted: str = "") -> None:
+        """`plain_chat` is a rendered chat without reasoning or tools: its control tokens only mark turns."""
+        tokenizer = loaded.tokenizer
+        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+        try:
+            self.family = (
+                resolve(wanted) if wanted else detect_family(template, tokenizer.get_vocab(), loaded.model_type)
+            )
+        except UnknownFamily as error:
+            raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
+        self.visible = self._visible(tokenizer, template or "", plain_chat)
+
+    def parser(self, prompt: ChatPrompt, rendered: str) -> tuple[Parser, bool]:
+        """A parser for one answer, and whether the answer begins inside of reasoning."""
+        is_reasoning = start_in_reasoning(self.family, rendered)
+        parser = make_parser(
+            self.family, tools=prompt.tools, start_in_reasoning=is_reasoning, parse_tools=bool(prompt.tools)
+        )
+        return parser, is_reasoning
+
+    def _visible(self, tokenizer: Any, template: str, plain_chat: str) -> frozenset[str]:
+        """The control tokens that reach the parser: those of its markers, and those that a template uses for more than
+        turns. All others have no text."""
+        markers = [marker for marker in _strings(FAMILIES[self.family]) if marker.strip()]
+        special = [entry.content for entry in getattr(tokenizer, "added_tokens_decoder", {}).values() if entry.special]
+        return frozenset(
+            token
+            for token in special
+            if any(token in marker for marker in markers) or (token in template and token not in plain_chat)
+        )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string inside of nested dataclasses and tuples."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _strings(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _strings(getattr(value, field.name))
