@@ -18,6 +18,8 @@ from protocol.codec import MAX_FRAME_BYTES
 IPC_PATH_MAX: Final = 107 if sys.platform == "linux" else 103
 # Long enough for the last message of an exiting worker to leave.
 GOODBYE_LINGER_MS: Final = 2000
+# A worker without a gateway looks up this often from a send that cannot proceed.
+SEND_TIMEOUT_MS: Final = 500
 
 
 class PathTooLong(ValueError):
@@ -58,6 +60,7 @@ def connect_push(context: zmq.Context[Any], address: str) -> Any:
     socket = _make(context, zmq.PUSH)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.LINGER, GOODBYE_LINGER_MS)
+    socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
     socket.connect(address)
     return socket
 

@@ -37,7 +37,6 @@ from worker.gauges import Gauges
 log = logging.getLogger("mlxd.worker")
 
 _POLL_MS: Final = 250
-_SEND_TIMEOUT_MS: Final = 500
 
 
 class Link:
@@ -156,7 +155,6 @@ class Link:
 
     def _transmit(self) -> None:
         socket = sockets.connect_push(self._context, self._spec.up)
-        socket.setsockopt(zmq.SNDTIMEO, _SEND_TIMEOUT_MS)
         while (message := self._outbox.get()) is not None:
             frame = codec.encode(message)
             while not _try_send(socket, frame):
