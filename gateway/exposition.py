@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 import protocol
 from gateway.histogram import Histogram
+from gateway.logs import dropped_records
 
 if TYPE_CHECKING:
     from gateway.metrics import Metrics, ModelMetrics
@@ -96,7 +97,7 @@ class Exposition(Collector):
             ("stale_messages", "Messages of old worker incarnations, dropped.", metrics.stale_messages),
             ("malformed_frames", "Frames that are no message, dropped.", metrics.malformed_frames),
             ("unhandled_errors", "Requests that failed by a fault of the gateway.", metrics.unhandled_errors),
-            ("log_records_dropped", "Log lines lost because stderr did not keep up.", metrics.log_records_dropped),
+            ("log_records_dropped", "Log lines lost because stderr did not keep up.", dropped_records()),
         ):
             yield CounterMetricFamily(f"mlxd_{name}", text, value=value)
 

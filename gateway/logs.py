@@ -95,10 +95,16 @@ class LogWriter:
 class _Handler(logging.Handler):
     def __init__(self, writer: LogWriter) -> None:
         super().__init__()
-        self._writer = writer
+        self.writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._writer.put(record)
+        self.writer.put(record)
+
+
+def dropped_records() -> int:
+    """How many lines were lost because stderr did not keep up, since the logs were configured."""
+    handlers = logging.getLogger(OURS[0]).handlers
+    return sum(handler.writer.dropped for handler in handlers if isinstance(handler, _Handler))
 
 
 class Logs:

@@ -78,7 +78,6 @@ class Metrics:
         self.stale_messages = 0
         self.malformed_frames = 0
         self.unhandled_errors = 0
-        self.log_records_dropped = 0
         self.registry = CollectorRegistry()
         self.registry.register(Exposition(self))
         ProcessCollector(registry=self.registry)

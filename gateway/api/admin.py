@@ -3,71 +3,18 @@
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
 from starlette.types import Receive, Scope, Send
 
 import protocol
 from gateway.errors import BadRequest, from_failure
 from gateway.http import read_body, send_body
 from gateway.pool.state import ModelUnavailable, WorkerView
+from gateway.schemas.admin import Done, ModelRef, ModelStatus, Status
 from gateway.services import Services
 
 BODY_MAX = 64 * 1024
-
-
-class ModelStatus(Struct, frozen=True):
-    """One model; numbers are 0 and texts empty while its worker does not run."""
-
-    name: str
-    path: str
-    aliases: tuple[str, ...]
-    state: str
-    pid: int
-    epoch: int
-    since_s: float
-    running: int
-    waiting: int
-    inside: int
-    slots: int
-    queue_bound: int
-    context: int
-    weights_bytes: int
-    memory_bytes: int
-    active_bytes: int
-    peak_bytes: int
-    cache_bytes: int
-    kv_bytes: int
-    step_age_ms: int
-    restarts: int
-    stage: str
-    loaded_bytes: int
-    total_bytes: int
-    generation_tokens: int
-    last_failure: str
-    retry_after_s: float
-
-
-class Status(Struct, frozen=True):
-    version: str
-    pid: int
-    uptime_s: float
-    url: str
-    home: str
-    config_path: str
-    is_draining: bool
-    models: list[ModelStatus]
-
-
-class ModelRef(Struct, frozen=True, forbid_unknown_fields=True):
-    model: Annotated[str, Meta(min_length=1)]
-
-
-class Done(Struct, frozen=True):
-    model: str
-    state: str
 
 
 _model_ref = msgspec.json.Decoder(ModelRef)

@@ -1,0 +1,61 @@
+"""`mlxctl chat`: a conversation in the terminal."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from gateway.ctl.client import Failed, stream_chat
+
+Turn = Callable[[list[dict[str, str]]], str]
+
+DIM = "\x1b[2m"
+RESET = "\x1b[0m"
+
+
+def answer(url: str, request: dict[str, Any], out: TextIO) -> str:
+    """Stream one answer to `out` and return its text. Ctrl-C ends the answer, not the conversation."""
+    text: list[str] = []
+    # Reasoning is shown to people only: what is piped on is the answer.
+    shows_reasoning = out.isatty()
+    is_dim = False
+    try:
+        for delta in stream_chat(url, request):
+            if shows_reasoning and (reasoning := delta.get("reasoning_content")):
+                out.write(("" if is_dim else DIM) + reasoning)
+                is_dim = True
+            if content := delta.get("content"):
+                out.write((f"{RESET}\n\n" if is_dim else "") + content)
+                is_dim = False
+                text.append(content)
+            out.flush()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        out.write(f"{RESET}\n" if is_dim else "\n")
+        out.flush()
+    return "".join(text)
+
+
+def converse(url: str, request: dict[str, Any], messages: list[dict[str, str]]) -> None:
+    """Ask and answer until the end of input; `/new` forgets the conversation."""
+    opening = list(messages)
+    print("Ctrl-D or /exit ends, /new starts over, Ctrl-C stops an answer.", file=sys.stderr)
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)
+            return
+        if line in ("/exit", "/quit"):
+            return
+        if line == "/new":
+            messages = list(opening)
+        elif line:
+            messages = [*messages, {"role": "user", "content": line}]
+            try:
+                said = answer(url, request | {"messages": messages}, sys.stdout)
+            except Failed as error:
+                print(f"mlxctl: {error}", file=sys.stderr)
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": said})

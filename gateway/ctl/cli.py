@@ -1,0 +1,161 @@
+"""The verbs of `mlxctl`. What a verb needs is imported inside it: `mlxctl version` loads no HTTP client."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from gateway.schemas.admin import Status
+
+app = typer.Typer(
+    help="Control mlxd, the serving daemon for MLX models.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Model = Annotated[str, typer.Argument(help="A model's name or alias.", show_default=False)]
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option(help="Instead of mlxd.toml in MLXD_HOME (~/.mlxd).")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="TCP port to listen on.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Run the daemon in the foreground, as `mlxd` does.
+
+    Example: mlxctl serve --port 9000
+    """
+    from gateway.main import run
+
+    raise typer.Exit(run(config, host, port, log_level))
+
+
+@app.command()
+def status(json: Json = False) -> None:
+    """Show the daemon, its models, their memory and their queues.
+
+    Example: mlxctl status --json
+    """
+    found = _ask(_status)
+    if json:
+        _print_json(found)
+        return
+    from rich.console import Console
+
+    from gateway.ctl import show
+
+    show.status(found, Console())
+
+
+app.command("ps", hidden=True, help="The same as status.")(status)
+
+
+@app.command()
+def chat(
+    model: Model,
+    prompt: Annotated[str | None, typer.Argument(help="Ask this and exit.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="The longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always answers alike.")] = None,
+) -> None:
+    """Talk to a model. Without a prompt: a conversation, or what is piped in.
+
+    Example: mlxctl chat demo "Why is the sky blue?"
+    """
+    from gateway.ctl import chat as talk
+
+    url = _ask(_status).url
+    request: dict[str, Any] = {"model": model, "stream": True}
+    if max_tokens is not None:
+        request["max_tokens"] = max_tokens
+    if temperature is not None:
+        request["temperature"] = temperature
+    messages = [{"role": "system", "content": system}] if system else []
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read()
+    if prompt is None:
+        talk.converse(url, request, messages)
+        return
+    messages.append({"role": "user", "content": prompt})
+    _ask(lambda: talk.answer(url, request | {"messages": messages}, sys.stdout))
+
+
+@app.command()
+def load(model: Model, json: Json = False) -> None:
+    """Load a model now, also one that has failed before.
+
+    Example: mlxctl load coder
+    """
+    _command("load", model, json)
+
+
+@app.command()
+def unload(model: Model, json: Json = False) -> None:
+    """Let a model finish what it does, then end its process. The next request loads it again.
+
+    Example: mlxctl unload coder
+    """
+    _command("unload", model, json)
+
+
+@app.command()
+def restart(model: Model, json: Json = False) -> None:
+    """Let a model finish what it does, then start its process anew.
+
+    Example: mlxctl restart coder
+    """
+    _command("restart", model, json)
+
+
+@app.command()
+def version(json: Json = False) -> None:
+    """Print the version of mlxctl.
+
+    Example: mlxctl version
+    """
+    from protocol import __version__
+
+    typer.echo(f'{{"version":"{__version__}"}}' if json else f"mlxctl {__version__}")
+
+
+def _status() -> "Status":
+    from gateway.schemas.admin import Status
+    from gateway.ctl.client import get
+
+    return get("/v1/status", Status)
+
+
+def _command(verb: str, model: str, json: bool) -> None:
+    from gateway.schemas.admin import Done
+    from gateway.ctl.client import post
+
+    done: Done = _ask(lambda: post(f"/v1/models/{verb}", {"model": model}, Done))
+    if json:
+        _print_json(done)
+    else:
+        typer.echo(f"{done.model} is {done.state}")
+
+
+def _ask(call: Callable[[], Any]) -> Any:
+    """Run a call to the daemon; its failure is one line on stderr and an exit status."""
+    from gateway.ctl.client import Failed
+
+    try:
+        return call()
+    except Failed as error:
+        typer.echo(f"mlxctl: {error}", err=True)
+        raise typer.Exit(error.status) from None
+
+
+def _print_json(value: object) -> None:
+    import msgspec
+
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))

@@ -1,0 +1,110 @@
+"""Talks to the daemon: its admin socket for control, its HTTP port for chat."""
+
+import json
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+
+from gateway.config import default_home
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+REFUSED: Final = 1
+NOT_RUNNING: Final = 3
+# A load may take long; it says itself when it gives up.
+COMMAND_TIMEOUT_S: Final = 3600.0
+STATUS_TIMEOUT_S: Final = 10.0
+
+
+class Failed(Exception):
+    """What to tell the operator, and the exit status that says so to a script."""
+
+    def __init__(self, message: str, status: int = REFUSED) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def get(path: str, kind: type[T]) -> T:
+    """Ask the admin API. Raises `Failed`."""
+    with _admin(STATUS_TIMEOUT_S) as client:
+        return _read(client.get(path), kind)
+
+
+def post(path: str, body: dict[str, Any], kind: type[T]) -> T:
+    """Tell the admin API. Raises `Failed`."""
+    with _admin(COMMAND_TIMEOUT_S) as client:
+        return _read(client.post(path, json=body), kind)
+
+
+def stream_chat(url: str, request: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+    """The deltas of a chat, as they come. Raises `Failed`, also when the stream ends early."""
+    import httpx
+
+    try:
+        with (
+            httpx.Client(timeout=None, trust_env=False) as client,
+            client.stream("POST", f"{url}/v1/chat/completions", json=request) as response,
+        ):
+            if response.status_code != 200:
+                response.read()
+                raise Failed(_message(response))
+            yield from _deltas(response.iter_lines())
+    except httpx.TransportError as error:
+        raise Failed(f"the connection to {url} was lost: {error}") from None
+
+
+def _deltas(lines: Any) -> Generator[dict[str, Any], None, None]:
+    for line in lines:
+        if not line.startswith("data: "):
+            continue
+        if line == "data: [DONE]":
+            return
+        chunk = json.loads(line[6:])
+        if "error" in chunk:
+            raise Failed(chunk["error"]["message"])
+        for choice in chunk["choices"]:
+            yield choice["delta"]
+    raise Failed("the answer ended early")
+
+
+@contextmanager
+def _admin(timeout_s: float) -> "Generator[httpx.Client, None, None]":
+    import httpx
+
+    home = default_home()
+    socket = home / "run" / "admin.sock"
+    transport = httpx.HTTPTransport(uds=str(socket))
+    try:
+        with httpx.Client(transport=transport, base_url="http://mlxd", timeout=timeout_s, trust_env=False) as client:
+            yield client
+    except httpx.ConnectError:
+        raise Failed(
+            f"mlxd does not run (nothing answers at {socket}). Start it with: mlxctl serve\n"
+            "If it runs with another home, set MLXD_HOME to it.",
+            NOT_RUNNING,
+        ) from None
+    except httpx.TimeoutException:
+        raise Failed("mlxd does not answer in time") from None
+    except httpx.TransportError as error:
+        raise Failed(f"the connection to mlxd was lost: {error}") from None
+
+
+def _read(response: "httpx.Response", kind: type[T]) -> T:
+    if response.status_code != 200:
+        raise Failed(_message(response))
+    try:
+        return msgspec.json.decode(response.content, type=kind)
+    except msgspec.DecodeError as error:
+        raise Failed(f"mlxd answered something else; is it of another version? ({error})") from None
+
+
+def _message(response: "httpx.Response") -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {response.status_code}"

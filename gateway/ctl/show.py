@@ -1,0 +1,71 @@
+"""What `mlxctl` prints for people."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gateway.schemas.admin import ModelStatus, Status
+
+_COLORS = {"ready": "green", "loading": "yellow", "starting": "yellow", "draining": "yellow", "stopped": "dim"}
+
+
+def status(status: Status, console: Console) -> None:
+    """One line for the daemon, one row for each model."""
+    draining = " · draining" if status.is_draining else ""
+    console.print(
+        f"mlxd {status.version} at {status.url} · pid {status.pid} · up {duration(status.uptime_s)}{draining}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("MODEL", "STATE", "PID"):
+        table.add_column(name, overflow="fold")
+    for name in ("RUNNING", "WAITING", "MEMORY", "CONTEXT", "TOKENS", "RESTARTS"):
+        table.add_column(name, justify="right")
+    table.add_column("ALIASES", overflow="fold")
+    for model in status.models:
+        table.add_row(*_row(model))
+    console.print(table)
+    for model in status.models:
+        if model.last_failure and model.state != "ready":
+            again = f" (next try in {duration(model.retry_after_s)})" if model.retry_after_s else ""
+            console.print(f"{model.name}: {model.last_failure}{again}", style="red", highlight=False, markup=False)
+
+
+def _row(model: ModelStatus) -> list[str | Text]:
+    state = model.state
+    if state == "loading" and model.total_bytes:
+        state = f"loading {100 * model.loaded_bytes // model.total_bytes}%"
+    return [
+        # Names are data: never markup.
+        Text(model.name),
+        Text(state, style=_COLORS.get(model.state, "red")),
+        str(model.pid) if model.pid else "-",
+        f"{model.running}/{model.slots}",
+        str(max(model.waiting, model.inside - model.running)),
+        size(model.memory_bytes) if model.memory_bytes else "-",
+        str(model.context) if model.context else "-",
+        str(model.generation_tokens),
+        str(model.restarts),
+        Text(", ".join(model.aliases)),
+    ]
+
+
+def size(count: float) -> str:
+    """Bytes in binary units, three figures."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: `3d 4h`, `5m 2s`."""
+    left = int(seconds)
+    parts: list[str] = []
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        if count or (unit == "s" and not parts):
+            parts.append(f"{count}{unit}")
+    return " ".join(parts[:2])
