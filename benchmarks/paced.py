@@ -37,6 +37,8 @@ from protocol.messages import (
 
 STATS_S: Final = 0.1
 IDLE_POLL_MS: Final = 1000
+# Without a Ping for so long, the gateway is gone.
+ORPHAN_S: Final = 30.0
 
 
 class Paced:
@@ -52,17 +54,20 @@ class Paced:
         self._done: dict[int, int] = {}
         self._seq = 0
         self._stats_due = 0.0
+        self._heard = 0.0
         self._is_stopping = False
 
     def run(self) -> None:
-        """Until Shutdown."""
+        """Until Shutdown, or until no gateway is there."""
         self._down.send(b"")
         spec = self._spec
         self._send(Hello(spec.name, spec.epoch, os.getpid(), MAJOR, MINOR, __version__, "", "ready"))
         self._send(Ready(spec.epoch, spec.path, 1 << 20, spec.max_running, 4096, 0, 0.0))
-        due = time.monotonic()
+        due = self._heard = time.monotonic()
         while not self._is_stopping:
             now = time.monotonic()
+            if now - self._heard > ORPHAN_S:
+                break
             if not self._left:
                 self._receive(IDLE_POLL_MS)
                 due = time.monotonic() + self._step_s
@@ -80,6 +85,7 @@ class Paced:
     def _receive(self, wait_ms: int) -> None:
         while self._down.poll(wait_ms):
             wait_ms = 0
+            self._heard = time.monotonic()
             match codec.decode_down(self._down.recv()):
                 case Generate() as request:
                     self._left[request.rid] = request.max_tokens or 1 << 30
