@@ -9,6 +9,8 @@ from protocol.messages import ChatPrompt
 from worker.errors import LoadFailed
 from worker.loader import Loaded
 from worker.parsers import FAMILIES, Parser, UnknownFamily, detect_family, make_parser, resolve, start_in_reasoning
+from worker.parsers.channels import Channels
+from worker.parsers.conversation import Grammar
 
 
 class Dialect:
@@ -24,6 +26,7 @@ class Dialect:
             )
         except UnknownFamily as error:
             raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
+        self.closing_ids = tuple(tokenizer.encode(self._closing(), add_special_tokens=False))
         self.visible = self._visible(tokenizer, template or "", plain_chat)
 
     def parser(self, prompt: ChatPrompt, rendered: str) -> tuple[Parser, bool]:
@@ -33,6 +36,17 @@ class Dialect:
             self.family, tools=prompt.tools, start_in_reasoning=is_reasoning, parse_tools=bool(prompt.tools)
         )
         return parser, is_reasoning
+
+    def _closing(self) -> str:
+        """What ends a reasoning block and begins the answer, in the family's own markup; empty if it never reasons."""
+        match FAMILIES[self.family].grammar:
+            case Channels():
+                return "<|end|><|start|>assistant<|channel|>final<|message|>"
+            case Grammar(think=None):
+                return ""
+            case Grammar(think=think):
+                assert think is not None
+                return f"\n{think.ends[0]}\n\n"
 
     def _visible(self, tokenizer: Any, template: str, plain_chat: str) -> frozenset[str]:
         """The control tokens that reach the parser: those of its markers, and those that a template uses for more than

@@ -223,7 +223,10 @@ class Engine:
                 held.append(row)
                 continue
             row.admitted = row.admitted or time.monotonic()
-            self._batch.insert(row)
+            if row.has_thought_enough:  # resumed just there
+                self._close_reasoning(row)
+            else:
+                self._batch.insert(row)
         for row in held:
             self._queue.push(row)
 
@@ -265,6 +268,8 @@ class Engine:
                 self._fail_row(token.row, f"its text was decoded: {type(error).__name__}: {error}")
             else:
                 self._deliver(token.row, piece)
+            if token.row.has_thought_enough and not token.row.is_finished:
+                self._close_reasoning(token.row)
         for row, error in tick.broken:
             if not row.is_finished:
                 self._fail_row(row, f"tokens were chosen: {type(error).__name__}: {error}")
@@ -272,6 +277,18 @@ class Engine:
     def _fail_row(self, row: Row, when: str) -> None:
         log.error("row %d failed while %s", row.rid, when)
         self._finish(row, Finish.ERROR, Failure(Code.ROW_FAILED, f"the request failed while {when}"))
+
+    def _close_reasoning(self, row: Row) -> None:
+        """Write the end of the reasoning block for the model and go on from there."""
+        if row.uid is not None:
+            self._batch.remove(row)
+        row.thinking_budget = None
+        for token in row.closing_ids:
+            ended = "length" if len(row.output) + 1 >= row.max_tokens else None
+            self._deliver(row, self._writer.advance(row, token, ended, None))
+            if row.is_finished:
+                return
+        self._batch.insert(row)
 
     def _read_logprobs(self, tokens: list[Token]) -> dict[int, TokenLogprob]:
         wanted = [token for token in tokens if token.row.top_logprobs is not None]

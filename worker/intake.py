@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from protocol.failures import Code
-from protocol.messages import ChatPrompt, Generate, TextPrompt, TokensPrompt
+from protocol.messages import ChatPrompt, Constraint, Generate, TextPrompt, TokensPrompt
 from worker.detokenize import Vocabulary
 from worker.dialect import Dialect
 from worker.errors import RequestInvalid
+from worker.guides import Rules
 from worker.loader import Loaded
 from worker.output import Writer
 from worker.rows import Row
@@ -20,6 +21,9 @@ from worker.stops import StopScanner
 from worker.templates import Renderer
 
 log = logging.getLogger("mlxd.worker")
+
+# How many tokens of a prompt tell whether it ends inside of reasoning.
+_PROMPT_END = 4096
 
 
 class Intake:
@@ -35,6 +39,9 @@ class Intake:
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
         self.writer = Writer(self.vocabulary)
+        self._rules = Rules(
+            loaded.tokenizer, self._dialect.family, loaded.vocab_size, loaded.eos_ids, self.vocabulary.token_bytes
+        )
         self._turn_starts = self._find_turn_starts(opened[len(closed) :])
 
     @property
@@ -48,7 +55,7 @@ class Intake:
             self.max_context = tokens
 
     def row(self, request: Generate, arrived: float) -> Row:
-        """A row that is safe to run. Raises `RequestInvalid`."""
+        """A row that is safe to run, but for its constraint: see `constrain`. Raises `RequestInvalid`."""
         self._check_sampling(request)
         ids, text = self._encode(request)
         self._check_ids(request.resume, "resume")
@@ -71,8 +78,14 @@ class Intake:
         )
         if isinstance(request.prompt, ChatPrompt):
             row.parser, row.is_reasoning = self._dialect.parser(request.prompt, text or "")
+            row.thinking_budget, row.closing_ids = request.thinking_budget, self._dialect.closing_ids
         self.writer.replay(row, request.resume)
         return row
+
+    def constrain(self, row: Row, constraint: Constraint) -> None:
+        """Give a row the rule for its output. For any thread that can wait, up to seconds. Raises `RequestInvalid`."""
+        prompt_end = self.vocabulary.decode(row.prompt[-_PROMPT_END:]) if constraint.after_reasoning else ""
+        row.rule = self._rules.make(constraint, prompt_end, ignore_eos=row.sampling.ignore_eos)
 
     def _encode(self, request: Generate) -> tuple[list[int], str | None]:
         match request.prompt:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from protocol.messages import Sampling, TokenLogprob, Usage
 from worker.detokenize import Detokenizer
+from worker.guides import Rule
 from worker.parsers import Parser
 from worker.stops import StopScanner
 
@@ -36,8 +37,10 @@ class Row:
     cache_salt: str = ""
     # Where messages begin in the prompt: worth a checkpoint for models whose caches cannot be cut.
     boundaries: list[int] = field(default_factory=list)
-    # Called before the sampling parameters' own processors; what structured output plugs into.
+    # Called before the sampling parameters' own processors.
     processors: list[Any] = field(default_factory=list)
+    # What the output must match.
+    rule: Rule | None = None
 
     arrival: int = 0
     uid: int | None = None
@@ -50,6 +53,9 @@ class Row:
     text_sent: int = 0
     parser: Parser | None = None
     is_reasoning: bool = False
+    thinking_budget: int | None = None
+    # What is written for the model once the budget is used up.
+    closing_ids: tuple[int, ...] = ()
     reasoning: int = 0
     cached: int = 0
     completion: int = 0
@@ -63,6 +69,10 @@ class Row:
         if self._tokens is None or len(self._tokens) != len(self.prompt) + len(self.output):
             self._tokens = np.array(self.prompt + self.output, dtype=np.int32)
         return self._tokens
+
+    @property
+    def has_thought_enough(self) -> bool:
+        return self.thinking_budget is not None and self.is_reasoning and self.reasoning >= self.thinking_budget
 
     def usage(self, now: float) -> Usage:
         admitted = self.admitted or now

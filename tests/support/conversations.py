@@ -57,7 +57,7 @@ REWRITES_HISTORY = (
 TEMPLATES = {"plain": PLAIN, "forgets reasoning": FORGETS_REASONING, "rewrites history": REWRITES_HISTORY}
 
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": name, "description": f"to {name} a thing", "parameters": {}}}
+    {"type": "function", "function": {"name": name, "description": name, "parameters": {}}}
     for name in ("read", "write", "search")
 ]
 
@@ -100,24 +100,24 @@ class Chat:
         self._engine = engine
         self._salt = salt
         self.messages: list[dict[str, Any]] = [
-            {"role": "system", "content": "mira kato sen luto por vide anka tomi " * 6}
+            {"role": "system", "content": "mira kato sen luto por vide anka tomi " * 4}
         ]
 
     def turns(self, questions: int = 5) -> Iterator[Turn]:
         for number in range(questions):
-            self.messages.append({"role": "user", "content": f"question {number}: kato sen mira por vi de an?"})
+            self.messages.append({"role": "user", "content": f"{number} kato sen mira por vi de an?"})
             call = {"type": "function", "function": {"name": "read", "arguments": {"line": number}}}
-            yield self._answer(f"reasoning {number} lu por vi", "mira to", [call])
-            self.messages.append({"role": "tool", "content": f"result {number}: sen sen lu"})
-            yield self._answer(f"more reasoning {number} ka to", f"answer {number}: de an por", [])
+            yield self._answer(f"{number} lu por vi", "mira to", [call])
+            self.messages.append({"role": "tool", "content": f"{number} sen sen lu"})
+            yield self._answer(f"{number} ka to", f"{number} de an por", [])
 
-    def request(self, rid: int, max_tokens: int = 40) -> Generate:
+    def request(self, rid: int, max_tokens: int = 16) -> Generate:
         prompt = ChatPrompt(self.messages, TOOLS)
         return Generate(rid, prompt, Sampling(temperature=0.0), max_tokens=max_tokens, cache_salt=self._salt)
 
     def _answer(self, reasoning: str, content: str, calls: list[dict[str, Any]]) -> Turn:
         engine = self._engine
-        request = self.request(len(engine.results) + 1)
+        request = self.request(len(engine.results) + 1, max_tokens=200)
         prompt = engine.intake.row(request, 0.0).prompt
         message = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}
         # What the plain template makes of the message is what a model of this kind says.

@@ -15,6 +15,7 @@ from protocol.messages import (
     Drained,
     Finish,
     Generate,
+    Kind,
     Progress,
     Rejected,
     Shutdown,
@@ -48,8 +49,9 @@ class Result:
     usage: Usage | None = None
     failure: Failure | None = None
     terminals: int = 0
-    # After each delta: how many ids and what text the client has.
+    # After each message: how many ids and what text the client has.
     steps: list[tuple[int, str]] = field(default_factory=list)
+    events: list[tuple[Kind, str]] = field(default_factory=list)
 
 
 def spec(path: Path, **settings: Any) -> WorkerSpec:
@@ -116,6 +118,8 @@ class EngineHarness:
                 case Step():
                     for delta in message.deltas:
                         self._take(delta)
+                    for result in {delta.rid: self.results[delta.rid] for delta in message.deltas}.values():
+                        result.steps.append((len(result.ids), result.text))
                 case _:
                     pass
             self._changed.notify_all()
@@ -127,7 +131,8 @@ class EngineHarness:
         result.text += delta.text
         result.ids += delta.token_ids
         result.logprobs += delta.logprobs or ()
-        result.steps.append((len(result.ids), result.text))
+        if delta.text:
+            result.events.append((delta.kind, delta.text))
         if delta.finish is not None:
             result.finish, result.usage, result.failure = delta.finish, delta.usage, delta.failure
             result.terminals += 1

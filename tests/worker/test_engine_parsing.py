@@ -1,0 +1,73 @@
+"""Reasoning and tool calls as the engine sends them, on random models whose templates open a reasoning block."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from protocol.messages import ChatPrompt, Finish, Generate, Kind, Sampling
+from tests.support.engine import EngineHarness, spec
+from tests.support.models import build
+
+THINKING_TEMPLATE = r"""
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + (m.content or '') + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
+
+
+@pytest.fixture(scope="module")
+def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build("qwen3", tmp_path_factory.mktemp("thinking"))
+    (folder / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    return folder
+
+
+def chat(rid: int, **fields: object) -> Generate:
+    prompt = ChatPrompt([{"role": "user", "content": "kato mira sen"}])
+    return structs.replace(Generate(rid, prompt, Sampling(temperature=0.0, ignore_eos=True), max_tokens=24), **fields)
+
+
+def test_text_before_the_end_of_a_block_the_prompt_opened_is_reasoning(thinking_model: Path) -> None:
+    with EngineHarness(spec(thinking_model)) as engine:
+        (result,) = engine.run([chat(1)])
+    assert {kind for kind, _ in result.events} == {Kind.REASONING}
+    assert result.usage is not None
+    assert result.usage.reasoning == 24
+
+
+def test_a_used_up_thinking_budget_closes_the_block_and_an_answer_follows(thinking_model: Path) -> None:
+    with EngineHarness(spec(thinking_model)) as engine:
+        (result,) = engine.run([chat(1, thinking_budget=8)])
+        closing = engine.intake.vocabulary.decode(result.ids[8:11])
+    kinds = [kind for kind, _ in result.events]
+    assert kinds == sorted(kinds, reverse=True), "reasoning first, then text"
+    assert set(kinds) == {Kind.REASONING, Kind.TEXT}
+    assert "</think>" in closing
+    assert "</think>" not in "".join(text for _, text in result.events)
+    assert result.finish is Finish.LENGTH
+    assert len(result.ids) == 24
+
+
+def test_a_budget_is_exact_in_a_batch_and_after_a_resume(thinking_model: Path) -> None:
+    with EngineHarness(spec(thinking_model)) as engine:
+        (alone,) = engine.run([chat(1, thinking_budget=8)])
+        for result in engine.run([chat(rid, thinking_budget=8) for rid in range(2, 6)]):
+            assert result.ids == alone.ids
+        for count, text in alone.steps[:-1]:
+            (rest,) = engine.run([chat(100 + count, thinking_budget=8, resume=tuple(alone.ids[:count]))])
+            assert alone.ids[:count] + rest.ids == alone.ids
+            assert text + rest.text == alone.text
+
+
+def test_a_budget_larger_than_max_tokens_changes_nothing(thinking_model: Path) -> None:
+    with EngineHarness(spec(thinking_model)) as engine:
+        free, bound = engine.run([chat(1), chat(2, thinking_budget=1000)])
+    assert free.ids == bound.ids
+
+
+def test_a_completion_has_no_parser(model_folder: Callable[[str], Path]) -> None:
+    from protocol.messages import TextPrompt
+
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        (result,) = engine.run([Generate(1, TextPrompt("<think>kato"), Sampling(temperature=0.0), max_tokens=12)])
+    assert {kind for kind, _ in result.events} == {Kind.TEXT}
