@@ -27,7 +27,7 @@ KEEP_ALIVE_S: Final = 75
 
 
 class Daemon:
-    """One daemon in a locked home. SIGTERM or SIGINT drains it; a second one ends it at once."""
+    """One daemon in a locked home. SIGTERM, SIGINT or SIGHUP drains it; a second one ends it at once."""
 
     def __init__(self, config: Config, *, command: Command = default_command) -> None:
         """Raises `PathTooLong`, `CannotListen`."""
@@ -54,8 +54,10 @@ class Daemon:
     async def run(self) -> None:
         """Serve until told to stop. Raises what broke the pool or a server."""
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._signals.put_nowait, signum)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # nohup means it: a terminal that closes is no reason to stop then.
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                loop.add_signal_handler(signum, self._signals.put_nowait, signum)
         try:
             await self._pool.start()
             async with asyncio.TaskGroup() as tasks:

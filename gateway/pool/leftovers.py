@@ -92,5 +92,9 @@ class Ledger:
 def _write(path: Path, content: bytes) -> None:
     # Whole or not at all: the gateway may be killed at any instant.
     fresh = path.with_name(path.name + ".new")
-    fresh.write_bytes(content)
-    os.replace(fresh, path)
+    try:
+        fresh.write_bytes(content)
+        os.replace(fresh, path)
+    except OSError as error:
+        # A full disk must not stop the serving; what is lost is adoption after a crash of ours.
+        log.error("cannot write %s: %s", path, error)

@@ -185,6 +185,8 @@ class Worker:
                         self._handle(item)
                     except Exception:
                         log.exception("worker %s: a fault of ours in state %s", self.name, self.state)
+                        self._wake(Failure(Code.INTERNAL, f"model '{self.name}' is not available: internal error"))
+                        self._release_stoppers()
         finally:
             self._leave()
 
