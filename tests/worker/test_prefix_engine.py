@@ -1,0 +1,176 @@
+"""The prefix cache in the engine: what is found again is counted exactly, and never changes a token."""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
+from tests.support.conversations import TEMPLATES, Chat, with_template
+from tests.support.engine import EngineHarness, Result, spec
+from tests.support.models import ARCHITECTURES, VOCAB
+
+GREEDY = Sampling(temperature=0.0)
+# The window of the sliding models is 32 tokens, so every one of these prompts is well beyond it.
+SHARED = 150
+# One of each: plain KV, sliding window, recurrent state.
+KINDS = ("qwen3", "gemma3_text", "qwen3_5")
+CUTTABLE = ("qwen3", "llama", "qwen3_moe")
+
+
+def words(seed: object, count: int) -> tuple[int, ...]:
+    rng = random.Random(str(seed))
+    return tuple(rng.randrange(10, VOCAB) for _ in range(count))
+
+
+def family(count: int, shared: int = SHARED) -> list[Generate]:
+    """Requests with a common beginning; every other one is sampled."""
+    return [
+        Generate(
+            rid,
+            TokensPrompt(words("shared", shared) + words(rid, 5 + 7 * rid)),
+            Sampling(temperature=0.9, top_p=0.95, seed=rid) if rid % 2 else GREEDY,
+            max_tokens=16,
+        )
+        for rid in range(1, count + 1)
+    ]
+
+
+def said(results: Sequence[Result]) -> list[tuple[list[int], str, Finish | None]]:
+    return [(result.ids, result.text, result.finish) for result in results]
+
+
+def cached(result: Result) -> int:
+    assert result.usage is not None
+    return result.usage.cached
+
+
+def common(left: Sequence[int], right: Sequence[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_are_the_same_cold_and_from_the_cache(architecture: str, model_folder: Callable[[str], Path]) -> None:
+    batch = family(5)
+    with EngineHarness(spec(model_folder(architecture), cache_bytes=0)) as engine:
+        cold = said([engine.run([request])[0] for request in batch])
+        assert all(cached(result) == 0 for result in engine.results.values())
+    with EngineHarness(spec(model_folder(architecture))) as engine:
+        one_by_one = [engine.run([request])[0] for request in batch]
+        again = engine.run(batch)
+    assert said(one_by_one) == cold
+    assert said(again) == cold
+    # The second time, all but the last token is there.
+    sizes = [len(request.prompt.ids) for request in batch if isinstance(request.prompt, TokensPrompt)]
+    assert [cached(result) for result in again] == [size - 1 for size in sizes]
+    if architecture in CUTTABLE:
+        assert [cached(result) for result in one_by_one] == [0] + [SHARED] * 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "template"),
+    [(architecture, "rewrites history") for architecture in ARCHITECTURES]
+    + [(architecture, template) for architecture in KINDS for template in ("plain", "forgets reasoning")],
+)
+def test_a_conversation_finds_what_its_last_turn_has_in_common(
+    architecture: str, template: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = with_template(model_folder(architecture), tmp_path / "model", TEMPLATES[template])
+    with EngineHarness(spec(folder)) as engine:
+        chat = Chat(engine)
+        turns = list(chat.turns())
+        last = engine.run([chat.request(99)])[0]
+        turn_start = engine.loaded.tokenizer.encode("<|im_start|>", add_special_tokens=False)[0]
+    assert len(turns) == 10
+    for before, turn in pairwise(turns):
+        shared = min(common(before.seen, turn.prompt), len(turn.prompt) - 1)
+        # The plain template goes on where the last answer ended, and there every kind of cache has a checkpoint.
+        if architecture in CUTTABLE or template == "plain":
+            assert cached(turn.result) >= 0.95 * shared
+        else:
+            boundary = max(at for at, token in enumerate(turn.prompt[: shared + 1]) if token == turn_start)
+            assert boundary > 0
+            assert cached(turn.result) >= boundary
+    with EngineHarness(spec(folder, cache_bytes=0)) as engine:
+        assert said(engine.run([chat.request(99)])) == said([last])
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_request_shares_the_prompt_of_one_that_still_decodes(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    first, second = (
+        Generate(rid, TokensPrompt(words("shared", SHARED)), Sampling(seed=rid, ignore_eos=True), max_tokens=60)
+        for rid in (1, 2)
+    )
+    with EngineHarness(spec(model_folder(architecture), cache_bytes=0)) as engine:
+        alone = said([engine.run([request])[0] for request in (first, second)])
+    with EngineHarness(spec(model_folder(architecture))) as engine:
+        running = engine.submit(first)
+        engine.wait(lambda: running.ids, "a first token")
+        joined = engine.submit(second)
+        engine.wait(lambda: running.terminals and joined.terminals, "both ends")
+    assert said([running, joined]) == alone
+    assert cached(joined) == SHARED - 1
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_identical_prompts_at_once_are_prefilled_once(architecture: str, model_folder: Callable[[str], Path]) -> None:
+    size, copies = 300, 6
+    batch = [
+        Generate(rid, TokensPrompt(words("same", size)), Sampling(seed=rid), max_tokens=8)
+        for rid in range(1, copies + 1)
+    ]
+    with EngineHarness(spec(model_folder(architecture), cache_bytes=0)) as engine:
+        alone = said([engine.run([request])[0] for request in batch])
+    with EngineHarness(spec(model_folder(architecture), prefill_chunk=64)) as engine:
+        results = engine.run(batch)
+        processed = engine.gauges.prompt_tokens
+    assert said(results) == alone
+    assert sorted(cached(result) for result in results) == [0] + [size - 1] * (copies - 1)
+    assert processed == size + copies - 1, "the last token of each, and the rest once"
+
+
+def test_different_ends_of_a_shared_prompt_wait_for_it_and_run_it_once(model_folder: Callable[[str], Path]) -> None:
+    batch = family(6, shared=400)
+    with EngineHarness(spec(model_folder("qwen3"), prefill_chunk=64)) as engine:
+        results = engine.run(batch)
+    assert sorted(cached(result) for result in results) == [0] + [400] * 5
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "qwen3_next"])
+def test_an_aborted_prefill_leaves_a_prefix_that_is_right(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    prompt = TokensPrompt(words("long", 900))
+    with EngineHarness(spec(model_folder(architecture), cache_bytes=0)) as engine:
+        cold = said(engine.run([Generate(1, prompt, GREEDY, max_tokens=12)]))
+    with EngineHarness(spec(model_folder(architecture), prefill_chunk=32)) as engine:
+        aborted = engine.submit(Generate(1, prompt, GREEDY, max_tokens=12, want_progress=True))
+        engine.wait(lambda: len(aborted.progress) > 2, "some prefill")
+        engine.command(Abort((1,)))
+        engine.wait(lambda: aborted.terminals, "the end")
+        again = engine.run([Generate(2, prompt, GREEDY, max_tokens=12)])
+    assert aborted.finish == Finish.ABORT
+    assert said(again) == cold
+    assert cached(again[0]) >= 64
+
+
+def test_tenants_never_see_each_others_cache(model_folder: Callable[[str], Path]) -> None:
+    prompt = TokensPrompt(words("secret", 200))
+    requests = [
+        Generate(rid, prompt, Sampling(temperature=0.8, seed=rid // 2), max_tokens=10, cache_salt="ab"[rid % 2])
+        for rid in range(8)
+    ]
+    with EngineHarness(spec(model_folder("qwen3"), cache_bytes=0)) as engine:
+        alone = said([engine.run([request])[0] for request in requests])
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        results = [engine.run([request])[0] for request in requests]
+    assert [cached(result) for result in results] == [0, 0] + [199] * 6
+    assert said(results) == alone
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        together = engine.run(requests)
+    assert said(together) == alone
+    assert sorted(cached(result) for result in together) == [0, 0] + [199] * 6
