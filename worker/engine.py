@@ -191,7 +191,7 @@ class Engine:
             return
         if row.echo:
             self._deltas.append(Delta(row.rid, text=row.echo))
-        if row.max_tokens == 0:
+        if row.max_tokens <= len(row.output):
             self._finish(row, Finish.LENGTH)
             return
         self._queue.push(row)

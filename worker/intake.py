@@ -6,12 +6,13 @@ MLX does no bounds checks, so every id that could reach it is checked here.
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Final
 
 from protocol.failures import Code
 from protocol.messages import ChatPrompt, Constraint, Generate, TextPrompt, TokensPrompt
 from worker.detokenize import Vocabulary
 from worker.dialect import Dialect
+from worker.encode import Encoder
 from worker.errors import RequestInvalid
 from worker.guides import Rules
 from worker.loader import Loaded
@@ -24,13 +25,17 @@ log = logging.getLogger("mlxd.worker")
 
 # How many tokens of a prompt tell whether it ends inside of reasoning.
 _PROMPT_END = 4096
+# Text longer than this many characters for each token of the context hardly ever fits.
+_CHARS_PER_TOKEN: Final = 8
+# A cut may split a token, and so add a few.
+_SLICE_SLACK: Final = 16
 
 
 class Intake:
     """Turns requests into rows for one loaded model."""
 
     def __init__(self, loaded: Loaded, parser: str = "") -> None:
-        self._tokenizer: Any = loaded.tokenizer
+        self._encoder = Encoder(loaded.tokenizer)
         self._vocab_size = loaded.vocab_size
         self.max_context = loaded.max_context
         self._renderer = Renderer(loaded.tokenizer)
@@ -91,16 +96,24 @@ class Intake:
         match request.prompt:
             case ChatPrompt() as chat:
                 text = self._renderer.render(chat)
-                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                ids = self._encode_text(text, request, add_special_tokens=False)
             case TextPrompt(text=text):
-                ids = self._tokenizer.encode(text)
+                ids = self._encode_text(text, request, add_special_tokens=True)
             case TokensPrompt(ids=given):
                 text, ids = None, list(given)
-        ids = [int(token) for token in ids]
         if not ids:
             raise RequestInvalid(Code.INVALID_REQUEST, "the prompt is empty", param="prompt")
         self._check_ids(ids, "prompt")
         return ids, text
+
+    def _encode_text(self, text: str, request: Generate, *, add_special_tokens: bool) -> list[int]:
+        # Megabytes that cannot fit would cost seconds and gigabytes: their beginning is enough to know.
+        start = text[: _CHARS_PER_TOKEN * self.max_context]
+        if len(start) < len(text):
+            at_least = len(self._encoder.encode(start, add_special_tokens=add_special_tokens))
+            if at_least > self.max_context + _SLICE_SLACK:
+                raise self._too_long(f"at least {at_least}", request)
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         for token in ids:
@@ -114,9 +127,9 @@ class Intake:
 
     def _find_turn_starts(self, generation_prompt: str) -> frozenset[int]:
         """The control token that opens the generation prompt opens every message; without one, any control token."""
-        first = self._tokenizer.encode(generation_prompt, add_special_tokens=False)[:1]
+        first = self._encoder.encode(generation_prompt, add_special_tokens=False)[:1]
         hidden = self.vocabulary.hidden
-        return frozenset(int(token) for token in first) & hidden or hidden
+        return frozenset(first) & hidden or hidden
 
     def _check_sampling(self, request: Generate) -> None:
         sampling = request.sampling
@@ -127,28 +140,27 @@ class Intake:
                     f"logit_bias names token id {token}, outside of the model's vocabulary of {self._vocab_size}",
                     param="logit_bias",
                 )
-        if sampling.top_k > self._vocab_size:
-            raise RequestInvalid(
-                Code.INVALID_REQUEST,
-                f"top_k is {sampling.top_k}, but the model's vocabulary has {self._vocab_size} tokens",
-                param="top_k",
-            )
-        if request.top_logprobs is not None and request.top_logprobs > self._vocab_size:
-            raise RequestInvalid(
-                Code.INVALID_REQUEST, "top_logprobs is larger than the model's vocabulary", param="top_logprobs"
-            )
+        for param, value in (("top_k", sampling.top_k), ("top_logprobs", request.top_logprobs or 0)):
+            if not 0 <= value <= self._vocab_size:
+                message = f"{param} is {value}, but the model's vocabulary has {self._vocab_size} tokens"
+                raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+        if request.max_tokens is not None and request.max_tokens < 0:
+            raise RequestInvalid(Code.INVALID_REQUEST, "max_tokens is negative", param="max_tokens")
 
     def _room(self, prompt_tokens: int, request: Generate) -> int:
         """How many tokens may be generated: what is asked for, or what is left of the context."""
         left = self.max_context - prompt_tokens
         if left < 1:
-            raise RequestInvalid(
-                Code.CONTEXT_LENGTH_EXCEEDED,
-                f"This model's maximum context length is {self.max_context} tokens. However, your request has "
-                f"{prompt_tokens} tokens of prompt. Please shorten it.",
-                param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
-            )
+            raise self._too_long(str(prompt_tokens), request)
         return left if request.max_tokens is None else min(left, request.max_tokens)
+
+    def _too_long(self, tokens: str, request: Generate) -> RequestInvalid:
+        return RequestInvalid(
+            Code.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {self.max_context} tokens. However, your request has "
+            f"{tokens} tokens of prompt. Please shorten it.",
+            param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
+        )
 
 
 def now() -> float:

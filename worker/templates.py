@@ -9,6 +9,9 @@ from protocol.failures import Code
 from protocol.messages import ChatPrompt
 from worker.errors import RequestInvalid
 
+# What a template that meets messages of another shape than it expects has been seen to raise, and its neighbours.
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+
 
 class Renderer:
     """Renders with exactly the variables that a request gives: what it does not mention, the template decides."""
@@ -28,7 +31,7 @@ class Renderer:
             )
         try:
             return self._render(prompt, opens_answer and not prompt.continue_final)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except _REFUSALS as error:
             raise RequestInvalid(
                 Code.TEMPLATE_ERROR, f"the model's chat template refused the messages: {error}", param="messages"
             ) from error
