@@ -8,7 +8,7 @@ import zmq
 
 from gateway.link import RID_BITS, SEQ_BITS, Link, WorkerGone
 from protocol import sockets
-from protocol.codec import decode_down, encode
+from protocol.codec import MAX_FRAME_BYTES, decode_down, encode
 from protocol.failures import Code, Failure
 from protocol.messages import (
     Abort,
@@ -239,6 +239,16 @@ async def test_a_malformed_frame_is_counted_and_the_next_message_is_read(home: P
         wire.say(Step(3, 1, []))
         await until(lambda: wire.events.steps == 1)
         assert wire.events.malformed == 1
+
+
+async def test_an_oversize_frame_costs_its_sender_the_connection_and_nobody_else(home: Path) -> None:
+    async with Wire(home) as wire:
+        rogue: Any = sockets.connect_push(wire.context, wire.link.up)
+        rogue.send(bytes(MAX_FRAME_BYTES + 1))
+        wire.say(Step(3, 1, []))
+        await until(lambda: wire.events.steps == 1)
+        assert wire.events.malformed == 0
+        rogue.close(0)
 
 
 async def test_request_ids_of_two_boots_never_meet(home: Path) -> None:
