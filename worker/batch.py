@@ -1,17 +1,19 @@
 """mlx-lm's `BatchGenerator` with rows that know who they are.
 
-The only change is that sampling is told which requests a forward pass is for: the two batches that the generator
-holds for its whole life are of our subclasses, and `extend`, `split` and `generate` keep them so.
+Sampling is told which requests a forward pass is for, and a step with constrained rows waits for their masks after
+the forward pass is launched: the two batches that the generator holds for its whole life are of our subclasses, and
+`extend`, `split` and `generate` keep them so.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch, StopSequences
 
+from worker.constrain import Masks
 from worker.kv import extract
 from worker.kv_budget import KvCost
 from worker.prefix_cache import PrefixCache, common_prefix
@@ -24,12 +26,29 @@ CHECKPOINT_TOKENS: Final = 2048
 NEWEST_BOUNDARIES: Final = 6
 # Waiting for another row's prefill pays from about here.
 MIN_SHARED_TOKENS: Final = 64
+# How long a tick waits for a mask when no row can go on without one.
+PARKED_WAIT_S: Final = 0.05
 
 
 class _PromptBatch(PromptProcessingBatch):
     def generate(self, tokens: list[list[int]]) -> GenerationBatch:
-        with self.fallback_sampler.rows(self.uids):  # type: ignore[attr-defined]
-            return super().generate(tokens)
+        """As mlx-lm's, but what comes out is ours from its first step on."""
+        assert all(len(last) == 1 for last in tokens), "the generator prefills all but the last token"
+        batch = _DecodeBatch(
+            self.model,
+            self.uids,
+            mx.array([last[-1] for last in tokens]),
+            self.prompt_cache,
+            self.tokens,
+            self.samplers,
+            self.fallback_sampler,
+            self.logits_processors,
+            self.stop_sequences,
+            self.max_tokens,
+        )
+        self.uids, self.prompt_cache, self.tokens = [], [], []
+        self.samplers, self.logits_processors, self.stop_sequences, self.max_tokens = [], [], [], []
+        return batch
 
     def extract_cache(self, idx: int) -> list[Any]:
         return extract(self.prompt_cache, idx)
@@ -37,8 +56,45 @@ class _PromptBatch(PromptProcessingBatch):
 
 class _DecodeBatch(GenerationBatch):
     def _step(self) -> Any:
-        with self.fallback_sampler.rows(self.uids):  # type: ignore[attr-defined]
+        sampler = cast(RowSampler, self.fallback_sampler)
+        with sampler.rows(self.uids):
+            if sampler.masks.constrains(self.uids):
+                return self._constrained_step(sampler)
             return super()._step()
+
+    def _constrained_step(self, sampler: RowSampler) -> tuple[list[int], list[mx.array]]:
+        """mlx-lm's `_step`, launched in two parts: see `worker.constrain`."""
+        is_first = cast(mx.array | None, self._current_tokens) is None
+        inputs = self._current_tokens = self._next_tokens
+        self._current_logprobs = self._next_logprobs
+        logits = self.model(inputs[:, None], cache=self.prompt_cache)[:, -1, :]
+        logits, contexts = self._process(inputs, logits)
+        mx.async_eval(logits, contexts)
+        mx.eval(inputs, self._current_logprobs)
+        ids: Any = inputs.tolist()
+        if not is_first:  # the first inputs are of the prompt
+            sampler.masks.take(self.uids, ids)
+        logits = sampler.masks.apply(self.uids, logits)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        self._next_tokens = sampler(logprobs)
+        self._next_logprobs = list(logprobs)
+        mx.async_eval(self._next_tokens, self._next_logprobs)
+        for tokens, token in zip(self.tokens, ids, strict=True):
+            tokens.append(token)
+        return ids, self._current_logprobs
+
+    def _process(self, inputs: mx.array, logits: mx.array) -> tuple[mx.array, list[mx.array]]:
+        """Logits after the processors of each row, and the contexts that they were given."""
+        contexts: list[mx.array] = []
+        for at, chain in enumerate(self.logits_processors or ()):
+            if chain:
+                context = self._token_context[at].update_and_fetch(inputs[at : at + 1])
+                contexts.append(context)
+                row = logits[at : at + 1]
+                for processor in chain:
+                    row = processor(context, row)
+                logits[at : at + 1] = row
+        return logits, contexts
 
     def extract_cache(self, idx: int) -> list[Any]:
         return extract(self.prompt_cache, idx)
@@ -84,7 +140,10 @@ class Batch:
         # Known once a first row, the one for warming up, has ended.
         self.kv_cost: KvCost | None = None
         self._cache = cache
-        self._sampler = RowSampler()
+        self._masks = Masks()
+        self._sampler = RowSampler(self._masks)
+        # Rows taken out while their grammar works, by the uid that they had.
+        self._parked: dict[int, Row] = {}
         self._rows: dict[int, Row] = {}
         self._guards: dict[int, list[Guard]] = {}
         self._prefilling: set[int] = set()
@@ -135,7 +194,7 @@ class Batch:
                 return True
         return False
 
-    def insert(self, row: Row) -> None:
+    def insert(self, row: Row, parked: int | None = None) -> None:
         """Queue prompt and output so far, less what the prefix cache holds; sampling goes on at position len(output).
 
         The last token always runs: its logits are what the first sample needs.
@@ -153,27 +212,37 @@ class Batch:
             caches=[caches] if caches else None,
             all_tokens=[tokens[:reused].tolist()],
             logits_processors=[guards],
-            stop_sequences=[self._never if row.sampling.ignore_eos else self._eos],
+            stop_sequences=[self._never if row.sampling.ignore_eos and row.rule is None else self._eos],
         )
         row.uid = uid
         self._rows[uid] = row
         self._guards[uid] = guards
         self._prefilling.add(uid)
         self._sampler.add(uid, row.sampling, len(row.output))
+        if parked is not None:
+            self._masks.move(parked, uid)
+        elif row.rule is not None:
+            self._masks.add(uid, row.rule, row.output)
 
     def remove(self, row: Row) -> None:
         """Take a row out; what it has computed so far goes to the prefix cache."""
         if row.uid is None:
             return
+        if row.uid not in self._parked:
+            self._take_out(row)
+        self._forget(row)
+
+    def _take_out(self, row: Row) -> None:
+        assert row.uid is not None
         with mx.stream(self._generator.stream):
             caches, tokens = self._generator.remove([row.uid], return_prompt_caches=True)[row.uid]
             # A row that never ran holds what it was given.
             if len(tokens) > row.reused:
                 self._cache.store(np.array(tokens, dtype=np.int32), caches, row.cache_salt)
-        self._forget(row)
 
     def tick(self, chunk: int) -> Tick:
         """One decode step, then at most `chunk` prompt tokens of each prefilling row."""
+        self._unpark()
         self._generator.prefill_step_size = chunk
         prompted, generated = self._generator.next()
         progress: list[tuple[Row, int, int]] = []
@@ -194,6 +263,7 @@ class Batch:
             for guard in guards
             if guard.error is not None
         ]
+        broken += [(self._rows[uid], error) for uid, error in self._masks.errors()]
         tokens: list[Token] = []
         for response in generated:
             row = self._rows[response.uid]
@@ -204,17 +274,38 @@ class Batch:
                 self.kv_cost = self.kv_cost or KvCost.of(response.prompt_cache, len(response.all_tokens))
                 self._keep(row, response.all_tokens, response.prompt_cache)
                 self._forget(row)
+        self._park()
         return Tick(tokens, progress, broken, prefilled)
+
+    def _park(self) -> None:
+        """Take out the rows that the step did not wait for: what was sampled for them is dropped, their KV is kept."""
+        for uid in self._masks.late():
+            if (row := self._rows.get(uid)) is not None:
+                self._take_out(row)
+                self._parked[uid] = row
+
+    def _unpark(self) -> None:
+        """Put back the rows whose masks are there. When nothing else is to be done, wait for one a moment."""
+        if self._parked and len(self._parked) == len(self._rows):
+            self._masks.wait(list(self._parked), PARKED_WAIT_S)
+        for uid in [uid for uid in self._parked if self._masks.is_done(uid)]:
+            row, cached = self._parked.pop(uid), self._rows.pop(uid).cached
+            self._guards.pop(uid)
+            self._prefilling.discard(uid)
+            self._sampler.discard(uid)
+            self.insert(row, parked=uid)
+            row.cached = cached
 
     def abandon(self) -> list[Row]:
         """Let go of every row after a failed step, when nothing in the generator can be trusted; returns them."""
         rows = self.rows
         for row in rows:
             self._forget(row)
-        self._generator.close()
+        self.close()
         return rows
 
     def close(self) -> None:
+        self._masks.close()
         self._generator.close()
 
     def _segments(self, row: Row, tokens: Any, reused: int) -> list[list[int]]:
@@ -251,6 +342,8 @@ class Batch:
     def _forget(self, row: Row) -> None:
         assert row.uid is not None
         self._rows.pop(row.uid, None)
+        self._parked.pop(row.uid, None)
+        self._masks.discard(row.uid)
         self._guards.pop(row.uid, None)
         self._prefilling.discard(row.uid)
         self._sampler.discard(row.uid)

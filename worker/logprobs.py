@@ -1,5 +1,6 @@
 """Log-probabilities of sampled tokens and of the likeliest ones, read without waiting for the next step."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ class LogprobReader:
         top: list[tuple[int, float]] = []
         if ids is not None and values is not None:
             pairs: Any = zip(ids.tolist(), values.tolist(), strict=True)  # type: ignore[arg-type]
-            top = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+            # What a grammar forbids is not among the likeliest, even when fewer are left than were asked for.
+            top = sorted((pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: (-pair[1], pair[0]))
         return TokenLogprob(
             self._token_bytes(token), logprob, tuple((self._token_bytes(other), value) for other, value in top)
         )

@@ -8,6 +8,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import version
 from queue import SimpleQueue
 from types import FrameType
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from protocol.failures import Code, Exit, Failure
-from protocol.messages import Generate, Goodbye, Loading, Ready, Rejected, Shutdown, WorkerSpec
+from protocol.messages import Constraint, Generate, Goodbye, Loading, Ready, Rejected, Shutdown, WorkerSpec
 from worker.gauges import Gauges
 from worker.link import Link
 
@@ -24,8 +27,12 @@ if TYPE_CHECKING:
     from worker.engine import Command, Engine
     from worker.intake import Intake
     from worker.loader import Loaded
+    from worker.rows import Row
 
 log = logging.getLogger("mlxd.worker")
+
+# A grammar can take seconds to compile; one that does must not hold up the others.
+_COMPILERS = 2
 
 # With room for less than this, a model is of no use.
 MIN_CONTEXT: Final = 256
@@ -145,18 +152,36 @@ class Process:
     def _tokenize(
         self, intake: "Intake", requests: "SimpleQueue[tuple[Generate, float]]", inbox: "SimpleQueue[Command]"
     ) -> None:
-        from worker.errors import RequestInvalid
+        """Requests become rows in order, but for those that wait for the compiler of their grammar."""
+        compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="compiler")
+
+        def constrain(row: "Row", constraint: Constraint) -> None:
+            with self._refusing(row.rid):
+                intake.constrain(row, constraint)
+                inbox.put(row)
 
         while True:
             request, arrived = requests.get()
-            try:
-                inbox.put(intake.row(request, arrived))
-            except RequestInvalid as error:
-                self._link.send(Rejected(request.rid, error.failure))
-            except Exception as error:  # one request must never take the thread down
-                log.exception("request %d could not be prepared", request.rid)
-                message = f"the request could not be prepared: {type(error).__name__}"
-                self._link.send(Rejected(request.rid, Failure(Code.INTERNAL, message, repr(error))))
+            with self._refusing(request.rid):
+                row = intake.row(request, arrived)
+                if request.constraint is None:
+                    inbox.put(row)
+                else:
+                    compilers.submit(constrain, row, request.constraint)
+
+    @contextmanager
+    def _refusing(self, rid: int) -> Generator[None]:
+        """Whatever goes wrong inside is the end of one request."""
+        from worker.errors import RequestInvalid
+
+        try:
+            yield
+        except RequestInvalid as error:
+            self._link.send(Rejected(rid, error.failure))
+        except Exception as error:  # one request must never take the thread down
+            log.exception("request %d could not be prepared", rid)
+            message = f"the request could not be prepared: {type(error).__name__}"
+            self._link.send(Rejected(rid, Failure(Code.INTERNAL, message, repr(error))))
 
     def _report_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         self._link.send(Loading(self._spec.epoch, stage, done_bytes, total_bytes))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from protocol.messages import Sampling
+from worker.constrain import Masks
 
 Processor = Callable[[mx.array, mx.array], mx.array]
 """(context ids `[tokens]`, logits `[1, vocab]`) -> logits; context is prompt and output so far."""
@@ -27,7 +28,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class RowSampler:
     """Samples for all rows at once; told by `rows` which requests the next call is for."""
 
-    def __init__(self) -> None:
+    def __init__(self, masks: Masks | None = None) -> None:
+        # What grammars forbid: it goes onto the logits before they become the log-probabilities given to `__call__`.
+        self.masks = masks or Masks()
         self._params: dict[int, Sampling] = {}
         self._position: dict[int, int] = {}
         self._uids: tuple[int, ...] = ()

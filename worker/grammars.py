@@ -1,0 +1,291 @@
+"""Constraints to grammars that are ready to run. Thread-safe, and meant for threads that may wait.
+
+What a client sends can be as hostile as it likes: its size is bounded before llguidance sees it, llguidance's own
+limits bound every later step, and a grammar is tried for a few tokens before a request may use it.
+"""
+
+import hashlib
+import json
+import math
+import random
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Final, assert_never, cast
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from protocol.failures import Code, Failure
+from protocol.messages import Constraint, ConstraintKind
+from worker.errors import RequestInvalid
+
+Allowed = npt.NDArray[np.bool_]
+"""`[vocab]`: which tokens may come next."""
+
+MAX_BYTES: Final = 256 * 1024
+MAX_CHOICES: Final = 10_000
+MAX_CACHED: Final = 128
+# llguidance builds an automaton with this many states to keep count of remainders: 10^6 of them take seconds.
+MAX_MULTIPLE: Final = 20_000
+# A mask that takes longer than this when it is tried would hold its row up at every token.
+MAX_TRIAL_S: Final = 0.5
+TRIAL_WALKS: Final = 2
+TRIAL_TOKENS: Final = 12
+# Enough for every schema of everyday use with a wide margin; at these, the slowest mask takes tens of milliseconds.
+LIMITS: Final = LLParserLimits(
+    step_lexer_fuel=100_000,
+    step_max_items=25_000,
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+# One space is allowed where JSON allows any: a weak model would otherwise fill its answer with newlines.
+_JSON_OPTIONS: Final[dict[str, Any]] = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": "[ ]",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+_MULTIPLE: Final = re.compile(r'"multipleOf"\s*:\s*([-+0-9.eE]{1,40})')
+_MAX_MESSAGE: Final = 400
+
+
+class GrammarFailed(Exception):
+    """A grammar cannot go on: a limit was reached, or no token fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled grammar. `prototype` is never advanced; each sequence walks on a copy."""
+
+    table: LLTokenizer
+    prototype: LLMatcher
+
+    def walk(self) -> "Walk":
+        return Walk(self.table, self.prototype.deep_copy())
+
+
+class Walk:
+    """Where one sequence is in its grammar. Used by one thread at a time; the GIL is free while it works."""
+
+    __slots__ = ("_matcher", "_table", "_words")
+
+    def __init__(self, table: LLTokenizer, matcher: LLMatcher) -> None:
+        self._table = table
+        self._matcher = matcher
+        self._words = np.zeros(-(-table.vocab_size // 32), dtype=np.uint32)
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Go on by these tokens. Raises `GrammarFailed` when they do not fit."""
+        if not self._matcher.consume_tokens(list(tokens)):
+            raise GrammarFailed(_reason(self._matcher.get_error()))
+
+    def take_bytes(self, text: bytes) -> None:
+        """Go on by text that is part of a token."""
+        self.take(self._table.tokenize_bytes(text))
+
+    def allowed(self) -> Allowed:
+        """Which tokens may come next, at least one. Raises `GrammarFailed`."""
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        if self._matcher.is_error():
+            raise GrammarFailed(_reason(self._matcher.get_error()))
+        bits = np.unpackbits(self._words.view(np.uint8), count=self._table.vocab_size, bitorder="little")
+        if not bits.any():
+            raise GrammarFailed("no token of this model fits")
+        return bits.view(np.bool_)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One constraint that was asked for; its lock is held while it is compiled."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    outcome: Grammar | Failure | None = None
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer, and remembers the outcome."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """`tokenizer` is transformers'; ids from its end up to `vocab_size` are never allowed."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = list(eos_ids)
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._lock = threading.Lock()
+        self._table_lock = threading.Lock()
+        self._table: LLTokenizer | None = None
+        self.compiled = 0
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """The grammar of `constraint`; the same one for the same text. Raises `RequestInvalid`."""
+        entry = self._entry(constraint)
+        with entry.lock:
+            if entry.outcome is None:
+                entry.outcome = self._try(constraint)
+        if isinstance(entry.outcome, Grammar):
+            return entry.outcome
+        raise RequestInvalid(entry.outcome.code, entry.outcome.message, param=constraint.param)
+
+    def _entry(self, constraint: Constraint) -> _Entry:
+        key = hashlib.sha256(bytes([constraint.kind]) + constraint.text.encode(errors="surrogatepass")).digest()
+        with self._lock:
+            entry = self._entries.setdefault(key, _Entry())
+            self._entries.move_to_end(key)
+            if len(self._entries) > MAX_CACHED:
+                self._entries.popitem(last=False)
+        return entry
+
+    def _try(self, constraint: Constraint) -> Grammar | Failure:
+        self.compiled += 1
+        try:
+            source = _source(constraint)
+            table = self._tokens()
+            matcher = LLMatcher(table, source, log_level=0, limits=LIMITS)
+            if matcher.is_error():
+                raise GrammarFailed(_reason(matcher.get_error()))
+            grammar = Grammar(table, matcher)
+            _try_out(grammar, self._eos_ids)
+        except GrammarFailed as error:
+            what = constraint.kind.name.lower().replace("_", " ")
+            return Failure(Code.INVALID_REQUEST, f"this {what} cannot be enforced: {error}")
+        except RequestInvalid as error:
+            return error.failure
+        return grammar
+
+    def _tokens(self) -> LLTokenizer:
+        with self._table_lock:
+            if self._table is None:
+                try:
+                    self._table = LLTokenizer(
+                        _serialized(self._tokenizer), n_vocab=self._vocab_size, eos_token=self._eos_ids
+                    )
+                except ValueError as error:
+                    raise RequestInvalid(
+                        Code.UNSUPPORTED, f"this model's tokenizer cannot be constrained: {error}"
+                    ) from error
+            return self._table
+
+
+def _serialized(tokenizer: Any) -> str:
+    """A tokenizer as JSON, with the added tokens that its `tokenizer.json` may lack. Raises ValueError."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError("it is not of the tokenizers library")
+    backend = copy(backend)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend.to_str()
+
+
+def _source(constraint: Constraint) -> str:
+    """What llguidance compiles. Raises `GrammarFailed` for what is wrong on the face of it."""
+    text = constraint.text
+    if len(text) > MAX_BYTES or len(text.encode(errors="surrogatepass")) > MAX_BYTES:
+        raise GrammarFailed(f"it is larger than {MAX_BYTES} bytes")
+    if "\0" in text or (not text.isprintable() and _has_surrogate(text)):
+        raise GrammarFailed("it holds characters that are not text")
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            return _json('{"type": "object"}')
+        case ConstraintKind.JSON_SCHEMA:
+            return _json(_checked_schema(text))
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_regex(text)
+        case ConstraintKind.GRAMMAR:
+            _check_multiples(text)
+            return LLMatcher.grammar_from_lark(_lark(text))
+        case ConstraintKind.CHOICE:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in _choices(text)))
+        case _:
+            assert_never(constraint.kind)
+
+
+def _json(schema: str) -> str:
+    # As overrides, so that a schema's own `x-guidance` cannot make it lenient.
+    return LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, _JSON_OPTIONS))
+
+
+def _checked_schema(text: str) -> str:
+    try:
+        schema: Any = json.loads(text)
+        plain = json.dumps(schema)
+    except (ValueError, RecursionError) as error:
+        raise GrammarFailed(f"it is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise GrammarFailed("it is not a JSON object")
+    _check_multiples(plain)
+    return plain
+
+
+def _check_multiples(text: str) -> None:
+    """Refuse `multipleOf`s that together need too large an automaton."""
+    values: set[Fraction] = set()
+    for written in _MULTIPLE.findall(text):
+        try:
+            value = Fraction(written) if len(written) <= 12 else Fraction(0)
+        except (ValueError, ZeroDivisionError):
+            value = Fraction(0)
+        if value <= 0 or value.numerator > MAX_MULTIPLE:
+            raise GrammarFailed(f"multipleOf {written} is not a positive number that can be enforced")
+        values.add(value)
+    scale = math.lcm(*(value.denominator for value in values))
+    if values and math.lcm(*(int(value * scale) for value in values)) > MAX_MULTIPLE:
+        raise GrammarFailed("its multipleOf values are too many or too different to be enforced together")
+
+
+def _lark(text: str) -> str:
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # a small parser of its own, which raises whatever it meets
+        raise GrammarFailed(f"it is neither Lark nor GBNF: {error}") from error
+
+
+def _choices(text: str) -> list[str]:
+    try:
+        choices: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarFailed(f"it is not JSON: {error}") from error
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
+        raise GrammarFailed("it is not a list of texts")
+    if len(choices) > MAX_CHOICES:
+        raise GrammarFailed(f"it has more than {MAX_CHOICES} entries")
+    return cast(list[str], choices)
+
+
+def _try_out(grammar: Grammar, eos_ids: Sequence[int]) -> None:
+    """Walk a few tokens on random ways: a grammar that no text fits, or that is too slow, is refused here."""
+    for seed in range(TRIAL_WALKS):
+        rng, walk = random.Random(seed), grammar.walk()
+        for _ in range(TRIAL_TOKENS):
+            started = time.thread_time()
+            allowed = np.flatnonzero(walk.allowed())
+            if time.thread_time() - started > MAX_TRIAL_S:
+                raise GrammarFailed("it takes too long to follow")
+            token = int(allowed[rng.randrange(len(allowed))])
+            if token in eos_ids:
+                break
+            walk.take([token])
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _reason(error: str) -> str:
+    """What llguidance says, without the state and stack that it appends."""
+    for end in ("\n<state>", "<non-verbose/>", "\n<backtrace>", "<backtrace>"):
+        error = error.partition(end)[0]
+    if error.startswith("panic"):
+        return "it is too complex"
+    if error.startswith("NoExtension"):
+        return "no text fits it"
+    return " ".join(error.split())[:_MAX_MESSAGE] or "it is too complex"

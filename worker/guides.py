@@ -1,0 +1,146 @@
+"""What one request may say: its grammar, and the reasoning that may come before it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from protocol.messages import Constraint
+from worker.grammars import Allowed, Grammar, Grammars
+from worker.parsers import FAMILIES, start_in_reasoning
+from worker.parsers.channels import Channels
+
+
+@dataclass(frozen=True, slots=True)
+class Prologue:
+    """What may come before the constrained text.
+
+    `ends`: the markers after which the answer begins. `is_open`: the answer begins only after one of them; until then
+    the row is free, but may not end. `openers`: tokens that open such a block as the very first token.
+    """
+
+    ends: tuple[bytes, ...] = ()
+    is_open: bool = False
+    openers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The constraint of one request. `anything` is what a free block allows: every token but those that end it all."""
+
+    grammar: Grammar
+    prologue: Prologue
+    eos_ids: tuple[int, ...]
+    anything: Allowed
+    token_bytes: Callable[[int], bytes]
+    ignore_eos: bool = False
+
+
+class Guide:
+    """One row's way through its rule. Its methods run on one thread at a time."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._walk = rule.grammar.walk()
+        self._is_free = rule.prologue.is_open
+        self._is_start = True
+        self._is_over = False
+        self._tail = b""
+        self._keep = max((len(end) for end in rule.prologue.ends), default=1) - 1
+
+    def take(self, token: int) -> None:
+        """Go on by one token. Raises `GrammarFailed`."""
+        is_start, self._is_start = self._is_start, False
+        if token in self._rule.eos_ids:
+            self._is_over = True
+        elif self._is_free:
+            self._scan(token)
+        elif is_start and token in self._rule.prologue.openers:
+            self._is_free = True
+        else:
+            self._walk.take([token])
+
+    def allowed(self) -> Allowed | None:
+        """Which tokens may come next; None when any may. Raises `GrammarFailed`."""
+        rule = self._rule
+        if self._is_over:
+            return None
+        if self._is_free:
+            return rule.anything
+        allowed = self._walk.allowed()
+        if self._is_start:
+            allowed[list(rule.prologue.openers)] = True
+        if rule.ignore_eos:
+            longer = allowed & rule.anything
+            return longer if longer.any() else allowed
+        return allowed
+
+    def _scan(self, token: int) -> None:
+        """Look for the end of the free block; text that follows it within this token belongs to the answer."""
+        text = self._tail + self._rule.token_bytes(token)
+        hits = [(at, end) for end in self._rule.prologue.ends if (at := text.find(end)) >= 0]
+        if not hits:
+            self._tail = text[-self._keep :] if self._keep else b""
+            return
+        at, end = min(hits)
+        self._is_free = False
+        if rest := text[at + len(end) :].lstrip():
+            self._walk.take_bytes(rest)
+
+
+class Rules:
+    """Makes the rule of a request, for one model. Safe to call from threads that may wait for a compiler."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        family: str,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        token_bytes: Callable[[int], bytes],
+    ) -> None:
+        """`tokenizer` is transformers'; `family` says how the model marks its reasoning."""
+        self._grammars = Grammars(tokenizer, vocab_size, eos_ids)
+        self._family = family
+        self._vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self._eos_ids = tuple(eos_ids)
+        self._token_bytes = token_bytes
+        self._anything = np.arange(vocab_size) < len(tokenizer)
+        self._anything[list(eos_ids)] = False
+
+    def make(self, constraint: Constraint, prompt_end: str, *, ignore_eos: bool = False) -> Rule:
+        """The rule for an answer to a prompt that ends with `prompt_end`. Raises `RequestInvalid`."""
+        return Rule(
+            grammar=self._grammars.compile(constraint),
+            prologue=self._prologue(prompt_end) if constraint.after_reasoning else Prologue(),
+            eos_ids=self._eos_ids,
+            anything=self._anything,
+            token_bytes=self._token_bytes,
+            ignore_eos=ignore_eos,
+        )
+
+    def _prologue(self, prompt_end: str) -> Prologue:
+        """Open if the prompt has opened it; if it has neither opened nor closed it, the model may do so."""
+        grammar = FAMILIES[self._family].grammar
+        if isinstance(grammar, Channels):
+            return self._channels(prompt_end)
+        if grammar.think is None:
+            return Prologue()
+        ends = tuple(end.encode() for end in grammar.think.ends)
+        if start_in_reasoning(self._family, prompt_end):
+            return Prologue(ends, is_open=True)
+        if prompt_end.rstrip().endswith(grammar.think.ends):
+            return Prologue()
+        return Prologue(ends, openers=self._single(grammar.think.starts))
+
+    def _channels(self, prompt_end: str) -> Prologue:
+        """Harmony names the channel of each message; the answer is what follows the name of the last one."""
+        final = "<|channel|>final<|message|>"
+        if len(self._single(("<|channel|>", "<|message|>"))) < 2 or prompt_end.endswith(final):
+            return Prologue()
+        return Prologue((final.encode(),), is_open=True)
+
+    def _single(self, markers: Sequence[str]) -> tuple[int, ...]:
+        """Those markers that are one token."""
+        return tuple(self._vocabulary[marker] for marker in markers if marker in self._vocabulary)
