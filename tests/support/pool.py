@@ -42,7 +42,7 @@ def config(home: Path, models: Sequence[str] = ("m",), **fields: object) -> Conf
     return Config(
         home=home,
         server=ServerConfig(drain_s=2.0),
-        models={name: ModelConfig(name=name, path="demo", **fields) for name in models},  # type: ignore[arg-type]
+        models={name: msgspec.convert({"name": name, "path": "demo"} | fields, ModelConfig) for name in models},
         config_path=home / "mlxd.toml",
     )
 
@@ -90,7 +90,8 @@ class Running:
         return self.link.submit(worker, [self.request(text, max_tokens)])
 
     def request(self, text: str = "", max_tokens: int = 5) -> Generate:
-        return Generate(self.link.next_rid(), TextPrompt(text), Sampling(), max_tokens=max_tokens)
+        sampling = Sampling(temperature=0.0, ignore_eos=True)
+        return Generate(self.link.next_rid(), TextPrompt(text), sampling, max_tokens=max_tokens)
 
     async def complete(self, model: str = "m", text: str = "", max_tokens: int = 5) -> list[Delta]:
         return await read_all(self.generate(await self.ready(model), text, max_tokens))
