@@ -1,6 +1,7 @@
 """Server-sent events over raw ASGI: who left, who does not read, what keeps an idle client waiting."""
 
 import asyncio
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
@@ -11,15 +12,24 @@ from gateway.errors import ApiError
 from gateway.generation import Generation
 from gateway.http import CLIENT_CLOSED, Answer, Header, Record, send_body
 
-# How long the status line may wait for the first event, so that a refusal is a status and not an event.
-HOLD_S: Final = 1.0
-KEEPALIVE_S: Final = 10.0
 HEADERS: Final[tuple[Header, ...]] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     # Tells nginx not to buffer.
     (b"x-accel-buffering", b"no"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long the status line may wait for the first event, so that a refusal is a status and not an event; and how
+    long a client hears nothing."""
+
+    hold_s: float = 1.0
+    keepalive_s: float = 10.0
+
+
+DEFAULT_PACE: Final = Pace()
 
 
 class Watch:
@@ -89,7 +99,13 @@ class _Stream:
     """One response being written."""
 
     def __init__(
-        self, generation: Generation, encoder: StreamEncoder, headers: list[Header], send: Send, watch: Watch
+        self,
+        generation: Generation,
+        encoder: StreamEncoder,
+        headers: list[Header],
+        send: Send,
+        watch: Watch,
+        pace: Pace,
     ) -> None:
         self._generation = generation
         self._encoder = encoder
@@ -97,7 +113,8 @@ class _Stream:
         self._send = send
         self._watch = watch
         self._loop = asyncio.get_running_loop()
-        self._hold_until = self._loop.time() + HOLD_S
+        self._keepalive_s = pace.keepalive_s
+        self._hold_until = self._loop.time() + pace.hold_s
         self._is_started = False
 
     async def run(self) -> ApiError | None:
@@ -129,7 +146,7 @@ class _Stream:
     async def _relay(self) -> None:
         """Pass on what is new, or a sign of life."""
         generation = self._generation
-        deltas = await generation.next(KEEPALIVE_S if self._is_started else self._patience_s())
+        deltas = await generation.next(self._keepalive_s if self._is_started else self._patience_s())
         data = self._encoder.encode(deltas)
         if data and generation.is_running:
             await self._write(data)
@@ -147,7 +164,7 @@ class _Stream:
             await self._write(self._encoder.keepalive())
 
     def _patience_s(self) -> float:
-        return KEEPALIVE_S if self._is_started else max(0.0, self._hold_until - self._loop.time())
+        return self._keepalive_s if self._is_started else max(0.0, self._hold_until - self._loop.time())
 
     async def _write(self, data: bytes, more: bool = True) -> None:
         if not self._is_started:
@@ -167,11 +184,17 @@ class _Stream:
 
 
 async def respond_stream(
-    generation: Generation, encoder: StreamEncoder, record: Record, receive: Receive, send: Send, write_timeout_s: float
+    generation: Generation,
+    encoder: StreamEncoder,
+    record: Record,
+    receive: Receive,
+    send: Send,
+    write_timeout_s: float,
+    pace: Pace = DEFAULT_PACE,
 ) -> None:
     """Answer with the events of `generation`. Raises `ApiError` only while the status can still say so."""
     async with Watch(receive, write_timeout_s) as watch:
-        error = await _Stream(generation, encoder, record.headers, send, watch).run()
+        error = await _Stream(generation, encoder, record.headers, send, watch, pace).run()
         if error is not None:
             record.outcome = error.code or "error"
     if watch.reason is not None:

@@ -127,15 +127,15 @@ def version(json: Json = False) -> None:
 
 
 def _status() -> "Status":
-    from gateway.schemas.admin import Status
     from gateway.ctl.client import get
+    from gateway.schemas.admin import Status
 
     return get("/v1/status", Status)
 
 
 def _command(verb: str, model: str, json: bool) -> None:
-    from gateway.schemas.admin import Done
     from gateway.ctl.client import post
+    from gateway.schemas.admin import Done
 
     done: Done = _ask(lambda: post(f"/v1/models/{verb}", {"model": model}, Done))
     if json:

@@ -22,7 +22,7 @@ from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
 from protocol.messages import WorkerSpec
 
-SCRIPTED = Path(__file__).parent.parent / "workers" / "scripted.py"
+WORKERS = Path(__file__).parent.parent / "workers"
 DEADLINE_S = 15.0
 
 
@@ -64,8 +64,9 @@ async def running(
     options: Sequence[str] = (),
     models: Sequence[ModelConfig] = (),
     server: ServerConfig | None = None,
+    worker: str = "scripted",
 ) -> AsyncGenerator[Gateway, None]:
-    """A gateway whose workers are scripted with `options`."""
+    """A gateway whose workers are scripted with `options`; a `talkative` one also says what it is told."""
     config = Config(
         home=home,
         server=server or ServerConfig(),
@@ -75,7 +76,7 @@ async def running(
     config.run_dir.mkdir(parents=True, exist_ok=True)
     metrics = Metrics()
     link = Link(config.run_dir, metrics)
-    pool = Pool(config, link, metrics, command=_command(options))
+    pool = Pool(config, link, metrics, command=_command(WORKERS / f"{worker}.py", options))
     app = create_app(config, pool, link, metrics)
     await pool.start()
     # Without the protocol asyncio does not turn Nagle off, and each answer waits 40 ms for an ACK.
@@ -97,9 +98,9 @@ async def running(
             await pool.stop(0.0)
 
 
-def _command(options: Sequence[str]) -> Callable[[WorkerSpec], list[str]]:
+def _command(worker: Path, options: Sequence[str]) -> Callable[[WorkerSpec], list[str]]:
     def command(spec: WorkerSpec) -> list[str]:
-        return [sys.executable, str(SCRIPTED), spec.name, "--spec", msgspec.json.encode(spec).decode(), *options]
+        return [sys.executable, str(worker), spec.name, "--spec", msgspec.json.encode(spec).decode(), *options]
 
     return command
 

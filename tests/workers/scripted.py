@@ -224,7 +224,7 @@ class Scripted:
         self.up.send(codec.encode(message))
 
 
-def main() -> int:
+def main(kind: type[Scripted] = Scripted) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON")
@@ -241,7 +241,7 @@ def main() -> int:
     spec = msgspec.json.decode(options.spec, type=WorkerSpec)
     if options.ignore_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    worker = Scripted(spec, options)
+    worker = kind(spec, options)
     if not options.ignore_sigterm:
         signal.signal(signal.SIGTERM, lambda *_: worker.handle(Shutdown()))
     return worker.run()

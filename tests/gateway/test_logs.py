@@ -1,0 +1,111 @@
+import io
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from gateway.logs import ConsoleFormatter, JsonFormatter, Logs, LogWriter, dropped_records
+from tests.gateway.harness import chat, running
+
+
+def record(message: str, **fields: object) -> logging.LogRecord:
+    made = logging.LogRecord("gateway.x", logging.WARNING, __file__, 1, message, (), None)
+    made.fields = fields
+    return made
+
+
+def test_a_json_line_holds_the_message_and_its_fields() -> None:
+    line = json.loads(JsonFormatter().format(record("hello", request="r1", ms=1.5, path=Path("/x"))))
+
+    assert line["level"] == "warning"
+    assert line["message"] == "hello"
+    assert (line["request"], line["ms"], line["path"]) == ("r1", 1.5, "/x")
+    assert line["time"].endswith("+00:00")
+
+
+def test_a_console_line_cannot_be_forged_by_what_it_quotes() -> None:
+    line = ConsoleFormatter(False).format(record("bad\nname", value="a b\nc"))
+
+    assert all(part.startswith("    ") for part in line.split("\n")[1:])
+    assert "value='a b\\nc'" in line
+
+
+def test_only_our_loggers_are_touched() -> None:
+    root, library = logging.getLogger(), logging.getLogger("uvicorn.error")
+    before = (root.level, list(root.handlers), library.level, list(library.handlers))
+    with Logs("WARNING", json=True, stream=io.StringIO()):
+        assert logging.getLogger("gateway").level == logging.WARNING
+        assert (root.level, list(root.handlers), library.level, list(library.handlers)) == before
+    assert logging.getLogger("gateway").level == logging.NOTSET
+    assert not logging.getLogger("gateway").handlers
+
+
+@pytest.mark.parametrize("level", ["debug", "DEBUG", "Debug"])
+def test_the_level_may_be_in_any_case(level: str) -> None:
+    with Logs(level, stream=io.StringIO()):
+        assert logging.getLogger("gateway").level == logging.DEBUG
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown log level 'loud'"):
+        Logs("loud")
+
+
+def test_a_stopped_log_has_written_everything() -> None:
+    stream = io.StringIO()
+    with Logs("info", json=True, stream=stream):
+        for number in range(100):
+            logging.getLogger("gateway.test").info("line %d", number)
+
+    lines = [json.loads(line)["message"] for line in stream.getvalue().splitlines()]
+    assert lines == [f"line {number}" for number in range(100)]
+
+
+def test_a_pipe_that_nobody_reads_blocks_nobody_and_what_is_lost_is_counted() -> None:
+    read_end, write_end = os.pipe()
+    with os.fdopen(read_end, "rb") as reader, os.fdopen(write_end, "w") as pipe:
+        writer = LogWriter(pipe, JsonFormatter(), queue_max=10)
+        for _ in range(200):
+            writer.put(record("x" * 10_000))
+        assert writer.dropped > 0
+        writer.stop(timeout_s=0.05)
+        # Let the thread finish: its pipe is read now.
+        drain = threading.Thread(target=reader.read)
+        drain.start()
+        writer.stop(timeout_s=5)
+        pipe.close()
+        drain.join(5)
+
+
+def test_lost_lines_are_told_by_whoever_asks() -> None:
+    with Logs("info", stream=io.StringIO()) as logs:
+        logs.writer.dropped = 3
+        assert dropped_records() == 3
+    assert dropped_records() == 0
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.anyio
+async def test_a_request_is_one_line_without_its_prompt(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with Logs("info", json=True, stream=stream):
+        async with running(tmp_path, ["--step-ms", "1"]) as gateway:
+            headers = {"x-request-id": "my-id"}
+            request = chat("a secret prompt", stream=True)
+            await gateway.client.post("/v1/chat/completions", json=request, headers=headers)
+            await gateway.client.get("/health")
+
+    assert "secret" not in stream.getvalue()
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    [line] = [line for line in lines if line["logger"] == "gateway.middleware"]
+    assert line["message"] == "POST /v1/chat/completions"
+    assert (line["request"], line["status"], line["model"], line["outcome"]) == ("my-id", 200, "m", "ok")
+    assert (line["prompt_tokens"], line["completion_tokens"], line["stream"]) == (3, 5, True)
+    assert line["ms"] >= line["ttft_ms"] > 0

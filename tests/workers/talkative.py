@@ -1,0 +1,71 @@
+"""A scripted worker that says what it is told: a last message that is a JSON list of events is generated as such.
+
+`[["text", "Hi"], ["reasoning", "hm"], ["tool", "f", "{}"], ["logprobs", "Hi"], ["finish", "stop"]]`, one step each;
+`["wait"]` pauses and `["progress"]` only tells that the prompt is being processed.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+from scripted import PROMPT_TOKENS, Scripted, main
+
+from protocol.messages import Accepted, ChatPrompt, Delta, Finish, Generate, Kind, Progress, TextPrompt, TokenLogprob, Tool, Usage
+
+
+WAIT_S = 0.03
+
+
+class Talkative(Scripted):
+    def generate(self, request: Generate) -> None:
+        match request.prompt:
+            case ChatPrompt(messages=messages):
+                said = str(messages[-1]["content"])
+            case TextPrompt(text=text):
+                said = text
+            case _:
+                said = ""
+        if not said.startswith("[["):
+            super().generate(request)
+            return
+        self.send(Accepted(request.rid, PROMPT_TOKENS))
+        tools = 0
+        for index, event in enumerate(json.loads(said)):
+            if event == ["wait"]:
+                time.sleep(WAIT_S)
+                continue
+            if event == ["progress"]:
+                self.send(Progress(request.rid, index, 100))
+                continue
+            deltas, tools = events(request.rid, event, tools, index)
+            for delta in deltas:
+                self.send_step([delta])
+
+
+def events(rid: int, event: list[Any], tools: int, index: int) -> tuple[list[Delta], int]:
+    match event:
+        case ["text", text]:
+            return [Delta(rid, text=text, token_ids=(index,))], tools
+        case ["reasoning", text]:
+            return [Delta(rid, Kind.REASONING, text, (index,))], tools
+        case ["tool", name, arguments]:
+            half = len(arguments) // 2
+            return [
+                Delta(rid, Kind.TOOL_BEGIN, "", (index,), Tool(tools, f"call_{tools}", name)),
+                Delta(rid, Kind.TOOL_ARGS, arguments[:half], (index,), Tool(tools)),
+                Delta(rid, Kind.TOOL_ARGS, arguments[half:], (index,), Tool(tools)),
+                Delta(rid, Kind.TOOL_END, "", (), Tool(tools)),
+            ], tools + 1
+        case ["logprobs", text]:
+            logprob = TokenLogprob(text.encode(), -0.5, ((text.encode(), -0.5), (b"other", -1.5)))
+            return [Delta(rid, text=text, token_ids=(index,), logprobs=(logprob,))], tools
+        case ["finish", name]:
+            usage = Usage(PROMPT_TOKENS, 1, index, reasoning=1, queue_ms=1.0, prefill_ms=2.0, decode_ms=3.0)
+            return [Delta(rid, finish=Finish[name.upper()], usage=usage)], tools
+        case _:
+            raise ValueError(f"unknown event {event}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Talkative))
