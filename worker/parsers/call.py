@@ -42,6 +42,10 @@ class Format(Protocol):
         ...
 
 
+def drop(_: str) -> None:
+    """Text inside a call's markup that means nothing."""
+
+
 def attempt(ctx: Context, form: Format, hit: str, text: Emit) -> Steps[bool]:
     """Read calls, or give what only looked like them to `text`. Returns whether there was a call."""
     r, out, before = ctx.r, ctx.out, ctx.out.calls
@@ -52,13 +56,14 @@ def attempt(ctx: Context, form: Format, hit: str, text: Emit) -> Steps[bool]:
         if out.in_call:
             out.malformed += 1
             if form.ends:
-                yield from r.until(markers(*form.ends, *form.starts), out.args, keep=True)
+                # What is left of it is dropped: added to the arguments, it might make them valid again.
+                yield from r.until(markers(*form.ends, *form.starts), drop, keep=True)
                 yield from r.literal(markers(*form.ends))
             out.end()
         else:
             raw = r.untrace()
-            # A marker on its own is prose about markers; more than that was meant as a call.
-            out.malformed += len(raw.rstrip()) > len(hit) + 1
+            # A marker on its own is prose about markers, and a bracket is anything; more was meant as a call.
+            out.malformed += len(raw.rstrip()) > len(hit) + 1 if len(hit) > 1 else '"name"' in raw
             text(raw)
     r.trace = None
     return out.calls > before
@@ -70,6 +75,23 @@ def checked(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise Malformed
     return name
+
+
+def read_name(r: Reader) -> Steps[str]:
+    """The longest name that the text goes on with; raises `Malformed` where it does not."""
+    parts: list[str] = []
+    size = 0
+    while size <= NAME_LIMIT:
+        found = _NAME.match(r.buf, r.at)
+        if found:
+            size += len(found[0])
+            parts.append(r.take(len(found[0])))
+        if r.at < len(r.buf) or r.ended:
+            break
+        yield
+    if not parts:
+        raise Malformed
+    return "".join(parts)
 
 
 def begin(ctx: Context, name: str, call_id: str = "") -> Parameters:

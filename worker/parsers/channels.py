@@ -73,7 +73,8 @@ class Messages:
             out.end_reasoning()
             return hit
         if recipient and recipient not in _NOBODY and self._parse_tools and not self._channels.body:
-            yield from attempt(self._ctx, _Call(recipient), "", out.text)
+            if not (yield from attempt(self._ctx, _Call(recipient), "", out.text)):
+                out.malformed += 1
             return (yield from r.until(self._stop, out.text))
         while True:
             hit = yield from r.until(self._text, out.text)

@@ -1,10 +1,17 @@
 """The outer grammar of most models: text, with reasoning and calls between markers."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from worker.parsers.call import Context, Format, attempt
 from worker.parsers.reader import Steps, markers
+
+# Ends of a turn as text, where a tokenizer does not take them out: markup at the very end, and only there.
+_END_OF_TURN: Final = (
+    "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>",
+    "<end_of_turn>", "<turn|>", "<|eot|>", "<|end_of_msg|>", "<|role_end|>", "<｜end▁of▁sentence｜>", "[e~[",
+    "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|user|>", "<|observation|>",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class Conversation:
         self._grammar = grammar
         self._by_start = {start: form for form in grammar.formats for start in form.starts}
         self._starts, self._ends = (grammar.think.starts, grammar.think.ends) if grammar.think else ((), ())
-        self._content = markers(*self._starts, *self._ends, *grammar.drop, *self._by_start)
+        self._content = markers(*self._starts, *self._ends, *grammar.drop, *self._by_start, *_END_OF_TURN)
         calls = self._by_start if grammar.tool_ends_think != "never" else ()
         self._reasoning = markers(*self._starts, *self._ends, *calls)
 
@@ -70,6 +77,21 @@ class Conversation:
                     out.end_reasoning()
                 elif not _is_special(hit):
                     out.text(hit)
+            elif hit in self._grammar.drop:
+                out.close_section()
+            else:
+                yield from self._end_of_turn(hit)
+
+    def _end_of_turn(self, hit: str) -> Steps[None]:
+        """Drop the marker if nothing but more of them follows; else it is text."""
+        r, first = self._ctx.r, hit
+        r.trace = []
+        while hit:
+            if not (yield from r.space()):
+                r.trace = None
+                return
+            hit = yield from r.literal(markers(*_END_OF_TURN))
+        self._ctx.out.text(first + r.untrace())
 
     def _open(self) -> Steps[None]:
         if self._grammar.opening:

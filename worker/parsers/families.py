@@ -115,6 +115,8 @@ _GRANITE_THINK = Think(
     ("Here is my thought process:", "Here's my thought process:", "<think>"),
     ("Here is my response:", "Here's my response:", "</think>"),
 )
+# Broken arguments end where the list does.
+_PYTHON_MESSAGE = PythonCalls(ends=(")]",), bare=True)
 _XLAM = JsonCalls(("[TOOL_CALLS]", "<tool_call>", "```json", "[", "{"), ("</tool_call>", "```"), bare=True)
 
 
@@ -168,7 +170,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v31": Family(_DEEPSEEK_V3),
     "deepseek_v32": Family(_DEEPSEEK_V32),
     "deepseek_v4": Family(_DEEPSEEK_V32),
-    "ernie45": Family(Grammar((_HERMES,), _THINK, ("<response>\n", "<response>", "\n</response>", "</response>"))),
+    "ernie45": Family(Grammar((_HERMES,), _THINK, ("<response>", "</response>"))),
     "functionary_v31": _row(TaggedJson(), LlamaCalls(("<|python_tag|>",)), think=None),
     "functionary_v32": Family(Grammar((RecipientJson(),), opening=RecipientJson())),
     "gemma4": Family(
@@ -197,7 +199,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "harmony": Family(HARMONY),
     "hermes": _row(_HERMES),
     "holo2": Family(Grammar((_HERMES,), _THINK), opens=True),
-    "hunyuan_a13b": Family(Grammar((_LIST_TAG,), _THINK, ("<answer>", "\n</answer>", "</answer>"))),
+    "hunyuan_a13b": Family(Grammar((_LIST_TAG,), _THINK, ("<answer>", "</answer>"))),
     "hy_v3": Family(
         Grammar(
             (_hy(""), _hy(":opensource")), Think(("<think>", "<think:opensource>"), ("</think>", "</think:opensource>"))
@@ -227,7 +229,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "llama4_pythonic": Family(
         Grammar(
             (PythonCalls(("<|python_start|>",), ("<|python_end|>",)), LlamaCalls(("<|python_tag|>",))),
-            opening=PythonCalls(bare=True),
+            opening=_PYTHON_MESSAGE,
         )
     ),
     "longcat": Family(Grammar((_LONGCAT,), Think(("<longcat_think>", "<think>"), ("</longcat_think>", "</think>")))),
@@ -244,7 +246,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "nemotron_v3": _row(_QWEN_XML),
     "olmo3_pythonic": _row(PythonCalls(("<function_calls>",), ("</function_calls>",)), keep_gap=True),
     "phi4mini": _row(JsonCalls(("functools[", "<|tool_call|>"), ("<|/tool_call|>",))),
-    "pythonic": Family(Grammar(think=_THINK, opening=PythonCalls(bare=True))),
+    "pythonic": Family(Grammar(think=_THINK, opening=_PYTHON_MESSAGE)),
     "qwen3_coder": Family(_QWEN_LINE),
     "qwen3_think": Family(
         _QWEN_LINE,

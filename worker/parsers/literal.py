@@ -10,7 +10,7 @@ from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, marke
 MAX_DEPTH: Final = 128
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_LOOSE_NUMBER = re.compile(r"[+-]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_LOOSE_NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9_]*)(?:\.[0-9_]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _HEX = re.compile(r"0[xXoObB][0-9a-fA-F]+")
 _WORDS: Final = {
     "true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null",

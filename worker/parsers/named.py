@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from worker.parsers.call import NAME_LIMIT, Context, begin, checked, end, json_arguments
+from worker.parsers.call import NAME_LIMIT, Context, begin, checked, end, json_arguments, read_name
 from worker.parsers.json_calls import JsonCalls
 from worker.parsers.reader import Malformed, Steps, markers
 
@@ -117,10 +117,11 @@ class RecipientJson:
     ends: tuple[str, ...] = ()
 
     def calls(self, ctx: Context, hit: str) -> Steps[None]:
-        name, _ = yield from ctx.r.capture(markers("\n"), NAME_LIMIT)
+        name = yield from read_name(ctx.r)
+        if not (yield from ctx.r.literal(markers("\n"))):
+            raise Malformed
         if name == "all":
             return
-        name = checked(name)
         if (yield from ctx.r.space()) != "{":
             raise Malformed
         yield from json_arguments(ctx, begin(ctx, name))

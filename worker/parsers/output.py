@@ -9,8 +9,8 @@ from worker.parsers.events import Event
 class Output:
     """Collects events. White space at the edge of a block is held until it is known to be inside a text.
 
-    Dropped: around reasoning, before the first content after it, between and after calls, and content that is nothing
-    else. `keep_gap` keeps white space between reasoning and content; `trim_before_tool` drops it at a content's end.
+    Dropped: at both ends of reasoning, between blocks, and before the first content after one. `keep_gap` keeps it
+    between reasoning and content; `trim_before_tool` drops it between content and a call.
     """
 
     def __init__(self, new_id: Callable[[], str], keep_gap: bool, trim_before_tool: bool, reasoning: bool) -> None:
@@ -51,8 +51,8 @@ class Output:
         if self.in_reasoning:
             self.end_reasoning()
         if not self.muted:
-            is_gap = self._after_block and not self._has_content and not self._keep_gap
-            self._spaced(Kind.TEXT, text, is_gap or self._calls > 0)
+            is_gap = self._after_block and not self._has_content and (self._calls > 0 or not self._keep_gap)
+            self._spaced(Kind.TEXT, text, is_gap)
 
     def reasoning(self, text: str) -> None:
         if not self.in_reasoning:
@@ -65,6 +65,11 @@ class Output:
         if self.in_reasoning or not self._has_content:
             self._held.clear()
             self.in_reasoning, self.is_blank, self.is_line_start, self._after_block = False, True, True, True
+
+    def close_section(self) -> None:
+        """Markup without a meaning of its own ends here; white space at its edges belongs to it."""
+        self._held.clear()
+        self.is_blank = self._after_block = True
 
     def begin(self, name: str, call_id: str = "") -> None:
         """Announce a call."""

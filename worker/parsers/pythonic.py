@@ -3,11 +3,11 @@
 import re
 from dataclasses import dataclass
 
-from worker.parsers.call import NAME_LIMIT, Context, begin, end, members
+from worker.parsers.call import Context, begin, end, members, read_name
 from worker.parsers.json_calls import JsonCalls
-from worker.parsers.reader import Malformed, Reader, Steps, markers
+from worker.parsers.reader import Malformed, Steps, markers
 
-_NAME_PART = re.compile(r"[\w.\-]+")
+_NAME_START = re.compile(r"[^\W\d]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,11 @@ class PythonCalls:
         if is_list:
             r.take(1)
             char = yield from r.space()
-        elif self.bare:
+        elif self.bare and char != "{":
             raise Malformed
-        if char == "{" and hit:
-            yield from JsonCalls((hit + "[" if is_list else hit,), self.ends).calls(ctx, "[" if is_list else hit)
+        if char == "{":
+            # Some of these models were taught JSON as well.
+            yield from JsonCalls((), self.ends, bare=self.bare).calls(ctx, "[" if is_list else hit)
             return
         while True:
             yield from self._one(ctx)
@@ -36,7 +37,7 @@ class PythonCalls:
             if char and char in ",;":
                 r.take(1)
                 char = yield from r.space()
-            if not _NAME_PART.match(char) or (self.bare and not is_list):
+            if not _NAME_START.match(char) or (self.bare and not is_list):
                 break
             if self.bare and char == "]":
                 break
@@ -46,8 +47,8 @@ class PythonCalls:
             yield from r.literal(markers(*self.ends))
 
     def _one(self, ctx: Context) -> Steps[None]:
-        name = yield from _name(ctx.r)
-        if (yield from ctx.r.peek()) != "(" or name[0].isdigit():
+        name = yield from read_name(ctx.r)
+        if (yield from ctx.r.peek()) != "(" or not _NAME_START.match(name):
             raise Malformed
         if self.bare and ctx.tools and name not in ctx.tools:
             raise Malformed
@@ -55,19 +56,3 @@ class PythonCalls:
         ctx.r.take(1)
         yield from members(ctx, params, ctx.out.args, close=")", separator=markers("="))
         end(ctx)
-
-
-def _name(r: Reader) -> Steps[str]:
-    parts: list[str] = []
-    size = 0
-    while size <= NAME_LIMIT:
-        found = _NAME_PART.match(r.buf, r.at)
-        if found:
-            size += len(found[0])
-            parts.append(r.take(len(found[0])))
-        if r.at < len(r.buf) or r.ended:
-            break
-        yield
-    if not parts:
-        raise Malformed
-    return "".join(parts)

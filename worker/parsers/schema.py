@@ -132,7 +132,11 @@ def coerced(text: str, types: Types) -> str:
         if kind == "string":
             # Quotes around a string belong to it, unless no string is wanted there.
             return quoted(text) if not types or "string" in types else coerced_string(found, types)
-        if not types or kind in types or (kind == "integer" and "number" in types):
+        if not types:
+            # A guess: `+41` and `1_000` are not meant as numbers.
+            is_plain = kind in ("array", "object") or bare in (found, "True", "False", "None")
+            return found if is_plain else quoted(text)
+        if kind in types or (kind == "integer" and "number" in types):
             return found
         if kind == "number" and "integer" in types and (whole := _whole(found)):
             return whole

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from worker.parsers.call import NAME_LIMIT, Context, begin, checked, end, json_arguments
+from worker.parsers.call import NAME_LIMIT, Context, begin, checked, drop, end, json_arguments
 from worker.parsers.json_calls import JsonCalls
 from worker.parsers.literal import escaped, quoted
 from worker.parsers.reader import Malformed, Steps, markers
@@ -61,7 +61,7 @@ class XmlCalls:
         r = ctx.r
         char = yield from r.space()
         if self.json and char in ("{", "["):
-            yield from JsonCalls(self.wrap, self.wrap_end).calls(ctx, hit)
+            yield from JsonCalls(self.wrap, self.wrap_end or (self.call_end,)).calls(ctx, hit)
             return
         is_open = hit == self.call
         calls, opening = 0, markers(self.call)
@@ -98,7 +98,7 @@ class XmlCalls:
                 yield from json_arguments(ctx, params)
                 arguments.is_raw = True
             # Stray text between parameters means nothing.
-            hit = yield from r.until(known, _drop)
+            hit = yield from r.until(known, drop)
         if not hit:
             raise Malformed
         arguments.close()
@@ -120,7 +120,7 @@ class XmlCalls:
             yield from r.literal(markers("\n"))
         if self.cdata and (yield from r.literal(markers(_CDATA))):
             yield from arguments.add(key, types, params, ("]]>",))
-            yield from r.until(markers(self.param_end), _drop)
+            yield from r.until(markers(self.param_end), drop)
             return
         hit = yield from arguments.add(key, types, params, tuple(ends))
         yield from r.literal(markers(hit if hit.strip() == self.param_end else "\n"))
@@ -168,10 +168,6 @@ class _Arguments:
     def close(self) -> None:
         if not self.is_raw:
             self.ctx.out.args("}" if self.keys else "{}")
-
-
-def _drop(_: str) -> None:
-    """Text inside a call's markup that means nothing."""
 
 
 def _attribute(head: str, *names: str) -> str:

@@ -1,0 +1,111 @@
+"""Runs parsers over recorded outputs, in any pieces."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.messages import Kind
+from worker.parsers import Event, make_parser
+
+CASES = Path(__file__).parent / "cases"
+TOOL = (Kind.TOOL_BEGIN, Kind.TOOL_END)
+
+
+class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+    id: str = ""
+
+
+class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A raw output and what it means. `arguments` is the exact text that is emitted."""
+
+    why: str
+    family: str
+    raw: str
+    content: str
+    reasoning: str
+    calls: list[Call]
+    tools: list[dict[str, Any]] = []
+    start_in_reasoning: bool | None = None
+    malformed: int = 0
+
+
+def load_cases() -> list[Case]:
+    decoder = msgspec.json.Decoder(Case)
+    return [decoder.decode(line) for path in sorted(CASES.glob("*.jsonl")) for line in path.read_bytes().splitlines()]
+
+
+def replay(case: Case, cuts: Iterable[int] = ()) -> tuple[list[Event], int]:
+    """The events of the case's output cut at these places, neighbours merged, and how many calls were malformed."""
+    ids = (f"id{n}" for n in itertools.count())
+    parser = make_parser(
+        case.family, tools=case.tools, start_in_reasoning=case.start_in_reasoning, new_id=lambda: next(ids)
+    )
+    ends = [*cuts, len(case.raw)]
+    events: list[Event] = []
+    for begin, end in itertools.pairwise([0, *ends]):
+        events += parser.feed(case.raw[begin:end])
+    events += parser.finish()
+    assert parser.finish() == []
+    assert parser.saw_tool_call == any(event.kind is Kind.TOOL_BEGIN for event in events)
+    return list(merged(events)), parser.malformed
+
+
+def merged(events: Iterable[Event]) -> Iterator[Event]:
+    for (kind, tool), group in itertools.groupby(events, lambda event: (event.kind, event.tool)):
+        yield Event(kind, "".join(event.text for event in group), tool)
+
+
+def text_of(events: list[Event], kind: Kind) -> str:
+    return "".join(event.text for event in events if event.kind is kind)
+
+
+def calls_of(events: list[Event]) -> list[Call]:
+    calls: dict[int, Call] = {}
+    for event in events:
+        if event.tool is None:
+            continue
+        index = event.tool.index
+        if event.kind is Kind.TOOL_BEGIN:
+            calls[index] = Call(event.tool.name, "", event.tool.call_id)
+        else:
+            call = calls[index]
+            assert call.id == event.tool.call_id
+            calls[index] = Call(call.name, call.arguments + event.text, call.id)
+    return list(calls.values())
+
+
+def check_shape(events: list[Event], malformed: int) -> None:
+    """What holds for any output at all."""
+    open_index = None
+    for event in events:
+        if event.kind is Kind.TOOL_BEGIN:
+            assert open_index is None
+            assert event.tool is not None
+            assert event.tool.name
+            open_index = event.tool.index
+        elif event.kind in (Kind.TOOL_ARGS, Kind.TOOL_END):
+            assert event.tool is not None
+            assert event.tool.index == open_index
+            open_index = None if event.kind is Kind.TOOL_END else open_index
+        else:
+            assert open_index is None
+            assert event.text
+    assert open_index is None
+    broken = 0
+    for call in calls_of(events):
+        try:
+            assert isinstance(json.loads(call.arguments), dict)
+        except ValueError:
+            broken += 1
+    assert broken <= malformed
+
+
+def random_cuts(text: str, rng: random.Random) -> list[int]:
+    return sorted(rng.sample(range(len(text)), min(len(text), rng.randint(1, 12))))

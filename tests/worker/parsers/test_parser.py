@@ -1,0 +1,66 @@
+"""What a caller of a parser can rely on."""
+
+import pytest
+
+from protocol.messages import Kind, Tool
+from worker.parsers import Event, UnknownFamily, make_parser
+
+
+def test_arguments_leave_as_they_are_generated() -> None:
+    parser = make_parser("hermes", new_id=lambda: "call_1")
+    events = parser.feed('<tool_call>{"name": "f", "arguments": {"code": "one ')
+    assert events == [
+        Event(Kind.TOOL_BEGIN, tool=Tool(0, "call_1", "f")),
+        Event(Kind.TOOL_ARGS, '{"code": "one ', Tool(0, "call_1")),
+    ]
+    assert parser.feed("two") == [Event(Kind.TOOL_ARGS, "two", Tool(0, "call_1"))]
+
+
+def test_a_string_parameter_streams_before_its_end_tag() -> None:
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"code": {"type": "string"}}}}}]
+    parser = make_parser("qwen3_coder", tools=tools)
+    parser.feed("<tool_call>\n<function=f>\n<parameter=code>\n")
+    assert [event.text for event in parser.feed('print("x")')] == ['{"code": "print(\\"x\\")']
+
+
+def test_plain_text_is_never_held_back() -> None:
+    parser = make_parser("qwen3_coder", start_in_reasoning=False)
+    assert parser.feed("The answer") == [Event(Kind.TEXT, "The answer")]
+
+
+def test_a_possible_marker_is_held_until_it_is_none() -> None:
+    parser = make_parser("hermes")
+    assert parser.feed("a <tool") == [Event(Kind.TEXT, "a")]
+    assert parser.feed("box>") == [Event(Kind.TEXT, " <toolbox>")]
+
+
+def test_generated_ids_differ_and_calls_are_numbered() -> None:
+    parser = make_parser("hermes")
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
+    begins = [event.tool for event in parser.feed(text) if event.kind is Kind.TOOL_BEGIN]
+    assert [tool.index for tool in begins if tool] == [0, 1]
+    assert len({tool.call_id for tool in begins if tool}) == 2
+    assert parser.saw_tool_call
+
+
+def test_without_tools_their_markup_is_text() -> None:
+    raw = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    parser = make_parser("hermes", parse_tools=False)
+    assert parser.feed(raw) + parser.finish() == [Event(Kind.TEXT, raw)]
+    assert not parser.saw_tool_call
+
+
+def test_without_reasoning_its_markup_is_text() -> None:
+    parser = make_parser("hermes", parse_reasoning=False)
+    assert parser.feed("<think>a</think>b") == [Event(Kind.TEXT, "<think>a</think>b")]
+
+
+def test_text_after_the_end_is_ignored() -> None:
+    parser = make_parser("none")
+    assert parser.finish() == []
+    assert parser.feed("late") == []
+
+
+def test_an_unknown_family_is_refused() -> None:
+    with pytest.raises(UnknownFamily):
+        make_parser("unheard-of")
