@@ -1,12 +1,10 @@
 """What arrives in a worker's inbox besides messages: commands from others, and what its own chores report."""
 
-import asyncio
 from dataclasses import dataclass
 
 from gateway.pool.effects import Process
+from gateway.pool.waiters import Waiter
 from protocol.messages import Drained, Goodbye, Hello, Loading, Pong, Ready
-
-Waiter = asyncio.Future[None]
 
 
 @dataclass(frozen=True, slots=True)

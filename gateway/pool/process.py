@@ -14,7 +14,9 @@ from gateway.pool import mail, postmortem
 from gateway.pool.backoff import HALF_OPEN_S, Breaker
 from gateway.pool.chores import Chores
 from gateway.pool.effects import Effects, Process, Wire
+from gateway.pool.pulse import Pulse
 from gateway.pool.state import Events, Limits, ModelUnavailable, State, WorkerView
+from gateway.pool.waiters import Waiter, Waiters
 from protocol.failures import Code, Failure
 from protocol.messages import (
     MAJOR,
@@ -80,8 +82,8 @@ class Worker:
         self._load_timeout_s = load_timeout_s
         self._breaker = Breaker()
         self._inbox: asyncio.Queue[mail.Mail] = asyncio.Queue()
-        self._waiters: list[mail.Waiter] = []
-        self._stoppers: list[mail.Waiter] = []
+        self._waiters = Waiters()
+        self._stoppers = Waiters()
         self._process: Process | None = None
         self._chores = Chores(effects, limits, self._inbox.put_nowait)
         self._goodbye: Goodbye | None = None
@@ -93,7 +95,8 @@ class Worker:
         self._is_final = False
         self._is_suspect = False
         self._has_crashed = False
-        self._since = self._ready_at = self._beat_at = self._pong_at = effects.now()
+        self._since = self._ready_at = effects.now()
+        self._pulse = Pulse(self._since, limits.blackout_s)
         self._retry_at = 0.0
 
     # -- for everyone ------------------------------------------------------------------------------------------------
@@ -165,10 +168,10 @@ class Worker:
             retry_after_s=self._retry_after_s(),
         )
 
-    async def _ask(self, command: Callable[[mail.Waiter], mail.Mail]) -> None:
+    async def _ask(self, command: Callable[[Waiter], mail.Mail]) -> None:
         if self._is_over:
             raise ModelUnavailable(SHUTTING_DOWN)
-        waiter: mail.Waiter = asyncio.get_running_loop().create_future()
+        waiter: Waiter = asyncio.get_running_loop().create_future()
         self._inbox.put_nowait(command(waiter))
         await waiter
 
@@ -186,7 +189,7 @@ class Worker:
                     except Exception:
                         log.exception("worker %s: a fault of ours in state %s", self.name, self.state)
                         self._wake(Failure(Code.INTERNAL, f"model '{self.name}' is not available: internal error"))
-                        self._release_stoppers()
+                        self._stoppers.wake()
         finally:
             self._leave()
 
@@ -196,13 +199,13 @@ class Worker:
         while not self._inbox.empty():
             match self._inbox.get_nowait():
                 case mail.Ensure(waiter) | mail.Load(waiter) | mail.Restart(waiter):
-                    self._waiters.append(waiter)
+                    self._waiters.add(waiter)
                 case mail.Stop(waiter):
-                    self._stoppers.append(waiter)
+                    self._stoppers.add(waiter)
                 case _:
                     pass
         self._wake(SHUTTING_DOWN)
-        self._release_stoppers()
+        self._stoppers.wake()
 
     def _handle(self, item: mail.Mail) -> None:
         match item:
@@ -239,8 +242,8 @@ class Worker:
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
-    def _on_ensure(self, waiter: mail.Waiter) -> None:
-        self._waiters.append(waiter)
+    def _on_ensure(self, waiter: Waiter) -> None:
+        self._waiters.add(waiter)
         if self._is_closing:
             self._wake(SHUTTING_DOWN)
             return
@@ -258,7 +261,7 @@ class Worker:
             case State.STARTING | State.LOADING | State.DRAINING | State.STOPPING | State.BACKOFF:
                 pass
 
-    def _on_load(self, waiter: mail.Waiter) -> None:
+    def _on_load(self, waiter: Waiter) -> None:
         self._forgive()
         self._on_ensure(waiter)
         if self.state is State.BACKOFF:
@@ -275,7 +278,7 @@ class Worker:
         self._on_load(command.waiter)
 
     def _on_stop(self, command: mail.Stop) -> None:
-        self._stoppers.append(command.waiter)
+        self._stoppers.add(command.waiter)
         self._is_closing |= command.is_closing
         self._is_wanted = False
         unloaded = Failure(Code.DRAINING, f"model '{self.name}' was unloaded")
@@ -336,29 +339,24 @@ class Worker:
             return
         self.ready = ready
         self.loading = None
-        self._ready_at = self._pong_at = self._effects.now()
+        self._ready_at = self._effects.now()
+        self._pulse.answered(self._ready_at)
         self._enter(State.READY)
         if not process.is_adopted:
             self._events.load_seconds(self.name, ready.load_s)
         self._wake(None)
 
     def _on_pong(self, pong: Pong) -> None:
-        self._pong_at = self._effects.now()
+        self._pulse.answered(self._effects.now())
         age_s = pong.stats.step_age_ms / 1000
         if self.state in (State.READY, State.DRAINING) and pong.stats.running > 0 and age_s > self._limits.step_s:
             self._abort(f"its newest step is {age_s:.0f} s old")
 
     def _on_beat(self) -> None:
-        now = self._effects.now()
-        gap_s, self._beat_at = now - self._beat_at, now
-        if gap_s > self._limits.blackout_s:
-            # The machine slept, or we were stopped: nobody could have answered us.
-            log.info("worker %s: our own loop did not run for %.1f s, heartbeats start anew", self.name, gap_s)
-            self._pong_at = now
+        silence_s = self._pulse.beat(self._effects.now())
         if self._process is None or self.state is State.STOPPING:
             return
         self._wire.ping(self, time.monotonic_ns())
-        silence_s = now - self._pong_at
         if self.state in (State.READY, State.DRAINING) and silence_s > self._limits.pong_s:
             self._abort(f"no answer to pings for {silence_s:.0f} s")
 
@@ -453,7 +451,7 @@ class Worker:
         self._events.worker_exit(self.name, UNKNOWN_EXIT if status is None else status)
         report = postmortem.examine(self.name, status, self._goodbye, lines)
         is_clean = report.kind is postmortem.Kind.STOPPED
-        is_asked = self.state in (State.DRAINING, State.STOPPING) and (self._blame is None or bool(self._stoppers))
+        is_asked = self.state in (State.DRAINING, State.STOPPING) and (self._blame is None or self._stoppers.has_any())
         stopped = Failure(Code.DRAINING, f"model '{self.name}' was stopped")
         self._wire.fail(self._wire.detach(epoch), stopped if is_asked and is_clean else report.stream_failure)
         if is_asked or (is_clean and self._blame is None and self.ready is not None):
@@ -473,7 +471,7 @@ class Worker:
 
     def _settle_stopped(self) -> None:
         self._enter(State.STOPPED)
-        self._release_stoppers()
+        self._stoppers.wake()
         if self._is_closing:
             self._wake(SHUTTING_DOWN)
         elif self._has_demand():
@@ -484,7 +482,7 @@ class Worker:
         self.last_failure = failure
         self._is_final = True
         self._enter(state)
-        self._release_stoppers()
+        self._stoppers.wake()
         self._wake(failure)
 
     def _settle_crashed(self, failure: Failure) -> None:
@@ -496,7 +494,7 @@ class Worker:
         is_open = self._breaker.is_open(now)
         delay_s = HALF_OPEN_S if is_open else self._breaker.delay_s(self._effects.random())
         self._retry_at = now + delay_s
-        self._release_stoppers()
+        self._stoppers.wake()
         if delay_s > 0:
             self._enter(State.FAILED if is_open else State.BACKOFF)
             self._chores.arm(delay_s)
@@ -510,7 +508,7 @@ class Worker:
             self._start()
 
     def _has_demand(self) -> bool:
-        return self._is_wanted or any(not waiter.done() for waiter in self._waiters)
+        return self._is_wanted or self._waiters.has_any()
 
     def _forgive(self) -> None:
         self._breaker.reset()
@@ -526,23 +524,13 @@ class Worker:
         return max(0.0, self._retry_at - self._effects.now())
 
     def _wake(self, failure: Failure | None) -> None:
-        waiters, self._waiters = self._waiters, []
+        if failure is None:
+            self._waiters.wake()
+            return
         retry_after_s = self._retry_after_s()
-        if failure is not None and failure.is_retryable and not self._is_final:
+        if failure.is_retryable and not self._is_final:
             retry_after_s = max(1.0, retry_after_s)
-        for waiter in waiters:
-            if waiter.done():
-                continue
-            if failure is None:
-                waiter.set_result(None)
-            else:
-                waiter.set_exception(ModelUnavailable(failure, retry_after_s))
-
-    def _release_stoppers(self) -> None:
-        stoppers, self._stoppers = self._stoppers, []
-        for stopper in stoppers:
-            if not stopper.done():
-                stopper.set_result(None)
+        self._waiters.refuse(lambda: ModelUnavailable(failure, retry_after_s))
 
     def _enter(self, state: State) -> None:
         log.info("worker %s#%d: %s -> %s", self.name, self.epoch, self.state, state)
