@@ -65,6 +65,9 @@ class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
     template_kwargs: dict[str, Any] = {}
     # Continue the last assistant message instead of opening a new one.
     continue_final: bool = False
+    # Whether to reason, None for as the template does by default; and how much (`low`, `medium`, `high`), where known.
+    thinking: bool | None = None
+    effort: str = ""
 
 
 class TextPrompt(msgspec.Struct, frozen=True, array_like=True, tag=2):

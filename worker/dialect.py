@@ -16,7 +16,7 @@ from worker.parsers.conversation import Grammar
 class Dialect:
     """Chosen once per model, from its template and vocabulary unless its configuration names a family."""
 
-    def __init__(self, loaded: Loaded, plain_chat: str, wanted: str = "") -> None:
+    def __init__(self, loaded: Loaded, plain_chat: str, knows_tools: bool = True, wanted: str = "") -> None:
         """`plain_chat` is a rendered chat without reasoning or tools: its control tokens only mark turns."""
         tokenizer = loaded.tokenizer
         template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
@@ -26,6 +26,8 @@ class Dialect:
             )
         except UnknownFamily as error:
             raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
+        # A template without tools gets them as text, in the format that this family reads.
+        self.tool_family = self.family if knows_tools else "hermes"
         self.closing_ids = tuple(tokenizer.encode(self._closing(), add_special_tokens=False))
         self.visible = self._visible(tokenizer, template or "", plain_chat)
 
@@ -33,7 +35,10 @@ class Dialect:
         """A parser for one answer, and whether the answer begins inside of reasoning."""
         is_reasoning = start_in_reasoning(self.family, rendered)
         parser = make_parser(
-            self.family, tools=prompt.tools, start_in_reasoning=is_reasoning, parse_tools=bool(prompt.tools)
+            self.tool_family if prompt.tools else self.family,
+            tools=prompt.tools,
+            start_in_reasoning=is_reasoning,
+            parse_tools=bool(prompt.tools),
         )
         return parser, is_reasoning
 

@@ -40,7 +40,7 @@ class Intake:
         self.max_context = loaded.max_context
         self._renderer = Renderer(loaded.tokenizer)
         opened, closed = self._renderer.probe()
-        self._dialect = Dialect(loaded, plain_chat=opened, wanted=parser)
+        self._dialect = Dialect(loaded, opened, self._renderer.knows_tools, parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
         self.writer = Writer(self.vocabulary)

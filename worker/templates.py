@@ -1,27 +1,54 @@
 """Chat messages to prompt text, by the model's own template."""
 
-from typing import Any, cast
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, Final, cast
 
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from protocol.failures import Code
 from protocol.messages import ChatPrompt
+from worker.conversation import (
+    ADAPTATIONS,
+    Messages,
+    arguments_as_json,
+    arguments_as_objects,
+    calls_in_text,
+    tools_in_text,
+)
 from worker.errors import RequestInvalid
 
-# What a template that meets messages of another shape than it expects has been seen to raise, and its neighbours.
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+# What template code raises on messages that it does not expect.
+_REFUSALS: Final = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+_PROBE_CALL: Final[dict[str, Any]] = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "probe", "arguments": {"quoted": "word"}},
+}
 
 
 class Renderer:
-    """Renders with exactly the variables that a request gives: what it does not mention, the template decides."""
+    """Renders with exactly the variables that a request gives: what it does not mention, the template decides.
+
+    A template that refuses the messages gets them in other shapes, the least changed first (worker/conversation.py).
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # A model with a renderer in code (no Jinja template) is rendered by mlx-lm's wrapper.
-        self._template: str | None = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+        # None: a renderer in code, which mlx-lm's wrapper calls.
+        self._templates = _templates(tokenizer.chat_template)
         self.has_template = bool(tokenizer.has_chat_template)
+        self.knows_tools = not self._templates or any(
+            re.search(r"\btools\b", template) for template in self._templates.values()
+        )
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        # Most templates test whether there are tools; a few go through them in any case.
+        self._no_tools: list[Any] | None = None
+        self._no_tools = [] if self._templates and not self._renders_plain() else None
+        self._write_calls = self._choose_calls()
+        self._adaptations = ADAPTATIONS[1:] if self._loses_system() else ADAPTATIONS
 
     def render(self, prompt: ChatPrompt, *, opens_answer: bool = True) -> str:
         """The prompt's text, special tokens included. Raises `RequestInvalid`."""
@@ -29,12 +56,20 @@ class Renderer:
             raise RequestInvalid(
                 Code.UNSUPPORTED, "this model has no chat template; use /v1/completions", param="messages"
             )
-        try:
-            return self._render(prompt, opens_answer and not prompt.continue_final)
-        except _REFUSALS as error:
-            raise RequestInvalid(
-                Code.TEMPLATE_ERROR, f"the model's chat template refused the messages: {error}", param="messages"
-            ) from error
+        messages = prompt.messages
+        if not self.knows_tools:
+            messages = tools_in_text(messages, prompt.tools) if _mentions_tools(prompt) else messages
+        else:
+            messages = self._write_calls(messages)
+        first: Exception | None = None
+        for adapt in self._adaptations:
+            try:
+                return self._render(adapt(messages), prompt, opens_answer and not prompt.continue_final)
+            except _REFUSALS as error:
+                first = first or error
+        raise RequestInvalid(
+            Code.TEMPLATE_ERROR, f"the model's chat template refused the messages: {first}", param="messages"
+        ) from first
 
     def probe(self) -> tuple[str, str]:
         """A one-message chat rendered with and without the generation prompt; ("", "") where that is not possible."""
@@ -46,24 +81,102 @@ class Renderer:
             return "", ""
         return (opened, closed) if opened.startswith(closed) else ("", "")
 
-    def _render(self, prompt: ChatPrompt, opens_answer: bool) -> str:
-        if self._template is None:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    prompt.messages,
-                    tools=prompt.tools or None,
-                    tokenize=False,
-                    add_generation_prompt=opens_answer,
-                    continue_final_message=prompt.continue_final,
-                    **prompt.template_kwargs,
-                )
-            )
+    def _render(self, messages: Messages, prompt: ChatPrompt, opens_answer: bool) -> str:
+        tools = prompt.tools or self._no_tools if self.knows_tools else self._no_tools
+        variables = {**_thinking_variables(prompt), **prompt.template_kwargs}
+        if not self._templates:
+            return self._render_in_code(messages, tools, opens_answer, prompt.continue_final, variables)
+        name = "tool_use" if tools and "tool_use" in self._templates else next(iter(self._templates))
         rendered, _ = render_jinja_template(
-            conversations=[prompt.messages],
-            tools=cast(Any, prompt.tools or None),
-            chat_template=self._template,
+            conversations=[messages],
+            tools=cast(Any, tools),
+            chat_template=self._templates[name],
             add_generation_prompt=opens_answer,
             continue_final_message=prompt.continue_final,
-            **{**self._special_tokens, **prompt.template_kwargs},
+            **{**self._special_tokens, **variables},
         )
         return str(rendered[0])
+
+    def _render_in_code(
+        self, messages: Messages, tools: Any, opens_answer: bool, continues: bool, variables: dict[str, Any]
+    ) -> str:
+        accepted = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+            variables = {name: value for name, value in variables.items() if name in accepted}
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+                continue_final_message=continues,
+                **variables,
+            )
+        )
+
+    def _choose_calls(self) -> Callable[[Messages], Messages]:
+        """How this template is given earlier calls so that they come out as JSON and are not lost."""
+        ways = (arguments_as_objects, arguments_as_json, calls_in_text)
+        if not self._templates or not self.knows_tools:
+            return ways[0]
+        return next((way for way in ways if self._is_written_well(way)), ways[0])
+
+    def _is_written_well(self, way: Callable[[Messages], Messages]) -> bool:
+        tool = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}}}
+        messages: Messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
+            {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "y"},
+        ]
+        try:
+            text = self._render(way(messages), ChatPrompt(messages, [tool]), opens_answer=True)
+        except _REFUSALS:
+            return False
+        is_lost = "quoted" not in text or "word" not in text
+        is_python, is_quoted_twice = "'quoted'" in text, '\\"quoted' in text
+        return not (is_lost or is_python or is_quoted_twice)
+
+    def _renders_plain(self) -> bool:
+        messages: Messages = [{"role": "user", "content": "x"}]
+        try:
+            return bool(self._render(messages, ChatPrompt(messages), opens_answer=True))
+        except _REFUSALS:
+            return False
+
+    def _loses_system(self) -> bool:
+        """Whether the template silently drops a system message that does not come first."""
+        messages: Messages = [
+            {"role": "user", "content": "x"},
+            {"role": "system", "content": "between"},
+            {"role": "user", "content": "y"},
+        ]
+        try:
+            return bool(self._templates) and "between" not in self._render(messages, ChatPrompt(messages), True)
+        except _REFUSALS:
+            return False
+
+
+def _templates(chat_template: Any) -> dict[str, str]:
+    """By name, the default first."""
+    if isinstance(chat_template, str):
+        return {"default": chat_template}
+    if isinstance(chat_template, dict):
+        named: dict[str, str] = chat_template
+        return dict(sorted(named.items(), key=lambda item: item[0] != "default"))
+    return {}
+
+
+def _mentions_tools(prompt: ChatPrompt) -> bool:
+    return bool(prompt.tools) or any(
+        message["role"] == "tool" or message.get("tool_calls") for message in prompt.messages
+    )
+
+
+def _thinking_variables(prompt: ChatPrompt) -> dict[str, Any]:
+    """One wish in every spelling that templates know; a template ignores those it does not."""
+    variables: dict[str, Any] = {}
+    if prompt.thinking is not None:
+        variables |= {"enable_thinking": prompt.thinking, "thinking": prompt.thinking}
+    if prompt.effort:
+        variables["reasoning_effort"] = prompt.effort
+    return variables

@@ -1,0 +1,135 @@
+"""Templates get messages in the shape they can take, and nothing of a conversation is lost."""
+
+from typing import Any
+
+import pytest
+
+from protocol.failures import Code
+from protocol.messages import ChatPrompt
+from worker.errors import RequestInvalid
+from worker.templates import Renderer
+
+LINE = "{{- '[' + m.role + ']' + (m.content or '') }}"
+CALLS = "{%- for c in m.tool_calls or [] %}{{- '<call>' + c.function.name + '|' + ARGUMENTS + '</call>' }}{%- endfor %}"
+PLAIN = "{%- for m in messages %}" + LINE + "{%- endfor %}{%- if add_generation_prompt %}[assistant]{%- endif %}"
+TOOLS = "{%- for t in tools or [] %}{{- t.function.name }}{%- endfor %}{%- for m in messages %}" + LINE
+STRICT = """
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('system must be first') }}{% endif %}
+{{- '[' + m.role + ']' + m.content }}{%- endfor %}"""
+NO_SYSTEM = """
+{%- for m in messages %}{%- if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{{- '[' + m.role + ']' + m.content }}{%- endfor %}"""
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "weather?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call_abc", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_abc", "name": "get_weather", "content": "sunny"},
+]
+
+
+class Tokenizer:
+    """What `Renderer` needs of a tokenizer."""
+
+    has_chat_template = True
+    special_tokens_map: dict[str, str] = {}  # noqa: RUF012
+
+    def __init__(self, template: str | dict[str, str]) -> None:
+        self.chat_template = template
+
+
+def render(template: str | dict[str, str], messages: list[dict[str, Any]], **fields: Any) -> str:
+    return Renderer(Tokenizer(template)).render(ChatPrompt(messages, **fields))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ("(c.function.arguments | tojson)", '{"city": "Oslo"}'),
+        ("c.function.arguments", '{"city": "Oslo"}'),  # joins text: raises on an object
+        ("(c.function.arguments | string)", '{"city": "Oslo"}'),  # would write Python's repr of an object
+    ],
+)
+def test_arguments_come_out_as_json_whatever_the_template_does_with_them(arguments: str, written: str) -> None:
+    text = render(TOOLS + CALLS.replace("ARGUMENTS", arguments) + "{%- endfor %}", CONVERSATION, tools=[WEATHER])
+    assert f"<call>get_weather|{written}</call>" in text
+
+
+def test_a_template_that_drops_calls_gets_them_in_the_content() -> None:
+    text = render(TOOLS + "{%- endfor %}", CONVERSATION, tools=[WEATHER])
+    assert '{"name": "get_weather", "arguments": {"city": "Oslo"}}' in text
+    assert "sunny" in text
+
+
+def test_a_template_without_tools_gets_them_as_text_in_the_system_message() -> None:
+    text = render(PLAIN, CONVERSATION, tools=[WEATHER])
+    assert text.startswith("[system]be kind\n\nYou may call functions")
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in text
+    assert "[user]<tool_response>\nsunny\n</tool_response>" in text
+
+
+def test_a_template_without_tools_is_left_alone_when_there_are_none() -> None:
+    assert render(PLAIN, CONVERSATION[:2]) == "[system]be kind[user]weather?[assistant]"
+
+
+def test_a_system_message_in_the_middle_becomes_the_users_where_the_template_refuses_it() -> None:
+    messages = [*CONVERSATION[:2], {"role": "system", "content": "be brief"}]
+    assert render(STRICT, messages) == "[system]be kind[user]weather?[user]be brief"
+
+
+def test_a_system_message_that_the_template_would_drop_in_silence_is_kept() -> None:
+    drops = "{%- for m in messages %}{%- if m.role != 'system' or loop.first %}" + LINE + "{%- endif %}{%- endfor %}"
+    assert "be brief" in render(drops, [*CONVERSATION[:2], {"role": "system", "content": "be brief"}])
+
+
+def test_without_a_system_role_its_text_opens_the_first_user_message() -> None:
+    messages = [*CONVERSATION[:2], {"role": "user", "content": "now"}]
+    assert render(NO_SYSTEM, messages) == "[user]be kind\n\nweather?\n\nnow"
+
+
+def test_a_template_that_goes_through_tools_in_any_case_gets_an_empty_list() -> None:
+    assert render("{%- for t in tools %}x{%- endfor %}" + PLAIN, CONVERSATION[:2]).startswith("[system]be kind")
+
+
+def test_a_named_template_for_tools_is_used_for_tools() -> None:
+    named = {"tool_use": "TOOLS:" + TOOLS + "{%- endfor %}", "default": PLAIN}
+    assert render(named, CONVERSATION[:2], tools=[WEATHER]).startswith("TOOLS:")
+    assert not render(named, CONVERSATION[:2]).startswith("TOOLS:")
+
+
+def test_mistrals_ids_are_made_of_nine_characters_and_stay_the_same() -> None:
+    template = TOOLS + (
+        "{%- if m.tool_call_id and m.tool_call_id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
+        "{{- m.tool_call_id or '' }}{%- for c in m.tool_calls or [] %}{{- c.id + (c.function | tojson) }}{%- endfor %}"
+        "{%- endfor %}"
+    )
+    text = render(template, CONVERSATION, tools=[WEATHER])
+    assert text == render(template, CONVERSATION, tools=[WEATHER])
+    assert "call_abc" not in text
+
+
+def test_thinking_reaches_the_template_in_each_spelling_and_only_when_asked_for() -> None:
+    template = (
+        "{{- enable_thinking is defined }}|{{ thinking is defined }}|{{ reasoning_effort or '' }}"
+        "{%- for m in messages %}" + LINE + "{%- endfor %}"
+    )
+    assert render(template, CONVERSATION[:2]).startswith("False|False|")
+    assert render(template, CONVERSATION[:2], thinking=True, effort="low").startswith("True|True|low")
+    given = {"enable_thinking": False}
+    assert "False" in render("{{ enable_thinking }}" + PLAIN, CONVERSATION[:2], thinking=True, template_kwargs=given)
+
+
+def test_a_template_that_takes_no_shape_is_a_clear_error() -> None:
+    with pytest.raises(RequestInvalid) as caught:
+        render("{{ raise_exception('never') }}", CONVERSATION[:2])
+    assert caught.value.failure.code is Code.TEMPLATE_ERROR
+    assert "never" in caught.value.failure.message

@@ -1,0 +1,146 @@
+"""Chat messages, changed as little as a template needs: pure functions from messages to messages.
+
+Messages come as OpenAI shapes them, with one string as content and tool arguments as objects.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+Message = dict[str, Any]
+Messages = list[Message]
+
+# For models whose template knows nothing of tools: Hermes' format (NousResearch/Hermes-Function-Calling), which the
+# `hermes` parser reads and most models have seen.
+TOOLS_PROMPT: Final = """\
+You may call functions to help with the user's request. The functions, as JSON, one a line:
+<tools>
+{tools}
+</tools>
+For each call, answer with a JSON object within <tool_call></tool_call> tags, and nothing after the last one:
+<tool_call>
+{{"name": <function-name>, "arguments": <arguments-object>}}
+</tool_call>"""
+
+
+def arguments_as_objects(messages: Messages) -> Messages:
+    """As most templates want them, and as messages come."""
+    return messages
+
+
+def arguments_as_json(messages: Messages) -> Messages:
+    """For templates that join a call's arguments to other text."""
+    return [
+        {**message, "tool_calls": [_stringify(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def calls_in_text(messages: Messages) -> Messages:
+    """For templates that list tools but drop the calls of earlier turns."""
+    return [_call_in_text(message) if message.get("tool_calls") else message for message in messages]
+
+
+def nine_character_ids(messages: Messages) -> Messages:
+    """For templates that want Mistral's ids, nine letters and digits: the same id stays the same."""
+
+    def short(call_id: str) -> str:
+        return hashlib.blake2b(call_id.encode(), digest_size=16).hexdigest()[:9]
+
+    def shortened(message: Message) -> Message:
+        if message.get("tool_call_id"):
+            message = {**message, "tool_call_id": short(message["tool_call_id"])}
+        if message.get("tool_calls"):
+            calls = [{**call, "id": short(call.get("id") or "")} for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        return message
+
+    return [shortened(message) for message in messages]
+
+
+def one_system(messages: Messages) -> Messages:
+    """For templates that take a system message at the start only: leading ones are one, later ones the user's."""
+    lead = 0
+    while lead < len(messages) and messages[lead]["role"] == "system":
+        lead += 1
+    head = [{"role": "system", "content": _joined(messages[:lead])}] if lead else []
+    return head + [
+        {**message, "role": "user"} if message["role"] == "system" else message for message in messages[lead:]
+    ]
+
+
+def alternating(messages: Messages) -> Messages:
+    """For templates that want user and assistant in turn: neighbours of one role become one message."""
+    merged: Messages = []
+    for message in one_system(messages):
+        is_plain = message["role"] in ("user", "assistant") and not message.get("tool_calls")
+        if is_plain and merged and merged[-1]["role"] == message["role"] and not merged[-1].get("tool_calls"):
+            merged[-1] = {**merged[-1], "content": _joined([merged[-1], message])}
+        else:
+            merged.append(message)
+    return merged
+
+
+def without_system(messages: Messages) -> Messages:
+    """For templates without a system role: its text opens the first user message."""
+    merged = one_system(messages)
+    if not merged or merged[0]["role"] != "system":
+        return alternating(merged)
+    return alternating([{**merged[0], "role": "user"}, *merged[1:]])
+
+
+ADAPTATIONS: Final[tuple[Callable[[Messages], Messages], ...]] = (
+    lambda messages: messages,
+    one_system,
+    alternating,
+    without_system,
+    nine_character_ids,
+    lambda messages: nine_character_ids(alternating(messages)),
+)
+"""In the order in which they are tried, the least change first."""
+
+
+def tools_in_text(messages: Messages, tools: Sequence[dict[str, Any]]) -> Messages:
+    """Tools, calls and results as plain text, for templates that render none of them."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    prompt = [{"role": "system", "content": TOOLS_PROMPT.format(tools=lines)}] if tools else []
+    merged = one_system([*_leading_system(messages), *prompt, *_after_system(messages)])
+    return alternating([_call_in_text(message) for message in merged])
+
+
+def _leading_system(messages: Messages) -> Messages:
+    return [message for message in messages[:1] if message["role"] == "system"]
+
+
+def _after_system(messages: Messages) -> Messages:
+    return messages[len(_leading_system(messages)) :]
+
+
+def _call_in_text(message: Message) -> Message:
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = [
+        "<tool_call>\n" + json.dumps(_function(call), ensure_ascii=False) + "\n</tool_call>"
+        for call in message.get("tool_calls") or ()
+    ]
+    if not calls:
+        return message
+    return {"role": message["role"], "content": "\n".join([content, *calls] if content else calls)}
+
+
+def _function(call: Message) -> Message:
+    return {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+
+
+def _stringify(call: Message) -> Message:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "\n\n".join(str(message.get("content") or "") for message in messages)
