@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, metavar="FILE", help="instead of mlxd.toml in MLXD_HOME (~/.mlxd)")
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--port", type=int, help="TCP port to listen on")
-    parser.add_argument("--log-level", choices=LEVELS)
+    parser.add_argument("--log-level", type=str.lower, choices=LEVELS)
     parser.add_argument("--version", action="version", version=f"mlxd {__version__}")
     return parser
 
