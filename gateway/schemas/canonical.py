@@ -1,0 +1,180 @@
+"""What every dialect says in its own words, in one: turns, tools, the choice among them, and how much to think.
+
+Each dialect's lowering builds these; from here to `protocol.Generate` there is one way.
+"""
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from gateway.errors import BadRequest
+from protocol.messages import ChatPrompt
+
+TOOLS_MAX: Final = 512
+# OpenAI's effort words, then those of others, as templates know them; the first two mean: do not think.
+EFFORTS: Final[dict[str, str]] = {
+    "none": "",
+    "minimal": "",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
+
+
+class Call(Struct, frozen=True):
+    """A tool call of an earlier turn. `arguments` is JSON text, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Tool(Struct, frozen=True):
+    """A function the model may call; `parameters` is a JSON Schema."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    is_strict: bool = False
+
+    def for_template(self) -> dict[str, Any]:
+        """The shape that chat templates render: OpenAI's."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description:
+            function["description"] = self.description
+        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+class Choice(StrEnum):
+    """Whether tools may be, must not be, or must be called."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+class ToolUse(Struct, frozen=True):
+    """The tools of a request and how they may be used; `name` is set for NAMED."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: Choice = Choice.AUTO
+    name: str = ""
+    is_parallel: bool = True
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """What the model is shown: nothing when it must not call."""
+        return () if self.choice is Choice.NONE else self.tools
+
+    def check(self, param: str) -> "ToolUse":
+        """Raises `BadRequest` for what no model could do."""
+        names = [tool.name for tool in self.tools]
+        if len(names) > TOOLS_MAX:
+            raise BadRequest(f"At most {TOOLS_MAX} tools in one request.", param, "invalid_value")
+        if self.choice in (Choice.REQUIRED, Choice.NAMED) and not names:
+            raise BadRequest("A tool can only be required when there are tools.", param, "invalid_value")
+        if self.choice is Choice.NAMED and self.name not in names:
+            raise BadRequest(f"There is no tool named {self.name[:100]!r}.", param, "invalid_value")
+        return self
+
+
+class Thinking(Struct, frozen=True):
+    """How much to think: None is for the model to decide. `budget` is in tokens."""
+
+    is_enabled: bool | None = None
+    effort: str = ""
+    budget: int | None = None
+
+    @classmethod
+    def of_effort(cls, effort: str, param: str) -> "Thinking":
+        """From an effort word. Raises `BadRequest`."""
+        if effort not in EFFORTS:
+            raise BadRequest(f"Invalid value for '{param}': {effort[:40]!r} is none of {', '.join(EFFORTS)}.", param)
+        return cls(is_enabled=bool(EFFORTS[effort]), effort=EFFORTS[effort])
+
+    def over(self, weaker: "Thinking") -> "Thinking":
+        """This wish, and where it says nothing the other one."""
+        return Thinking(
+            weaker.is_enabled if self.is_enabled is None else self.is_enabled,
+            self.effort or weaker.effort,
+            weaker.budget if self.budget is None else self.budget,
+        )
+
+
+def system(content: str) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, calls: Sequence[Call] = (), reasoning: str | None = None) -> dict[str, Any]:
+    """A turn of the model, with its reasoning for templates that show it again."""
+    turn: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        turn["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
+            for call in calls
+        ]
+    if reasoning:
+        turn["reasoning_content"] = reasoning
+    return turn
+
+
+def tool_result(call_id: str, name: str, content: str) -> dict[str, Any]:
+    """What a tool answered. `name` is that of the call it belongs to; some templates want it."""
+    turn = {"role": "tool", "tool_call_id": call_id, "content": content}
+    return {**turn, "name": name} if name else turn
+
+
+def chat_prompt(
+    messages: list[dict[str, Any]],
+    tool_use: ToolUse,
+    thinking: Thinking,
+    template_kwargs: dict[str, Any] | None = None,
+    continue_final: bool = False,
+) -> ChatPrompt:
+    """The prompt of any dialect. The caller puts `thinking.budget` on the `Generate`."""
+    return ChatPrompt(
+        messages,
+        [tool.for_template() for tool in tool_use.offered],
+        template_kwargs or {},
+        continue_final,
+        thinking.is_enabled,
+        thinking.effort,
+    )
+
+
+def named_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give each tool result without a name that of its call."""
+    names = {call["id"]: call["function"]["name"] for turn in messages for call in turn.get("tool_calls", ())}
+    return [
+        {**turn, "name": names[turn["tool_call_id"]]}
+        if turn["role"] == "tool" and "name" not in turn and turn.get("tool_call_id") in names
+        else turn
+        for turn in messages
+    ]
+
+
+def _arguments(call: Call) -> dict[str, Any]:
+    """An object, whatever the model once wrote: a broken call of the past must not break the present."""
+    try:
+        decoded = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        return {"arguments": call.arguments}
+    if not isinstance(decoded, dict):
+        return {"arguments": decoded}
+    try:
+        msgspec.msgpack.encode(decoded)
+    except (OverflowError, RecursionError):
+        return {"arguments": call.arguments}
+    return decoded
