@@ -55,11 +55,15 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": spec.trust_remote_code}, eos_token_ids=config.get("eos_token_id")
         )
+    except LoadFailed:
+        raise
     except MemoryError as error:
         raise LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {spec.path} ({total} bytes)") from error
     except Exception as error:  # the boundary to code of every architecture
         raise _explain(path, config, error) from error
     _check_batchable(model, config)
+    if not tokenizer.encode("a"):  # what transformers makes of a folder without one
+        raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
     weights_bytes = _nbytes(model)
     progress("weights", weights_bytes, weights_bytes)
     return Loaded(
@@ -79,7 +83,7 @@ def resolve(path: str) -> Path:
     if path == DEMO:
         return DEMO_DIR
     local = Path(path).expanduser()
-    if local.is_dir():
+    if path and local.is_dir():
         return local.resolve()
     if local.is_absolute() or path.startswith((".", "~")):
         raise LoadFailed(Code.MODEL_MISSING, f"there is no folder {path}")
@@ -94,16 +98,25 @@ def resolve(path: str) -> Path:
 
 def check_weights(path: Path) -> int:
     """Total bytes of the weight files, after checking that each is present and whole. Raises `LoadFailed`."""
-    files = sorted(path.glob("model*.safetensors"))
+    # A link into the Hugging Face cache may point to nothing.
+    files = sorted(file for file in path.glob("model*.safetensors") if file.exists())
     index = path / "model.safetensors.index.json"
-    if index.exists():
-        wanted = set(_read_json(index).get("weight_map", {}).values())
-        missing = sorted(wanted - {file.name for file in files})
+    if files and index.exists():
+        missing = sorted(_shards(index) - {file.name for file in files})
         if missing:
             raise LoadFailed(Code.MODEL_MISSING, f"{path} lacks {len(missing)} weight file(s), such as {missing[0]}")
     if not files:
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no model*.safetensors file")
     return sum(_check_safetensors(file) for file in files)
+
+
+def _shards(index: Path) -> set[str]:
+    """The weight files that an index names."""
+    match _read_json(index):
+        case {"weight_map": {**weight_map}} if all(isinstance(name, str) for name in weight_map.values()):
+            return set(weight_map.values())
+        case _:
+            raise LoadFailed(Code.MODEL_CORRUPT, f"{index} names no weight files")
 
 
 def _check_safetensors(file: Path) -> int:
@@ -118,7 +131,8 @@ def _check_safetensors(file: Path) -> int:
             raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is truncated or not a safetensors file")
         try:
             header = json.loads(stream.read(header_bytes))
-            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            entries = [entry for name, entry in header.items() if name != "__metadata__"]
+            end = max((int(entry["data_offsets"][1]) for entry in entries), default=0)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise LoadFailed(Code.MODEL_CORRUPT, f"{file} has a broken safetensors header") from error
     if 8 + header_bytes + end != size:
@@ -148,6 +162,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _explain(path: Path, config: dict[str, Any], error: Exception) -> LoadFailed:
     text = str(error)
+    reason = text.partition("\n")[0].strip(" :")
     if "not supported" in text:
         kind = config["model_type"]
         return LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm has no architecture '{kind}' ({path})", detail=text)
@@ -157,7 +172,7 @@ def _explain(path: Path, config: dict[str, Any], error: Exception) -> LoadFailed
         )
     if "[metal::malloc]" in text or "Unable to allocate" in text:
         return LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {path}", detail=text)
-    return LoadFailed(Code.MODEL_CORRUPT, f"{path} could not be loaded: {type(error).__name__}: {text}", detail=text)
+    return LoadFailed(Code.MODEL_CORRUPT, f"{path} could not be loaded: {type(error).__name__}: {reason}", detail=text)
 
 
 def _cast(model: Any, dtype: str) -> None:
@@ -191,15 +206,23 @@ def _check_batchable(model: Any, config: dict[str, Any]) -> None:
 
 
 def _vocab_size(config: dict[str, Any], tokenizer: Any) -> int:
-    """Ids below this are safe to embed."""
-    text_config = config.get("text_config") or {}
-    return int(config.get("vocab_size") or text_config.get("vocab_size") or len(tokenizer))
+    """Ids below this are safe to embed: where the configuration names two sizes, the smaller."""
+    return min((_size_of(source, "vocab_size") for source in _sources(config, "vocab_size")), default=len(tokenizer))
 
 
 def _context(config: dict[str, Any], cap: int) -> int:
-    text_config = config.get("text_config") or {}
-    own = next(
-        (int(source[key]) for source in (config, text_config) for key in _CONTEXT_KEYS if source.get(key)),
-        _DEFAULT_CONTEXT,
-    )
+    own = next((_size_of(source, key) for key in _CONTEXT_KEYS for source in _sources(config, key)), _DEFAULT_CONTEXT)
     return min(own, cap) if cap else own
+
+
+def _sources(config: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The parts of a configuration that set `key`: the model's own, and that of the text model inside of it."""
+    text_config = config.get("text_config")
+    return [part for part in (config, text_config) if isinstance(part, dict) and part.get(key)]
+
+
+def _size_of(source: dict[str, Any], key: str) -> int:
+    value = source[key]
+    if not isinstance(value, int | float) or value < 1:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"the model's config.json gives {key} as {value!r}")
+    return int(value)
