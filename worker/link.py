@@ -111,7 +111,8 @@ class Link:
                 log.warning("malformed frame dropped: %s", error)
                 continue
             if isinstance(message, Welcome):
-                if boot is not None and message.boot != boot:
+                # Also at the first one: the gateway that this worker was started by may be gone already.
+                if message.boot != boot:
                     self._introduce()
                 boot = message.boot
             else:
