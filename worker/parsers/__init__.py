@@ -1,6 +1,6 @@
 """Generated text to events: reasoning, content and tool calls, for every model family. Imports no MLX."""
 
-from worker.parsers.detect import detect_family, start_in_reasoning
+from worker.parsers.detect import detect_family, reasoning_end, start_in_reasoning
 from worker.parsers.events import Event, Parser
 from worker.parsers.families import ALIASES, FAMILIES, UnknownFamily, resolve
 from worker.parsers.parser import make_parser
@@ -13,6 +13,7 @@ __all__ = [
     "UnknownFamily",
     "detect_family",
     "make_parser",
+    "reasoning_end",
     "resolve",
     "start_in_reasoning",
 ]

@@ -20,10 +20,13 @@ class Channels:
     header: tuple[str, ...]
     ends: tuple[str, ...]
     body: Format | None = None
+    reasoning_end: str = ""
 
 
 HARMONY: Final = Channels(
-    ("<|start|>", "<|channel|>", " to=", "to=", "<|constrain|>", "<|message|>"), ("<|end|>", "<|call|>", "<|return|>")
+    ("<|start|>", "<|channel|>", " to=", "to=", "<|constrain|>", "<|message|>"),
+    ("<|end|>", "<|call|>", "<|return|>"),
+    reasoning_end="<|end|><|start|>assistant<|channel|>final<|message|>",
 )
 
 
@@ -45,6 +48,7 @@ class Messages:
         r, out = self._ctx.r, self._ctx.out
         hit = ""
         if in_reasoning:
+            out.open_reasoning()
             hit = yield from r.until(self._stop, out.reasoning)
             out.end_reasoning()
         while True:
@@ -69,6 +73,7 @@ class Messages:
         recipients, channels = _RECIPIENT.findall(header), _CHANNEL.findall(header)
         recipient = recipients[-1] if recipients else ""
         if recipient == "self" or (recipient in ("", *_NOBODY) and channels[-1:] == ["analysis"]):
+            out.open_reasoning()
             hit = yield from r.until(self._stop, out.reasoning)
             out.end_reasoning()
             return hit

@@ -99,6 +99,7 @@ class Conversation:
 
     def _read_reasoning(self) -> Steps[None]:
         ctx, out = self._ctx, self._ctx.out
+        out.open_reasoning()
         yield from self._prefix()
         while hit := (yield from ctx.r.until(self._reasoning, out.reasoning)):
             if hit in self._ends:

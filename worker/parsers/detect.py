@@ -106,6 +106,14 @@ def detect_family(chat_template: str | None, vocab: Container[str], model_type: 
     return "none"
 
 
+def reasoning_end(family: str) -> str:
+    """What closes the reasoning in the model's own way, to be written when a budget is spent; "" if nothing does."""
+    grammar = FAMILIES[resolve(family)].grammar
+    if isinstance(grammar, Channels):
+        return grammar.reasoning_end
+    return grammar.think.ends[0] if grammar.think else ""
+
+
 # What shows that a turn ended after a marker, which then was only quoted in a message.
 _TURN: Final = re.compile(r"<[|｜][^<>\s]{1,40}[|｜]>|\[/?INST\]|</?s>|<(?:start|end)_of_turn>|</?role>|<\|?turn\|?>")
 

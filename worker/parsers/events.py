@@ -29,6 +29,11 @@ class Parser(Protocol):
         ...
 
     @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends inside of reasoning."""
+        ...
+
+    @property
     def malformed(self) -> int:
         """How many calls broke."""
         ...

@@ -241,7 +241,14 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "mistral": Family(_MISTRAL),
     "mistral_v3": Family(_MISTRAL),
-    "muse": Family(Channels(("<|start|>", " to=", "to=", "<|message|>"), ("<|eom|>", "<|eot|>"), body=_MUSE)),
+    "muse": Family(
+        Channels(
+            ("<|start|>", " to=", "to=", "<|message|>"),
+            ("<|eom|>", "<|eot|>"),
+            body=_MUSE,
+            reasoning_end="<|eom|><|start|>assistant to=user<|message|>",
+        )
+    ),
     "nemotron_v2": _row(JsonCalls(("<TOOLCALL>",), ("</TOOLCALL>",))),
     "nemotron_v3": _row(_QWEN_XML),
     "olmo3_pythonic": _row(PythonCalls(("<function_calls>",), ("</function_calls>",)), keep_gap=True),

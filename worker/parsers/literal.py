@@ -124,6 +124,11 @@ def _begin_value(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]],
 
 def _brace(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: Dialect) -> Steps[bool]:
     """After `{`: an object if its first item is a key, else a Python set."""
+    if dialect.bare:
+        emit("{")
+        yield from _key(r, emit, dialect)
+        open_.append(("}", "}"))
+        return True
     if char in _OPENS:
         emit("[")
         open_.append(("}", "]"))
@@ -145,7 +150,11 @@ def _brace(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], diale
 def _key(r: Reader, emit: Emit, dialect: Dialect) -> Steps[None]:
     char = yield from r.space()
     parts: list[str] = []
-    yield from scalar(r, char, parts.append, dialect)
+    if dialect.bare and not is_string_start(char, dialect):
+        name, _ = yield from r.capture(_KEY_END, keep=True)
+        parts.append(quoted(name.strip()))
+    else:
+        yield from scalar(r, char, parts.append, dialect)
     key = "".join(parts)
     yield from r.expect(markers(":"))
     emit((key if key.startswith('"') else quoted(key)) + ": ")
@@ -170,15 +179,14 @@ def scalar(r: Reader, char: str, emit: Emit, dialect: Dialect = LOOSE) -> Steps[
         emit(number((yield from _token(r))))
 
 
-_BARE_END: Final[Markers] = markers(",", "}", "]", ":", "<")
+_BARE_END: Final[Markers] = markers(",", "}", "]", "<tool_call|>", "<end_function_call>")
+_KEY_END: Final[Markers] = markers(":", ",", "}", "]")
 
 
 def _bare(word: str) -> str:
     try:
         return number(word)
     except Malformed:
-        if not word:
-            raise
         return quoted(word)
 
 

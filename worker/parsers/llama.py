@@ -1,11 +1,14 @@
 """Llama 3's calls: a JSON object anywhere in the text, after `<|python_tag|>`, or `name.call(…)` after that."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from worker.parsers.call import NAME_LIMIT, Context, begin, checked, end, members
 from worker.parsers.json_calls import JsonCalls
 from worker.parsers.literal import quoted
 from worker.parsers.reader import Malformed, Steps, markers
+
+_JSON: Final = JsonCalls((), bare=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,7 @@ class LlamaCalls:
     def calls(self, ctx: Context, hit: str) -> Steps[None]:
         r = ctx.r
         if hit != "<|python_tag|>" or (yield from r.space()) in ("{", "["):
-            yield from JsonCalls(self.starts, bare=True).calls(ctx, hit)
+            yield from _JSON.calls(ctx, hit)
             return
         code = next((name for name in ("python", "code_interpreter", "ipython") if name in ctx.tools), "")
         parts: list[str] = []

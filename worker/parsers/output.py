@@ -29,6 +29,7 @@ class Output:
         self.is_blank = True  # nothing but white space since the last block
         self.is_line_start = True
         self.in_reasoning = False
+        self.is_reasoning_open = False
         self.malformed = 0
         self.muted = False
 
@@ -57,11 +58,18 @@ class Output:
     def reasoning(self, text: str) -> None:
         if not self.in_reasoning:
             self._close_content(trim=False)
-            self.in_reasoning, self.is_blank = True, True
+            self.in_reasoning = self.is_blank = self.is_reasoning_open = True
         self._spaced(self._reasoning_kind, text, True)
 
-    def end_reasoning(self) -> None:
+    def open_reasoning(self) -> None:
+        """The block begins; nothing is in it yet."""
+        self.is_reasoning_open = True
+
+    def end_reasoning(self, keep_space: bool = False) -> None:
         """The block is over; also when nothing was in it."""
+        self.is_reasoning_open = False
+        if keep_space and self.in_reasoning and not self.is_blank:
+            self._release()
         if self.in_reasoning or not self._has_content:
             self._held.clear()
             self.in_reasoning, self.is_blank, self.is_line_start, self._after_block = False, True, True, True
@@ -75,6 +83,7 @@ class Output:
         """Announce a call."""
         if self.in_reasoning:
             self.end_reasoning()
+        self.is_reasoning_open = False
         self._close_content(self._trim)
         self._flush()
         self._tool = Tool(index=self._calls, call_id=call_id or self._new_id(), name=name)

@@ -58,10 +58,16 @@ class _EventParser:
         self._out = ctx.out
         self._steps = steps
         self._is_over = False
+        # Up to the first wait for text, so that `in_reasoning` holds from the start.
+        self._advance()
 
     @property
     def saw_tool_call(self) -> bool:
         return self._out.calls > 0
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._out.is_reasoning_open
 
     @property
     def malformed(self) -> int:

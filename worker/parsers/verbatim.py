@@ -13,5 +13,5 @@ class Verbatim:
 
     def calls(self, ctx: Context, hit: str) -> Steps[None]:
         yield from ()
-        ctx.out.end_reasoning()
+        ctx.out.end_reasoning(keep_space=True)
         ctx.out.text(hit)

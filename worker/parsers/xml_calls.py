@@ -72,22 +72,25 @@ class XmlCalls:
                     if calls:
                         break
                     raise Malformed
-            yield from self._one(ctx)
+            yield from self._one(ctx, is_alone=is_open)
             calls += 1
             is_open = False
             if not self.call:
                 return
         yield from r.literal(markers(*self.wrap_end))
 
-    def _one(self, ctx: Context) -> Steps[None]:
+    def _one(self, ctx: Context, is_alone: bool) -> Steps[None]:
         r = ctx.r
         head, closing = yield from r.capture(markers(*self.head_end), NAME_LIMIT, keep=True)
         if self.call or closing == "\n":
             yield from r.literal(markers(closing))
         name = checked(_attribute(head, "name", "tool") or head.strip().removeprefix("="))
         known = markers(self.param, self.call_end, *self.wrap_end, *((self.json_block,) if self.json_block else ()))
-        # Only what goes on like a call is announced as one.
-        hit = yield from r.expect(known)
+        # Only what goes on like a call is announced as one; with a wrapper around it, stray text may come first.
+        if is_alone or not self.call:
+            hit = yield from r.expect(known)
+        else:
+            _, hit = yield from r.capture(known, NAME_LIMIT)
         params = begin(ctx, name)
         arguments = _Arguments(ctx)
         while hit == self.param or hit == self.json_block:
@@ -116,7 +119,7 @@ class XmlCalls:
         ends = [self.param_end]
         if self.strip_line:
             # A missing end tag shows by what follows it.
-            ends += ["\n" + self.param_end, "\n" + self.param, "\n" + self.call_end]
+            ends += ["\n" + self.param_end, "\n" + self.param, *("\n" + end for end in self.ends)]
             yield from r.literal(markers("\n"))
         if self.cdata and (yield from r.literal(markers(_CDATA))):
             yield from arguments.add(key, types, params, ("]]>",))

@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.messages import Kind, Tool
-from worker.parsers import Event, UnknownFamily, make_parser
+from worker.parsers import FAMILIES, Event, UnknownFamily, make_parser, reasoning_end
 
 
 def test_arguments_leave_as_they_are_generated() -> None:
@@ -53,6 +53,24 @@ def test_without_tools_their_markup_is_text() -> None:
 def test_without_reasoning_its_markup_is_text() -> None:
     parser = make_parser("hermes", parse_reasoning=False)
     assert parser.feed("<think>a</think>b") == [Event(Kind.TEXT, "<think>a</think>b")]
+
+
+def test_a_parser_knows_when_the_output_is_in_its_reasoning() -> None:
+    parser = make_parser("hermes", start_in_reasoning=True)
+    assert parser.in_reasoning
+    parser.feed("plan")
+    assert parser.in_reasoning
+    parser.feed("</think>")
+    assert not parser.in_reasoning
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_closes_reasoning_does_so_in_every_family(family: str) -> None:
+    parser = make_parser(family, start_in_reasoning=True)
+    assert parser.in_reasoning == bool(reasoning_end(family))
+    if parser.in_reasoning:
+        events = parser.feed("plan" + reasoning_end(family) + "Yes.") + parser.finish()
+        assert [(event.kind, event.text) for event in events] == [(Kind.REASONING, "plan"), (Kind.TEXT, "Yes.")]
 
 
 def test_text_after_the_end_is_ignored() -> None:
