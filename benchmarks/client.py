@@ -5,15 +5,19 @@ task is woken before the answer is complete. A general client costs as much per 
 """
 
 import asyncio
+import signal
 import ssl
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httptools
 import msgspec
+
+T = TypeVar("T")
 
 _DATA: Final = b"data:"
 _DONE: Final = b"[DONE]"
@@ -255,11 +259,23 @@ async def until(condition: Callable[[], bool], poll_s: float = 0.005) -> None:
         await asyncio.sleep(poll_s)
 
 
-def run(main: Any) -> Any:
-    """`asyncio.run`, on uvloop where it is installed."""
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, on uvloop where it is installed. SIGTERM cancels: no server outlives the benchmark it was for."""
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
+        loop_factory = None
+    else:
+        loop_factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        try:
+            return runner.run(_stoppable(main))
+        except asyncio.CancelledError:
+            sys.exit("stopped")
+
+
+async def _stoppable(main: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await main
