@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 import protocol
 from gateway.histogram import Histogram
 from gateway.logs import dropped_records
+from protocol.messages import Stats
 
 if TYPE_CHECKING:
     from gateway.metrics import Metrics, ModelMetrics
@@ -38,12 +39,20 @@ _COUNTERS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], int]"], ...]] =
     ("request_retries", "Requests sent again because their worker was gone.", lambda m: m.retries),
     ("worker_stuck", "Times that a worker's step did not end in time.", lambda m: m.stuck),
 )
+# Counted by the worker since it started.
+_WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], int]], ...]] = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.cache_query_tokens),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.cache_hit_tokens),
+    ("prefix_cache_evictions", "Entries that the prefix cache gave up.", lambda s: s.cache_evictions),
+    ("num_preemptions", "Running sequences that had to make room.", lambda s: s.preemptions),
+    ("malformed_tool_calls", "Tool calls that were no calls and became text.", lambda s: s.malformed_tool_calls),
+)
 _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, int]]"], ...]] = (
     ("request_success", "Sequences by how they ended.", "finished_reason", lambda m: m.finished),
     ("admission_rejections", "Requests turned away.", "reason", lambda m: m.rejections),
     ("worker_restarts", "Workers that ended unasked, by exit status.", "exit", lambda m: m.restarts),
 )
-_MEMORY: Final = ("active", "peak", "cache", "phys_footprint", "kv")
+_MEMORY: Final = ("active", "peak", "cache", "phys_footprint", "kv", "prefix_cache")
 
 
 class Exposition(Collector):
@@ -60,6 +69,12 @@ class Exposition(Collector):
             counter = CounterMetricFamily(f"mlxd_{name}", text, labels=["model"])
             for model, numbers in models:
                 counter.add_metric([model], read(numbers))
+            yield counter
+        for name, text, read_stats in _WORKER_COUNTERS:
+            counter = CounterMetricFamily(f"mlxd_{name}", text, labels=["model"])
+            for model, numbers in models:
+                if numbers.stats is not None:
+                    counter.add_metric([model], read_stats(numbers.stats))
             yield counter
         for name, text, label, read_many in _LABELLED:
             counter = CounterMetricFamily(f"mlxd_{name}", text, labels=["model", label])
@@ -110,6 +125,7 @@ def _gauges(models: "Iterable[tuple[str, ModelMetrics]]") -> Iterator[Metric]:
     )
     state = GaugeMetricFamily("mlxd_worker_state", "1 for the state that the worker is in.", labels=["model", "state"])
     age = GaugeMetricFamily("mlxd_worker_step_age_seconds", "Age of the running step; 0 when idle.", labels=["model"])
+    usage = GaugeMetricFamily("mlxd_kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1.", labels=["model"])
     memory = GaugeMetricFamily("mlxd_worker_memory_bytes", "A worker's memory.", labels=["model", "kind"])
     for model, numbers in models:
         stats = numbers.stats
@@ -121,7 +137,14 @@ def _gauges(models: "Iterable[tuple[str, ModelMetrics]]") -> Iterator[Metric]:
         age.add_metric([model], stats.step_age_ms / 1000 if stats else 0)
         for name in STATES:
             state.add_metric([model, name], float(numbers.state == name))
-        values = (stats.mem_active, stats.mem_peak, stats.mem_cache, stats.footprint, stats.kv_bytes) if stats else ()
-        for kind, value in zip(_MEMORY, values, strict=False):
-            memory.add_metric([model, kind], value)
-    yield from (running, waiting, by_reason, state, age, memory)
+        if stats is not None:
+            usage.add_metric([model], stats.kv_bytes / stats.kv_limit if stats.kv_limit else 0)
+            for kind, value in zip(_MEMORY, _memory(stats), strict=True):
+                memory.add_metric([model, kind], value)
+    yield from (running, waiting, by_reason, state, age, usage, memory)
+
+
+def _memory(stats: Stats) -> tuple[int, ...]:
+    return (
+        stats.mem_active, stats.mem_peak, stats.mem_cache, stats.footprint, stats.kv_bytes, stats.cache_bytes,
+    )  # fmt: skip

@@ -47,7 +47,13 @@ def lower_chat(
         raise BadRequest("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
     if request.max_tokens == 0:
         raise BadRequest("Invalid value for 'max_tokens': expected int >= 1.", "max_tokens", "invalid_value")
-    prompt = ChatPrompt(messages, [], _template_kwargs(request), continues)
+    prompt = ChatPrompt(
+        messages,
+        template_kwargs=_template_kwargs(request),
+        continue_final=continues,
+        thinking=False if request.reasoning_effort == "none" else request.enable_thinking,
+        effort="" if request.reasoning_effort == "none" else request.reasoning_effort or "",
+    )
     return _generates(
         request,
         model,
@@ -57,6 +63,7 @@ def lower_chat(
         max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         deadline_ms=deadline_ms,
+        thinking_budget=request.thinking_budget,
     )
 
 
@@ -104,6 +111,7 @@ def _generates(
     top_logprobs: int | None,
     deadline_ms: int,
     echo: bool = False,
+    thinking_budget: int | None = None,
 ) -> list[Generate]:
     choices = request.n or 1
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
@@ -119,6 +127,7 @@ def _generates(
             echo=echo,
             deadline_ms=deadline_ms,
             want_progress=bool(request.stream),
+            thinking_budget=thinking_budget,
         )
         for index in range(len(prompts) * choices)
     ]
@@ -250,8 +259,4 @@ def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
         raise BadRequest(
             "'chat_template_kwargs' is too deep or holds too large a number.", "chat_template_kwargs"
         ) from None
-    if request.enable_thinking is not None:
-        kwargs.setdefault("enable_thinking", request.enable_thinking)
-    if request.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
     return kwargs

@@ -24,6 +24,7 @@ Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
 StopText = Annotated[str, Meta(min_length=1)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)]
+Effort = Annotated[str, Meta(max_length=32)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 
 
@@ -85,10 +86,11 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    # For the chat template, as vLLM and SGLang spell them.
+    reasoning_effort: Effort | None = None
+    # As vLLM and SGLang spell them.
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
+    thinking_budget: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
     continue_final_message: bool | None = None
     # Known, not served yet.
     tools: list[Any] | None = None

@@ -117,11 +117,19 @@ def test_an_assistants_reasoning_is_handed_to_the_template() -> None:
     assert generate.prompt.messages[1] == {"role": "assistant", "content": "", "reasoning_content": "hmm"}
 
 
-def test_thinking_fields_become_template_arguments() -> None:
-    [generate] = chat(chat_template_kwargs={"x": 1}, enable_thinking=False, reasoning_effort="low")
+def test_thinking_fields_reach_the_engine() -> None:
+    [generate] = chat(chat_template_kwargs={"x": 1}, enable_thinking=True, reasoning_effort="low", thinking_budget=100)
 
     assert isinstance(generate.prompt, ChatPrompt)
-    assert generate.prompt.template_kwargs == {"x": 1, "enable_thinking": False, "reasoning_effort": "low"}
+    assert generate.prompt.template_kwargs == {"x": 1}
+    assert (generate.prompt.thinking, generate.prompt.effort, generate.thinking_budget) == (True, "low", 100)
+
+
+def test_no_effort_is_no_thinking() -> None:
+    [generate] = chat(reasoning_effort="none")
+
+    assert isinstance(generate.prompt, ChatPrompt)
+    assert (generate.prompt.thinking, generate.prompt.effort) == (False, "")
 
 
 def test_the_last_assistant_message_can_be_continued() -> None:
