@@ -18,10 +18,10 @@ from gateway.services import Services
 class App:
     """An ASGI app with its parts. `drain` makes it refuse new generations; what runs goes on."""
 
-    def __init__(self, services: Services, routes: list[Route]) -> None:
+    def __init__(self, services: Services, routes: list[Route], is_public: bool = True) -> None:
         self.services = services
         router = Router(routes, redirect_slashes=False)
-        self._entry: ASGIApp = Entry(router, services.metrics)
+        self._entry: ASGIApp = Entry(router, services.metrics, is_public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._entry(scope, receive, send)
@@ -64,4 +64,5 @@ def create_admin_app(config: Config, pool: Pool, link: Link, metrics: Metrics, *
             Route("/v1/models/unload", admin.Command(services, pool.unload), methods=["POST"]),
             Route("/v1/models/restart", admin.Command(services, pool.restart), methods=["POST"]),
         ],
+        is_public=False,
     )

@@ -17,8 +17,9 @@ from gateway.metrics import Metrics
 log = logging.getLogger(__name__)
 
 # Polled by machines: their lines would drown the others.
-QUIET: Final = frozenset({"/livez", "/readyz", "/health", "/healthz", "/metrics", "/"})
-API: Final = "/v1/"
+QUIET: Final = frozenset({"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/"})
+# What counts as a request of an API; a list of models does not.
+API: Final = ("POST", "/v1/")
 
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
@@ -26,9 +27,10 @@ _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 class Entry:
     """Pure ASGI. Everything below may raise `ApiError`; what else it raises is a 500, logged once and counted."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, is_public: bool) -> None:
         self._app = app
         self._metrics = metrics
+        self._is_public = is_public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -67,7 +69,8 @@ class Entry:
             await send_body(answer, error.status, openai_body(error), [*error_headers(error), *record.headers])
 
     def _account(self, record: Record) -> None:
-        if record.path.startswith(API):
+        method, prefix = API
+        if self._is_public and record.method == method and record.path.startswith(prefix):
             self._metrics.request_ended(record.model, record.status)
         level = logging.DEBUG if record.path in QUIET else logging.INFO
         if not log.isEnabledFor(level):

@@ -52,7 +52,8 @@ def status(json: Json = False) -> None:
 
     from gateway.ctl import show
 
-    show.status(found, Console())
+    # A pipe has no width: nothing is cut off there.
+    show.status(found, Console() if sys.stdout.isatty() else Console(width=240))
 
 
 app.command("ps", hidden=True, help="The same as status.")(status)

@@ -18,11 +18,12 @@ def status(status: Status, console: Console) -> None:
         soft_wrap=True,
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("MODEL", "STATE", "PID"):
-        table.add_column(name, overflow="fold")
-    for name in ("RUNNING", "WAITING", "MEMORY", "CONTEXT", "TOKENS", "RESTARTS"):
-        table.add_column(name, justify="right")
-    table.add_column("ALIASES", overflow="fold")
+    table.add_column("MODEL", overflow="fold", min_width=12)
+    for name in ("STATE", "PID"):
+        table.add_column(name, no_wrap=True)
+    for name in ("RUN", "WAIT", "MEMORY", "CONTEXT", "TOKENS", "CRASHES"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("ALIASES", no_wrap=True, overflow="ellipsis")
     for model in status.models:
         table.add_row(*_row(model))
     console.print(table)
