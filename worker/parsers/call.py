@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from worker.parsers.literal import LOOSE, Dialect, is_string_start, quoted, scalar, value
 from worker.parsers.output import Output
 from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, markers
-from worker.parsers.schema import STRING, Parameters, Tools, coerced_string
+from worker.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 
 NAME_LIMIT: Final = 256
 _NAME = re.compile(r"[\w.\-:/@$]+")
@@ -169,11 +169,22 @@ def _member_value(r: Reader, params: Parameters, key: str, emit: Emit, dialect: 
 
 
 def json_arguments(ctx: Context, params: Parameters, emit: Emit | None = None) -> Steps[None]:
-    """Read the JSON object that a call's arguments are."""
-    if (yield from ctx.r.space()) != "{":
+    """Read the JSON object that a call's arguments are; in a string, it is encoded once more."""
+    emit = emit or ctx.out.args
+    if (yield from ctx.r.space()) == "{":
+        ctx.r.take(1)
+        yield from members(ctx, params, emit)
+        return
+    parts: list[str] = []
+    yield from value(ctx.r, parts.append)
+    found = "".join(parts)
+    if found in ("null", '""', "[]"):
+        emit("{}")
+        return
+    inner = json_text(json.loads(found).strip()) if found.startswith('"') else None
+    if inner is None or not inner.startswith("{"):
         raise Malformed
-    ctx.r.take(1)
-    yield from members(ctx, params, emit or ctx.out.args)
+    emit(inner)
 
 
 def collected(read: Callable[[Emit], Steps[None]]) -> Steps[str]:

@@ -98,7 +98,7 @@ class _Call:
     ends: tuple[str, ...] = HARMONY.ends
 
     def calls(self, ctx: Context, hit: str) -> Steps[None]:
-        if (yield from ctx.r.space()) != "{":
+        if (yield from ctx.r.space()) not in ("{", '"'):
             raise Malformed
         yield from json_arguments(ctx, begin(ctx, checked(self.recipient.removeprefix("functions."))))
         end(ctx)

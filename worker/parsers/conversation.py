@@ -10,7 +10,8 @@ from worker.parsers.reader import Steps, markers
 _END_OF_TURN: Final = (
     "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>",
     "<end_of_turn>", "<turn|>", "<|eot|>", "<|end_of_msg|>", "<|role_end|>", "<｜end▁of▁sentence｜>", "[e~[",
-    "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|user|>", "<|observation|>",
+    "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|user|>", "<|observation|>", "<seed:eos>",
+    "<end_of_sentence>", "<sep>", "<SPECIAL_12>", "</assistant>", "<｜hy_eos｜>", "<｜hy_eos:opensource｜>",
 )  # fmt: skip
 
 

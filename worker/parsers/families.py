@@ -39,6 +39,7 @@ _QWEN_XML = XmlCalls(
     param="<parameter=", key_end=">", param_end="</parameter>", call_end="</function>", json=True,
 )  # fmt: skip
 _SEED = XmlCalls(
+    inline=True,
     wrap=("<seed:tool_call>",), wrap_end=("</seed:tool_call>",), call="<function=", head_end=(">",),
     param="<parameter=", key_end=">", param_end="</parameter>", call_end="</function>",
 )  # fmt: skip
@@ -54,10 +55,12 @@ _LONGCAT = XmlCalls(
     call_end="</longcat_tool_call>", strip_line=False, json=True,
 )  # fmt: skip
 _MINIMAX_M2 = XmlCalls(
+    inline=True,
     wrap=("<minimax:tool_call>",), wrap_end=("</minimax:tool_call>",), call="<invoke", head_end=(">",),
     param="<parameter", key_end=">", param_end="</parameter>", call_end="</invoke>", call_alone=False,
 )  # fmt: skip
 _MINICPM5 = XmlCalls(
+    inline=True,
     wrap=(), wrap_end=(), call="<function", head_end=(">",), param="<param", key_end=">", param_end="</param>",
     call_end="</function>", cdata=True,
 )  # fmt: skip

@@ -7,7 +7,6 @@ from typing import Final
 from worker.parsers.call import Context, begin, end, json_arguments, members
 from worker.parsers.literal import scalar, value
 from worker.parsers.reader import Malformed, Steps, markers
-from worker.parsers.schema import json_text
 
 _NAMES: Final = frozenset({"name", "tool_name", "function_name", "function"})
 _ARGUMENTS: Final = frozenset({"arguments", "parameters", "args", "params"})
@@ -99,15 +98,17 @@ class JsonCalls:
 
     def _field(self, ctx: Context, key: str, call: "_Call") -> Steps[None]:
         char = yield from ctx.r.space()
+        parts: list[str] = []
         if key in _ARGUMENTS and call.arguments is None and not call.is_announced:
             if char == "{" and call.name and not self.late:
                 self._announce(ctx, call, has_arguments=True)
                 ctx.r.take(1)
                 yield from members(ctx, ctx.tools.parameters(call.name), ctx.out.args)
                 return
-            call.arguments = yield from _arguments(ctx, char, call.name)
+            # These cannot be streamed: they stand before the name, or in a string.
+            yield from json_arguments(ctx, ctx.tools.parameters(call.name), parts.append)
+            call.arguments = "".join(parts)
             return
-        parts: list[str] = []
         yield from value(ctx.r, parts.append)
         found = "".join(parts)
         if key in _NAMES and found.startswith('"') and not call.name:
@@ -141,19 +142,3 @@ def _key(ctx: Context, char: str) -> Steps[str]:
     yield from scalar(ctx.r, char, parts.append)
     yield from ctx.r.expect(markers(":"))
     return json.loads("".join(parts))
-
-
-def _arguments(ctx: Context, char: str, name: str) -> Steps[str]:
-    """Arguments that cannot be streamed: before the name, in a string, or none at all."""
-    parts: list[str] = []
-    if char == "{":
-        yield from json_arguments(ctx, ctx.tools.parameters(name), parts.append)
-        return "".join(parts)
-    yield from value(ctx.r, parts.append)
-    found = "".join(parts)
-    if found in ("null", '""', "[]"):
-        return "{}"
-    inner = json_text(json.loads(found).strip()) if found.startswith('"') else None
-    if inner is None or not inner.startswith("{"):
-        raise Malformed
-    return inner

@@ -82,7 +82,7 @@ class SectionCalls:
             call_id, _, header = header.rpartition(self.id_separator)
         elif ":" in header:
             call_id = header
-        if (yield from r.space()) != "{":
+        if (yield from r.space()) not in ("{", '"'):
             header, _ = yield from r.capture(markers("\n", "{"), NAME_LIMIT, keep=True)
             yield from r.space()
             yield from r.literal(markers("```json"))
@@ -101,7 +101,7 @@ class TaggedJson:
 
     def calls(self, ctx: Context, hit: str) -> Steps[None]:
         name, _ = yield from ctx.r.capture(markers(">"), NAME_LIMIT)
-        if (yield from ctx.r.space()) != "{":
+        if (yield from ctx.r.space()) not in ("{", '"'):
             raise Malformed
         yield from json_arguments(ctx, begin(ctx, checked(name)))
         end(ctx)

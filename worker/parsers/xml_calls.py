@@ -31,7 +31,8 @@ class XmlCalls:
 
     A name or key is what stands in its tag, or its attribute `name`, `tool` or `key`. An empty `wrap` means that a call
     stands alone; with `call_alone` it may although it has a wrapper. With `strip_line`, a value's first and last line
-    break belong to the markup. `json_block` holds all arguments as one object, `json` means that the call may be JSON.
+    break belong to the markup; with `inline`, the last only if the first is there. `json_block` holds all arguments as
+    one object; `json` means that the call may be JSON.
     """
 
     wrap: tuple[str, ...]
@@ -45,6 +46,7 @@ class XmlCalls:
     value: str = ""
     call_alone: bool = True
     strip_line: bool = True
+    inline: bool = False
     json: bool = False
     cdata: bool = False
     json_block: str = ""
@@ -119,8 +121,9 @@ class XmlCalls:
         ends = [self.param_end]
         if self.strip_line:
             # A missing end tag shows by what follows it.
-            ends += ["\n" + self.param_end, "\n" + self.param, *("\n" + end for end in self.ends)]
-            yield from r.literal(markers("\n"))
+            ends += ["\n" + self.param, *("\n" + end for end in self.ends)]
+            if (yield from r.literal(markers("\n"))) or not self.inline:
+                ends.append("\n" + self.param_end)
         if self.cdata and (yield from r.literal(markers(_CDATA))):
             yield from arguments.add(key, types, params, ("]]>",))
             yield from r.until(markers(self.param_end), drop)
