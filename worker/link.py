@@ -20,6 +20,7 @@ from protocol.messages import (
     Abort,
     Down,
     Drain,
+    Drained,
     Dump,
     Generate,
     Hello,
@@ -149,8 +150,13 @@ class Link:
         self.send(Rejected(request.rid, Failure(Code.BUSY, "the model is still loading; try again")))
 
     def _control_while_loading(self, message: Abort | Drain | Shutdown) -> None:
-        if isinstance(message, Shutdown):
-            os._exit(Exit.OK)  # the main thread may be deep in native code
+        match message:
+            case Shutdown():
+                os._exit(Exit.OK)  # the main thread may be deep in native code
+            case Drain():
+                self.send(Drained(self._spec.epoch, 0))  # nothing has been accepted yet
+            case Abort():
+                pass
 
     # -- sending -----------------------------------------------------------------------------------------------------
 

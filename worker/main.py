@@ -46,11 +46,20 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         spec = msgspec.json.decode(options.spec, type=WorkerSpec)
-    except msgspec.DecodeError as error:
+        _check(spec)
+    except (msgspec.DecodeError, ValueError) as error:
         print(f"worker: bad --spec: {error}", file=sys.stderr)
         return Exit.BAD_CONFIG
     _prepare_process(spec)
     return Process(spec).run()
+
+
+def _check(spec: WorkerSpec) -> None:
+    """What the types do not say. Raises ValueError."""
+    if spec.max_running < 1 or spec.prefill_chunk < 1:
+        raise ValueError("max_running and prefill_chunk are at least 1")
+    if spec.log_level.upper() not in logging.getLevelNamesMapping():
+        raise ValueError(f"unknown log_level '{spec.log_level}'")
 
 
 def _prepare_process(spec: WorkerSpec) -> None:

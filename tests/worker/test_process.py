@@ -1,0 +1,314 @@
+"""A real worker process: how it introduces itself, serves, survives its gateway, and leaves."""
+
+import itertools
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.codec import encode
+from protocol.failures import Code, Exit
+from protocol.messages import (
+    MAJOR,
+    Abort,
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Drain,
+    Drained,
+    Dump,
+    Finish,
+    Generate,
+    Goodbye,
+    Hello,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    Rejected,
+    Sampling,
+    Shutdown,
+    Step,
+    TextPrompt,
+    TokensPrompt,
+    Welcome,
+    WorkerSpec,
+)
+from tests.support.models import VOCAB
+from tests.support.process import TIMEOUT_S, Gateway, start
+
+ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
+rids = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def gateway(model_folder: Callable[[str], Path]) -> Iterator[Gateway]:
+    """One worker for the tests that leave it as they found it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="mlxd-", dir="/tmp") as home,
+        Gateway(Path(home), model_folder("qwen3")) as made,
+    ):
+        made.ready()
+        yield made
+
+
+def endless() -> Generate:
+    return Generate(next(rids), TokensPrompt((20, 30)), ENDLESS)
+
+
+def deltas_until_end(gateway: Gateway, rid: int) -> list[Delta]:
+    found: list[Delta] = []
+    while not found or found[-1].finish is None:
+        step = gateway.expect(Step, lambda step: any(delta.rid == rid for delta in step.deltas))
+        found += [delta for delta in step.deltas if delta.rid == rid]
+    return found
+
+
+def running(gateway: Gateway) -> Generate:
+    """An endless request that has begun to speak."""
+    request = endless()
+    gateway.send(request)
+    gateway.expect(Step, lambda step: any(delta.rid == request.rid and delta.text for delta in step.deltas))
+    return request
+
+
+# -- serving -------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_says_hello_then_loads_then_is_ready(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
+    with Gateway(run_dir, model_folder("qwen3"), context=200, max_running=3) as gateway:
+        ready = gateway.ready()
+        hello, *loading = gateway.seen[: gateway.seen.index(ready)]
+        assert isinstance(hello, Hello)
+        assert (hello.worker, hello.epoch, hello.proto_major, hello.state) == ("test", 3, MAJOR, "loading")
+        assert hello.pid == gateway.process.pid
+        # It is introduced once unasked, and once to the gateway that welcomes it.
+        assert [message for message in loading if not isinstance(message, Loading)] == [hello]
+        stages = [message.stage for message in loading if isinstance(message, Loading)]
+        assert stages == sorted(stages, key=["import", "weights", "warmup"].index)
+        assert set(stages) == {"import", "weights", "warmup"}
+        assert (ready.epoch, ready.max_context, ready.max_running, ready.vocab_size) == (3, 200, 3, VOCAB)
+        assert (ready.model_type, ready.has_chat_template) == ("qwen3", True)
+        assert ready.weights_bytes > 0
+        gateway.send(Shutdown())
+        assert gateway.expect(Goodbye).failure is None
+        assert gateway.exit_status() == Exit.OK
+
+
+def test_a_request_is_accepted_streamed_and_ended(gateway: Gateway) -> None:
+    request = Generate(next(rids), ChatPrompt([{"role": "user", "content": "kato"}]), ENDLESS, max_tokens=12)
+    gateway.send(request)
+    accepted = gateway.expect(Accepted)
+    deltas = deltas_until_end(gateway, request.rid)
+    assert accepted.rid == request.rid
+    assert deltas[-1].finish is Finish.LENGTH
+    assert deltas[-1].usage is not None
+    assert deltas[-1].usage.prompt == accepted.prompt_tokens
+    assert sum(len(delta.token_ids) for delta in deltas) == 12
+
+
+def test_a_request_that_cannot_be_served_is_rejected_and_the_next_one_is_served(gateway: Gateway) -> None:
+    bad = Generate(next(rids), TokensPrompt((10**9,)), ENDLESS)
+    good = Generate(next(rids), TextPrompt("kato"), ENDLESS, max_tokens=2)
+    gateway.send(bad)
+    gateway.send(good)
+    rejected = gateway.expect(Rejected)
+    assert (rejected.rid, rejected.failure.code) == (bad.rid, Code.INVALID_REQUEST)
+    assert deltas_until_end(gateway, good.rid)[-1].finish is Finish.LENGTH
+
+
+def test_an_abort_sent_with_its_request_ends_it_whichever_is_handled_first(gateway: Gateway) -> None:
+    text = TextPrompt("kato mira sen " * 200)
+    for _ in range(5):
+        request = Generate(next(rids), text, ENDLESS)
+        gateway.send(request)
+        gateway.send(Abort((request.rid,)))
+        assert deltas_until_end(gateway, request.rid)[-1].finish is Finish.ABORT
+    assert gateway.pong(1).stats.running == 0
+
+
+def test_pings_are_answered_while_busy_with_the_age_of_the_step(gateway: Gateway) -> None:
+    request = running(gateway)
+    first = gateway.pong(10).stats
+    deadline = time.monotonic() + TIMEOUT_S
+    while (stats := gateway.pong(11).stats).step_seq < first.step_seq + 3 and time.monotonic() < deadline:
+        assert stats.running == 1
+        assert stats.step_age_ms < 5000
+    assert stats.step_seq >= first.step_seq + 3
+    gateway.send(Abort((request.rid,)))
+    assert deltas_until_end(gateway, request.rid)[-1].finish is Finish.ABORT
+
+
+def test_an_idle_worker_has_no_step_age_and_tells_its_memory(gateway: Gateway) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while (stats := gateway.pong(40).stats).running + stats.waiting and time.monotonic() < deadline:
+        pass
+    stats = gateway.pong(41).stats
+    assert (stats.step_age_ms, stats.running, stats.waiting, stats.kv_bytes) == (0, 0, 0, 0)
+    assert stats.mem_active > 0
+    assert stats.footprint > 0
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x00", b"\xc1", b"\x91" * 5000, b"\x93\x06\x01\xa1x", encode(Accepted(1, 2))])
+def test_a_malformed_frame_is_dropped_and_the_worker_serves_on(gateway: Gateway, frame: bytes) -> None:
+    gateway.send_frame(frame)
+    assert gateway.pong(50).seq == 50
+
+
+def test_a_restarted_gateway_gets_hello_and_ready_again(gateway: Gateway) -> None:
+    gateway.send(Welcome(0, 1, 1.0))
+    gateway.send(Welcome(0, 2, 1.0))
+    hello, ready = gateway.expect(Hello), gateway.expect(Ready)
+    assert (hello.state, hello.epoch, ready.epoch) == ("ready", 3, 3)
+    assert hello.mlx_version != ""
+    gateway.send(Welcome(0, 2, 1.0))
+    first = len(gateway.seen)
+    gateway.pong(60)
+    assert not any(isinstance(message, Hello | Ready) for message in gateway.seen[first:])
+
+
+def test_a_dump_writes_the_stacks_of_every_thread(gateway: Gateway) -> None:
+    gateway.send(Dump(1))
+    stacks = gateway.wait_for_stderr("most recent call first")
+    assert "worker/link.py" in stacks
+    assert gateway.pong(70).seq == 70
+
+
+def test_a_drained_worker_says_so(gateway: Gateway) -> None:
+    request = running(gateway)
+    gateway.send(Drain(0.0))
+    end = deltas_until_end(gateway, request.rid)[-1]
+    assert end.failure is not None
+    assert end.failure.code is Code.DRAINING
+    assert gateway.expect(Drained).aborted == 1
+
+
+# -- leaving -------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_ends_every_request_says_goodbye_and_exits_zero(
+    run_dir: Path, model_folder: Callable[[str], Path]
+) -> None:
+    with Gateway(run_dir, model_folder("qwen3")) as gateway:
+        gateway.ready()
+        request = running(gateway)
+        gateway.signal(signal.SIGINT)  # a terminal's ^C is the gateway's business
+        gateway.pong(1)
+        gateway.signal(signal.SIGTERM)
+        end = deltas_until_end(gateway, request.rid)[-1]
+        assert end.failure is not None
+        assert end.failure.code is Code.DRAINING
+        goodbye = gateway.expect(Goodbye)
+        assert (goodbye.epoch, goodbye.failure) == (3, None)
+        assert gateway.exit_status() == Exit.OK
+
+
+def test_sigterm_ends_an_idle_worker(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
+    with Gateway(run_dir, model_folder("qwen3")) as gateway:
+        gateway.ready()
+        gateway.signal(signal.SIGTERM)
+        assert gateway.expect(Goodbye).failure is None
+        assert gateway.exit_status() == Exit.OK
+
+
+def test_while_loading_pings_are_answered_requests_refused_drains_done_and_shutdown_obeyed(
+    run_dir: Path, model_folder: Callable[[str], Path]
+) -> None:
+    # A pipe in place of a weights file: loading waits for as long as the test likes.
+    folder = run_dir / "slow"
+    folder.mkdir()
+    for file in model_folder("qwen3").iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    os.mkfifo(folder / "config.json")
+    with Gateway(run_dir, folder) as gateway:
+        gateway.reachable()
+        gateway.expect(Loading)
+        assert gateway.pong(1).stats.running == 0
+        request = endless()
+        gateway.send(request)
+        rejected = gateway.expect(Rejected)
+        assert (rejected.rid, rejected.failure.code) == (request.rid, Code.BUSY)
+        assert rejected.failure.is_retryable
+        gateway.send(Drain(1.0))
+        assert gateway.expect(Drained).aborted == 0
+        gateway.send(Shutdown())
+        assert gateway.exit_status() == Exit.OK
+
+
+def test_a_model_that_cannot_be_loaded_is_told_and_not_worth_another_start(run_dir: Path) -> None:
+    with Gateway(run_dir, run_dir / "nothing") as gateway:
+        goodbye = gateway.expect(Goodbye)
+        assert goodbye.failure is not None
+        assert goodbye.failure.code is Code.MODEL_MISSING
+        assert gateway.exit_status() == Exit.MODEL_UNUSABLE
+        assert "nothing" in gateway.stderr()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "{",
+        "{}",
+        '{"name": 5}',
+        '{"name": "m", "path": "p", "epoch": 1, "down": "ipc://d", "up": "ipc://u", "no_such_key": 1}',
+        '{"name": "m", "path": "p", "epoch": 1, "down": "ipc://d", "up": "ipc://u", "log_level": "loud"}',
+        '{"name": "m", "path": "p", "epoch": 1, "down": "ipc://d", "up": "ipc://u", "max_running": 0}',
+        '{"name": "m", "path": "p", "epoch": 1, "down": "ipc://d", "up": "ipc://u", "prefill_chunk": 0}',
+    ],
+)
+def test_a_bad_spec_is_a_mistake_of_the_configuration(run_dir: Path, spec: str) -> None:
+    process = start(spec, run_dir)
+    assert process.wait(TIMEOUT_S) == Exit.BAD_CONFIG, (run_dir / "stderr").read_text()
+    assert (run_dir / "stderr").read_text().count("\n") == 1
+
+
+def test_an_orphan_ends_its_requests_and_can_be_adopted_and_ends_itself_at_last(
+    run_dir: Path, model_folder: Callable[[str], Path]
+) -> None:
+    with Gateway(run_dir, model_folder("qwen3"), orphan_grace_s=0.3, orphan_max_s=3.0) as gateway:
+        gateway.ready()
+        request = running(gateway)
+        end = deltas_until_end(gateway, request.rid)[-1]
+        assert end.failure is not None
+        # A gateway that comes back is served.
+        adopted = Generate(next(rids), TextPrompt("kato"), ENDLESS, max_tokens=2)
+        gateway.send(Welcome(0, 9, 1.0))
+        gateway.send(adopted)
+        assert deltas_until_end(gateway, adopted.rid)[-1].finish is Finish.LENGTH
+        assert gateway.expect(Goodbye).failure is None
+        assert gateway.exit_status() == Exit.OK
+
+
+def test_a_worker_whose_gateway_is_gone_for_good_exits(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
+    spec = WorkerSpec(
+        "test", str(model_folder("qwen3")), 3, f"ipc://{run_dir}/d.sock", f"ipc://{run_dir}/u.sock",
+        orphan_grace_s=0.2, orphan_max_s=3.0,
+    )  # fmt: skip
+    assert start(spec, run_dir).wait(TIMEOUT_S) == Exit.OK
+
+
+def test_sigabrt_leaves_the_stacks_behind(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
+    with Gateway(run_dir, model_folder("qwen3")) as gateway:
+        gateway.ready()
+        gateway.signal(signal.SIGABRT)
+        assert gateway.exit_status() == -signal.SIGABRT
+        assert "Fatal Python error: Aborted" in gateway.stderr()
+        assert "worker/engine.py" in gateway.stderr()
+
+
+def test_a_frozen_worker_goes_on_where_it_was(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
+    with Gateway(run_dir, model_folder("qwen3"), orphan_grace_s=60.0) as gateway:
+        gateway.ready()
+        request = Generate(next(rids), TokensPrompt((20, 30)), ENDLESS, max_tokens=300)
+        gateway.send(request)
+        gateway.expect(Step, lambda step: bool(step.deltas))
+        gateway.signal(signal.SIGSTOP)
+        gateway.send(Ping(5, 0))
+        gateway.signal(signal.SIGCONT)
+        assert gateway.expect(Pong, lambda pong: pong.seq == 5)
+        assert deltas_until_end(gateway, request.rid)[-1].finish is Finish.LENGTH
