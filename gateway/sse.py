@@ -12,6 +12,7 @@ from gateway.errors import ApiError
 from gateway.generation import Generation
 from gateway.http import CLIENT_CLOSED, Answer, Header, Record, send_body
 
+STALLS_MAX: Final = 2
 HEADERS: Final[tuple[Header, ...]] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -47,6 +48,7 @@ class Watch:
         self.is_sending = False
         self.sent = 0
         self._sent_before = -1
+        self._stalls = 0
         self._is_active = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -79,15 +81,18 @@ class Watch:
         self._cut("disconnect")
 
     def _arm(self) -> None:
-        # One timer for the whole stream, none per event. The same `send` seen twice is at least one period old.
-        self._timer = self._loop.call_later(self._write_timeout_s, self._check)
+        # One timer for the whole stream, none per event: a `send` found unchanged at two looks in a row has blocked
+        # for at least the limit.
+        self._timer = self._loop.call_later(self._write_timeout_s / 2, self._check)
 
     def _check(self) -> None:
-        if self.is_sending and self.sent == self._sent_before:
-            self._cut("write_timeout")
-            return
+        is_same = self.is_sending and self.sent == self._sent_before
+        self._stalls = self._stalls + 1 if is_same else 0
         self._sent_before = self.sent if self.is_sending else -1
-        self._arm()
+        if self._stalls == STALLS_MAX:
+            self._cut("write_timeout")
+        else:
+            self._arm()
 
     def _cut(self, reason: str) -> None:
         if self._is_active and self.reason is None:

@@ -1,12 +1,9 @@
 """`mlxctl chat`: a conversation in the terminal."""
 
 import sys
-from collections.abc import Callable
 from typing import Any, TextIO
 
 from gateway.ctl.client import Failed, stream_chat
-
-Turn = Callable[[list[dict[str, str]]], str]
 
 DIM = "\x1b[2m"
 RESET = "\x1b[0m"
@@ -15,16 +12,17 @@ RESET = "\x1b[0m"
 def answer(url: str, request: dict[str, Any], out: TextIO) -> str:
     """Stream one answer to `out` and return its text. Ctrl-C ends the answer, not the conversation."""
     text: list[str] = []
+    shown = _harmless if out.isatty() else str
     # Reasoning is shown to people only: what is piped on is the answer.
     shows_reasoning = out.isatty()
     is_dim = False
     try:
         for delta in stream_chat(url, request):
             if shows_reasoning and (reasoning := delta.get("reasoning_content")):
-                out.write(("" if is_dim else DIM) + reasoning)
+                out.write(("" if is_dim else DIM) + shown(reasoning))
                 is_dim = True
             if content := delta.get("content"):
-                out.write((f"{RESET}\n\n" if is_dim else "") + content)
+                out.write((f"{RESET}\n\n" if is_dim else "") + shown(content))
                 is_dim = False
                 text.append(content)
             out.flush()
@@ -59,3 +57,8 @@ def converse(url: str, request: dict[str, Any], messages: list[dict[str, str]]) 
                 messages.pop()
             else:
                 messages.append({"role": "assistant", "content": said})
+
+
+def _harmless(text: str) -> str:
+    """Without what would command the terminal: a model may write anything."""
+    return "".join(c for c in text if c.isprintable() or c in "\n\t")

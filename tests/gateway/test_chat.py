@@ -11,6 +11,7 @@ import pytest
 
 from gateway.config import ModelConfig, ServerConfig
 from gateway.http import ignored_header
+from gateway.listen import raise_file_limit
 from gateway.pool.state import State
 from tests.gateway.harness import Gateway, chat, events, running, until
 
@@ -303,7 +304,9 @@ async def test_a_full_queue_is_a_429_and_a_draining_server_a_503(tmp_path: Path)
         assert (await gateway.client.get("/livez")).status_code == 200
 
 
-async def test_four_hundred_clients_at_once_are_all_answered(tmp_path: Path) -> None:
+async def test_a_thousand_clients_at_once_are_all_answered(tmp_path: Path) -> None:
+    if raise_file_limit() < 2500:
+        pytest.skip("this machine allows too few open files for both ends of 1000 connections")
     model = ModelConfig(name="m", path="m", max_running=8, max_waiting=92)
     async with running(tmp_path, ["--step-ms", "1"], models=[model]) as gateway:
 
@@ -314,7 +317,7 @@ async def test_four_hundred_clients_at_once_are_all_answered(tmp_path: Path) -> 
             finally:
                 writer.close()
 
-        answers = await asyncio.gather(*(ask() for _ in range(400)))
+        answers = await asyncio.gather(*(ask() for _ in range(1000)))
 
         assert set(answers) == {200, 429}
         assert answers.count(200) >= 100

@@ -146,6 +146,20 @@ def test_chat_takes_what_is_piped_in_and_its_options(home: Path) -> None:
     assert ctl(home, "chat", "org/m", "--max-tokens", "3", stdin="hi").stdout == "t0 t1 t2 \n"
 
 
+def test_on_a_terminal_a_model_cannot_write_escape_sequences(home: Path) -> None:
+    said = json.dumps([["text", "a\x1b]0;owned\x07b\n"], ["finish", "stop"]])
+    parent, child = os.openpty()
+    environment = os.environ | {"MLXD_HOME": str(home)}
+    command = [sys.executable, "-P", "-c", "from gateway.ctl import main; main()", "chat", "default", said]
+    done = subprocess.run(command, stdin=child, stdout=child, env=environment, timeout=30)
+    shown = os.read(parent, 4096)
+    os.close(parent)
+    os.close(child)
+
+    assert done.returncode == 0
+    assert shown.replace(b"\r", b"") == b"a]0;ownedb\n\n"
+
+
 def test_chat_with_an_unknown_model_fails_in_one_line(home: Path) -> None:
     done = ctl(home, "chat", "nope", "hi")
 
