@@ -14,7 +14,7 @@ from worker.parsers.detect import start_in_reasoning
 from worker.parsers.events import Event
 from worker.parsers.families import FAMILIES, UnknownFamily, resolve
 from worker.parsers.parser import make_parser
-from worker.parsers.template import BrokenTemplate, render_prompt
+from worker.parsers.template import BrokenTemplate, render
 
 _TYPES: Final = {
     Kind.TEXT: "content",
@@ -23,6 +23,7 @@ _TYPES: Final = {
     Kind.TOOL_ARGS: "tool_args",
     Kind.TOOL_END: "tool_end",
 }
+_HI: Final = [{"role": "user", "content": "Hi"}]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +87,7 @@ def _start(family: str, text: str, tools: list[dict[str, Any]], options: argpars
     if options.template:
         template = Path(options.template).read_text(encoding="utf-8")
         try:
-            prompts = [render_prompt(template, tools, thinking) for thinking in (True, False)]
+            prompts = [render(template, _HI, tools, thinking=thinking) for thinking in (True, False)]
         except BrokenTemplate as error:
             print(f"parse: {options.template}: {error}", file=sys.stderr)
         else:

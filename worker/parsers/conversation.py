@@ -6,12 +6,14 @@ from typing import Final, Literal
 from worker.parsers.call import Context, Format, attempt
 from worker.parsers.reader import Steps, markers
 
-# Ends of a turn as text, where a tokenizer does not take them out: markup at the very end, and only there.
+# Ends of a turn as text, where a tokenizer does not take them out: markup at the very end, and only there. Those that
+# might be a user's own markup are so only behind a call.
+_PLAIN_END: Final = ("</s>", "<eos>", "<sep>", "</assistant>", "<end_of_sentence>")
 _END_OF_TURN: Final = (
-    "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>",
-    "<end_of_turn>", "<turn|>", "<|eot|>", "<|end_of_msg|>", "<|role_end|>", "<｜end▁of▁sentence｜>", "[e~[",
-    "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|user|>", "<|observation|>", "<seed:eos>",
-    "<end_of_sentence>", "<sep>", "<SPECIAL_12>", "</assistant>", "<｜hy_eos｜>", "<｜hy_eos:opensource｜>",
+    *_PLAIN_END, "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<turn|>",
+    "<end_of_turn>", "<|eot|>", "<|end_of_msg|>", "<|role_end|>", "<｜end▁of▁sentence｜>", "[e~[", "<seed:eos>",
+    "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|user|>", "<|observation|>", "<SPECIAL_12>", "<｜hy_eos｜>",
+    "<｜hy_eos:opensource｜>",
 )  # fmt: skip
 
 
@@ -80,6 +82,8 @@ class Conversation:
                     out.text(hit)
             elif hit in self._grammar.drop:
                 out.close_section()
+            elif hit in _PLAIN_END and not out.is_blank:
+                out.text(hit)
             else:
                 yield from self._end_of_turn(hit)
 

@@ -109,7 +109,10 @@ _SOLAR = SectionCalls(
     ends=("<|tool_call:end|>",), section_end=("<|calls|>",), id_separator="<|tool_call:name|>",
 )  # fmt: skip
 _COHERE = JsonCalls(("<|START_ACTION|>",), ("<|END_ACTION|>",))
-_COHERE_DROP = ("<|START_TEXT|>", "<|END_TEXT|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>")
+_COHERE_DROP = (
+    "<|START_TEXT|>", "<|END_TEXT|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_OF_TURN_TOKEN|>",
+    "<|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>",
+)  # fmt: skip
 _LIST_TAG = JsonCalls(("<tool_calls>",), ("</tool_calls>",))
 _GIGACHAT = JsonCalls(("<|message_sep|>\n\nfunction call<|role_sep|>\n", "<|function_call|>"), ("</s>",))
 _GRANITE = JsonCalls(("<|tool_call|>", "<tool_call>"), ("</tool_call>",))

@@ -1,4 +1,4 @@
-"""A chat template, rendered without a tokenizer for one small message: what it leaves open at the end."""
+"""Chat templates, rendered without a tokenizer: what they write, and what they leave open at the end."""
 
 import json
 import re
@@ -13,8 +13,15 @@ class BrokenTemplate(ValueError):
     """The template does not render."""
 
 
-def render_prompt(template: str, tools: list[dict[str, Any]], thinking: bool) -> str:
-    """The prompt for the message `Hi`. Raises `BrokenTemplate`."""
+def render(
+    template: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    *,
+    thinking: bool,
+    opens_answer: bool = True,
+) -> str:
+    """The messages as text, with every common switch for thinking set. Raises `BrokenTemplate`."""
     # Imported here because it costs more than the rest of the package.
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
@@ -34,7 +41,7 @@ def render_prompt(template: str, tools: list[dict[str, Any]], thinking: bool) ->
     switches = {"enable_thinking": thinking, "thinking": thinking, "reasoning": thinking}
     try:
         return environment.from_string(_GENERATION.sub("", template)).render(
-            messages=[{"role": "user", "content": "Hi"}], tools=tools or None, add_generation_prompt=True,
+            messages=messages, tools=tools or None, add_generation_prompt=opens_answer,
             bos_token="", eos_token="", raise_exception=raise_exception, strftime_now=strftime_now, **switches,
         )  # fmt: skip
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:

@@ -14,7 +14,8 @@ import pytest
 
 from protocol.messages import Kind
 from tests.worker.parsers.replay import Case, calls_of, check_shape, random_cuts, replay, text_of
-from worker.parsers import FAMILIES, detect_family
+from worker.parsers import FAMILIES, detect_family, start_in_reasoning
+from worker.parsers.template import BrokenTemplate, render
 
 DATA = os.environ.get("MLXD_PARSER_DATA", "")
 pytestmark = pytest.mark.skipif(not DATA, reason="MLXD_PARSER_DATA is not set")
@@ -66,6 +67,59 @@ def test_no_split_changes_the_events() -> None:
         check_shape(*whole)
         for cuts in (list(range(1, len(case.raw))), *(random_cuts(case.raw, rng) for _ in range(8))):
             assert replay(case, cuts) == whole, record["id"]
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "Where"},
+                    "days": {"type": "integer", "description": "How long"},
+                    "tags": {"type": "array", "items": {"type": "string"}, "description": "What"},
+                    "options": {"type": "object", "properties": {"deep": {"type": "boolean"}}, "description": "How"},
+                },
+                "required": ["city"],
+            },
+        },
+    }
+]
+ARGUMENTS = {"city": "Zürich <b>(alt)</b>\n", "days": 3, "tags": ["a", "b, c"], "options": {"deep": True}}
+
+
+@pytest.mark.parametrize("reasoning", ["", "First I plan.\nThen I act."])
+@pytest.mark.parametrize("content", ["", "I look."])
+def test_what_templates_write_is_read_back(content: str, reasoning: str) -> None:
+    """Models answer in the form in which their template renders an answer."""
+    read_back = 0
+    for path in sorted((Path(DATA) / "chat_templates").glob("*.jinja")):
+        template = path.read_text(encoding="utf-8")
+        call = {"id": "call00001", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+        answer: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
+        if reasoning:
+            answer |= {"reasoning_content": reasoning}
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+        try:
+            prompt = render(template, messages, TOOLS, thinking=bool(reasoning))
+            whole = render(template, [*messages, answer], TOOLS, thinking=bool(reasoning), opens_answer=False)
+        except BrokenTemplate:
+            continue
+        raw = whole[len(prompt) :]
+        if not whole.startswith(prompt) or "get_weather" not in raw:
+            continue
+        family = detect_family(template, frozenset(), "")
+        is_open = start_in_reasoning(family, prompt)
+        events, malformed = replay(Case("", family, raw, "", "", [], TOOLS, is_open))
+        assert malformed == 0, path.name
+        assert [(call.name, json.loads(call.arguments)) for call in calls_of(events)] == [("get_weather", ARGUMENTS)]
+        assert text_of(events, Kind.TEXT).strip() == (content if content in raw else ""), path.name
+        assert text_of(events, Kind.REASONING).strip() == (reasoning if reasoning in raw else ""), path.name
+        read_back += 1
+    assert read_back > 15
 
 
 def test_every_template_is_detected() -> None:
