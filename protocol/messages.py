@@ -47,6 +47,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_bytes: int = -1
     # Which family's reasoning and tool-call markup the model writes; empty means by its template and vocabulary.
     parser: str = ""
+    # The folder that all workers keep their prefix caches in, and its size in bytes; empty is off.
+    disk_cache_dir: str = ""
+    disk_cache_bytes: int = 0
 
     @property
     def identity(self) -> bytes:
@@ -345,6 +348,13 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     kv_limit: int = 0
     preemptions: int = 0
     malformed_tool_calls: int = 0
+    disk_bytes: int = 0
+    disk_files: int = 0
+    disk_hits: int = 0
+    disk_restored_tokens: int = 0
+    disk_writes: int = 0
+    disk_dropped: int = 0
+    disk_quarantined: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):

@@ -24,6 +24,8 @@ from worker.sampling import Guard, RowSampler, processors
 CHECKPOINT_TOKENS: Final = 2048
 # … and at the newest message boundaries, where the next turn of a chat will leave this one.
 NEWEST_BOUNDARIES: Final = 6
+# Prompts from here on go to disk before their answer is complete: a successor of this worker may have to go on with it.
+EARLY_TOKENS: Final = 1024
 # Waiting for another row's prefill pays from about here.
 MIN_SHARED_TOKENS: Final = 64
 # How long a tick waits for a mask when no row can go on without one.
@@ -176,6 +178,13 @@ class Batch:
     def kv_bytes(self) -> int:
         return int(self._generator.prompt_cache_nbytes)
 
+    def must_wait(self, row: Row) -> bool:
+        """Whether what a row needs is being prefilled by another, or read from disk, right now."""
+        if self.is_prefilling_prefix_of(row):
+            return True
+        row.ticket = row.ticket or self._cache.restore(row.tokens()[:-1], row.cache_salt)
+        return row.ticket is not None and not row.ticket.is_settled
+
     def is_prefilling_prefix_of(self, row: Row) -> bool:
         """Whether a row in prefill will soon have cached much more of this prompt than is cached now."""
         if not self._prefilling or not self._cache.is_on:
@@ -200,8 +209,9 @@ class Batch:
         The last token always runs: its logits are what the first sample needs.
         """
         tokens = row.tokens()
+        ticket, row.ticket = row.ticket, None
         with mx.stream(self._generator.stream):
-            reused, caches = self._cache.fetch(tokens[:-1], row.cache_salt)
+            reused, caches = self._cache.fetch(tokens[:-1], row.cache_salt, ticket)
         if not row.output:
             row.cached = reused
         row.prefilled = row.reused = reused
@@ -229,16 +239,17 @@ class Batch:
         if row.uid is None:
             return
         if row.uid not in self._parked:
-            self._take_out(row)
+            self._persist(row, self._take_out(row))
         self._forget(row)
 
-    def _take_out(self, row: Row) -> None:
+    def _take_out(self, row: Row) -> list[int]:
         assert row.uid is not None
         with mx.stream(self._generator.stream):
             caches, tokens = self._generator.remove([row.uid], return_prompt_caches=True)[row.uid]
             # A row that never ran holds what it was given.
             if len(tokens) > row.reused:
                 self._cache.store(np.array(tokens, dtype=np.int32), caches, row.cache_salt)
+        return tokens
 
     def tick(self, chunk: int) -> Tick:
         """One decode step, then at most `chunk` prompt tokens of each prefilling row."""
@@ -273,6 +284,7 @@ class Batch:
                 assert response.prompt_cache is not None
                 self.kv_cost = self.kv_cost or KvCost.of(response.prompt_cache, len(response.all_tokens))
                 self._keep(row, response.all_tokens, response.prompt_cache)
+                self._persist(row, response.all_tokens)
                 self._forget(row)
         self._park()
         return Tick(tokens, progress, broken, prefilled)
@@ -334,6 +346,13 @@ class Batch:
             return
         caches, tokens = self._generator.extract_cache([row.uid])[row.uid]
         self._keep(row, tokens, caches)
+        if len(tokens) >= max(EARLY_TOKENS, len(row.prompt) - 1):
+            self._persist(row, tokens)
+
+    def _persist(self, row: Row, tokens: Sequence[int]) -> None:
+        """To disk: all KV, and the checkpoints that the next turn or a resumed request will ask for."""
+        starts = row.boundaries or [len(row.prompt) - 1]
+        self._cache.persist(np.array(tokens, dtype=np.int32), {starts[0], starts[-1], len(tokens)}, row.cache_salt)
 
     def _keep(self, row: Row, tokens: Sequence[int], caches: Sequence[Any]) -> None:
         with mx.stream(self._generator.stream):

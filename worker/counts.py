@@ -12,3 +12,17 @@ class Counts:
     query_tokens: int = 0
     hit_tokens: int = 0
     evictions: int = 0
+    # Hits that took something from the disk, and the tokens that these had more than memory alone would have given.
+    disk_hits: int = 0
+    disk_restored_tokens: int = 0
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """Of the disk cache. `files` and `bytes` are this model's, now; the others count since the worker started."""
+
+    files: int = 0
+    bytes: int = 0
+    writes: int = 0
+    dropped: int = 0
+    quarantined: int = 0

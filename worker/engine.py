@@ -6,6 +6,8 @@ Every row that enters leaves through `_finish`, exactly once.
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import Final, assert_never
 
@@ -31,6 +33,7 @@ from protocol.messages import (
 )
 from worker import memory
 from worker.batch import Batch, Tick, Token
+from worker.cache_key import open_disk
 from worker.errors import StepFailed
 from worker.gauges import Gauges
 from worker.kv import Layout
@@ -45,10 +48,19 @@ from worker.scheduler import ChunkPolicy, Queue
 
 log = logging.getLogger("mlxd.worker")
 
-Command = Row | Abort | Drain | Shutdown
+
+class Wake(Enum):
+    """Has the engine look again: something that a row waits for is there."""
+
+    UP = auto()
+
+
+Command = Row | Abort | Drain | Shutdown | Wake
 
 _STATS_EVERY_S: Final = 0.1
 _MEMORY_EVERY_S: Final = 1.0
+# How long to sleep, at most, while all rows wait for the disk; deadlines are looked at in between.
+_WAIT_S: Final = 0.05
 # An abort can overtake its request on the way here.
 _TOMBSTONE_S: Final = 30.0
 # A second failure of the step loop within this time is not bad luck.
@@ -78,7 +90,9 @@ class Engine:
         self._gauges = gauges
         self._writer = writer
         self._layout = Layout.of(lambda: make_prompt_cache(loaded.model))
-        self._cache = PrefixCache(self._layout, memory.cache_budget(spec.cache_bytes))
+        disk = open_disk(spec, loaded, self._layout, lambda: inbox.put(Wake.UP))
+        self._cache = PrefixCache(self._layout, memory.cache_budget(spec.cache_bytes), disk=disk)
+        self._is_waiting = False
         self._batch = self._new_batch()
         self._kv: KvBudget | None = None
         self._queue = Queue()
@@ -104,8 +118,10 @@ class Engine:
             if self._batch:
                 self._tick()
             self._flush()
+            self._cache.hand_over()
         self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
         self._flush()
+        self._cache.close()
         self._batch.close()
 
     def warm_up(self, prompt: list[int]) -> int:
@@ -138,6 +154,9 @@ class Engine:
         if not self._rows and self._drain_until is None:
             self._idle()
             commands.append(self._inbox.get())
+        elif self._is_waiting:
+            with suppress(Empty):
+                commands.append(self._inbox.get(timeout=_WAIT_S))
         while not self._inbox.empty():
             try:
                 commands.append(self._inbox.get_nowait())
@@ -154,6 +173,8 @@ class Engine:
                     self._drain_until = time.monotonic() + command.deadline_s
                 case Shutdown():
                     self._is_stopping = True
+                case Wake.UP:
+                    pass
                 case _:
                     assert_never(command)
 
@@ -163,6 +184,7 @@ class Engine:
         self._gauges.kv_bytes = 0
         self._gauges.measure_memory()
         self._gauges.observe_cache(self._cache)
+        self._cache.flush()
 
     def _abort(self, rids: Iterable[int]) -> None:
         now = time.monotonic()
@@ -219,7 +241,7 @@ class Engine:
             if self._kv is not None and not self._kv.admits(self._batch.rows, row):
                 held.append(row)
                 break  # a smaller one behind it must not starve it
-            if self._batch.is_prefilling_prefix_of(row):
+            if self._batch.must_wait(row):
                 held.append(row)
                 continue
             row.admitted = row.admitted or time.monotonic()
@@ -229,6 +251,7 @@ class Engine:
                 self._batch.insert(row)
         for row in held:
             self._queue.push(row)
+        self._is_waiting = bool(held) and not self._batch
 
     def _make_room(self) -> None:
         """Put rows back into the queue, their KV into the prefix cache, while the next step would not fit."""

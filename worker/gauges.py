@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from protocol.messages import Stats
-from worker.counts import Counts
+from worker.counts import Counts, DiskCounts
 
 if TYPE_CHECKING:
     from worker.prefix_cache import PrefixCache
@@ -32,9 +32,12 @@ class Gauges:
     cache_bytes: int = 0
     cache_nodes: int = 0
     cache: Counts = field(default_factory=Counts)
+    disk: DiskCounts = field(default_factory=DiskCounts)
 
     def observe_cache(self, cache: "PrefixCache") -> None:
         self.cache_bytes, self.cache_nodes, self.cache = cache.nbytes, len(cache), cache.counts
+        if cache.disk is not None:
+            self.disk = cache.disk.counts
 
     def measure_memory(self) -> None:
         """Called on the engine thread, now and then."""
@@ -68,4 +71,11 @@ class Gauges:
             kv_limit=self.kv_limit,
             preemptions=self.preemptions,
             malformed_tool_calls=self.malformed_tool_calls,
+            disk_bytes=self.disk.bytes,
+            disk_files=self.disk.files,
+            disk_hits=self.cache.disk_hits,
+            disk_restored_tokens=self.cache.disk_restored_tokens,
+            disk_writes=self.disk.writes,
+            disk_dropped=self.disk.dropped,
+            disk_quarantined=self.disk.quarantined,
         )

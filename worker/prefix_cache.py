@@ -1,66 +1,82 @@
-"""Prefixes that were computed before: a radix tree over token ids whose edges hold KV.
+"""Prefixes that were computed before, in memory and on disk.
 
-An edge owns the KV of its tokens; a node may own a checkpoint of the stateful layers at its end. A path from the root
-is a prefix, shared by all that begin with it. Models with only sliceable layers reuse any number of tokens; others
-reuse up to the deepest checkpoint on the path. Each salt has a tree of its own, and nothing crosses.
-
-Look-up compares each token once. Recency order keeps every node newer than its descendants, so that the oldest node is
-always a leaf and evicting is popping.
+Models with only sliceable layers reuse any number of tokens; others reuse up to the deepest checkpoint on the path.
+What is evicted from memory can be read back if it was written; reading is for other threads, and a `Ticket` says when
+it is done.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
+from worker.cache_disk import CacheDisk, Entry, Read
+from worker.cache_file import salt_key
 from worker.counts import Counts
-from worker.kv import Layout, Span, arrays_of, assemble, copy_state, cut_span, slice_span, view_span
+from worker.kv import Layout, Span, arrays_of, assemble, cut_span, slice_span, view_span
+from worker.prefix_tree import EMPTY, Extent, Node, Path, Tokens, Tree, common_prefix, new_state, span_bytes
 
-Tokens = npt.NDArray[np.int32]
+__all__ = ["PrefixCache", "Ticket", "Tokens", "common_prefix"]
 
 # Metal allows a process 499,000 buffers; many small nodes reach that long before any budget of bytes.
 MAX_ARRAYS: Final = 200_000
-# Less than this is not worth a node when only a part of a prefix fits the budget.
+# Less than this is not worth a node when only a part of a prefix fits the budget, nor a file, nor a read.
 MIN_TOKENS: Final = 64
+# A disk that takes longer than this is no help.
+READ_TIMEOUT_S: Final = 30.0
+CLOSE_TIMEOUT_S: Final = 5.0
+# Nodes whose files have gone are forgotten when met, and all at once when this many have.
+_PRUNE_EVERY: Final = 256
+
+_Write = tuple[Entry, Span, list[Any] | None]
 
 
-@dataclass(slots=True, eq=False)
-class Node:
-    """One edge: `tokens` and their KV, ending at position `end`, with a checkpoint there or not."""
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Reads that were started for one row, and what it needs of memory beside them."""
 
-    tokens: Tokens
-    end: int
-    span: Span
-    state: list[Any] | None
-    parent: "Node | None"
-    children: "dict[int, Node]" = field(default_factory=dict)
-    nbytes: int = 0
-    arrays: int = 0
+    reads: dict[Entry, Read]
+    held: dict[Node, Span]
+    deadline: float
 
     @property
-    def begin(self) -> int:
-        return self.end - len(self.tokens)
+    def is_settled(self) -> bool:
+        return all(read.is_done for read in self.reads.values()) or time.monotonic() > self.deadline
 
 
 class PrefixCache:
-    """Owned by the engine thread. `nbytes` is exactly the sum over the nodes and never above `budget` between calls."""
+    """Owned by the engine thread. What it holds is never above its budgets between calls."""
 
-    def __init__(self, layout: Layout, budget: int, max_arrays: int = MAX_ARRAYS) -> None:
+    def __init__(
+        self, layout: Layout, budget: int, max_arrays: int = MAX_ARRAYS, disk: CacheDisk | None = None
+    ) -> None:
         self._layout = layout
         self._budget = budget
         self._max_arrays = max_arrays
-        self._roots: dict[str, Node] = {}
-        self._recency: OrderedDict[Node, None] = OrderedDict()
-        self.nbytes = 0
-        self.arrays = 0
+        self._tree = Tree(layout)
+        self._disk = disk
+        # What `persist` chose in this tick and in the one before.
+        self._chosen: list[_Write] = []
+        self._due: list[_Write] = []
+        self._lost = 0
         self.counts = Counts()
+        if disk is not None:
+            ends: dict[str, Node] = {}
+            for entry in disk.start():
+                ends[entry.key] = self._tree.place(entry, ends[entry.parent.key] if entry.parent else None)
 
     def __len__(self) -> int:
-        return len(self._recency)
+        return len(self._tree)
+
+    @property
+    def nbytes(self) -> int:
+        return self._tree.nbytes
+
+    @property
+    def arrays(self) -> int:
+        return self._tree.arrays
 
     @property
     def is_on(self) -> bool:
@@ -70,134 +86,185 @@ class PrefixCache:
     def needs_checkpoints(self) -> bool:
         return self._layout.needs_checkpoints
 
-    def longest(self, tokens: Tokens, salt: str = "") -> int:
-        """How many leading tokens could be reused; changes nothing."""
-        return self._usable(self._walk(tokens, salt))[0]
+    @property
+    def disk(self) -> CacheDisk | None:
+        return self._disk
 
-    def fetch(self, tokens: Tokens, salt: str = "") -> tuple[int, list[Any]]:
+    def longest(self, tokens: Tokens, salt: str = "") -> int:
+        """How many leading tokens could be reused from memory."""
+        return self._usable(self._tree.walk(tokens, salt_key(salt)))[0]
+
+    def fetch(self, tokens: Tokens, salt: str = "", ticket: Ticket | None = None) -> tuple[int, list[Any]]:
         """The longest reusable prefix: (number of tokens, a cache of its own to go on with, or [] for none)."""
-        path = self._walk(tokens, salt)
+        path = self._tree.walk(tokens, salt_key(salt))
+        in_memory, _ = self._usable(path)
+        if ticket is not None:
+            self._attach(path, ticket)
         reusable, node = self._usable(path)
         self.counts.queries += 1
         self.counts.query_tokens += len(tokens)
-        if reusable == 0 or node is None:
+        if node is None:
+            self._evict()
             return 0, []
-        self._touch(node)
+        self._tree.touch(node)
         self.counts.hits += 1
         self.counts.hit_tokens += reusable
+        self.counts.disk_hits += reusable > in_memory
+        self.counts.disk_restored_tokens += reusable - in_memory
         spans: list[Span] = []
         for step, matched in path:
             if step.begin >= reusable:
                 break
+            assert step.span is not None
             spans.append(step.span if matched == len(step.tokens) else view_span(step.span, 0, matched))
-        return reusable, assemble(self._layout, spans, node.state or [])
+        caches = assemble(self._layout, spans, node.state or [])
+        self._evict()
+        return reusable, caches
 
     def store(self, tokens: Tokens, caches: Sequence[Any], salt: str = "") -> None:
         """Keep what `caches` hold for `tokens`, all of which they have processed; known prefixes cost nothing."""
         if self._budget <= 0 or len(tokens) == 0:
             return
-        node, depth = self._descend(tokens, salt)
+        node, depth = self._tree.descend(tokens, salt_key(salt))
+        self._tree.fill(node, caches)
         if depth < len(tokens):
             node = self._append(node, tokens, depth, caches)
         elif self._layout.needs_checkpoints and node.state is None:
-            state = copy_state(caches)
-            if self._room(node) >= _nbytes([], state):
-                node.state = state
-                self._account(node)
-                mx.async_eval(arrays_of([], state))
-        self._touch(node)
+            self._add_state(node, caches)
+        self._tree.touch(node)
+        self._tree.drop_useless(node)
         self._evict()
-        self._forget_empty(salt)
 
     def clear(self) -> None:
-        self._roots.clear()
-        self._recency.clear()
-        self.nbytes = self.arrays = 0
+        """Let go of all memory; files stay known."""
+        while len(self._tree):
+            self._tree.release(self._tree.oldest)
 
     def check(self) -> None:
-        """Raise AssertionError if the books are wrong. Looks at every node: for tests, and for when in doubt."""
-        reached: list[Node] = []
-        stack = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            for first, child in node.children.items():
-                assert child.parent is node
-                assert first == int(child.tokens[0])
-                assert child.begin == node.end
-                reached.append(child)
-                stack.append(child)
-        age = {node: at for at, node in enumerate(self._recency)}
-        assert set(reached) == set(age)
-        assert all(age[node.parent] > at for node, at in age.items() if node.parent in age), "a leaf is the oldest"
-        assert self.nbytes == sum(node.nbytes for node in reached) <= self._budget
-        assert self.arrays == sum(node.arrays for node in reached) <= self._max_arrays
-        for node in reached:
-            assert node.nbytes == _nbytes(node.span, node.state or []) + node.tokens.nbytes
-        if self._layout.needs_checkpoints:
-            assert all(node.state is not None or node.children for node in reached), "every edge leads somewhere"
-        assert all(root.children for root in self._roots.values()), "an empty tree is forgotten"
+        """Raise AssertionError if the books are wrong; slow."""
+        self._tree.check()
+        assert self.nbytes <= self._budget
+        assert self.arrays <= self._max_arrays
 
-    # -- the tree ----------------------------------------------------------------------------------------------------
+    # -- disk --------------------------------------------------------------------------------------------------------
 
-    def _walk(self, tokens: Tokens, salt: str) -> list[tuple[Node, int]]:
-        """The edges along `tokens`, each with how many of its tokens match; only the last may match in part."""
-        path: list[tuple[Node, int]] = []
-        node, depth = self._roots.get(salt), 0
-        while node is not None and depth < len(tokens):
-            child = node.children.get(int(tokens[depth]))
-            if child is None:
+    def restore(self, tokens: Tokens, salt: str = "") -> Ticket | None:
+        """Start to read what the disk has of this prefix beyond memory; None if that is not worth it."""
+        if self._disk is None:
+            return None
+        path = self._tree.walk(tokens, salt_key(salt))
+        reach, target = self._reach(path)
+        if target is None or reach - self._usable(path)[0] < MIN_TOKENS:
+            return None
+        wanted: dict[Entry, bool] = {}
+        held: dict[Node, Span] = {}
+        for node, _ in path:
+            if node.span is not None:
+                held[node] = node.span
+            elif node.extent is not None:
+                wanted.setdefault(node.extent.entry, False)
+            if node is target:
                 break
-            matched = common_prefix(child.tokens, tokens[depth:])
-            path.append((child, matched))
-            depth += matched
-            node = child if matched == len(child.tokens) else None
-        return path
+        if self._layout.needs_checkpoints and target.state is None and target.saved is not None:
+            wanted[target.saved] = True
+        reads = {entry: self._disk.read(entry, with_state=with_state) for entry, with_state in wanted.items()}
+        return Ticket(reads, held, time.monotonic() + READ_TIMEOUT_S)
 
-    def _usable(self, path: list[tuple[Node, int]]) -> tuple[int, Node | None]:
+    def persist(self, tokens: Tokens, checkpoints: Collection[int], salt: str = "") -> None:
+        """Write the path of `tokens`, parents first, with the checkpoints at these positions; `hand_over` starts it."""
+        if self._disk is None or len(tokens) < MIN_TOKENS:
+            return
+        key = salt_key(salt)
+        above: Entry | None = None
+        for node, matched in self._tree.walk(tokens, key):
+            if node.span is None or matched < len(node.tokens):
+                break
+            is_saved = node.saved is not None and node.saved.is_live
+            state = node.state if node.end in checkpoints and not is_saved else None
+            if node.extent is None or not node.extent.entry.is_live:
+                has_state = state is not None
+                entry = self._disk.entry(above, key, node.begin, node.tokens, bool(node.span), has_state)
+                node.extent = Extent(entry, 0, len(node.tokens))
+                self._chosen.append((entry, node.span, state))
+            elif state is not None:
+                entry = self._disk.entry(node.extent.entry, key, node.end, EMPTY, False, True)
+                self._chosen.append((entry, [], state))
+            if state is not None:
+                node.saved = self._chosen[-1][0]
+            above = node.extent.entry
+
+    def hand_over(self) -> None:
+        """Give the writer what `persist` chose a tick ago; called once a tick. By now its arrays have been computed."""
+        if self._disk is None:
+            return
+        due, self._due, self._chosen = self._due, self._chosen, []
+        for entry, span, state in due:
+            mx.eval(arrays_of(span, state or []))
+            self._disk.write(entry, span, state)
+        if self._disk.lost - self._lost > _PRUNE_EVERY:
+            self._lost = self._disk.lost
+            self._tree.prune()
+
+    def flush(self) -> None:
+        """Give the writer all that was chosen, for when there is no next tick."""
+        self.hand_over()
+        self.hand_over()
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Finish writing, within this time."""
+        self.flush()
+        if self._disk is not None:
+            self._disk.close(timeout_s)
+
+    def _reach(self, path: Path) -> tuple[int, Node | None]:
+        """`_usable`, with what the disk has."""
+        reach, target = 0, None
+        for node, matched in path:
+            if not node.is_held and not node.is_readable:
+                break
+            if not self._layout.needs_checkpoints:
+                reach, target = node.begin + matched, node
+            elif matched == len(node.tokens):
+                has_state = node.state is not None or (node.saved is not None and node.saved.is_readable)
+                reach, target = (node.end, node) if has_state else (reach, target)
+        return reach, target
+
+    def _attach(self, path: Path, ticket: Ticket) -> None:
+        """Hold what was read."""
+        last: Node | None = None
+        for node, _ in path:
+            if not node.is_held:
+                span = _part(ticket, node)
+                if span is None:
+                    break
+                self._tree.hold(node, span)
+            last = node
+            read = ticket.reads.get(node.saved) if node.saved is not None else None
+            if node.state is None and read is not None and read.is_done and read.state is not None:
+                self._tree.set_state(node, read.state)
+        if last is not None:
+            self._tree.touch(last)
+            self._tree.drop_useless(last)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _usable(self, path: Path) -> tuple[int, Node | None]:
         """(tokens that can be reused, the node that ends them). The deepest node counts when only slices are needed."""
         for node, matched in reversed(path):
+            if not node.is_held:
+                continue
             if not self._layout.needs_checkpoints:
                 return node.begin + matched, node
             if node.state is not None and matched == len(node.tokens):
                 return node.end, node
         return 0, None
 
-    def _descend(self, tokens: Tokens, salt: str) -> tuple[Node, int]:
-        """The node where `tokens` leave the tree and how deep it is, splitting an edge if need be."""
-        root = self._roots.get(salt)
-        if root is None:
-            root = self._roots[salt] = Node(_EMPTY, 0, [], None, None)
-        path = self._walk(tokens, salt)
-        if not path:
-            return root, 0
-        node, matched = path[-1]
-        depth = node.begin + matched
-        if matched == len(node.tokens):
-            return node, depth
-        if depth == len(tokens) and not self._layout.needs_checkpoints:
-            return node, depth  # all of it is there already, inside a longer edge
-        return self._split(node, matched), depth
-
-    def _split(self, node: Node, at: int) -> Node:
-        """Cut an edge in two; returns the upper half, which has no checkpoint."""
-        assert node.parent is not None
-        upper_span, lower_span = cut_span(node.span, at)
-        upper = Node(node.tokens[:at].copy(), node.begin + at, upper_span, None, node.parent)
-        node.parent.children[int(upper.tokens[0])] = upper
-        node.tokens, node.span, node.parent = node.tokens[at:].copy(), lower_span, upper
-        upper.children[int(node.tokens[0])] = node
-        self._account(upper)
-        self._account(node)
-        # Newer than its descendants, wherever those are.
-        self._recency[upper] = None
-        mx.async_eval(arrays_of([*upper_span, *lower_span], []))
-        return upper
-
     def _append(self, parent: Node, tokens: Tokens, depth: int, caches: Sequence[Any]) -> Node:
         """A new leaf for tokens[depth:], or for the part that fits the budget; `parent` if nothing does."""
-        state = copy_state(caches) if self._layout.needs_checkpoints else None
+        state = new_state(self._layout, caches)
         span = slice_span(caches, depth, len(tokens))
-        room, size = self._room(parent), _nbytes(span, state or []) + tokens[depth:].nbytes
+        room = self._budget - self._tree.path_bytes(parent)
+        size = span_bytes(span, state) + tokens[depth:].nbytes
         if size > room:
             # Better a part of this prefix, or nothing of it, than everything else evicted and this as well.
             fitting = depth + room * (len(tokens) - depth) // size
@@ -205,74 +272,36 @@ class PrefixCache:
                 return parent
             tokens = tokens[:fitting]
             span = slice_span(caches, depth, fitting)
-        node = Node(tokens[depth:].copy(), len(tokens), span, state, parent)
-        parent.children[int(node.tokens[0])] = node
-        self._recency[node] = None
-        self._account(node)
+        node = self._tree.append(parent, tokens[depth:])
+        node.state = state
+        self._tree.hold(node, span)
         mx.async_eval(arrays_of(span, state or []))
         return node
 
-    def _room(self, node: Node) -> int:
-        """Bytes left of the budget beside the path to `node`."""
-        room = self._budget
-        while node.parent is not None:
-            room -= node.nbytes
-            node = node.parent
-        return room
-
-    def _touch(self, node: Node) -> None:
-        """Make a path the newest, leaf first, so that ancestors stay newer than their descendants."""
-        while node.parent is not None:
-            self._recency.move_to_end(node)
-            node = node.parent
+    def _add_state(self, node: Node, caches: Sequence[Any]) -> None:
+        state = new_state(self._layout, caches)
+        if state is None or self._tree.path_bytes(node) + span_bytes([], state) > self._budget:
+            return
+        self._tree.set_state(node, state)
+        mx.async_eval(arrays_of([], state))
 
     def _evict(self) -> None:
         while self.nbytes > self._budget or self.arrays > self._max_arrays:
-            self._remove(next(iter(self._recency)))
+            self._tree.release(self._tree.oldest)
             self.counts.evictions += 1
 
-    def _remove(self, node: Node) -> None:
-        """Drop a leaf, and the inner nodes that served only it."""
-        while True:
-            parent = node.parent
-            assert parent is not None
-            assert not node.children
-            del self._recency[node]
-            self.nbytes -= node.nbytes
-            self.arrays -= node.arrays
-            del parent.children[int(node.tokens[0])]
-            # Where checkpoints are needed, an edge without one is only a way to others.
-            is_useless = self._layout.needs_checkpoints and parent.state is None and not parent.children
-            if parent.parent is None or not is_useless:
-                break
-            node = parent
-        if parent.parent is None and not parent.children:
-            self._roots = {salt: root for salt, root in self._roots.items() if root is not parent}
 
-    def _forget_empty(self, salt: str) -> None:
-        root = self._roots.get(salt)
-        if root is not None and not root.children:
-            del self._roots[salt]
-
-    def _account(self, node: Node) -> None:
-        self.nbytes -= node.nbytes
-        self.arrays -= node.arrays
-        arrays = arrays_of(node.span, node.state or [])
-        node.nbytes, node.arrays = sum(array.nbytes for array in arrays) + node.tokens.nbytes, len(arrays)
-        self.nbytes += node.nbytes
-        self.arrays += node.arrays
-
-
-_EMPTY: Tokens = np.empty(0, dtype=np.int32)
-
-
-def common_prefix(left: Tokens, right: Tokens) -> int:
-    """Length of the common prefix."""
-    size = min(len(left), len(right))
-    differs = left[:size] != right[:size]
-    at = int(differs.argmax()) if size else 0
-    return at if size and differs[at] else size
-
-
-def _nbytes(span: Span, state: Sequence[Any]) -> int:
-    return sum(array.nbytes for array in arrays_of(span, state))
+def _part(ticket: Ticket, node: Node) -> Span | None:
+    """What the ticket has for a node, which may have been split since."""
+    span = ticket.held.get(node)
+    if span is not None and all(keys.shape[2] == len(node.tokens) for keys, _ in span):
+        return span
+    extent = node.extent
+    read = ticket.reads.get(extent.entry) if extent is not None else None
+    if extent is None or read is None or not read.is_done or read.span is None:
+        return None
+    if extent.begin == 0 and extent.end == len(extent.entry.tokens):
+        return read.span
+    part = cut_span(view_span(read.span, 0, extent.end), extent.begin)[1]
+    mx.async_eval(arrays_of(part, []))
+    return part

@@ -11,6 +11,7 @@ from protocol.messages import Sampling, TokenLogprob, Usage
 from worker.detokenize import Detokenizer
 from worker.guides import Rule
 from worker.parsers import Parser
+from worker.prefix_cache import Ticket
 from worker.stops import StopScanner
 
 
@@ -62,6 +63,8 @@ class Row:
     admitted: float = 0.0
     first_token: float = 0.0
     is_finished: bool = False
+    # Reads from disk that this row waits for, or that wait for it.
+    ticket: Ticket | None = None
     _tokens: npt.NDArray[np.int32] | None = None
 
     def tokens(self) -> npt.NDArray[np.int32]:
