@@ -14,7 +14,7 @@ import pytest
 
 from protocol.messages import Kind
 from tests.worker.parsers.replay import Case, calls_of, check_shape, random_cuts, replay, text_of
-from worker.parsers import FAMILIES, detect_family, start_in_reasoning
+from worker.parsers import FAMILIES, detect_family, reasoning_end, start_in_reasoning
 from worker.parsers.template import BrokenTemplate, render
 
 DATA = os.environ.get("MLXD_PARSER_DATA", "")
@@ -113,9 +113,13 @@ def test_what_templates_write_is_read_back(content: str, reasoning: str) -> None
             continue
         family = detect_family(template, frozenset(), "")
         is_open = start_in_reasoning(family, prompt)
+        if is_open and reasoning_end(family) not in raw:
+            continue  # An old answer is rendered without the reasoning that a new one has.
         events, malformed = replay(Case("", family, raw, "", "", [], TOOLS, is_open))
         assert malformed == 0, path.name
-        assert [(call.name, json.loads(call.arguments)) for call in calls_of(events)] == [("get_weather", ARGUMENTS)]
+        assert [(call.name, json.loads(call.arguments)) for call in calls_of(events)] == [("get_weather", ARGUMENTS)], (
+            path.name
+        )
         assert text_of(events, Kind.TEXT).strip() == (content if content in raw else ""), path.name
         assert text_of(events, Kind.REASONING).strip() == (reasoning if reasoning in raw else ""), path.name
         read_back += 1
