@@ -88,6 +88,10 @@ class Walk:
         if not self._matcher.consume_tokens(list(tokens)):
             raise GrammarFailed(_reason(self._matcher.get_error()))
 
+    def fits(self, token: int) -> bool:
+        """Whether this token may come next."""
+        return self._matcher.validate_tokens([token]) == 1
+
     def take_bytes(self, text: bytes) -> None:
         """Go on by text that is part of a token."""
         self.take(self._table.tokenize_bytes(text))
@@ -207,6 +211,11 @@ def _source(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in _choices(text)))
         case _:
             assert_never(constraint.kind)
+
+
+def lark_json(schema: dict[str, Any]) -> str:
+    """What stands for a JSON value in a Lark grammar: spaced as sparingly as a `JSON_SCHEMA`."""
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
 
 
 def _json(schema: str) -> str:

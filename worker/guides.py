@@ -46,6 +46,8 @@ class Guide:
         self._is_free = rule.prologue.is_open
         self._is_start = True
         self._is_over = False
+        # Whether a free block has just ended and nothing of the answer is there.
+        self._has_opened = False
         self._tail = b""
         self._keep = max((len(end) for end in rule.prologue.ends), default=1) - 1
 
@@ -58,8 +60,9 @@ class Guide:
             self._scan(token)
         elif is_start and token in self._rule.prologue.openers:
             self._is_free = True
-        else:
+        elif not (self._has_opened and self._is_gap(token)):
             self._walk.take([token])
+            self._has_opened = False
 
     def allowed(self) -> Allowed | None:
         """Which tokens may come next; None when any may. Raises `GrammarFailed`."""
@@ -84,9 +87,14 @@ class Guide:
             self._tail = text[-self._keep :] if self._keep else b""
             return
         at, end = min(hits)
-        self._is_free = False
+        self._is_free, self._has_opened = False, True
         if rest := text[at + len(end) :].lstrip():
             self._walk.take_bytes(rest)
+            self._has_opened = False
+
+    def _is_gap(self, token: int) -> bool:
+        """Whether this is the space that a template, or whoever closes a block for the model, writes after it."""
+        return self._rule.token_bytes(token).isspace() and not self._walk.fits(token)
 
 
 class Rules:

@@ -148,6 +148,11 @@ class EngineHarness:
             self._receive(Rejected(request.rid, error.failure))
             return result
         row.processors = list(processors)
+        return self.submit_row(row)
+
+    def submit_row(self, row: Row) -> Result:
+        """A row that a test has made its own changes to."""
+        result = self.results.setdefault(row.rid, Result())
         self._inbox.put(row)
         return result
 

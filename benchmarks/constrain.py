@@ -1,0 +1,146 @@
+"""What a constrained row costs the rows beside it.
+
+    python -m benchmarks.constrain                       # 5m model, 8 free rows
+    python -m benchmarks.constrain 50m --rows 4
+
+The step loop's own batch, without sockets. In each round: free rows alone, with one more free row, with a constrained
+one instead, and with a row whose processor waits for its token, as mlx-lm's logits processors would have to. Then the
+free rows' tokens per second of each, divided by what they were alone.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from typing import TYPE_CHECKING, Final
+
+from benchmarks import blas, models
+from benchmarks.measure import table
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from worker.batch import Batch
+    from worker.rows import Row
+
+PROMPT: Final = 32
+WARM_TICKS: Final = 12
+# Ends only with the number of tokens: there is always another entry.
+SCHEMA: Final = {
+    "type": "array",
+    "minItems": 100_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 24},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+        },
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    },
+}
+ALONE: Final = "free rows alone"
+CASES: Final = (ALONE, "+ a free row", "+ a constrained row", "+ a row that waits for its token")
+
+
+def main() -> None:
+    args = _arguments()
+    if blas.has_openblas() and "LD_PRELOAD" not in os.environ:
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.constrain", *sys.argv[1:]], blas.environment())
+    bench = Bench(args.geometry)
+    rates: dict[str, list[float]] = {case: [] for case in CASES}
+    for _ in range(args.rounds):
+        for case in CASES:
+            rates[case].append(bench.rate(case, args.rows, args.ticks))
+    middles = {case: statistics.median(values) for case, values in rates.items()}
+    ratios = {
+        case: statistics.median(one / base for one, base in zip(values, rates[ALONE], strict=True))
+        for case, values in rates.items()
+    }
+    print(f"{args.geometry} · BLAS: {blas.describe()} · {args.rows} free rows, {args.rounds} rounds")
+    print(
+        table(
+            ("", "free tok/s", "÷ alone", "tick ms"),
+            (
+                (case, f"{middles[case]:.0f}", f"{ratios[case]:.3f}", f"{1e3 * args.rows / middles[case]:.2f}")
+                for case in CASES
+            ),
+        )
+    )
+
+
+class Bench:
+    """One model, and a new batch for each measurement."""
+
+    def __init__(self, geometry: str) -> None:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        from protocol.messages import WorkerSpec
+        from worker.intake import Intake
+        from worker.kv import Layout
+        from worker.loader import load
+
+        path = str(models.build(geometry))
+        self._loaded = load(WorkerSpec(name="bench", path=path, epoch=1, down="", up=""), lambda *_: None)
+        self._intake = Intake(self._loaded)
+        self._layout = Layout.of(lambda: make_prompt_cache(self._loaded.model))
+
+    def rate(self, case: str, rows: int, ticks: int) -> float:
+        """Tokens per second of `rows` free rows in the company that `case` names."""
+        from worker.batch import Batch
+        from worker.prefix_cache import PrefixCache
+
+        batch = Batch(self._loaded.model, self._loaded.eos_ids, rows + 1, 512, PrefixCache(self._layout, 0))
+        for rid in range(rows):
+            batch.insert(self._row(rid, ticks, ALONE))
+        if case != ALONE:
+            batch.insert(self._row(rows, ticks, case))
+        for _ in range(WARM_TICKS):
+            self._tick(batch)
+        start, tokens = time.perf_counter(), 0
+        for _ in range(ticks):
+            tokens += sum(rid < rows for rid in self._tick(batch))
+        elapsed = time.perf_counter() - start
+        batch.abandon()
+        return tokens / elapsed
+
+    def _tick(self, batch: "Batch") -> list[int]:
+        """The rids that got a token, which is what a row's output grows by."""
+        tokens = batch.tick(512).tokens
+        for token in tokens:
+            token.row.output.append(token.id)
+        return [token.row.rid for token in tokens]
+
+    def _row(self, rid: int, ticks: int, case: str) -> "Row":
+        from protocol.messages import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
+
+        prompt = TokensPrompt(tuple(1000 + rid * 7 + at for at in range(PROMPT)))
+        row = self._intake.row(
+            Generate(rid, prompt, Sampling(temperature=0.8, seed=rid), max_tokens=ticks + WARM_TICKS + 16), 0.0
+        )
+        if "constrained" in case:
+            self._intake.constrain(row, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA)))
+        elif "waits" in case:
+            row.processors = [_wait_for_token]
+        return row
+
+
+def _wait_for_token(context: "mx.array", logits: "mx.array") -> "mx.array":
+    context[-1].item()
+    return logits
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("geometry", nargs="?", default="5m", choices=sorted(models.GEOMETRIES))
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--ticks", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
