@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import msgspec
+import zmq
 
 from protocol import codec
 from protocol.messages import Down, Ping, Pong, Ready, Up, Welcome, WorkerSpec
@@ -20,8 +21,8 @@ TIMEOUT_S = 30.0
 Message = TypeVar("Message")
 
 
-def start(spec: WorkerSpec | str, home: Path) -> subprocess.Popen[bytes]:
-    """As the pool starts it; stderr goes to a file in `home`."""
+def start(spec: WorkerSpec | str, home: Path, *, has_log_pipe: bool = False) -> subprocess.Popen[bytes]:
+    """As the pool starts it; stderr goes to a file in `home`, or to a pipe as from a real gateway."""
     as_json = spec if isinstance(spec, str) else msgspec.json.encode(spec).decode()
     with (home / "stderr").open("ab") as stderr:
         return subprocess.Popen(
@@ -29,7 +30,7 @@ def start(spec: WorkerSpec | str, home: Path) -> subprocess.Popen[bytes]:
             cwd=home,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.DEVNULL,
-            stderr=stderr,
+            stderr=subprocess.PIPE if has_log_pipe else stderr,
             start_new_session=True,
         )
 
@@ -37,7 +38,8 @@ def start(spec: WorkerSpec | str, home: Path) -> subprocess.Popen[bytes]:
 class Gateway:
     """`with Gateway(home, path) as gateway`: starts a worker for the model at `path`, kills it at the end."""
 
-    def __init__(self, home: Path, path: Path | str, **settings: Any) -> None:
+    def __init__(self, home: Path, path: Path | str, *, has_log_pipe: bool = False, **settings: Any) -> None:
+        self._has_log_pipe = has_log_pipe
         self.home = home
         self.wire = Wire(home)
         self.spec = WorkerSpec(
@@ -53,7 +55,7 @@ class Gateway:
 
     def __enter__(self) -> Self:
         self._router, self._pull = self.wire.router(), self.wire.pull()
-        self.process = start(self.spec, self.home)
+        self.process = start(self.spec, self.home, has_log_pipe=self._has_log_pipe)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,6 +87,19 @@ class Gateway:
             return False
         self.seen.append(codec.decode_up(self._pull.recv()))
         return True
+
+    def restart(self, boot: int) -> None:
+        """Die and come back on the same addresses: the worker connects again by itself."""
+        for socket in (self._router, self._pull):
+            socket.close(linger=0)
+        self._router, self._pull = self.wire.router(), self.wire.pull()
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                return self.send(Welcome(0, boot, 1.0))
+            except zmq.ZMQError:  # EHOSTUNREACH until it has connected
+                assert time.monotonic() < deadline, "the worker did not come back"
+                time.sleep(0.01)
 
     def expect(self, kind: type[Message], where: Callable[[Message], bool] = lambda _: True) -> Message:
         """The next message of this kind that was not expected before."""

@@ -284,6 +284,34 @@ def test_an_orphan_ends_its_requests_and_can_be_adopted_and_ends_itself_at_last(
         assert gateway.exit_status() == Exit.OK
 
 
+def test_streams_outlive_a_restart_of_the_gateway(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
+    with Gateway(run_dir, model_folder("qwen3")) as gateway:
+        gateway.ready()
+        request = running(gateway)
+        gateway.restart(boot=2)
+        hello, ready = gateway.expect(Hello), gateway.expect(Ready)
+        assert (hello.epoch, hello.state, ready.epoch) == (3, "ready", 3)
+        gateway.expect(Step, lambda step: any(delta.rid == request.rid and delta.text for delta in step.deltas))
+        gateway.send(Abort((request.rid,)))
+        assert deltas_until_end(gateway, request.rid)[-1].finish is Finish.ABORT
+
+
+def test_a_worker_outlives_the_reader_of_its_log(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
+    """Its standard error is a pipe to a gateway that may die."""
+    with Gateway(run_dir, model_folder("qwen3"), has_log_pipe=True) as gateway:
+        gateway.ready()
+        assert gateway.process.stderr is not None
+        gateway.process.stderr.close()
+        gateway.send_frame(b"\xc1")
+        gateway.send(Dump(1))
+        request = Generate(next(rids), TokensPrompt((20, 30)), ENDLESS, max_tokens=4)
+        gateway.send(request)
+        assert deltas_until_end(gateway, request.rid)[-1].finish is Finish.LENGTH
+        gateway.signal(signal.SIGTERM)
+        assert gateway.expect(Goodbye).failure is None
+        assert gateway.exit_status() == Exit.OK
+
+
 def test_a_worker_whose_gateway_is_gone_for_good_exits(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
     spec = WorkerSpec(
         "test", str(model_folder("qwen3")), 3, f"ipc://{run_dir}/d.sock", f"ipc://{run_dir}/u.sock",
