@@ -84,11 +84,19 @@ class _Write:
 class CacheDisk:
     """One worker's view of the folder. Methods are for the engine thread; none of them touches a file but `scan`."""
 
-    def __init__(self, root: Path, model_key: str, cap: int, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        model_key: str,
+        cap: int,
+        wake: Callable[[], None] = lambda: None,
+        queue_bytes: int = QUEUE_BYTES,
+    ) -> None:
         self._root = root
         self._folder = root / model_key
         self._cap = cap
         self._wake = wake
+        self._queue_limit = queue_bytes
         self._entries: dict[str, Entry] = {}
         self._reads: dict[Entry, Read] = {}
         self._to_write: SimpleQueue[_Write | None] = SimpleQueue()
@@ -117,6 +125,11 @@ class CacheDisk:
         if timeout_s:
             self._threads[0].join(timeout_s)
 
+    @property
+    def queued_bytes(self) -> int:
+        """What waits to be written."""
+        return self._queued_bytes
+
     def entry(
         self, parent: Entry | None, salt: str, begin: int, tokens: Tokens, has_kv: bool, has_state: bool
     ) -> Entry:
@@ -128,7 +141,7 @@ class CacheDisk:
         """Queue a file. All arrays must be evaluated. When too much waits already, the entry is lost."""
         nbytes = sum(array.nbytes for array in arrays_of(span, state or []))
         with self._mutex:
-            is_full = self._queued_bytes > 0 and self._queued_bytes + nbytes > QUEUE_BYTES
+            is_full = self._queued_bytes > 0 and self._queued_bytes + nbytes > self._queue_limit
             if not is_full:
                 self._queued_bytes += nbytes
         if is_full:
@@ -242,8 +255,7 @@ class CacheDisk:
             total = _read_total(ledger)
             if total is None or total + size > self._cap:
                 total = self._make_room(size)
-            with open(os.open(temp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as file:
-                file.truncate(size)
+            _allocate(temp, size)
             os.pwrite(ledger, f"{total + size:020d}".encode(), 0)
         return temp
 
@@ -336,6 +348,18 @@ class CacheDisk:
             path.rename(self._root / QUARANTINE / path.name)
         except OSError:
             path.unlink(missing_ok=True)
+
+
+def _allocate(temp: Path, size: int) -> None:
+    """Only the owner may read it from the first moment."""
+    descriptor = os.open(temp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    try:
+        os.truncate(descriptor, size)
+    except OSError:
+        temp.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def _fill(temp: Path, encoded: Encoded) -> None:

@@ -199,7 +199,7 @@ def load(path: Path, key: str, *, with_state: bool) -> tuple[Span, list[Any] | N
         _verify(file, opened.kv, record.kv_crc)
         if with_state:
             _verify(file, opened.state, record.state_crc)
-    arrays: Any = mx.load(str(path))
+    arrays: Any = mx.load(str(path), format="safetensors")
     span: Span = [(arrays[f"kv.{2 * at}"], arrays[f"kv.{2 * at + 1}"]) for at in range(record.layers)]
     state = None
     if with_state and record.state is not None:

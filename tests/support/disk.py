@@ -1,0 +1,41 @@
+"""Waiting for the disk cache's threads, and looking at its folder."""
+
+import time
+from pathlib import Path
+
+from worker.cache_disk import CacheDisk, Entry, Read
+
+DEADLINE_S = 20.0
+
+
+def written(disk: CacheDisk) -> None:
+    """Until everything that was queued is on disk, or dropped."""
+    end = time.monotonic() + DEADLINE_S
+    while disk.queued_bytes:
+        assert time.monotonic() < end, "the disk cache does not finish writing"
+        time.sleep(0.001)
+
+
+def read(disk: CacheDisk, entry: Entry, *, with_state: bool = True) -> Read:
+    wish = disk.read(entry, with_state=with_state)
+    end = time.monotonic() + DEADLINE_S
+    while not wish.is_done:
+        assert time.monotonic() < end, "the disk cache does not finish reading"
+        time.sleep(0.001)
+    return wish
+
+
+def files(folder: Path) -> list[Path]:
+    """The files of all models, quarantine left out."""
+    return [path for path in folder.glob("*/*.safetensors") if path.parent.name != "quarantine"]
+
+
+def size(folder: Path) -> int:
+    """Bytes of everything in the folder, half written and quarantined files included. Files may vanish meanwhile."""
+    total = 0
+    for path in folder.glob("*/*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
