@@ -6,7 +6,6 @@ limits bound every later step, and a grammar is tried for a few tokens before a 
 
 import hashlib
 import json
-import math
 import random
 import re
 import threading
@@ -15,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, Final, assert_never, cast
 
 import numpy as np
@@ -26,6 +24,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from protocol.failures import Code, Failure
 from protocol.messages import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
+from worker.schema_check import SchemaInvalid, check
 
 Allowed = npt.NDArray[np.bool_]
 """`[vocab]`: which tokens may come next."""
@@ -33,8 +32,6 @@ Allowed = npt.NDArray[np.bool_]
 MAX_BYTES: Final = 256 * 1024
 MAX_CHOICES: Final = 10_000
 MAX_CACHED: Final = 128
-# llguidance builds an automaton with this many states to keep count of remainders: 10^6 of them take seconds.
-MAX_MULTIPLE: Final = 20_000
 # A mask that takes longer than this when it is tried would hold its row up at every token.
 MAX_TRIAL_S: Final = 0.5
 TRIAL_WALKS: Final = 2
@@ -226,29 +223,21 @@ def _json(schema: str) -> str:
 def _checked_schema(text: str) -> str:
     try:
         schema: Any = json.loads(text)
-        plain = json.dumps(schema)
+        check(schema)
+        return json.dumps(schema)
+    except SchemaInvalid as error:
+        raise GrammarFailed(str(error)) from error
     except (ValueError, RecursionError) as error:
         raise GrammarFailed(f"it is not JSON: {error}") from error
-    if not isinstance(schema, dict):
-        raise GrammarFailed("it is not a JSON object")
-    _check_multiples(plain)
-    return plain
 
 
 def _check_multiples(text: str) -> None:
-    """Refuse `multipleOf`s that together need too large an automaton."""
-    values: set[Fraction] = set()
-    for written in _MULTIPLE.findall(text):
-        try:
-            value = Fraction(written) if len(written) <= 12 else Fraction(0)
-        except (ValueError, ZeroDivisionError):
-            value = Fraction(0)
-        if value <= 0 or value.numerator > MAX_MULTIPLE:
-            raise GrammarFailed(f"multipleOf {written} is not a positive number that can be enforced")
-        values.add(value)
-    scale = math.lcm(*(value.denominator for value in values))
-    if values and math.lcm(*(int(value * scale) for value in values)) > MAX_MULTIPLE:
-        raise GrammarFailed("its multipleOf values are too many or too different to be enforced together")
+    """The same for the schemas inside of a Lark grammar, as they are written."""
+    try:
+        for written in _MULTIPLE.findall(text):
+            check({"multipleOf": json.loads(written)})
+    except ValueError as error:
+        raise GrammarFailed("a multipleOf in it cannot be enforced") from error
 
 
 def _lark(text: str) -> str:

@@ -331,7 +331,10 @@ def test_a_reasoning_budget_closes_the_block_and_the_answer_fits(tmp_path: Path)
     ("constraint", "reason"),
     [
         (Constraint(KIND.JSON_SCHEMA, "{"), "not JSON"),
-        (Constraint(KIND.JSON_SCHEMA, "[]"), "not a JSON object"),
+        (Constraint(KIND.JSON_SCHEMA, "[]"), "not a schema"),
+        (schema({"type": "number", "exclusiveMaximum": True}), "exclusiveMaximum"),
+        (schema({"type": "integer", "multipleOf": 1000003}), "multipleOf"),
+        (schema({"allOf": [{"multipleOf": 1009}, {"multipleOf": 1013}]}), "multipleOf"),
         (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (schema({"type": "objekt"}), "objekt"),
         (schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum"),

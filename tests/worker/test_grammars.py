@@ -1,0 +1,200 @@
+"""Compiling constraints: remembered, bounded, and never fatal."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mlx_lm.utils import load_tokenizer
+
+from protocol.failures import Code
+from protocol.messages import Constraint, ConstraintKind
+from worker import grammars
+from worker.errors import RequestInvalid
+from worker.grammars import GrammarFailed, Grammars
+from worker.schema_check import SchemaInvalid, check
+
+KIND = ConstraintKind
+VOCAB = 512
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder: Callable[[str], Path]) -> Any:
+    return load_tokenizer(model_folder("qwen3"))
+
+
+def made(tokenizer: Any, vocab_size: int = VOCAB) -> Grammars:
+    return Grammars(tokenizer, vocab_size, sorted(tokenizer.eos_token_ids))
+
+
+def regex(text: str) -> Constraint:
+    return Constraint(KIND.REGEX, text)
+
+
+def schema(document: dict[str, Any]) -> Constraint:
+    return Constraint(KIND.JSON_SCHEMA, json.dumps(document))
+
+
+def test_a_constraint_is_compiled_once_whoever_asks(tokenizer: Any) -> None:
+    compiler = made(tokenizer)
+    first = compiler.compile(regex("[a-c]{4}"))
+    assert compiler.compile(Constraint(KIND.REGEX, "[a-c]{4}", param="guided_regex")) is first
+    assert compiler.compile(Constraint(KIND.GRAMMAR, 'start: "[a-c]{4}"')) is not first
+    assert compiler.compiled == 2
+
+
+def test_threads_that_ask_at_once_share_one_compilation(tokenizer: Any) -> None:
+    compiler = made(tokenizer)
+    gate = threading.Barrier(6)
+    grammars_seen: list[object] = []
+
+    def ask() -> None:
+        gate.wait(10)
+        grammars_seen.append(compiler.compile(regex("(foo|bar){3}")))
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(grammars_seen) == 6
+    assert len(set(map(id, grammars_seen))) == 1
+    assert compiler.compiled == 1
+
+
+def test_a_refusal_is_remembered_too_and_names_each_askers_parameter(tokenizer: Any) -> None:
+    compiler = made(tokenizer)
+    for param in ("guided_regex", "structured_outputs.regex"):
+        with pytest.raises(RequestInvalid) as caught:
+            compiler.compile(Constraint(KIND.REGEX, "(", param=param))
+        assert caught.value.failure.code is Code.INVALID_REQUEST
+        assert caught.value.failure.param == param
+    assert compiler.compiled == 1
+
+
+def test_the_least_recently_used_grammar_is_forgotten(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_CACHED", 2)
+    compiler = made(tokenizer)
+    for text in ("a", "b", "a", "c", "a"):
+        compiler.compile(regex(text))
+    assert compiler.compiled == 3
+    compiler.compile(regex("b"))
+    assert compiler.compiled == 4
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_never_allowed(tokenizer: Any) -> None:
+    padded = made(tokenizer, vocab_size=700)
+    allowed = padded.compile(regex("(?s:.*)")).walk().allowed()
+    assert allowed.shape == (700,)
+    assert allowed.any()
+    assert not allowed[len(tokenizer) :].any()
+
+
+def test_control_tokens_are_allowed_only_where_a_grammar_names_them(tokenizer: Any) -> None:
+    compiler = made(tokenizer)
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert not compiler.compile(regex("(?s:.*)")).walk().allowed()[start]
+    assert np.flatnonzero(compiler.compile(Constraint(KIND.GRAMMAR, f"start: <[{start}]>")).walk().allowed()) == [start]
+
+
+def test_walks_on_one_grammar_are_independent(tokenizer: Any) -> None:
+    grammar = made(tokenizer).compile(regex("ab|ba"))
+    (a,), (b,) = tokenizer.encode("a"), tokenizer.encode("b")
+    one, other = grammar.walk(), grammar.walk()
+    one.take([a])
+    other.take([b])
+    assert list(np.flatnonzero(one.allowed())) == [b]
+    assert list(np.flatnonzero(other.allowed())) == [a]
+    with pytest.raises(GrammarFailed):
+        one.take([a])
+
+
+HOSTILE: list[tuple[str, Constraint]] = [
+    ("deep schema", Constraint(KIND.JSON_SCHEMA, '{"items":' * 20_000 + "{}" + "}" * 20_000)),
+    ("deep array", Constraint(KIND.CHOICE, "[" * 100_000)),
+    ("deep regex", regex("(" * 50_000 + "a" + ")" * 50_000)),
+    ("deep lark", Constraint(KIND.GRAMMAR, "start: " + "(" * 50_000 + '"a"' + ")" * 50_000)),
+    ("counted regex", regex("((a{100}){100}){1000}")),
+    ("long counted regex", regex("a{1000000}")),
+    ("many properties", schema({"type": "object", "properties": {f"p{at}": {} for at in range(8000)}})),
+    ("remainders", Constraint(KIND.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999989}')),
+    ("remainders in lark", Constraint(KIND.GRAMMAR, 'start: %json {"type": "integer", "multipleOf": 99999989}')),
+    ("product", schema({"allOf": [{"anyOf": [{"type": "object", "properties": {f"a{at}": {}}} for at in range(10)]}] * 5})),
+    ("null bytes", regex("a\0b")),
+    ("half a character", Constraint(KIND.CHOICE, '["\\ud800"]')),
+    ("an endless loop", Constraint(KIND.GRAMMAR, "start: start")),
+    ("no text", regex("")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("constraint", [case[1] for case in HOSTILE], ids=[case[0] for case in HOSTILE])
+def test_hostile_constraints_are_refused_or_bounded(constraint: Constraint, tokenizer: Any) -> None:
+    compiler = made(tokenizer)
+    started = time.thread_time()
+    with suppress(RequestInvalid, GrammarFailed):
+        walk = compiler.compile(constraint).walk()
+        for _ in range(20):
+            step = time.thread_time()
+            allowed = np.flatnonzero(walk.allowed())
+            if (token := int(allowed[-1])) in tokenizer.eos_token_ids:
+                break
+            walk.take([token])
+            assert time.thread_time() - step < 1.0
+    assert time.thread_time() - started < 8.0
+
+
+def test_a_refusal_is_short_and_holds_no_stack(tokenizer: Any) -> None:
+    for _, constraint in HOSTILE:
+        try:
+            made(tokenizer).compile(constraint)
+        except RequestInvalid as refusal:
+            message = refusal.failure.message
+            assert_short(message)
+
+
+def assert_short(message: str) -> None:
+    assert len(message) < 600
+    assert "backtrace" not in message
+    assert "<state>" not in message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "exclusiveMaximum": True},
+        {"minLength": -1},
+        {"minItems": 1.5},
+        {"type": []},
+        {"enum": []},
+        {"anyOf": {}},
+        {"properties": {"a": {"items": 3}}},
+        {"required": ["a", 1]},
+        {"$defs": {"x": {"multipleOf": 0}}},
+        {"multipleOf": True},
+        [],
+        None,
+    ],
+)
+def test_what_is_no_schema_is_found(schema: Any) -> None:
+    with pytest.raises(SchemaInvalid):
+        check(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"enum": [{"minLength": -1}], "default": {"type": 3}},
+        {"properties": {"minLength": {"type": "string"}, "items": {"const": -1}}},
+        {"multipleOf": 0.01, "items": {"multipleOf": 5}},
+        {"maxLength": 5.0},
+    ],
+)
+def test_what_is_a_schema_is_left_alone(schema: Any) -> None:
+    check(schema)
