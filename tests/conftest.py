@@ -5,6 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long one example takes says more about the machine than about the code.
+settings.register_profile("mlxd", deadline=None)
+settings.load_profile("mlxd")
 
 
 @pytest.fixture(scope="session")

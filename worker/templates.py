@@ -21,7 +21,7 @@ from worker.conversation import (
 from worker.errors import RequestInvalid
 
 # What template code raises on messages that it does not expect.
-_REFUSALS: Final = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
+_REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 _PROBE_CALL: Final[dict[str, Any]] = {
     "id": "call00000",
     "type": "function",
@@ -56,6 +56,15 @@ class Renderer:
             raise RequestInvalid(
                 Code.UNSUPPORTED, "this model has no chat template; use /v1/completions", param="messages"
             )
+        try:
+            return self._render_somehow(prompt, opens_answer and not prompt.continue_final)
+        except _REFUSALS as error:
+            raise RequestInvalid(
+                Code.TEMPLATE_ERROR, f"the model's chat template refused the messages: {error}", param="messages"
+            ) from error
+
+    def _render_somehow(self, prompt: ChatPrompt, opens_answer: bool) -> str:
+        """In the first shape that the template takes. Raises what it raised on the least changed one."""
         messages = prompt.messages
         if not self.knows_tools:
             messages = tools_in_text(messages, prompt.tools) if _mentions_tools(prompt) else messages
@@ -64,12 +73,11 @@ class Renderer:
         first: Exception | None = None
         for adapt in self._adaptations:
             try:
-                return self._render(adapt(messages), prompt, opens_answer and not prompt.continue_final)
+                return self._render(adapt(messages), prompt, opens_answer)
             except _REFUSALS as error:
                 first = first or error
-        raise RequestInvalid(
-            Code.TEMPLATE_ERROR, f"the model's chat template refused the messages: {first}", param="messages"
-        ) from first
+        assert first is not None, "there is always a shape to try"
+        raise first
 
     def probe(self) -> tuple[str, str]:
         """A one-message chat rendered with and without the generation prompt; ("", "") where that is not possible."""
