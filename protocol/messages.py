@@ -124,13 +124,15 @@ class ConstraintKind(IntEnum):
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
     """What the answer must match. `after_reasoning` leaves a reasoning block that comes before the answer free.
 
-    `param` is what the client calls it, for the message of a refusal.
+    `param` is what the client calls it, for the message of a refusal. Where a schema is not `is_strict` and cannot be
+    enforced, any JSON object will do.
     """
 
     kind: ConstraintKind
     text: str = ""
     after_reasoning: bool = False
     param: str = "response_format"
+    is_strict: bool = True
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):

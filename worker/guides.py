@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from protocol.messages import Constraint
+from protocol.messages import Constraint, ConstraintKind
+from worker.errors import RequestInvalid
 from worker.grammars import Allowed, Grammar, Grammars
 from worker.parsers import FAMILIES, start_in_reasoning
 from worker.parsers.channels import Channels
@@ -120,13 +121,21 @@ class Rules:
     def make(self, constraint: Constraint, prompt_end: str, *, ignore_eos: bool = False) -> Rule:
         """The rule for an answer to a prompt that ends with `prompt_end`. Raises `RequestInvalid`."""
         return Rule(
-            grammar=self._grammars.compile(constraint),
+            grammar=self._compile(constraint),
             prologue=self._prologue(prompt_end) if constraint.after_reasoning else Prologue(),
             eos_ids=self._eos_ids,
             anything=self._anything,
             token_bytes=self._token_bytes,
             ignore_eos=ignore_eos,
         )
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        try:
+            return self._grammars.compile(constraint)
+        except RequestInvalid:
+            if constraint.is_strict or constraint.kind is not ConstraintKind.JSON_SCHEMA:
+                raise
+            return self._grammars.compile(Constraint(ConstraintKind.JSON_OBJECT))
 
     def _prologue(self, prompt_end: str) -> Prologue:
         """Open if the prompt has opened it; if it has neither opened nor closed it, the model may do so."""

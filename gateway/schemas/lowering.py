@@ -7,6 +7,7 @@ import msgspec
 
 from gateway.config import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest, Unsupported
+from gateway.schemas.constraints import lower_constraint
 from gateway.schemas.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Message, Part, SamplingFields
 from protocol.messages import ChatPrompt, Generate, Prompt, Sampling, TextPrompt, TokensPrompt
 
@@ -64,6 +65,7 @@ def lower_chat(
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         deadline_ms=deadline_ms,
         thinking_budget=request.thinking_budget,
+        has_reasoning=True,
     )
 
 
@@ -112,8 +114,10 @@ def _generates(
     deadline_ms: int,
     echo: bool = False,
     thinking_budget: int | None = None,
+    has_reasoning: bool = False,
 ) -> list[Generate]:
     choices = request.n or 1
+    constraint = lower_constraint(request, after_reasoning=has_reasoning)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     bias = _logit_bias(request.logit_bias or {})
     return [
@@ -128,6 +132,7 @@ def _generates(
             deadline_ms=deadline_ms,
             want_progress=bool(request.stream),
             thinking_budget=thinking_budget,
+            constraint=constraint,
         )
         for index in range(len(prompts) * choices)
     ]

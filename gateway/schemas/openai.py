@@ -72,6 +72,13 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     repetition_penalty: Positive | None = None
     logit_bias: dict[str, Bias] | None = None
     ignore_eos: bool | None = None
+    # What the answer must look like; read by `constraints`. The last five are vLLM's.
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_grammar: Any = None
+    guided_choice: Any = None
 
     @property
     def wants_usage(self) -> bool:
@@ -97,7 +104,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
-    response_format: Any = None
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
@@ -113,7 +119,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     # Known, not served yet.
     best_of: int | None = None
     suffix: str | None = None
-    response_format: Any = None
 
 
 # Accepted because they ask for nothing that a local server does, whatever their value.
@@ -152,7 +157,6 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
         raise Unsupported("'suffix' is not supported: this server does not fill in the middle.", "suffix")
     if request.best_of is not None and request.best_of > (request.n or 1):
         raise Unsupported("'best_of' greater than 'n' is not supported.", "best_of")
-    _refuse_response_format(request.response_format)
     return request, unknown
 
 
@@ -202,15 +206,8 @@ def _refuse_unserved_chat(request: ChatRequest) -> None:
         raise Unsupported("Functions are not supported yet.", "functions")
     if request.function_call not in (None, "none", "auto"):
         raise Unsupported("'function_call' is not supported yet: functions are not.", "function_call")
-    _refuse_response_format(request.response_format)
     if request.modalities and request.modalities != ["text"]:
         raise Unsupported("Only the modality 'text' is supported.", "modalities")
     for name in ("audio", "prediction", "web_search_options"):
         if getattr(request, name):
             raise Unsupported(f"'{name}' is not supported.", name)
-
-
-def _refuse_response_format(value: Any) -> None:
-    if value is None or value == {"type": "text"}:
-        return
-    raise Unsupported('\'response_format\' other than {"type": "text"} is not supported yet.', "response_format")

@@ -196,7 +196,7 @@ def test_bad_values_name_their_parameter(fields: dict[str, Any], param: str) -> 
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
         ({"function_call": {"name": "x"}}, "function_call"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"prediction": {"type": "content"}}, "prediction"),
@@ -318,7 +318,7 @@ def test_zero_tokens_only_make_sense_with_echo() -> None:
         ({"best_of": 3, "n": 2}, "best_of"),
         ({"echo": True, "logprobs": 1}, "logprobs"),
         ({"logprobs": 6}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ],
 )
 def test_what_completions_do_not_do_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -348,6 +348,9 @@ _FIELDS = [
     "logprobs",
     "top_logprobs",
     "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_choice",
     "stream_options",
     "chat_template_kwargs",
     "echo",

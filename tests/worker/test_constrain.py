@@ -375,3 +375,19 @@ def test_rows_without_a_rule_are_not_stepped_in_two_parts() -> None:
     masks = constrain.Masks()
     assert not masks.constrains([1, 2, 3])
     masks.close()
+
+
+def test_a_schema_that_need_not_be_strict_becomes_any_object_where_it_cannot_be_enforced(
+    model_folder: Callable[[str], Path],
+) -> None:
+    text = json.dumps({"type": "object", "not": {"required": ["a"]}})
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        strict, lax = engine.run(
+            [
+                generate(1, Constraint(KIND.JSON_SCHEMA, text)),
+                generate(2, Constraint(KIND.JSON_SCHEMA, text, is_strict=False)),
+            ]
+        )
+    assert strict.failure is not None
+    assert lax.failure is None
+    assert lax.finish is Finish.LENGTH or is_object(lax.text)

@@ -124,7 +124,7 @@ HOSTILE: list[tuple[str, Constraint]] = [
     ("many properties", schema({"type": "object", "properties": {f"p{at}": {} for at in range(8000)}})),
     ("remainders", Constraint(KIND.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999989}')),
     ("remainders in lark", Constraint(KIND.GRAMMAR, 'start: %json {"type": "integer", "multipleOf": 99999989}')),
-    ("product", schema({"allOf": [{"anyOf": [{"type": "object", "properties": {f"a{at}": {}}} for at in range(10)]}] * 5})),
+    ("product", schema({"allOf": [{"anyOf": [{"properties": {f"a{at}": {}}} for at in range(10)]}] * 5})),
     ("null bytes", regex("a\0b")),
     ("half a character", Constraint(KIND.CHOICE, '["\\ud800"]')),
     ("an endless loop", Constraint(KIND.GRAMMAR, "start: start")),
@@ -149,7 +149,7 @@ def test_hostile_constraints_are_refused_or_bounded(constraint: Constraint, toke
 
 
 def test_a_refusal_is_short_and_holds_no_stack(tokenizer: Any) -> None:
-    for _, constraint in HOSTILE:
+    for constraint in (regex("((a{100}){100}){1000}"), regex("(?=" * 500), Constraint(KIND.GRAMMAR, "start: start")):
         try:
             made(tokenizer).compile(constraint)
         except RequestInvalid as refusal:
