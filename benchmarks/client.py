@@ -34,9 +34,14 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Event(msgspec.Struct):
@@ -61,6 +66,7 @@ class Reply:
     texts: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
     is_done: bool = False
     error: str = ""
     body: bytes = b""
@@ -233,6 +239,8 @@ class Connection(asyncio.Protocol):
         if message.usage is not None:
             reply.prompt_tokens = message.usage.prompt_tokens
             reply.completion_tokens = message.usage.completion_tokens
+            if message.usage.prompt_tokens_details is not None:
+                reply.cached_tokens = message.usage.prompt_tokens_details.cached_tokens or 0
         for choice in message.choices:
             if text := _text_of(choice):
                 reply.times.append(now)

@@ -113,6 +113,10 @@ async def _round(run: Run, turn: int) -> None:
             jobs = _jobs(run, run.requests[concurrency], run.args.output_tokens, seed=1000 * turn + concurrency)
             for engine in engines:
                 sample = await engine.measure(jobs, concurrency)
+                if sample.cached_tokens:
+                    print(
+                        f"  {engine.name} answered {sample.cached_tokens} prompt tokens from a cache", file=sys.stderr
+                    )
                 run.samples.setdefault((engine.name, concurrency), []).append(sample)
                 what = f"{run.geometry} round {turn + 1}, {concurrency} clients, {engine.name}"
                 print(f"  {what}: {sample.tokens_per_s:.1f} tok/s", file=sys.stderr, flush=True)

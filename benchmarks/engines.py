@@ -43,6 +43,7 @@ class Sample(msgspec.Struct, frozen=True):
     itl_ms: Summary
     server_cpu_s: tuple[float, float]
     client_cpu_s: float
+    cached_tokens: int = 0
     texts: list[str] = []
     first_errors: list[str] = []
 
@@ -185,6 +186,7 @@ class Server:
             itl_ms=folded.itl_ms,
             server_cpu_s=(after[0] - before[0], after[1] - before[1]),
             client_cpu_s=after[2] - before[2],
+            cached_tokens=folded.cached_tokens,
             texts=[reply.text for reply in replies],
             first_errors=folded.first_errors,
         )

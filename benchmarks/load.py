@@ -57,6 +57,7 @@ class Report(msgspec.Struct, frozen=True):
     wall_s: float
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
     tokens_per_s: float
     requests_per_s: float
     ttft_ms: Summary
@@ -104,6 +105,7 @@ def report(concurrency: int, wall_s: float, replies: Sequence[Reply]) -> Report:
         wall_s=round(wall_s, 4),
         prompt_tokens=sum(reply.prompt_tokens for reply in good),
         completion_tokens=tokens,
+        cached_tokens=sum(reply.cached_tokens for reply in good),
         tokens_per_s=round(tokens / wall_s, 2),
         requests_per_s=round(len(good) / wall_s, 3),
         ttft_ms=summarize_ms([reply.times[0] - reply.sent for reply in good if reply.times]),

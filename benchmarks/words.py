@@ -76,7 +76,8 @@ class Prompts:
     """Prompts of an exact number of tokens that share no beginning, so that no prefix cache helps anybody."""
 
     def __init__(self, tokenizer: Encoder | None, seed: int) -> None:
-        self._random = random.Random(seed)
+        # As text: Python seeds with the absolute value of a number, and -1 would give the prompts of 1.
+        self._random = random.Random(str(seed))
         self._words = vocabulary()
         self._tokenizer = tokenizer
         self._fillers: list[str] = []

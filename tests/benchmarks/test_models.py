@@ -48,6 +48,7 @@ def test_prompts_are_exactly_as_long_as_asked_and_share_no_beginning(folder: Pat
     assert [len(tokenizer.encode(prompt)) for prompt in prompts] == [1, 2, 5, 50, 205]
     assert len({prompt.split()[0] for prompt in Prompts(tokenizer, seed=1).many([205] * 8)}) == 8
     assert Prompts(tokenizer, seed=0).many([50, 50]) == Prompts(tokenizer, seed=0).many([50, 50])
+    assert Prompts(tokenizer, seed=4).make(50) != Prompts(tokenizer, seed=-4).make(50)
 
 
 def test_the_same_recipe_gives_the_same_weights(folder: Path, tmp_path: Path) -> None:
