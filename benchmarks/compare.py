@@ -32,6 +32,8 @@ MIN_WAVES: Final = 2
 MAX_WAVES: Final = 24
 # Output of the warm-up in later rounds.
 WARM_TOKENS: Final = 8
+# Prompt tokens from a prefix cache above this share of all spoil a measurement, and are reported.
+CACHED_SHARE: Final = 0.02
 LOAD_TIMEOUT_S: Final = 600.0
 ENGINES: Final = (Bare.name, Mlxd.name, MlxLmServer.name)
 
@@ -113,7 +115,7 @@ async def _round(run: Run, turn: int) -> None:
             jobs = _jobs(run, run.requests[concurrency], run.args.output_tokens, seed=1000 * turn + concurrency)
             for engine in engines:
                 sample = await engine.measure(jobs, concurrency)
-                if sample.cached_tokens:
+                if sample.cached_tokens > len(jobs) * run.args.prompt_tokens * CACHED_SHARE:
                     print(
                         f"  {engine.name} answered {sample.cached_tokens} prompt tokens from a cache", file=sys.stderr
                     )
