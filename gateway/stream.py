@@ -80,6 +80,10 @@ class Collector:
         self.last_activity = self._loop.time()
         self.progress = (processed, total)
 
+    def touch(self) -> None:
+        """Something is being done for this request, though there is nothing to read."""
+        self.last_activity = self._loop.time()
+
     async def next(self, timeout_s: float | None = None) -> list[Delta]:
         """All unread deltas, waiting for the first. Empty on timeout, and at once when `is_done`."""
         if not self._unread and self._open:
@@ -188,4 +192,5 @@ class _Run:
             finish=last.finish,
             usage=last.usage,
             failure=last.failure,
+            stop=last.stop,
         )

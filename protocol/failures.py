@@ -40,6 +40,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     message: str
     detail: str = ""
     param: str | None = None
+    # What a dialect words in its own way: for CONTEXT_LENGTH_EXCEEDED the prompt's tokens and the context's.
+    numbers: tuple[int, ...] = ()
 
     @property
     def is_retryable(self) -> bool:

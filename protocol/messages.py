@@ -324,6 +324,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
     finish: Finish | None = None
     usage: Usage | None = None
     failure: Failure | None = None
+    # The stop string that ended the sequence, if one did.
+    stop: str = ""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):

@@ -108,6 +108,11 @@ class Engine:
         self._stats_due = 0.0
         self._memory_due = 0.0
 
+    @property
+    def cache(self) -> PrefixCache:
+        """For looking at; it belongs to the engine thread."""
+        return self._cache
+
     def run(self) -> None:
         """Serve until told to shut down. Raises `StepFailed` when the loop cannot go on."""
         while not self._is_stopping:
@@ -345,6 +350,7 @@ class Engine:
                     piece.finish if is_last else None,
                     usage if is_last else None,
                     failure if is_last else None,
+                    row.stops.hit if is_last else "",
                 )
             )
             ids, logprobs = (), None

@@ -12,9 +12,11 @@ from protocol.failures import Code, Exit, Failure
 class WorkerError(Exception):
     """Carries the failure that the gateway is told."""
 
-    def __init__(self, code: Code, message: str, *, detail: str = "", param: str | None = None) -> None:
+    def __init__(
+        self, code: Code, message: str, *, detail: str = "", param: str | None = None, numbers: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(message)
-        self.failure = Failure(code, message, detail, param)
+        self.failure = Failure(code, message, detail, param, numbers)
 
 
 class LoadFailed(WorkerError):

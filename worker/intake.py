@@ -160,6 +160,7 @@ class Intake:
             f"This model's maximum context length is {self.max_context} tokens. However, your request has "
             f"{tokens} tokens of prompt. Please shorten it.",
             param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
+            numbers=(tokens, self.max_context),
         )
 
 

@@ -8,10 +8,13 @@ class StopScanner:
     at a time gives, so the answer does not depend on how the text was cut. Each character is read once per stop string.
     """
 
-    __slots__ = ("_held", "_patterns", "_starts")
+    __slots__ = ("_held", "_patterns", "_starts", "_stops", "hit")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._patterns = [_Pattern(stop) for stop in stops if stop]
+        # The stop string that ended the text.
+        self.hit = ""
+        self._stops = [stop for stop in stops if stop]
+        self._patterns = [_Pattern(stop) for stop in self._stops]
         self._starts = {stop[0] for stop in stops if stop}
         self._held = ""
 
@@ -27,6 +30,7 @@ class StopScanner:
                     longest = max(longest, pattern.length)
             if longest:
                 self._held = ""
+                self.hit = next(stop for stop in self._stops if held[:at].endswith(stop) and len(stop) == longest)
                 return held[: at - longest], True
         cut = len(held) - max((pattern.matched for pattern in self._patterns), default=0)
         self._held = held[cut:]
