@@ -1,15 +1,23 @@
 """The disk cache in the engine: exact on every architecture, over restarts, beside other rows."""
 
+import os
 import random
+import shutil
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from protocol.messages import Finish, Generate, Sampling, TokensPrompt, WorkerSpec
+from protocol.failures import Code
+from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt, WorkerSpec
+from tests.support import disk
 from tests.support.engine import EngineHarness, Result, spec
-from tests.support.models import ARCHITECTURES, VOCAB
+from tests.support.models import ARCHITECTURES, VOCAB, build
+from worker.errors import LoadFailed
 
 GREEDY = Sampling(temperature=0.0)
 SHARED = 150
@@ -59,10 +67,211 @@ def test_tokens_are_the_same_from_disk_after_a_restart(
         assert engine.gauges.cache.disk_hits == 0
     with EngineHarness(disk_spec(model_folder(architecture), tmp_path)) as engine:
         restored = [engine.run([request])[0] for request in batch]
-        counts, disk = engine.gauges.cache, engine.gauges.disk
+        counts, files = engine.gauges.cache, engine.gauges.disk
     assert said(restored) == cold
     sizes = [len(request.prompt.ids) for request in batch if isinstance(request.prompt, TokensPrompt)]
     assert [cached(result) for result in restored] == [size - 1 for size in sizes]
     assert counts.disk_hits >= 1
     assert counts.disk_restored_tokens >= sizes[0] - 1
-    assert disk.quarantined == disk.dropped == 0
+    assert files.quarantined == files.dropped == 0
+
+
+def run_all(engine: EngineHarness, batch: Sequence[Generate]) -> list[Result]:
+    return [engine.run([request])[0] for request in batch]
+
+
+def cold_answers(model: Path, batch: Sequence[Generate]) -> list[tuple[list[int], str, Finish | None]]:
+    with EngineHarness(spec(model, cache_bytes=0)) as engine:
+        return said(run_all(engine, batch))
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + disk.DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, "the deadline passed"
+        time.sleep(0.002)
+
+
+def test_a_conversation_is_on_disk_soon_after_its_answer_without_a_shutdown(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, batch = model_folder("qwen3_5"), family(1)
+    with EngineHarness(disk_spec(model, tmp_path)) as first:
+        answer = said(run_all(first, batch))
+        until(lambda: first.gauges.disk.writes >= 2)
+        # The first worker is still there, as it would be when it is killed: nothing was flushed at an end.
+        with EngineHarness(disk_spec(model, tmp_path)) as successor:
+            again = run_all(successor, batch)
+    assert said(again) == answer
+    assert cached(again[0]) == len(batch[0].prompt.ids) - 1  # type: ignore[union-attr]
+
+
+def test_long_prompts_are_on_disk_before_their_answer_ends(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    request = Generate(1, TokensPrompt(words("long", 1100)), Sampling(ignore_eos=True, seed=1), max_tokens=2000)
+    with EngineHarness(disk_spec(model_folder("qwen3"), tmp_path)) as engine:
+        result = engine.submit(request)
+        until(lambda: engine.gauges.disk.writes)
+        assert not result.terminals
+        engine.command(Abort((1,)))
+        engine.wait(lambda: result.terminals)
+
+
+@pytest.mark.parametrize("damage", ["header", "content", "truncated", "empty", "other content"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])
+def test_damaged_files_are_set_aside_and_the_answer_is_right(
+    architecture: str, damage: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, batch = model_folder(architecture), family(1)
+    with EngineHarness(disk_spec(model, tmp_path)) as engine:
+        expected = said(run_all(engine, batch))
+    paths = disk.files(tmp_path)
+    contents = [path.read_bytes() for path in paths]
+    assert paths
+    for at, (path, content) in enumerate(zip(paths, contents, strict=True)):
+        changed = bytearray(content)
+        match damage:
+            case "header":
+                changed[100] ^= 1
+            case "content":
+                changed[-5] ^= 1
+            case "truncated":
+                changed = changed[: len(changed) // 2]
+            case "empty":
+                changed.clear()
+            case _:
+                changed = bytearray(contents[at - 1] if len(contents) > 1 else b"x" * 500)
+        path.write_bytes(changed)
+    with EngineHarness(disk_spec(model, tmp_path)) as engine:
+        assert said(run_all(engine, batch)) == expected
+        assert engine.gauges.disk.quarantined >= 1
+    with EngineHarness(disk_spec(model, tmp_path)) as engine:
+        again = run_all(engine, batch)
+    assert said(again) == expected
+    assert cached(again[0]) > 0, "good files have taken the place of the bad ones"
+
+
+def test_files_of_other_weights_are_never_used(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    model = tmp_path / "model"
+    shutil.copytree(model_folder("qwen3"), model)
+    batch = family(2)
+    with EngineHarness(disk_spec(model, cache)) as engine:
+        run_all(engine, batch)
+    other = build("qwen3", tmp_path / "other", seed=5)
+    shutil.copy2(other / "model.safetensors", model / "model.safetensors")
+    expected = cold_answers(model, batch)
+    with EngineHarness(disk_spec(model, cache)) as engine:
+        results = run_all(engine, batch)
+        assert engine.gauges.disk.files > 0
+    assert said(results) == expected
+    assert cached(results[0]) == 0
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
+
+
+def test_salts_stay_apart_on_disk(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    prompt = TokensPrompt(words("secret", 200))
+    model = model_folder("qwen3")
+    requests = [Generate(rid, prompt, GREEDY, max_tokens=4, cache_salt=salt) for rid, salt in enumerate("abab")]
+    with EngineHarness(disk_spec(model, tmp_path)) as engine:
+        run_all(engine, requests[:1])
+    with EngineHarness(disk_spec(model, tmp_path)) as engine:
+        results = run_all(engine, requests)
+    assert [cached(result) for result in results] == [199, 0, 199, 199]
+    assert all(b"secret" not in path.read_bytes() for path in disk.files(tmp_path))
+
+
+def test_a_slow_disk_holds_up_only_the_row_that_wants_it(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    model, batch = model_folder("qwen3"), family(1)
+    with EngineHarness(disk_spec(model, tmp_path)) as engine:
+        expected = said(run_all(engine, batch))
+    with EngineHarness(disk_spec(model, tmp_path)) as engine:
+        paths = disk.files(tmp_path)
+        for path in paths:
+            path.unlink()
+            os.mkfifo(path)  # opening it for reading waits until someone writes
+        waiting = engine.submit(batch[0])
+        gone = engine.submit(Generate(50, batch[0].prompt, GREEDY, max_tokens=4))
+        others = [Generate(rid, TokensPrompt(words(rid, 90)), GREEDY, max_tokens=12) for rid in (60, 61)]
+        assert all(result.finish is not None for result in engine.run(others))
+        engine.command(Abort((50,)))
+        engine.wait(lambda: gone.terminals, "the abort of a row that waits")
+        late = engine.submit(Generate(70, batch[0].prompt, GREEDY, max_tokens=4, deadline_ms=50))
+        engine.wait(lambda: late.terminals, "the deadline of a row that waits")
+        assert late.failure is not None
+        assert late.failure.code == Code.DEADLINE_EXCEEDED
+        assert not waiting.terminals
+        for path in paths:
+            with suppress(OSError):  # nobody reads this one
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        engine.wait(lambda: waiting.terminals, "the row that waited")
+    assert said([waiting]) == expected
+
+
+def test_the_folder_can_be_cleared_while_the_worker_runs(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    model, cache, batch = model_folder("qwen3_5"), tmp_path / "cache", family(3)
+    with EngineHarness(disk_spec(model, cache)) as engine:
+        expected = said(run_all(engine, batch))
+    with EngineHarness(disk_spec(model, cache)) as engine:
+        shutil.rmtree(cache)
+        assert said(run_all(engine, batch)) == expected
+        until(lambda: engine.gauges.disk.files)
+        assert engine.gauges.disk.quarantined == 0
+    with EngineHarness(disk_spec(model, cache)) as engine:
+        again = run_all(engine, batch)
+    assert said(again) == expected
+    assert cached(again[0]) > 0
+
+
+def test_a_disk_cache_without_a_size_is_refused(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    with (
+        pytest.raises(LoadFailed, match="needs a size"),
+        EngineHarness(disk_spec(model_folder("qwen3"), tmp_path, disk_cache_bytes=0)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
+def test_five_hundred_requests_under_small_budgets(
+    architecture: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Random prefixes, aborts and restarts: caps hold, the books are right, and nobody gets another's text."""
+    model, rng = model_folder(architecture), random.Random(11)
+    parts = [words(("part", number), rng.randrange(20, 70)) for number in range(6)]
+    prompts = [sum(rng.choices(parts, k=rng.randrange(1, 5)), ()) for _ in range(30)]
+    kinds = [
+        Generate(rid, TokensPrompt(prompt), Sampling(temperature=0.9, seed=rid) if rid % 2 else GREEDY, max_tokens=5)
+        for rid, prompt in enumerate(prompts)
+    ]
+    with EngineHarness(spec(model, cache_bytes=0)) as engine:
+        expected = [(result.ids, result.text) for result in engine.run(kinds)]
+    ram, cap, rid, aborted, hits = 400_000, 1_500_000, 1000, 0, 0
+    for _life in range(5):
+        with EngineHarness(disk_spec(model, tmp_path, cache_bytes=ram, disk_cache_bytes=cap)) as engine:
+            for _wave in range(10):
+                wave: list[tuple[int, Result]] = []
+                for _ in range(10):
+                    kind, rid = rng.randrange(len(kinds)), rid + 1
+                    wave.append((kind, engine.submit(msgspec.structs.replace(kinds[kind], rid=rid))))
+                    if rng.random() < 0.2:
+                        engine.command(Abort((rng.randrange(rid - 3, rid + 1),)))
+                engine.wait(lambda wave=wave: all(result.terminals == 1 for _, result in wave), "the wave")
+                assert engine.gauges.cache_bytes <= ram
+                assert disk.size(tmp_path) <= cap
+                for kind, result in wave:
+                    ids, text = expected[kind]
+                    assert result.ids == ids[: len(result.ids)]
+                    assert text.startswith(result.text)
+                    aborted += result.finish == Finish.ABORT
+                    assert result.finish == Finish.ABORT or (result.ids, result.text) == (ids, text)
+            cache = engine.engine.cache
+        cache.check()
+        hits += cache.counts.disk_hits
+        counts = engine.gauges.disk
+        assert counts.quarantined == 0
+        assert (counts.files, counts.bytes) == (
+            len(disk.files(tmp_path)),
+            sum(p.stat().st_size for p in disk.files(tmp_path)),
+        )
+        assert not list(tmp_path.glob("*/*.part"))
+    assert aborted > 20
+    assert hits > 10
