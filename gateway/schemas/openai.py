@@ -1,13 +1,12 @@
 """The request bodies of OpenAI's chat completions and completions: typed, ranged, and honest about what is unknown."""
 
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 
-from gateway.errors import BadRequest, Unsupported
-
-T = TypeVar("T", bound=Struct)
+from gateway.errors import Unsupported
+from gateway.schemas.decode import decode
 
 STOPS_MAX: Final = 16
 PROMPTS_MAX: Final = 4096
@@ -137,64 +136,27 @@ NO_ACTION: Final = frozenset(
 )
 MESSAGE_NO_ACTION: Final = frozenset({"annotations", "id", "cache_control", "reasoning_details"})
 
-_keys = msgspec.json.Decoder(dict[str, Raw])
-_message_keys = msgspec.json.Decoder(list[dict[str, Raw]])
+MESSAGE_FIELDS: Final = frozenset(Message.__struct_fields__) | MESSAGE_NO_ACTION
+
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
 
 
 def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
     """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
-    request, unknown = _decode(_chat, body, ChatRequest)
+    request, unknown = decode(_chat, body, ChatRequest, NO_ACTION, MESSAGE_FIELDS)
     _refuse_unserved_chat(request)
     return request, unknown
 
 
 def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
     """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
-    request, unknown = _decode(_completion, body, CompletionRequest)
+    request, unknown = decode(_completion, body, CompletionRequest, NO_ACTION)
     if request.suffix:
         raise Unsupported("'suffix' is not supported: this server does not fill in the middle.", "suffix")
     if request.best_of is not None and request.best_of > (request.n or 1):
         raise Unsupported("'best_of' greater than 'n' is not supported.", "best_of")
     return request, unknown
-
-
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes, struct: type[T]) -> tuple[T, list[str]]:
-    try:
-        # msgspec skips over fields that the struct lacks without decoding them.
-        body.decode("utf-8")
-        request = decoder.decode(body)
-        fields = _keys.decode(body)
-        unknown = [key for key in fields if key not in struct.__struct_fields__ and key not in NO_ACTION]
-        if "messages" in fields:
-            known = frozenset(Message.__struct_fields__) | MESSAGE_NO_ACTION
-            seen = {key for message in _message_keys.decode(fields["messages"]) for key in message}
-            unknown += [f"messages.{key}" for key in sorted(seen - known)]
-    except UnicodeDecodeError as error:
-        raise BadRequest(f"The body is not valid UTF-8 (byte {error.start}).") from None
-    except RecursionError:
-        raise BadRequest("The body is nested too deeply.") from None
-    except msgspec.ValidationError as error:
-        raise _validation(str(error)) from None
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"The body is not valid JSON: {error}.") from None
-    return request, unknown
-
-
-def _validation(text: str) -> BadRequest:
-    """msgspec's sentence in OpenAI's words: which parameter, and what was expected of it."""
-    what, _, path = text.partition(" - at `$")
-    path = path.rstrip("`").lstrip(".")
-    missing = "missing required field `"
-    if missing in what:
-        field = what.partition(missing)[2].rstrip("`")
-        param = f"{path}.{field}" if path else field
-        return BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
-    what = what.replace("`", "").replace("Expected", "expected").replace("Number", "number")
-    if not path:
-        return BadRequest(f"Invalid body: {what}.")
-    return BadRequest(f"Invalid value for '{path}': {what}.", path, "invalid_value")
 
 
 def _refuse_unserved_chat(request: ChatRequest) -> None:

@@ -1,0 +1,314 @@
+"""Anthropic's Messages API: the request, and its lowering. As lenient as the real API with what clients send along."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.config import ModelConfig
+from gateway.errors import BadRequest, Unsupported
+from gateway.schemas import canonical
+from gateway.schemas.canonical import Call, Choice, Thinking, Tool, ToolUse
+from gateway.schemas.decode import decode
+from gateway.schemas.lowering import derive_seed
+from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling
+
+# Claude Code's first system block; its value changes with every session and would spoil every cached prefix.
+VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"
+# Blocks and messages are joined the same way whether they come as a list or as a string.
+JOINT: Final = "\n\n"
+
+# Accepted because they ask for nothing that a local server does.
+NO_ACTION: Final = frozenset(
+    {
+        "metadata",
+        "service_tier",
+        "context_management",
+        "safeguards",
+        "container",
+        "mcp_servers",
+        "betas",
+        "inference_geo",
+        "cache_control",
+    }
+)
+
+
+class Block(Struct, frozen=True):
+    """A content block of any type: which fields it has depends on `type`."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: "str | list[Block] | None" = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    source: dict[str, Any] | None = None
+    title: str | None = None
+
+
+class Message(Struct, frozen=True):
+    role: str
+    content: str | list[Block]
+
+
+class ToolSpec(Struct, frozen=True):
+    """A client tool, or by its `type` one that Anthropic's servers run."""
+
+    name: str = ""
+    type: str = "custom"
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(Struct, frozen=True):
+    type: str
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingSpec(Struct, frozen=True):
+    type: str
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+
+class OutputFormat(Struct, frozen=True):
+    type: str = ""
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(Struct, frozen=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/messages/count_tokens`: the part of a request that is the prompt."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    system: str | list[Block] | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingSpec | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    output_format: OutputFormat | None = None
+
+
+_messages = msgspec.json.Decoder(MessagesRequest)
+_count = msgspec.json.Decoder(CountRequest)
+
+
+def decode_messages(body: bytes) -> tuple[MessagesRequest, list[str]]:
+    """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
+    return decode(_messages, body, MessagesRequest, NO_ACTION)
+
+
+def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
+    """Takes a whole Messages request too: clients send it unchanged. Raises `BadRequest`."""
+    known = NO_ACTION | frozenset(MessagesRequest.__struct_fields__)
+    return decode(_count, body, CountRequest, known)
+
+
+def lower_prompt(request: CountRequest) -> tuple[ChatPrompt, Thinking]:
+    """The prompt of a request. Raises `BadRequest`."""
+    turns: list[dict[str, Any]] = []
+    system = _system(request.system)
+    if system:
+        turns.append(canonical.system(system))
+    for index, message in enumerate(request.messages):
+        turns += _turns(message, f"messages.{index}")
+    tool_use = _tool_use(request)
+    thinking = _thinking(request)
+    # A last turn of the assistant is the beginning of the answer.
+    continues = request.messages[-1].role == "assistant" and "tool_calls" not in turns[-1]
+    prompt = canonical.chat_prompt(canonical.named_results(turns), tool_use, thinking, continue_final=continues)
+    return prompt, thinking
+
+
+def lower_messages(
+    request: MessagesRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
+) -> Generate:
+    """Raises `BadRequest`."""
+    prompt, thinking = lower_prompt(request)
+    stops = tuple(stop for stop in request.stop_sequences or () if stop)
+    defaults = model.sampling
+    return Generate(
+        next_rid(),
+        prompt,
+        Sampling(
+            temperature=_first(request.temperature, defaults.temperature, 1.0),
+            top_p=_first(request.top_p or None, defaults.top_p, 1.0),
+            top_k=int(_first(request.top_k, defaults.top_k, 0)),
+            min_p=defaults.min_p or 0.0,
+            repetition_penalty=defaults.repetition_penalty or 1.0,
+            presence_penalty=defaults.presence_penalty or 0.0,
+            frequency_penalty=defaults.frequency_penalty or 0.0,
+            seed=derive_seed(seed, 0),
+        ),
+        max_tokens=request.max_tokens,
+        stop=stops,
+        deadline_ms=deadline_ms,
+        want_progress=bool(request.stream),
+        thinking_budget=thinking.budget,
+        constraint=_format(request),
+    )
+
+
+def _first(asked: float | None, configured: float | None, default: float) -> float:
+    if asked is not None:
+        return asked
+    return default if configured is None else configured
+
+
+# -- the prompt ------------------------------------------------------------------------------------------------------
+
+
+def _system(system: str | list[Block] | None) -> str:
+    if system is None or isinstance(system, str):
+        return "" if system is None or (system.startswith(VOLATILE_SYSTEM) and "\n" not in system) else system
+    texts = [_text(block, f"system.{index}") for index, block in enumerate(system)]
+    return JOINT.join(text for text in texts if text and not text.startswith(VOLATILE_SYSTEM))
+
+
+def _turns(message: Message, where: str) -> list[dict[str, Any]]:
+    """The turns that one message stands for: results of tools are turns of their own."""
+    blocks = [Block("text", message.content)] if isinstance(message.content, str) else message.content
+    match message.role:
+        case "user":
+            return _user_turns(blocks, where)
+        case "assistant":
+            return [_assistant_turn(blocks, where)]
+        case "system":
+            return [canonical.system(_texts(blocks, where))]
+        case role:
+            raise BadRequest(f"{where}.role: {role[:40]!r} is none of user, assistant, system.", f"{where}.role")
+
+
+def _user_turns(blocks: list[Block], where: str) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for index, block in enumerate(blocks):
+        at = f"{where}.content.{index}"
+        if block.type != "tool_result":
+            texts.append(_text(block, at))
+            continue
+        if texts:
+            turns.append(canonical.user(JOINT.join(texts)))
+            texts = []
+        turns.append(canonical.tool_result(block.tool_use_id or "", "", _result(block, at)))
+    if texts or not turns:
+        turns.append(canonical.user(JOINT.join(texts)))
+    return turns
+
+
+def _assistant_turn(blocks: list[Block], where: str) -> dict[str, Any]:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[Call] = []
+    for index, block in enumerate(blocks):
+        match block.type:
+            case "thinking":
+                reasoning.append(block.thinking or "")
+            case "redacted_thinking" | "server_tool_use" | "web_search_tool_result":
+                pass  # what another server thought or did; nothing here could show it
+            case "tool_use":
+                arguments = msgspec.json.encode(block.input or {}).decode()
+                calls.append(Call(block.id or "", block.name or "", arguments))
+            case _:
+                texts.append(_text(block, f"{where}.content.{index}"))
+    return canonical.assistant(JOINT.join(texts), calls, JOINT.join(reasoning) or None)
+
+
+def _result(block: Block, where: str) -> str:
+    content = block.content
+    text = content if isinstance(content, str) else _texts(content or [], where)
+    return f"Error: {text}" if block.is_error else text
+
+
+def _texts(blocks: list[Block], where: str) -> str:
+    return JOINT.join(_text(block, f"{where}.{index}") for index, block in enumerate(blocks))
+
+
+def _text(block: Block, where: str) -> str:
+    match block.type:
+        case "text":
+            return block.text or ""
+        case "document" if (block.source or {}).get("type") == "text":
+            text = str((block.source or {}).get("data", ""))
+            return f"{block.title}\n{text}" if block.title else text
+        case "search_result":
+            found = block.content if isinstance(block.content, str) else _texts(block.content or [], where)
+            return f"{block.title or ''}\n{found}".strip()
+        case "tool_reference":
+            return f"Tool available: {block.name or ''}"
+        case "image":
+            raise Unsupported(f"{where}: images are not supported yet.", where)
+        case kind:
+            raise Unsupported(f"{where}: content blocks of type {kind[:40]!r} are not supported.", where)
+
+
+# -- tools and thinking ----------------------------------------------------------------------------------------------
+
+
+def _tool_use(request: CountRequest) -> ToolUse:
+    tools: list[Tool] = []
+    for index, spec in enumerate(request.tools or ()):
+        # Tools that Anthropic's servers run cannot be run here; without a schema a model could not call them either.
+        if spec.input_schema is None and spec.type not in ("custom", "function"):
+            continue
+        if not spec.name:
+            raise BadRequest(f"tools.{index}.name: a tool needs a name.", f"tools.{index}.name")
+        tools.append(Tool(spec.name, spec.description or "", spec.input_schema or {}, bool(spec.strict)))
+    choice = request.tool_choice or ToolChoice("auto")
+    kinds = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "tool": Choice.NAMED, "none": Choice.NONE}
+    if choice.type not in kinds:
+        raise BadRequest(f"tool_choice.type: {choice.type[:40]!r} is none of {', '.join(kinds)}.", "tool_choice.type")
+    use = ToolUse(tuple(tools), kinds[choice.type], choice.name, not choice.disable_parallel_tool_use)
+    return use.check("tool_choice")
+
+
+def _thinking(request: CountRequest) -> Thinking:
+    wish = Thinking()
+    if request.output_config is not None and request.output_config.effort is not None:
+        wish = Thinking.of_effort(request.output_config.effort, "output_config.effort")
+    if request.thinking is None:
+        # The real API thinks only when it is asked to; effort by itself does not ask.
+        return Thinking(None, wish.effort, None)
+    match request.thinking.type:
+        case "enabled":
+            return Thinking(True, budget=request.thinking.budget_tokens).over(wish)
+        case "disabled":
+            return Thinking(False)
+        case "adaptive":
+            return Thinking(None, wish.effort, None)
+        case kind:
+            raise BadRequest(f"thinking.type: {kind[:40]!r} is none of enabled, disabled, adaptive.", "thinking.type")
+
+
+def _format(request: MessagesRequest) -> Constraint | None:
+    """What the answer must match."""
+    wanted = request.output_format or (request.output_config.format if request.output_config else None)
+    if wanted is None or not wanted.type:
+        return None
+    if wanted.type != "json_schema" or wanted.schema is None:
+        raise Unsupported("output_format.type: only 'json_schema' with a schema is supported.", "output_format")
+    text = msgspec.json.encode(wanted.schema).decode()
+    return Constraint(ConstraintKind.JSON_SCHEMA, text, after_reasoning=True, param="output_format")
