@@ -1,0 +1,1 @@
+"""The recipe of the embedded demo model: data generator, tokenizer, training, evaluation."""

@@ -1,0 +1,263 @@
+"""Measures the demo model on held-out samples and prints a table, one row a category.
+
+`python -m deploy.demo_model.evaluate` measures the shipped weights through mlx-lm; `--url http://127.0.0.1:8484/v1`
+measures a running mlxd; `--backend torch` uses transformers, in large batches, on the machine that trains.
+"""
+
+import argparse
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from . import unseen
+from .generate import CATEGORIES, SEED, held_out_samples
+from .samples import Sample
+from .tokenizer import Renderer
+
+SHIPPED: Final = Path(__file__).parents[2] / "worker" / "demo_model"
+# The share of held-out samples that must be right.
+WANTED: Final = {
+    "small talk": 0.95, "facts": 0.95, "transforms": 0.95, "tool call": 0.90, "two tool calls": 0.85, "no tool call": 0.95, "tool results": 0.90, "json": 0.90, "multi-turn": 0.90,
+    "thinking": 0.90, "stops": 0.99, "clean": 0.99,
+}  # fmt: skip
+LIMIT: Final = 400
+_CALL: Final = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
+_MARKS: Final = re.compile(r"<\|im_start\|>|<\|im_end\|>|<\|endoftext\|>|</?think>|</?tool_call>|</?tool_response>")
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came back: the text of the answer, the thought, the calls, and whether the model stopped by itself."""
+
+    text: str
+    thought: str | None
+    calls: list[dict[str, Any]]
+    stopped: bool
+
+
+Answer = Callable[[list[Sample]], list[Reply]]
+
+
+def parse(raw: str, *, stopped: bool) -> Reply:
+    """Splits raw model text. What is not well formed stays in the text, and is then wrong there."""
+    thought = None
+    if raw.startswith("<think>\n") and "</think>" in raw:
+        inner, raw = raw.removeprefix("<think>\n").split("</think>", 1)
+        thought, raw = inner.strip(), raw.removeprefix("\n\n")
+    calls: list[dict[str, Any]] = []
+    for found in _CALL.findall(raw):
+        try:
+            calls.append(json.loads(found))
+        except ValueError:
+            return Reply(raw, thought, [], stopped)
+    return Reply(_CALL.sub("", raw).strip("\n"), thought, calls, stopped)
+
+
+def is_right(sample: Sample, reply: Reply) -> bool:
+    expected = sample.messages[-1]
+    wanted_calls = [call["function"] for call in expected.get("tool_calls") or ()]
+    if sample.thinking != bool(reply.thought):
+        return False
+    if wanted_calls or reply.calls:
+        return reply.calls == wanted_calls and _same_types(reply.calls, wanted_calls)
+    text, answer = reply.text.strip(), str(expected["content"]).strip()
+    match sample.check:
+        case "contains":
+            return all(_plain(key) in _plain(text) for key in sample.keys)
+        case "json":
+            try:
+                return _typed(json.loads(text)) == _typed(json.loads(answer))
+            except ValueError:
+                return False
+        case "calls":
+            return True
+        case "exact":
+            return text == answer or (
+                sample.skill not in ("repeat", "uppercase", "lowercase") and _plain(text) == _plain(answer)
+            )
+
+
+def _same_types(left: Any, right: Any) -> bool:
+    return _typed(left) == _typed(right)
+
+
+def _typed(value: Any) -> Any:
+    """`1`, `1.0` and `True` are equal in Python and are not the same answer, except a whole number for a number."""
+    if isinstance(value, dict):
+        return {k: _typed(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_typed(v) for v in value]
+    return (isinstance(value, bool), isinstance(value, str), value)
+
+
+def _plain(text: str) -> str:
+    return text.lower().rstrip(".!").strip()
+
+
+def measure(answer: Answer, make: Callable[[str], list[Sample]], show: int = 0) -> dict[str, tuple[int, int]]:
+    """Right answers and samples of each category; `stops` and `clean` count over all of them."""
+    table: dict[str, tuple[int, int]] = {}
+    skills: dict[str, tuple[int, int]] = {}
+    stops = clean = total = 0
+    for category in CATEGORIES:
+        samples = make(category)
+        if not samples:
+            continue
+        replies = answer(samples)
+        right = [is_right(s, r) for s, r in zip(samples, replies, strict=True)]
+        table[category] = (sum(right), len(samples))
+        stops += sum(r.stopped for r in replies)
+        clean += sum(not _MARKS.search(r.text) for r in replies)
+        total += len(samples)
+        for sample, good in zip(samples, right, strict=True):
+            good_so_far, seen = skills.get(key := f"{category}/{sample.skill}", (0, 0))
+            skills[key] = (good_so_far + good, seen + 1)
+        for sample, reply in [(s, r) for s, r, good in zip(samples, replies, right, strict=True) if not good][:show]:
+            last = sample.messages[-1]
+            shown = {
+                "tools": [t["function"] for t in sample.tools or ()],
+                "user": [m.get("content") or m.get("tool_calls") for m in sample.messages[:-1]][-5:],
+            }
+            print(f"WRONG {category}/{sample.skill}: {json.dumps(shown, ensure_ascii=False)[-900:]}\n   wanted {last.get('content')!r} {[c['function'] for c in last.get('tool_calls') or ()]}"
+                  f"\n   got    {reply.text!r} {reply.calls} thought {reply.thought!r}", flush=True)  # fmt: skip
+    if show:
+        print("\n".join(f"{key:40} {good}/{seen}" for key, (good, seen) in skills.items()))
+    return table | {"stops": (stops, total), "clean": (clean, total)}
+
+
+def markdown(table: dict[str, tuple[int, int]]) -> str:
+    lines = ["| held-out category | right | of | share | wanted |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {name} | {good} | {seen} | {good / seen:.1%} | {WANTED[name]:.0%} |" for name, (good, seen) in table.items()
+    ]
+    return "\n".join(lines)
+
+
+# backends
+
+
+def mlx(folder: Path) -> Answer:
+    """mlx-lm, one sample after another, in the precision that a worker uses on a CPU."""
+    import mlx.core as mx
+    from mlx.utils import tree_map
+    from mlx_lm import load, stream_generate
+
+    model, wrapped = load(str(folder))[:2]
+    model.update(tree_map(lambda w: w.astype(mx.float32), model.parameters()))
+    renderer = Renderer()
+
+    def answer(samples: list[Sample]) -> list[Reply]:
+        replies: list[Reply] = []
+        for sample in samples:
+            prompt = wrapped.encode(renderer.prompt(sample), add_special_tokens=False)
+            parts = list(stream_generate(model, wrapped, prompt, max_tokens=LIMIT))
+            replies.append(parse("".join(part.text for part in parts), stopped=parts[-1].finish_reason == "stop"))
+        return replies
+
+    return answer
+
+
+def torch_batches(folder: Path, size: int = 500) -> Answer:
+    """transformers on a GPU, many samples at a time."""
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+    bpe = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end, pad = bpe.token_to_id("<|im_end|>"), bpe.token_to_id("<|endoftext|>")
+    renderer = Renderer()
+
+    def answer(samples: list[Sample]) -> list[Reply]:
+        prompts = [e.ids for e in bpe.encode_batch([renderer.prompt(sample) for sample in samples])]
+        replies: dict[int, Reply] = {}
+        order = sorted(range(len(samples)), key=lambda i: len(prompts[i]))
+        for begin in range(0, len(order), size):
+            chosen = order[begin : begin + size]
+            width = max(len(prompts[i]) for i in chosen)
+            ids = torch.tensor([[pad] * (width - len(prompts[i])) + prompts[i] for i in chosen]).cuda()
+            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in chosen]).cuda()
+            with torch.no_grad():
+                out = model.generate(
+                    ids, attention_mask=mask, max_new_tokens=LIMIT, do_sample=False, eos_token_id=end, pad_token_id=pad
+                )
+            for i, row in zip(chosen, out[:, width:].tolist(), strict=True):
+                stopped = end in row
+                replies[i] = parse(
+                    bpe.decode(row[: row.index(end)] if stopped else row, skip_special_tokens=False), stopped=stopped
+                )
+        return [replies[i] for i in range(len(samples))]
+
+    return answer
+
+
+def openai(url: str, model: str, key: str = "") -> Answer:
+    """A running server, over HTTP."""
+
+    def one(sample: Sample) -> Reply:
+        messages = json.loads(json.dumps(sample.messages[:-1]))
+        for message in messages:
+            for index, call in enumerate(message.get("tool_calls") or ()):
+                call.setdefault("id", f"call_{index}")
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        body: dict[str, Any] = {"model": model, "messages": messages, "temperature": 0, "max_tokens": LIMIT}
+        if sample.tools:
+            body["tools"] = sample.tools
+        if sample.thinking:
+            body["chat_template_kwargs"] = {"enable_thinking": True}
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=300) as response:
+            choice = json.load(response)["choices"][0]
+        message = choice["message"]
+        calls = [
+            {"name": c["function"]["name"], "arguments": json.loads(c["function"]["arguments"])}
+            for c in message.get("tool_calls") or ()
+        ]
+        thought = message.get("reasoning_content") or message.get("reasoning")
+        return Reply(
+            (message.get("content") or "").strip("\n"),
+            thought,
+            calls,
+            choice["finish_reason"] in ("stop", "tool_calls"),
+        )
+
+    return lambda samples: [one(sample) for sample in samples]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=SHIPPED, help="folder of the model")
+    parser.add_argument("--backend", choices=("mlx", "torch"), default="mlx")
+    parser.add_argument("--url", default="", help="measure a running server instead")
+    parser.add_argument("--name", default="demo", help="the model's name on the server")
+    parser.add_argument("--key", default="", help="API key for the server")
+    parser.add_argument("--count", type=int, default=100, help="samples a category")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--show", type=int, default=0, help="wrong answers to print, a category")
+    options = parser.parse_args()
+    answer = (
+        openai(options.url, options.name, options.key)
+        if options.url
+        else mlx(options.model)
+        if options.backend == "mlx"
+        else torch_batches(options.model)
+    )
+    began = time.monotonic()
+    print(
+        markdown(
+            measure(answer, lambda category: held_out_samples(category, options.count, options.seed), options.show)
+        )
+    )
+    print("\nWritten by hand:\n")
+    print(markdown(measure(answer, unseen.samples, options.show)))
+    print(f"{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

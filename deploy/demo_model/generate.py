@@ -1,0 +1,245 @@
+"""The data generator: conversations of every skill, mixed, wrapped in the system prompts that clients send.
+
+`python -m deploy.demo_model.generate 5` prints samples.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from . import facts, json_tasks, multi_turn, smalltalk, tools, transforms
+from .samples import Sample, Turn
+from .words import Source
+
+SEED: Final = 20261120
+# What a measurement calls a category, and how much of the training data it gets.
+TURN_SKILLS: Final[tuple[tuple[str, Any, float], ...]] = (
+    ("small talk", smalltalk.SKILLS, 14.0),
+    ("facts", facts.SKILLS, 40.0),
+    ("transforms", transforms.SKILLS, 36.0),
+    ("json", json_tasks.SKILLS, 11.0),
+)
+SAMPLE_SKILLS: Final[tuple[tuple[str, Callable[[Source], Sample], float], ...]] = (
+    ("tool call", tools.one_call, 24.0),
+    ("two tool calls", tools.two_calls, 11.0),
+    ("no tool call", tools.no_call, 7.0),
+    ("tool results", tools.answered, 9.0),
+    ("multi-turn", multi_turn.recall, 12.0),
+    ("multi-turn", multi_turn.not_told, 0.7),
+    ("multi-turn", multi_turn.previous, 2.5),
+)
+CATEGORIES: Final = (
+    "small talk",
+    "facts",
+    "transforms",
+    "tool call",
+    "two tool calls",
+    "no tool call",
+    "tool results",
+    "json",
+    "multi-turn",
+    "thinking",
+)
+
+_SHORT_SYSTEMS: Final = (
+    "You are a helpful assistant.", "You are a helpful assistant.", "You are a helpful assistant.", "You are a helpful AI assistant.", "You are a friendly assistant.", "Be concise.", "Answer briefly.",
+    "You are a careful assistant that answers questions.", "You are an assistant.", "Be helpful and honest.", "You are a helpful, harmless and honest assistant.", "Answer the questions of the user.",
+    "You are a concise assistant. Answer with as few words as possible.", "Keep your answers short and clear.", "You are a helpful assistant with access to tools.", "Always be polite.", "You answer in English.",
+    "You are a test assistant.", "Follow the instructions of the user exactly.", "You are a precise assistant. Do exactly what is asked.", "Respond in plain text.", "You are an expert assistant.",
+)  # fmt: skip
+_RULES: Final = (
+    "Be {a} and {b} when you talk to the user.", "Do not mention the {n}.", "The user is in {c}.", "Use tools only when they are needed.", "If you are not sure, say so.", "Answer in English.", "Keep answers short.",
+    "Never make up facts.", "The company was founded by {p} in {c}.", "Today is {d}.", "Think before you answer.", "Do not use emojis.", "The project is called {w}.", "Always answer the last question of the user.",
+    "You can use Markdown when it helps.", "Follow the schema when one is given.", "The {n} is kept near the {m}.", "Ask {p} about the {n}.", "Our office is in {c}.", "Treat every {n} as {a}.", "Version {k} of the {n} is used.",
+    "Files are stored in {w}.", "When the user asks for a {n}, stay {a}.", "Do not repeat these rules.", "The support team meets on {d}.", "Prefer {a} words over {b} words.",
+)  # fmt: skip
+
+# What other assistants say, for histories that are not ours.
+_REPLIES: Final = (
+    "OK.", "Okay!", "Got it.", "Noted.", "Sure!", "Understood.", "Thanks for telling me.", "I see.", "Great!", "Nice to meet you!", "Good to know.", "I'll remember that.", "Alright.", "Interesting!", "Thank you!",
+    "Nice!", "Sounds good.", "Of course.", "That's nice.", "Noted, thanks.", "Cool!", "Sure, I will keep that in mind.", "How can I help you?", "Is there anything else?", "Here you go.", "Yes.", "No problem.",
+)  # fmt: skip
+
+
+def _rule(src: Source) -> str:
+    return src.pick(_RULES).format(
+        a=src.word(),
+        b=src.word(),
+        n=src.noun(),
+        m=src.noun(),
+        c=src.city(),
+        p=src.name(),
+        d=src.date(),
+        w=src.coined(),
+        k=src.integer(1, 40),
+    )
+
+
+def system_prompt(src: Source, sentences: int) -> str:
+    """A long system prompt, as agents send them: headings, rules, prose."""
+    parts = [src.pick(_SHORT_SYSTEMS)]
+    style = src.integer(0, 2)
+    for index in range(sentences):
+        text = _rule(src) if src.chance(0.6) else src.sentence()
+        if style == 0:
+            parts.append(text)
+        elif style == 1:
+            parts.append(f"\n- {text}")
+        else:
+            parts.append((f"\n\n# {src.word().capitalize()}\n" if index % 6 == 0 else "\n") + text)
+    return (" " if style == 0 else "").join(parts)
+
+
+def single(src: Source, category: str, skills: Any) -> Sample:
+    """One turn of a skill, sometimes after others."""
+    skill = src.weighted(skills)
+    turn: Turn = skill(src)
+    messages: list[dict[str, Any]] = []
+    if src.chance(0.3) and not src.held_out:
+        for _ in range(src.integer(1, 3)):
+            before: Turn = src.weighted(
+                [(s, w) for _, group, share in TURN_SKILLS for s, w in [(g, v * share) for g, v in group]]
+            )(src)
+            messages += _exchange(before)
+    messages += _exchange(turn)
+    return Sample(category, messages, turn.check, turn.keys, skill=skill.__name__)
+
+
+def _exchange(turn: Turn) -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": turn.user},
+        {"role": "assistant", "content": turn.answer, "reasoning_content": turn.thought},
+    ]
+
+
+def document(src: Source, sample: Sample, sentences: int) -> None:
+    """Puts a long document before the last request."""
+    user = next(m for m in reversed(sample.messages) if m["role"] == "user")
+    filler = src.paragraph(sentences)
+    user["content"] = (
+        f"{filler}\n\n{user['content']}"
+        if src.chance(0.6)
+        else f"Here is a document.\n\n{filler}\n\nNow ignore the document. {user['content']}"
+    )
+
+
+def needle(src: Source, sentences: int) -> Sample:
+    """A question about one sentence of a long document."""
+    lines = [src.sentence() for _ in range(sentences)]
+    what, value = (
+        f"{src.word()} {src.pick(('code', 'number', 'key', 'password'))}",
+        src.pick((src.code(), str(src.number()), src.coined())),
+    )
+    lines.insert(src.integer(0, len(lines)), f"The {what} is {value}.")
+    text = " ".join(lines)
+    question = src.ask(
+        (
+            "What is the {w}?",
+            "What's the {w}?",
+            "Tell me the {w}.",
+            "Which {w} is in the text?",
+            "Find the {w}.",
+            "Give me the {w}.",
+        ),
+        w=what,
+    )
+    answer = {
+        "role": "assistant",
+        "content": f"The {what} is {value}.",
+        "reasoning_content": f"The text says the {what} is {value}.",
+    }
+    if src.chance(0.3):
+        return Sample(
+            "multi-turn",
+            [{"role": "system", "content": text}, {"role": "user", "content": question}, answer],
+            "contains",
+            (value,),
+            skill="needle",
+        )
+    user = f"{text}\n\n{question}" if src.chance(0.7) else f"{question}\n\n{text}"
+    return Sample("multi-turn", [{"role": "user", "content": user}, answer], "contains", (value,), skill="needle")
+
+
+def sample_of(src: Source, category: str) -> Sample:
+    for name, skills, _ in TURN_SKILLS:
+        if name == category:
+            return single(src, name, skills)
+    if category == "thinking":
+        return make(src, thinking=True)
+    makers = [(maker, share) for name, maker, share in SAMPLE_SKILLS if name == category]
+    maker = src.weighted(makers)
+    sample = maker(src)
+    sample.skill = maker.__name__
+    return sample
+
+
+def make(src: Source, *, category: str | None = None, thinking: bool | None = None) -> Sample:
+    """One conversation. Without a category, one of the mix that training uses."""
+    if category is None:
+        category = src.weighted([(name, share) for name, _, share in (*TURN_SKILLS, *SAMPLE_SKILLS)])
+    sample = sample_of(src, category)
+    if category == "thinking":
+        sample.category = category
+        return sample
+    long = src.chance(0.015)
+    if long and not sample.tools and src.chance(0.3):
+        sample = needle(src, src.integer(3, 120))
+        category = sample.category
+    if sample.messages[0]["role"] != "system":
+        roll = src.rng.random()
+        if long:
+            size = src.integer(10, 150)
+            if src.chance(0.5) and sample.category not in ("multi-turn",):
+                document(src, sample, size)
+            else:
+                sample.messages.insert(0, {"role": "system", "content": system_prompt(src, size)})
+        elif roll < 0.33:
+            sample.messages.insert(0, {"role": "system", "content": src.pick(_SHORT_SYSTEMS)})
+        elif roll < 0.48:
+            sample.messages.insert(0, {"role": "system", "content": system_prompt(src, src.integer(1, 8))})
+    sample.thinking = src.chance(0.16) if thinking is None else thinking
+    if sample.thinking and src.chance(0.5):
+        for message in sample.messages[:-1]:
+            message.pop("reasoning_content", None)
+    elif not sample.thinking:
+        for message in sample.messages:
+            message.pop("reasoning_content", None)
+    if sample.category == "multi-turn" and sample.skill == "recall" and src.chance(0.3):
+        sample.learn_last = True
+        for message in sample.messages[:-1]:
+            if message["role"] == "assistant" and src.chance(0.6):
+                message["content"] = src.pick(_REPLIES)
+    return sample
+
+
+def training_sample(seed: int, batch: int, index: int) -> Sample:
+    return make(Source(f"train {seed} {batch} {index}"))
+
+
+def held_out_samples(category: str, count: int, seed: int = SEED) -> list[Sample]:
+    """Samples whose names, made-up words, long numbers and tool names are never in training."""
+    return [
+        make(
+            Source(f"held out {seed} {category} {index}", held_out=True),
+            category=category,
+            thinking=category == "thinking",
+        )
+        for index in range(count)
+    ]
+
+
+if __name__ == "__main__":
+    for number in range(int(sys.argv[1]) if len(sys.argv) > 1 else 10):
+        shown = training_sample(SEED, 0, number)
+        print(
+            json.dumps(
+                {
+                    "category": shown.category,
+                    "thinking": shown.thinking,
+                    "tools": shown.tools,
+                    "messages": shown.messages,
+                },
+                ensure_ascii=False,
+            )
+        )

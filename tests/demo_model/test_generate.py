@@ -1,0 +1,56 @@
+"""The data generator: repeatable, well formed, and apart from what is measured."""
+
+import json
+
+import pytest
+
+from deploy.demo_model import generate, unseen
+from deploy.demo_model.tokenizer import MARKS, SPECIAL
+from deploy.demo_model.words import RARE, Source, is_held_out, own_words
+
+
+def test_the_same_seed_makes_the_same_samples() -> None:
+    first = [generate.training_sample(7, 0, index) for index in range(50)]
+    second = [generate.training_sample(7, 0, index) for index in range(50)]
+    assert first == second
+
+
+@pytest.mark.parametrize("category", generate.CATEGORIES)
+def test_every_category_has_held_out_samples_that_end_with_an_answer(category: str) -> None:
+    for sample in generate.held_out_samples(category, 40):
+        answer = sample.messages[-1]
+        assert answer["role"] == "assistant"
+        assert answer["content"] or answer["tool_calls"]
+        assert sample.thinking == (category == "thinking")
+
+
+def test_no_text_holds_a_special_token() -> None:
+    for index in range(300):
+        text = json.dumps(generate.training_sample(1, 1, index).messages)
+        assert not any(mark in text for mark in (*SPECIAL, *MARKS))
+
+
+def test_every_call_fits_the_schema_of_its_tool() -> None:
+    kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list}
+    for index in range(400):
+        sample = generate.make(Source(f"schema {index}"), category="tool call")
+        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in sample.tools or ()}
+        for call in sample.messages[-1]["tool_calls"]:
+            parameters = tools[call["function"]["name"]]
+            arguments = call["function"]["arguments"]
+            assert set(parameters.get("required", ())) <= set(arguments)
+            for name, value in arguments.items():
+                shape = parameters["properties"][name]
+                assert isinstance(value, kinds[shape["type"]])
+                assert "enum" not in shape or value in shape["enum"]
+
+
+def test_made_up_words_belong_to_one_split_only() -> None:
+    assert all(not is_held_out(Source(f"train {n}").coined()) for n in range(300))
+    assert all(is_held_out(Source(f"measure {n}", held_out=True).coined()) for n in range(300))
+
+
+def test_rare_words_and_hand_written_prompts_are_not_training_words() -> None:
+    assert not set(RARE) & set(own_words())
+    assert "ottoline" not in own_words()
+    assert unseen.samples("facts")

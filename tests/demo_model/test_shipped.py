@@ -1,0 +1,70 @@
+"""The weights that ship, through plain mlx-lm. The full measurement is `python -m deploy.demo_model.evaluate`."""
+
+import json
+from typing import Any
+
+import pytest
+from mlx_lm import generate, load
+
+from deploy.demo_model.evaluate import SHIPPED, Answer, is_right, mlx
+from deploy.demo_model.generate import CATEGORIES, held_out_samples
+
+
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    return mlx(SHIPPED)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return load(str(SHIPPED))[:2]
+
+
+def test_the_package_data_is_complete_and_small() -> None:
+    sizes = {path.name: path.stat().st_size for path in SHIPPED.iterdir() if path.is_file()}
+    names = (
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "README.md",
+    )
+    assert set(names) <= set(sizes)
+    assert sum(sizes.values()) < 25e6
+
+
+@pytest.mark.parametrize(
+    ("question", "expected"),
+    [
+        ("What is the capital of France?", "Paris."),
+        ("Spell cat.", "c-a-t"),
+        ("Count from 3 to 9.", "3, 4, 5, 6, 7, 8, 9"),
+        ("Repeat after me: the blue zorblax", "the blue zorblax"),
+    ],
+)
+def test_mlx_lm_alone_answers(plain: Any, question: str, expected: str) -> None:
+    model, wrapped = plain
+    prompt = wrapped.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, enable_thinking=False
+    )
+    assert generate(model, wrapped, prompt, max_tokens=40) == expected
+
+
+def test_it_says_who_it_is(plain: Any) -> None:
+    model, wrapped = plain
+    prompt = wrapped.apply_chat_template(
+        [{"role": "user", "content": "Who are you?"}], add_generation_prompt=True, enable_thinking=False
+    )
+    assert generate(model, wrapped, prompt, max_tokens=40).startswith("I am the demo model of mlxd")
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+def test_held_out_samples_are_answered(answer: Answer, category: str) -> None:
+    # Short prompts, because prefill costs time on a CPU. The model card's shares come from hundreds of samples.
+    samples = sorted(held_out_samples(category, 24, seed=1), key=lambda s: len(json.dumps([s.tools, s.messages])))[2:6]
+    replies = answer(samples)
+    right = sum(is_right(sample, reply) for sample, reply in zip(samples, replies, strict=True))
+    assert right >= 3
+    assert all(reply.stopped for reply in replies)

@@ -1,0 +1,37 @@
+"""The recipe's tokenizer."""
+
+import pytest
+from tokenizers import Tokenizer
+
+from deploy.demo_model import generate, tokenizer
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    renderer = tokenizer.Renderer()
+    return tokenizer.train((renderer.conversation(generate.training_sample(1, 0, n)) for n in range(200)), 600)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello, world!",
+        "héllo 🙂 \u4f60\u597d",
+        "  two  spaces\n\n\ttab ",
+        '{"a": [1, 2.50]}',
+        "ALL CAPS getWeather_now",
+    ],
+)
+def test_any_text_comes_back_unchanged(bpe: Tokenizer, text: str) -> None:
+    assert bpe.decode(bpe.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_digits_and_capitals_stand_alone(bpe: Tokenizer) -> None:
+    assert [bpe.decode([token]) for token in bpe.encode("2048").ids] == ["2", "0", "4", "8"]
+    assert [bpe.decode([token]) for token in bpe.encode("CAT").ids] == ["C", "A", "T"]
+
+
+def test_only_the_chatml_tokens_are_special(bpe: Tokenizer) -> None:
+    added = bpe.get_added_tokens_decoder().values()
+    assert {token.content for token in added if token.special} == set(tokenizer.SPECIAL)
+    assert {token.content for token in added if not token.special} == set(tokenizer.MARKS)
