@@ -3,9 +3,9 @@
     python -m benchmarks.constrain                       # 5m model, 8 free rows
     python -m benchmarks.constrain 50m --rows 4
 
-The step loop's own batch, without sockets. In each round: free rows alone, with one more free row, with a constrained
-one instead, and with a row whose processor waits for its token, as mlx-lm's logits processors would have to. Then the
-free rows' tokens per second of each, divided by what they were alone.
+The step loop's own batch, without sockets. In turn: free rows alone, with one more free row, with a constrained one
+instead, and with a row whose processor waits for its token, as mlx-lm's logits processors would have to. Then the free
+rows' tokens per second of each, divided by what they were alone.
 """
 
 import argparse
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PROMPT: Final = 32
 WARM_TICKS: Final = 12
+SLICE: Final = 8
 # Ends only with the number of tokens: there is always another entry.
 SCHEMA: Final = {
     "type": "array",
@@ -51,22 +52,16 @@ def main() -> None:
     if blas.has_openblas() and "LD_PRELOAD" not in os.environ:
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.constrain", *sys.argv[1:]], blas.environment())
     bench = Bench(args.geometry)
-    rates: dict[str, list[float]] = {case: [] for case in CASES}
-    for _ in range(args.rounds):
-        for case in CASES:
-            rates[case].append(bench.rate(case, args.rows, args.ticks))
-    middles = {case: statistics.median(values) for case, values in rates.items()}
-    ratios = {
-        case: statistics.median(one / base for one, base in zip(values, rates[ALONE], strict=True))
-        for case, values in rates.items()
-    }
-    print(f"{args.geometry} · BLAS: {blas.describe()} · {args.rows} free rows, {args.rounds} rounds")
+    ticks_s = bench.run(args.rows, args.slices)
+    alone = statistics.median(ticks_s[ALONE])
+    print(f"{args.geometry} · BLAS: {blas.describe()} · {args.rows} free rows, {args.slices} slices of {SLICE} ticks")
     print(
         table(
             ("", "free tok/s", "÷ alone", "tick ms"),
             (
-                (case, f"{middles[case]:.0f}", f"{ratios[case]:.3f}", f"{1e3 * args.rows / middles[case]:.2f}")
+                (case, f"{args.rows / middle:.0f}", f"{alone / middle:.3f}", f"{1e3 * middle:.2f}")
                 for case in CASES
+                if (middle := statistics.median(ticks_s[case]))
             ),
         )
     )
@@ -88,8 +83,26 @@ class Bench:
         self._intake = Intake(self._loaded)
         self._layout = Layout.of(lambda: make_prompt_cache(self._loaded.model))
 
-    def rate(self, case: str, rows: int, ticks: int) -> float:
-        """Tokens per second of `rows` free rows in the company that `case` names."""
+    def run(self, rows: int, slices: int) -> dict[str, list[float]]:
+        """Seconds per tick in each slice of each case; the cases take turns, so that noise meets all of them."""
+        ticks = WARM_TICKS + slices * SLICE
+        batches = {case: self._batch(case, rows, ticks) for case in CASES}
+        for batch in batches.values():
+            for _ in range(WARM_TICKS):
+                self._tick(batch)
+        ticks_s: dict[str, list[float]] = {case: [] for case in CASES}
+        for _ in range(slices):
+            for case, batch in batches.items():
+                start = time.perf_counter()
+                tokens = sum(rid < rows for _ in range(SLICE) for rid in self._tick(batch))
+                # A tick in which the constrained row was waited for has all its free tokens all the same.
+                assert tokens == rows * SLICE, (case, tokens)
+                ticks_s[case].append((time.perf_counter() - start) / SLICE)
+        for batch in batches.values():
+            batch.abandon()
+        return ticks_s
+
+    def _batch(self, case: str, rows: int, ticks: int) -> "Batch":
         from worker.batch import Batch
         from worker.prefix_cache import PrefixCache
 
@@ -98,14 +111,7 @@ class Bench:
             batch.insert(self._row(rid, ticks, ALONE))
         if case != ALONE:
             batch.insert(self._row(rows, ticks, case))
-        for _ in range(WARM_TICKS):
-            self._tick(batch)
-        start, tokens = time.perf_counter(), 0
-        for _ in range(ticks):
-            tokens += sum(rid < rows for rid in self._tick(batch))
-        elapsed = time.perf_counter() - start
-        batch.abandon()
-        return tokens / elapsed
+        return batch
 
     def _tick(self, batch: "Batch") -> list[int]:
         """The rids that got a token, which is what a row's output grows by."""
@@ -137,8 +143,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("geometry", nargs="?", default="5m", choices=sorted(models.GEOMETRIES))
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--ticks", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slices", type=int, default=40)
     return parser.parse_args()
 
 
