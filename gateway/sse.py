@@ -128,7 +128,7 @@ class _Stream:
             while not self._generation.is_done:
                 if not self._generation.is_open:
                     await self._open()
-                await self._relay()
+                await self._flow()
         except ApiError as error:
             if not self._is_started:
                 raise
@@ -148,23 +148,33 @@ class _Stream:
         finally:
             opening.cancel()
 
-    async def _relay(self) -> None:
-        """Pass on what is new, or a sign of life."""
+    async def _flow(self) -> None:
+        """Pass on what is new, until it is anything but more text: the loop that every token goes through."""
+        generation, encode, watch = self._generation, self._encoder.encode, self._watch
+        while True:
+            deltas = await generation.next(self._keepalive_s if self._is_started else self._patience_s())
+            data = encode(deltas)
+            if not (data and self._is_started and generation.is_running):
+                break
+            watch.is_sending = True
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            watch.is_sending = False
+            watch.sent += 1
+        await self._turn(data, is_silent=not deltas)
+
+    async def _turn(self, data: bytes, is_silent: bool) -> None:
+        """A beginning, an end, a failure, or silence."""
         generation = self._generation
-        deltas = await generation.next(self._keepalive_s if self._is_started else self._patience_s())
-        data = self._encoder.encode(deltas)
-        if data and generation.is_running:
-            await self._write(data)
-            return
         if generation.failure is not None:
-            if data:
+            # Before the first byte it is still a status; after it, what was generated is delivered first.
+            if data and self._is_started:
                 await self._write(data)
             raise generation.failure
         if generation.is_done:
             await self._write(data + self._encoder.end(), more=False)
-        elif not deltas and generation.is_open and not self._is_started:
-            await self._write(b"")
-        elif not deltas and generation.is_open and generation.shows_life():
+        elif data or (is_silent and generation.is_open and not self._is_started):
+            await self._write(data)
+        elif is_silent and generation.is_open and generation.shows_life():
             # A worker that makes no progress is not kept alive: the client may give up on it.
             await self._write(self._encoder.keepalive())
 
@@ -199,7 +209,8 @@ async def respond_stream(
 ) -> None:
     """Answer with the events of `generation`. Raises `ApiError` only while the status can still say so."""
     async with Watch(receive, write_timeout_s) as watch:
-        error = await _Stream(generation, encoder, record.headers, send, watch, pace).run()
+        # A task of its own: what wakes up for a token passes through a few frames, not through the whole app.
+        error = await asyncio.create_task(_Stream(generation, encoder, record.headers, send, watch, pace).run())
         if error is not None:
             record.outcome = error.code or "error"
     if watch.reason is not None:

@@ -222,7 +222,7 @@ async def test_a_client_that_leaves_while_the_model_loads_frees_its_place(tmp_pa
 
 async def test_a_client_that_never_reads_is_cut_off(tmp_path: Path) -> None:
     server = ServerConfig(write_timeout_s=0.2)
-    async with running(tmp_path, ["--step-ms", "1", "--tokens-per-step", "2000"], server=server) as gateway:
+    async with running(tmp_path, ["--step-ms", "4", "--tokens-per-step", "2000"], server=server) as gateway:
         _, writer = await _open(gateway, chat(stream=True, max_tokens=1 << 30))
         await until(lambda: gateway.link.in_flight == 1)
         # asyncio's reader stops reading at its limit, so the kernel's buffers fill up.
