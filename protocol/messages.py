@@ -61,7 +61,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Messages for the chat template, already in the shape templates expect (`role`, `content`, …)."""
+    """Messages for the chat template, already in the shape templates expect (`role`, `content`, …).
+
+    `must_call` wants tool calls and nothing else after the reasoning, of `callable_tools` where these are named.
+    `strict_tools` names tools whose arguments must fit their schema also when nothing must be called.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = []
@@ -71,6 +75,11 @@ class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
     # Whether to reason, None for as the template does by default; and how much (`low`, `medium`, `high`), where known.
     thinking: bool | None = None
     effort: str = ""
+    must_call: bool = False
+    callable_tools: tuple[str, ...] = ()
+    # End the answer after its first call.
+    one_call: bool = False
+    strict_tools: tuple[str, ...] = ()
 
 
 class TextPrompt(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -179,6 +188,21 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
     reason: str = "client"
 
 
+class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Count the tokens of a prompt, and send them if `want_ids`. Answered by `Tokenized` or `Rejected`."""
+
+    rid: int
+    prompt: Prompt
+    want_ids: bool = False
+
+
+class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """The text of ids. Answered by `Tokenized` or `Rejected`."""
+
+    rid: int
+    ids: tuple[int, ...]
+
+
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """A heartbeat, answered by `Pong`."""
 
@@ -204,7 +228,7 @@ class Dump(msgspec.Struct, frozen=True, array_like=True, tag=14):
     call_id: int
 
 
-Down = Welcome | Generate | Abort | Ping | Drain | Shutdown | Dump
+Down = Welcome | Generate | Abort | Detokenize | Tokenize | Ping | Drain | Shutdown | Dump
 
 
 # -- upstream --------------------------------------------------------------------------------------------------------
@@ -378,6 +402,15 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, tag=38):
     total: int
 
 
+class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=44):
+    """The answer to `Tokenize` and `Detokenize`."""
+
+    rid: int
+    count: int
+    ids: tuple[int, ...] = ()
+    text: str = ""
+
+
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=40):
     """The answer to `Ping`, from a thread that the engine cannot block. `step_age_ms` is 0 when idle."""
 
@@ -401,4 +434,4 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=42):
     failure: Failure | None = None
 
 
-Up = Hello | Loading | Ready | Accepted | Rejected | Step | Progress | Pong | Drained | Goodbye
+Up = Hello | Loading | Ready | Accepted | Rejected | Step | Progress | Tokenized | Pong | Drained | Goodbye

@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from typing import Final
 
 from protocol.failures import Code
-from protocol.messages import ChatPrompt, Constraint, Generate, TextPrompt, TokensPrompt
+from protocol.messages import (
+    ChatPrompt,
+    Constraint,
+    Detokenize,
+    Generate,
+    Prompt,
+    TextPrompt,
+    Tokenize,
+    Tokenized,
+    TokensPrompt,
+)
 from worker.detokenize import Vocabulary
 from worker.dialect import Dialect
 from worker.encode import Encoder
@@ -62,7 +72,7 @@ class Intake:
     def row(self, request: Generate, arrived: float) -> Row:
         """A row that is safe to run, but for its constraint: see `constrain`. Raises `RequestInvalid`."""
         self._check_sampling(request)
-        ids, text = self._encode(request)
+        ids, text = self._encode(request.prompt)
         self._check_ids(request.resume, "resume")
         is_chat = isinstance(request.prompt, ChatPrompt)
         row = Row(
@@ -87,18 +97,28 @@ class Intake:
         self.writer.replay(row, request.resume)
         return row
 
+    def tokenize(self, request: Tokenize | Detokenize) -> Tokenized:
+        """The answer to a question about tokens. Raises `RequestInvalid`."""
+        match request:
+            case Detokenize(rid, ids):
+                self._check_ids(ids, "tokens")
+                return Tokenized(rid, len(ids), text=self.vocabulary.decode(ids))
+            case Tokenize(rid, prompt, want_ids):
+                ids, _ = self._encode(prompt, must_fit=False)
+                return Tokenized(rid, len(ids), tuple(ids) if want_ids else ())
+
     def constrain(self, row: Row, constraint: Constraint) -> None:
         """Give a row the rule for its output. For any thread that can wait, up to seconds. Raises `RequestInvalid`."""
         prompt_end = self.vocabulary.decode(row.prompt[-_PROMPT_END:]) if constraint.after_reasoning else ""
         row.rule = self._rules.make(constraint, prompt_end, ignore_eos=row.sampling.ignore_eos)
 
-    def _encode(self, request: Generate) -> tuple[list[int], str | None]:
-        match request.prompt:
-            case ChatPrompt() as chat:
-                text = self._renderer.render(chat)
-                ids = self._encode_text(text, request, add_special_tokens=False)
+    def _encode(self, prompt: Prompt, *, must_fit: bool = True) -> tuple[list[int], str | None]:
+        match prompt:
+            case ChatPrompt():
+                text = self._renderer.render(prompt)
+                ids = self._encode_text(text, prompt, must_fit)
             case TextPrompt(text=text):
-                ids = self._encode_text(text, request, add_special_tokens=True)
+                ids = self._encode_text(text, prompt, must_fit)
             case TokensPrompt(ids=given):
                 text, ids = None, list(given)
         if not ids:
@@ -106,13 +126,14 @@ class Intake:
         self._check_ids(ids, "prompt")
         return ids, text
 
-    def _encode_text(self, text: str, request: Generate, *, add_special_tokens: bool) -> list[int]:
+    def _encode_text(self, text: str, prompt: Prompt, must_fit: bool) -> list[int]:
+        add_special_tokens = isinstance(prompt, TextPrompt)
         # Megabytes that cannot fit would cost seconds and gigabytes: their beginning is enough to know.
         start = text[: _CHARS_PER_TOKEN * self.max_context]
-        if len(start) < len(text):
+        if must_fit and len(start) < len(text):
             at_least = len(self._encoder.encode(start, add_special_tokens=add_special_tokens))
             if at_least > self.max_context + _SLICE_SLACK:
-                raise self._too_long(f"at least {at_least}", request)
+                raise self._too_long(at_least, prompt, "at least ")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
@@ -151,15 +172,15 @@ class Intake:
         """How many tokens may be generated: what is asked for, or what is left of the context."""
         left = self.max_context - prompt_tokens
         if left < 1:
-            raise self._too_long(str(prompt_tokens), request)
+            raise self._too_long(prompt_tokens, request.prompt)
         return left if request.max_tokens is None else min(left, request.max_tokens)
 
-    def _too_long(self, tokens: str, request: Generate) -> RequestInvalid:
+    def _too_long(self, tokens: int, prompt: Prompt, hedge: str = "") -> RequestInvalid:
         return RequestInvalid(
             Code.CONTEXT_LENGTH_EXCEEDED,
             f"This model's maximum context length is {self.max_context} tokens. However, your request has "
-            f"{tokens} tokens of prompt. Please shorten it.",
-            param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
+            f"{hedge}{tokens} tokens of prompt. Please shorten it.",
+            param="messages" if isinstance(prompt, ChatPrompt) else "prompt",
             numbers=(tokens, self.max_context),
         )
 

@@ -18,6 +18,7 @@ from protocol.messages import (
     MAJOR,
     MINOR,
     Abort,
+    Detokenize,
     Down,
     Drain,
     Drained,
@@ -29,6 +30,7 @@ from protocol.messages import (
     Ready,
     Rejected,
     Shutdown,
+    Tokenize,
     Up,
     Welcome,
     WorkerSpec,
@@ -55,7 +57,7 @@ class Link:
         self._ready: Ready | None = None
         self._state = "loading"
         self._mlx_version = ""
-        self.on_generate: Callable[[Generate], None] = self._reject_loading
+        self.on_generate: Callable[[Generate | Tokenize | Detokenize], None] = self._reject_loading
         self.on_control: Callable[[Abort | Drain | Shutdown], None] = self._control_while_loading
         self._threads = [
             threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True)
@@ -124,7 +126,7 @@ class Link:
         match message:
             case Ping():
                 self.send(Pong(message.seq, message.t_ns, self._gauges.snapshot()))
-            case Generate():
+            case Generate() | Tokenize() | Detokenize():
                 self.on_generate(message)
             case Abort() | Drain() | Shutdown():
                 self.on_control(message)
@@ -146,7 +148,7 @@ class Link:
             self._spec.name, self._spec.epoch, os.getpid(), MAJOR, MINOR, __version__, self._mlx_version, self._state
         )
 
-    def _reject_loading(self, request: Generate) -> None:
+    def _reject_loading(self, request: Generate | Tokenize | Detokenize) -> None:
         self.send(Rejected(request.rid, Failure(Code.BUSY, "the model is still loading; try again")))
 
     def _control_while_loading(self, message: Abort | Drain | Shutdown) -> None:

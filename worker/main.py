@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from protocol.failures import Code, Exit, Failure
-from protocol.messages import Constraint, Generate, Goodbye, Loading, Ready, Rejected, Shutdown, WorkerSpec
+from protocol.messages import (
+    Constraint,
+    Detokenize,
+    Generate,
+    Goodbye,
+    Loading,
+    Ready,
+    Rejected,
+    Shutdown,
+    Tokenize,
+    WorkerSpec,
+)
 from worker.gauges import Gauges
 from worker.link import Link
 
@@ -33,6 +44,8 @@ log = logging.getLogger("mlxd.worker")
 
 # A grammar can take seconds to compile; one that does must not hold up the others.
 _COMPILERS = 2
+
+Question = Generate | Tokenize | Detokenize
 
 # With room for less than this, a model is of no use.
 MIN_CONTEXT: Final = 256
@@ -133,7 +146,7 @@ class Process:
         intake.limit_context(fitting)
         self._gauges.measure_memory()
 
-        requests: SimpleQueue[tuple[Generate, float]] = SimpleQueue()
+        requests: SimpleQueue[tuple[Question, float]] = SimpleQueue()
         threading.Thread(target=self._tokenize, args=(intake, requests, inbox), name="intake", daemon=True).start()
         self._link.on_control = inbox.put
         self._link.on_generate = lambda request: requests.put((request, time.monotonic()))
@@ -159,7 +172,10 @@ class Process:
         return engine
 
     def _tokenize(
-        self, intake: "Intake", requests: "SimpleQueue[tuple[Generate, float]]", inbox: "SimpleQueue[Command]"
+        self,
+        intake: "Intake",
+        requests: "SimpleQueue[tuple[Question, float]]",
+        inbox: "SimpleQueue[Command]",
     ) -> None:
         """Requests become rows in order, but for those that wait for the compiler of their grammar."""
         compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="compiler")
@@ -172,6 +188,9 @@ class Process:
         while True:
             request, arrived = requests.get()
             with self._refusing(request.rid):
+                if not isinstance(request, Generate):
+                    self._link.send(intake.tokenize(request))
+                    continue
                 row = intake.row(request, arrived)
                 if request.constraint is None:
                     inbox.put(row)
