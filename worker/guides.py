@@ -113,6 +113,8 @@ class Rules:
         self._grammars = Grammars(tokenizer, vocab_size, eos_ids)
         self._family = family
         self._vocabulary: dict[str, int] = tokenizer.get_vocab()
+        template = getattr(tokenizer, "chat_template", None)
+        self._template: str = template if isinstance(template, str) else ""
         self._eos_ids = tuple(eos_ids)
         self._token_bytes = token_bytes
         self._anything = np.arange(vocab_size) < len(tokenizer)
@@ -149,7 +151,9 @@ class Rules:
             return Prologue(ends, is_open=True)
         if prompt_end.rstrip().endswith(grammar.think.ends):
             return Prologue()
-        return Prologue(ends, openers=self._single(grammar.think.starts))
+        # Only a model whose template knows of reasoning has learned to begin with it.
+        starts = [start for start in grammar.think.starts if start in self._template]
+        return Prologue(ends, openers=self._single(starts))
 
     def _channels(self, prompt_end: str) -> Prologue:
         """Harmony names the channel of each message; the answer is what follows the name of the last one."""

@@ -20,6 +20,7 @@ from gateway.config import Config, ModelConfig, ServerConfig
 from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
+from gateway.pool.state import Limits
 from protocol.messages import WorkerSpec
 
 WORKERS = Path(__file__).parent.parent / "workers"
@@ -65,6 +66,7 @@ async def running(
     models: Sequence[ModelConfig] = (),
     server: ServerConfig | None = None,
     worker: str = "scripted",
+    limits: Limits | None = None,
 ) -> AsyncGenerator[Gateway, None]:
     """A gateway whose workers are scripted with `options`; a `talkative` one also says what it is told."""
     config = Config(
@@ -76,7 +78,7 @@ async def running(
     config.run_dir.mkdir(parents=True, exist_ok=True)
     metrics = Metrics()
     link = Link(config.run_dir, metrics)
-    pool = Pool(config, link, metrics, command=_command(WORKERS / f"{worker}.py", options))
+    pool = Pool(config, link, metrics, command=_command(WORKERS / f"{worker}.py", options), limits=limits)
     app = create_app(config, pool, link, metrics)
     await pool.start()
     # Without the protocol asyncio does not turn Nagle off, and each answer waits 40 ms for an ACK.

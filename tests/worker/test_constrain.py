@@ -295,8 +295,24 @@ def test_the_constraint_begins_at_once_after_a_block_that_the_prompt_closed(
         assert re.fullmatch("[ab]{3}", answer(engine, result.ids))
 
 
-def test_a_model_may_open_the_block_itself_or_answer_at_once(model_folder: Callable[[str], Path]) -> None:
+@pytest.fixture(scope="module")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its template knows of reasoning, and leaves it to the model to begin with it."""
+    folder = build("qwen3", tmp_path_factory.mktemp("hybrid"))
+    closing = "{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    (folder / "chat_template.jinja").write_text(TEMPLATE + closing)
+    return folder
+
+
+def test_a_model_whose_template_knows_no_reasoning_answers_at_once(model_folder: Callable[[str], Path]) -> None:
     with EngineHarness(spec(model_folder("qwen3"), parser="think")) as engine:
+        opener, _ = marks(engine)
+        (result,) = engine.run([thinking(engine, "", logit_bias={opener: 100.0})])
+        assert re.fullmatch("[ab]{3}", answer(engine, result.ids))
+
+
+def test_a_model_may_open_the_block_itself_or_answer_at_once(hybrid_model: Path) -> None:
+    with EngineHarness(spec(hybrid_model, parser="think")) as engine:
         opener, closer = marks(engine)
         eager, plain = engine.run(
             [

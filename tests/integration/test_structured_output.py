@@ -1,0 +1,92 @@
+"""Structured output from end to end: real HTTP, real gateway, real worker, a tiny random model."""
+
+import json
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from gateway.config import ModelConfig
+from gateway.pool.spawn import default_command
+from tests.gateway.harness import Gateway, events, running
+from tests.support.pool import short_home
+
+pytestmark = pytest.mark.anyio
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def gateway(model_folder: Callable[[str], Path]) -> AsyncGenerator[Gateway, None]:
+    models = [ModelConfig(name="m", path=str(model_folder("qwen3")))]
+    with short_home() as home:
+        async with running(home, models=models, command=default_command) as made:
+            yield made
+
+
+def asking(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "seed": 1, **fields}
+
+
+async def test_every_choice_of_a_schema_validates(gateway: Gateway) -> None:
+    reply = await gateway.client.post("/v1/chat/completions", json=asking(response_format=FORMAT, n=4, logprobs=True))
+
+    assert reply.status_code == 200, reply.text
+    for choice in reply.json()["choices"]:
+        assert choice["finish_reason"] == "stop", choice["message"]
+        assert choice["logprobs"]["content"]
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+
+
+async def test_a_stream_says_what_the_whole_answer_says(gateway: Gateway) -> None:
+    whole = await gateway.client.post("/v1/chat/completions", json=asking(response_format=FORMAT))
+    stream = await gateway.client.post("/v1/chat/completions", json=asking(response_format=FORMAT, stream=True))
+
+    chunks = events(stream.text)[:-1]
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
+    assert text == whole.json()["choices"][0]["message"]["content"]
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+async def test_completions_are_constrained_too(gateway: Gateway) -> None:
+    body = {"model": "m", "prompt": ["a", "b"], "max_tokens": 50, "structured_outputs": {"choice": ["yes", "no"]}}
+    reply = await gateway.client.post("/v1/completions", json=body)
+
+    assert reply.status_code == 200, reply.text
+    assert {choice["text"] for choice in reply.json()["choices"]} <= {"yes", "no"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
+    ],
+)
+async def test_what_cannot_be_enforced_is_a_400_with_the_reason(
+    gateway: Gateway, fields: dict[str, Any], param: str, reason: str, stream: bool
+) -> None:
+    reply = await gateway.client.post("/v1/chat/completions", json=asking(**fields, stream=stream))
+
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert reason in error["message"]
