@@ -67,8 +67,12 @@ async def running(
     server: ServerConfig | None = None,
     worker: str = "scripted",
     limits: Limits | None = None,
+    command: Callable[[WorkerSpec], list[str]] | None = None,
 ) -> AsyncGenerator[Gateway, None]:
-    """A gateway whose workers are scripted with `options`; a `talkative` one also says what it is told."""
+    """A gateway whose workers are scripted with `options`; a `talkative` one also says what it is told.
+
+    With `command` they are whatever that starts.
+    """
     config = Config(
         home=home,
         server=server or ServerConfig(),
@@ -78,7 +82,8 @@ async def running(
     config.run_dir.mkdir(parents=True, exist_ok=True)
     metrics = Metrics()
     link = Link(config.run_dir, metrics)
-    pool = Pool(config, link, metrics, command=_command(WORKERS / f"{worker}.py", options), limits=limits)
+    start = command or _command(WORKERS / f"{worker}.py", options)
+    pool = Pool(config, link, metrics, command=start, limits=limits)
     app = create_app(config, pool, link, metrics)
     await pool.start()
     # Without the protocol asyncio does not turn Nagle off, and each answer waits 40 ms for an ACK.
