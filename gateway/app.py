@@ -6,7 +6,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api import admin, health
 from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
+from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models, OneModel
+from gateway.api.tokenize import DetokenizeIds, TokenizeText
 from gateway.config import Config
 from gateway.link import Link
 from gateway.metrics import Metrics
@@ -41,6 +43,10 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
         [
             Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
             Route("/v1/completions", Completions(services), methods=["POST"]),
+            Route("/v1/messages", Messages(services), methods=["POST"]),
+            Route("/v1/messages/count_tokens", CountTokens(services), methods=["POST"]),
+            Route("/tokenize", TokenizeText(services), methods=["POST"]),
+            Route("/detokenize", DetokenizeIds(services), methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
             Route("/v1/models/{id:path}", OneModel(services, models), methods=["GET"]),
             Route("/livez", health.Live(), methods=["GET"]),

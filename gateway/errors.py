@@ -39,8 +39,10 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float = 0.0,
+        numbers: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
+        self.numbers = numbers
         self.status = status
         self.message = message
         self.type = type
@@ -133,6 +135,7 @@ def from_failure(failure: Failure, retry_after_s: float = 0.0) -> ApiError:
         param=failure.param,
         code=answer.code,
         retry_after_s=max(answer.retry_after_s, retry_after_s),
+        numbers=failure.numbers,
     )
 
 

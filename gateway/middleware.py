@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.errors import ApiError, error_headers, openai_body
 from gateway.http import CLIENT_CLOSED, Answer, ClientLeft, Record, send_body
 from gateway.metrics import Metrics
+from gateway.schemas.anthropic_out import anthropic_body
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 QUIET: Final = frozenset({"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/"})
 # What counts as a request of an API; a list of models does not.
 API: Final = ("POST", "/v1/")
+# Answered in Anthropic's shape, also when something goes wrong.
+ANTHROPIC: Final = "/v1/messages"
 
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
@@ -66,7 +69,8 @@ class Entry:
     async def _refuse(self, answer: Answer, record: Record, error: ApiError) -> None:
         record.outcome = error.code or "error"
         if not answer.is_started:
-            await send_body(answer, error.status, openai_body(error), [*error_headers(error), *record.headers])
+            body = anthropic_body(error) if record.path.startswith(ANTHROPIC) else openai_body(error)
+            await send_body(answer, error.status, body, [*error_headers(error), *record.headers])
 
     def _account(self, record: Record) -> None:
         method, prefix = API

@@ -186,7 +186,7 @@ class _Stream:
             self._is_started = True
             headers = [*HEADERS, *self._headers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            data = self._encoder.begin() + data
+            data = self._encoder.begin(self._generation.prompt_tokens) + data
             # Nothing above us looks at the body: one call less for each event.
             if isinstance(self._send, Answer):
                 self._send = self._send.inner

@@ -20,7 +20,7 @@ class ChatCompletions:
         services, record = self._services, record_of(scope)
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
         request, unknown = decode_chat(body)
-        model, seed = serve.begin(services, record, request, unknown)
+        model, seed = serve.begin(services, record, request.model, bool(request.stream), request.seed, unknown)
         generates = lower_chat(request, model, services.link.next_rid, seed, serve.deadline_ms(services))
         choices = len(generates)
         heading = Heading(serve.new_id("chatcmpl"), serve.now(), model.name, choices, choices_per_prompt=choices)

@@ -63,7 +63,7 @@ class ChatStream:
             self._content[rid] = head + key[:-2]
             self._content_end = tail
 
-    def begin(self) -> bytes:
+    def begin(self, prompt_tokens: int) -> bytes:
         opening = ChatDelta(role="assistant", content="", refusal=None)
         return b"".join(self._event(ChatChunkChoice(index, opening)) for index in range(self._heading.choices))
 

@@ -42,7 +42,7 @@ class TextStream:
             self._text[rid] = head + key[:-2]
             self._text_end = tail
 
-    def begin(self) -> bytes:
+    def begin(self, prompt_tokens: int) -> bytes:
         return b""
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:

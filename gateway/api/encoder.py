@@ -14,8 +14,8 @@ class StreamEncoder(Protocol):
         """Which rid is which choice. Called before `encode`, again when a request moves to another worker."""
         ...
 
-    def begin(self) -> bytes:
-        """What comes first."""
+    def begin(self, prompt_tokens: int) -> bytes:
+        """What comes first. `prompt_tokens` is 0 while that is not known."""
         ...
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:

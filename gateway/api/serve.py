@@ -1,5 +1,6 @@
 """What every generating endpoint does with a decoded request."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -9,21 +10,25 @@ from starlette.types import Receive, Send
 
 from gateway.api.encoder import Fold, StreamEncoder
 from gateway.config import ModelConfig
+from gateway.errors import Unavailable, from_failure
 from gateway.generation import Generation
 from gateway.http import Record, ignored_header
-from gateway.schemas.openai import SamplingFields
+from gateway.link import Refused, WorkerGone
+from gateway.pool.state import ModelUnavailable
 from gateway.services import Services
 from gateway.sse import respond_stream, respond_whole
-from protocol.messages import Generate
+from protocol.messages import Detokenize, Generate, Prompt, Tokenize, Tokenized
 
 
-def begin(services: Services, record: Record, request: SamplingFields, unknown: list[str]) -> tuple[ModelConfig, int]:
+def begin(
+    services: Services, record: Record, name: str, is_stream: bool, asked_seed: int | None, unknown: list[str]
+) -> tuple[ModelConfig, int]:
     """The model and the seed of a request, noted on its record. Raises `ModelNotFound`."""
-    model = services.router.resolve(request.model)
+    model = services.router.resolve(name)
     # Drawn here when the client gives none, and told, so that any answer can be had again.
-    seed = secrets.randbits(63) if request.seed is None else request.seed
+    seed = secrets.randbits(63) if asked_seed is None else asked_seed
     record.model = model.name
-    record.stream = bool(request.stream)
+    record.stream = is_stream
     record.headers = [(b"x-mlxd-seed", str(seed).encode()), *ignored_header(unknown)]
     if unknown:
         services.metrics.model(model.name).ignored_fields += len(unknown)
@@ -52,6 +57,28 @@ class Job:
 
     def _generation(self, bind: Callable[[Sequence[int]], None]) -> Generation:
         return Generation(self.services, self.model, self.generates, self.record, bind)
+
+
+async def tokenize(services: Services, model: ModelConfig, prompt: Prompt, *, want_ids: bool = False) -> Tokenized:
+    """A prompt's tokens, from the model's worker. Raises `ApiError`."""
+    return await _ask(services, model, lambda rid: Tokenize(rid, prompt, want_ids))
+
+
+async def detokenize(services: Services, model: ModelConfig, ids: tuple[int, ...]) -> Tokenized:
+    """The text of token ids, from the model's worker. Raises `ApiError`."""
+    return await _ask(services, model, lambda rid: Detokenize(rid, ids))
+
+
+async def _ask(services: Services, model: ModelConfig, question: Callable[[int], Tokenize | Detokenize]) -> Tokenized:
+    with services.pool.busy(model.name):
+        try:
+            async with asyncio.timeout(services.config.server.queue_timeout_s or None):
+                worker = await services.pool.ensure_ready(model.name)
+                return await services.link.ask(worker, question(services.link.next_rid()))
+        except (ModelUnavailable, Refused) as error:
+            raise from_failure(error.failure, getattr(error, "retry_after_s", 0.0)) from None
+        except (WorkerGone, TimeoutError):
+            raise Unavailable("The model's worker did not answer. Try again.", 1.0) from None
 
 
 def deadline_ms(services: Services) -> int:

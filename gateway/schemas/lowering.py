@@ -40,7 +40,7 @@ def lower_chat(
     request: ChatRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> list[Generate]:
     """One `Generate` per choice. Raises `BadRequest`."""
-    messages = [_message(message, index) for index, message in enumerate(request.messages)]
+    messages = turns(request.messages)
     continues = bool(request.continue_final_message)
     if continues and request.messages[-1].role != "assistant":
         raise BadRequest("The last message must be the assistant's to be continued.", "continue_final_message")
@@ -67,6 +67,11 @@ def lower_chat(
         thinking_budget=request.thinking_budget,
         has_reasoning=True,
     )
+
+
+def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A conversation as chat templates expect it. Raises `BadRequest`."""
+    return [_message(message, index) for index, message in enumerate(messages)]
 
 
 def lower_completion(

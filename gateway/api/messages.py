@@ -1,0 +1,47 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from gateway.api import serve
+from gateway.api.messages_encoder import MessageFold, MessageStream
+from gateway.http import read_body, record_of, send_body
+from gateway.schemas.anthropic import decode_count, decode_messages, lower_messages, lower_prompt
+from gateway.schemas.anthropic_out import TokenCount
+from gateway.services import Services
+
+
+class Messages:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        body = await read_body(scope, receive, services.config.server.max_body_bytes)
+        request, unknown = decode_messages(body)
+        model, seed = serve.begin(services, record, request.model, bool(request.stream), None, unknown)
+        generate = lower_messages(request, model, services.link.next_rid, seed, serve.deadline_ms(services))
+        job = serve.Job(services, record, model, [generate])
+        message_id = serve.new_id("msg").replace("-", "_")
+        if request.stream:
+            await job.stream(MessageStream(message_id, model.name), receive, send)
+        else:
+            await job.whole(MessageFold(message_id, model.name), receive, send)
+
+
+class CountTokens:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        body = await read_body(scope, receive, services.config.server.max_body_bytes)
+        request, unknown = decode_count(body)
+        model, _ = serve.begin(services, record, request.model, False, None, unknown)
+        prompt, _ = lower_prompt(request)
+        tokenized = await serve.tokenize(services, model, prompt)
+        await send_body(send, 200, msgspec.json.encode(TokenCount(tokenized.count)), record.headers)

@@ -1,0 +1,88 @@
+"""`POST /tokenize` and `POST /detokenize`, as vLLM and SGLang have them."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.types import Receive, Scope, Send
+
+from gateway.api import serve
+from gateway.errors import BadRequest
+from gateway.http import read_body, record_of, send_body
+from gateway.schemas.canonical import Thinking, ToolUse, chat_prompt
+from gateway.schemas.decode import decode
+from gateway.schemas.lowering import turns
+from gateway.schemas.openai import Message, TokenId
+from gateway.services import Services
+from protocol.messages import ChatPrompt, TextPrompt
+
+
+class TokenizeRequest(Struct, frozen=True):
+    """Either `prompt` or `messages`."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class DetokenizeRequest(Struct, frozen=True):
+    model: Annotated[str, Meta(min_length=1)]
+    tokens: list[TokenId]
+
+
+class Tokens(Struct, frozen=True):
+    tokens: tuple[int, ...]
+    count: int
+    max_model_len: int
+
+
+class Text(Struct, frozen=True):
+    prompt: str
+
+
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class TokenizeText:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        body = await read_body(scope, receive, services.config.server.max_body_bytes)
+        request, unknown = decode(_tokenize, body, TokenizeRequest, frozenset())
+        prompt = _prompt(request)
+        model, _ = serve.begin(services, record, request.model, False, None, unknown)
+        found = await serve.tokenize(services, model, prompt, want_ids=True)
+        ready = services.pool.worker(model.name).ready
+        answer = Tokens(found.ids, found.count, ready.max_context if ready is not None else 0)
+        await send_body(send, 200, msgspec.json.encode(answer), record.headers)
+
+
+class DetokenizeIds:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        body = await read_body(scope, receive, services.config.server.max_body_bytes)
+        request, unknown = decode(_detokenize, body, DetokenizeRequest, frozenset())
+        model, _ = serve.begin(services, record, request.model, False, None, unknown)
+        found = await serve.detokenize(services, model, tuple(request.tokens))
+        await send_body(send, 200, msgspec.json.encode(Text(found.text)), record.headers)
+
+
+def _prompt(request: TokenizeRequest) -> ChatPrompt | TextPrompt:
+    if request.messages is not None:
+        if not request.messages:
+            raise BadRequest("'messages' is empty.", "messages", "invalid_value")
+        return chat_prompt(turns(request.messages), ToolUse(), Thinking(), request.chat_template_kwargs)
+    if not request.prompt:
+        raise BadRequest("'prompt' is empty.", "prompt", "invalid_value")
+    return TextPrompt(request.prompt)

@@ -1,0 +1,156 @@
+"""What Anthropic's Messages API answers with: bodies, stream events, errors. A struct's tag is its `type`."""
+
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from gateway.errors import ApiError
+from protocol.messages import Finish, Usage
+
+STOP_REASONS: Final = {
+    Finish.STOP: "end_turn",
+    Finish.LENGTH: "max_tokens",
+    Finish.TOOL_CALLS: "tool_use",
+}
+_ERROR_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class UsageBody(Struct, frozen=True):
+    """`input_tokens` are those that were not read from the cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+    @classmethod
+    def of(cls, usage: Usage) -> "UsageBody":
+        return cls(usage.prompt - usage.cached, usage.completion, 0, usage.cached)
+
+
+class Text(Struct, frozen=True, tag="text"):
+    text: str
+
+
+class Thinking(Struct, frozen=True, tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUse(Struct, frozen=True, tag="tool_use"):
+    id: str
+    name: str
+    input: msgspec.Raw | dict[str, Any]
+
+
+Content = Text | Thinking | ToolUse
+
+
+class Message(Struct, frozen=True, tag="message"):
+    id: str
+    role: str
+    model: str
+    content: list[Content]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: UsageBody
+
+
+class MessageStart(Struct, frozen=True, tag="message_start"):
+    message: Message
+
+
+class BlockStart(Struct, frozen=True, tag="content_block_start"):
+    index: int
+    content_block: Content
+
+
+class TextDelta(Struct, frozen=True, tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(Struct, frozen=True, tag="thinking_delta"):
+    thinking: str
+
+
+class SignatureDelta(Struct, frozen=True, tag="signature_delta"):
+    signature: str
+
+
+class InputDelta(Struct, frozen=True, tag="input_json_delta"):
+    partial_json: str
+
+
+class BlockDelta(Struct, frozen=True, tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+
+
+class BlockStop(Struct, frozen=True, tag="content_block_stop"):
+    index: int
+
+
+class Ending(Struct, frozen=True):
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class MessageDelta(Struct, frozen=True, tag="message_delta"):
+    delta: Ending
+    usage: UsageBody
+
+
+class MessageStop(Struct, frozen=True, tag="message_stop"):
+    pass
+
+
+class Ping(Struct, frozen=True, tag="ping"):
+    pass
+
+
+class ErrorDetail(Struct, frozen=True):
+    type: str
+    message: str
+
+
+class ErrorBody(Struct, frozen=True, tag="error", omit_defaults=True):
+    error: ErrorDetail
+    request_id: str | UnsetType = UNSET
+
+
+class TokenCount(Struct, frozen=True):
+    input_tokens: int
+
+
+Event = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping | ErrorBody
+
+
+def event_name(event: Event) -> str:
+    tag = type(event).__struct_config__.tag
+    assert isinstance(tag, str)
+    return tag
+
+
+def anthropic_body(error: ApiError) -> bytes:
+    """The JSON body of an error answer, which is also the data of an in-band `error` event."""
+    return msgspec.json.encode(error_body(error))
+
+
+def error_body(error: ApiError) -> ErrorBody:
+    message = error.message
+    if error.code == "context_length_exceeded" and len(error.numbers) == 2:
+        # Claude Code reads these words, and offers to compact the conversation.
+        message = f"prompt is too long: {error.numbers[0]} tokens > {error.numbers[1]} maximum"
+    return ErrorBody(ErrorDetail(_ERROR_TYPES.get(error.status, "api_error"), message))
