@@ -5,7 +5,8 @@
 
 The step loop's own batch, without sockets. In turn: free rows alone, with one more free row, with a constrained one
 instead, and with a row whose processor waits for its token, as mlx-lm's logits processors would have to. Then the free
-rows' tokens per second of each, divided by what they were alone.
+rows' tokens per second of each, divided by what they were alone, and by what they were beside one more free row: a
+ninth row costs a batch of eight its share of compute whatever it says, so the last ratio is what a grammar costs.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import blas, models
@@ -44,7 +46,8 @@ SCHEMA: Final = {
     },
 }
 ALONE: Final = "free rows alone"
-CASES: Final = (ALONE, "+ a free row", "+ a constrained row", "+ a row that waits for its token")
+BESIDE: Final = "+ a free row"
+CASES: Final = (ALONE, BESIDE, "+ a constrained row", "+ a row that waits for its token")
 
 
 def main() -> None:
@@ -53,13 +56,21 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.constrain", *sys.argv[1:]], blas.environment())
     bench = Bench(args.geometry)
     ticks_s = bench.run(args.rows, args.slices)
-    alone = statistics.median(ticks_s[ALONE])
+    alone, beside = statistics.median(ticks_s[ALONE]), statistics.median(ticks_s[BESIDE])
+    if args.json:
+        args.json.write_text(json.dumps(ticks_s))
     print(f"{args.geometry} · BLAS: {blas.describe()} · {args.rows} free rows, {args.slices} slices of {SLICE} ticks")
     print(
         table(
-            ("", "free tok/s", "÷ alone", "tick ms"),
+            ("", "free tok/s", "÷ alone", "÷ beside a free row", "tick ms"),
             (
-                (case, f"{args.rows / middle:.0f}", f"{alone / middle:.3f}", f"{1e3 * middle:.2f}")
+                (
+                    case,
+                    f"{args.rows / middle:.0f}",
+                    f"{alone / middle:.3f}",
+                    f"{beside / middle:.3f}",
+                    f"{1e3 * middle:.2f}",
+                )
                 for case in CASES
                 if (middle := statistics.median(ticks_s[case]))
             ),
@@ -144,6 +155,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("geometry", nargs="?", default="5m", choices=sorted(models.GEOMETRIES))
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--slices", type=int, default=40)
+    parser.add_argument("--json", type=Path, help="write the seconds per tick of each slice here")
     return parser.parse_args()
 
 
