@@ -119,11 +119,12 @@ class CacheDisk:
         return entries
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Write what is queued for as long as this takes, at most."""
+        """Write what is queued, for as long as this at most. No thread should be in native code when Python ends."""
         self._to_write.put(None)
         self._to_read.put(None)
-        if timeout_s:
-            self._threads[0].join(timeout_s)
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     @property
     def queued_bytes(self) -> int:
