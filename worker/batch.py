@@ -171,6 +171,12 @@ class Batch:
         return len(self._prefilling)
 
     @property
+    def longest_prefill(self) -> int:
+        """Tokens that the row furthest from its first token still has to prefill."""
+        rows = (self._rows[uid] for uid in self._prefilling)
+        return max((len(row.prompt) + len(row.output) - row.prefilled for row in rows), default=0)
+
+    @property
     def decoding(self) -> int:
         return len(self._rows) - len(self._prefilling)
 

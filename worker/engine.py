@@ -34,6 +34,7 @@ from protocol.messages import (
 from worker import memory
 from worker.batch import Batch, Tick, Token
 from worker.cache_key import open_disk
+from worker.chunking import ChunkPolicy
 from worker.errors import StepFailed
 from worker.gauges import Gauges
 from worker.kv import Layout
@@ -44,7 +45,7 @@ from worker.output import Piece, Writer
 from worker.parsers import Event
 from worker.prefix_cache import PrefixCache
 from worker.rows import Row
-from worker.scheduler import ChunkPolicy, Queue
+from worker.scheduler import Queue
 
 log = logging.getLogger("mlxd.worker")
 
@@ -268,7 +269,7 @@ class Engine:
 
     def _tick(self) -> None:
         prefilling, decoding = self._batch.prefilling, self._batch.decoding
-        chunk = self._policy.chunk(prefilling, decoding)
+        chunk = self._policy.chunk(prefilling, decoding, self._batch.longest_prefill)
         started = time.monotonic()
         try:
             tick = self._batch.tick(chunk)

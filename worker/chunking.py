@@ -1,0 +1,96 @@
+"""How much prompt a tick may process beside the running streams."""
+
+import math
+from typing import Final
+
+# Chunks are powers of two from here, so that few shapes are ever compiled.
+MIN_CHUNK: Final = 8
+# Where nothing is known yet and others would have to wait.
+FIRST_CHUNK: Final = 32
+# A tick that also prefills may last this many times a plain decode step …
+STALL_RATIO: Final = 2.4
+# … unless that step is so short that nobody notices.
+MIN_STALL_S: Final = 0.004
+# A prompt that is nearly done may stall longer: once or twice, and a full batch is worth more than it costs.
+SHORT_PROMPT: Final = 256
+SHORT_PROMPT_FACTOR: Final = 2.5
+# Alone, prefill runs in ticks of about this long, so that commands are seen in between.
+IDLE_TICK_S: Final = 0.25
+# What twice the tokens are hoped to cost before it was tried: large chunks are the more efficient ones.
+_HOPE: Final = 1.6
+_SMOOTHING: Final = 0.3
+
+
+class ChunkPolicy:
+    """Sizes prefill chunks by measured time, so that a long prompt slows running streams by a bounded ratio.
+
+    A chunk has a cost of its own beside that of its tokens, so times are kept by size: a size is used when its time
+    fits, and tried when half of it took so little that it may. Decode is never starved: a tick holds one decode step
+    and at most one chunk per prefilling row. Prefill is never starved: the chunk has a minimum.
+    """
+
+    def __init__(self, max_chunk: int) -> None:
+        self._max = max_chunk
+        self._step_s = 0.0
+        # Seconds that a number of prompt tokens, a power of two, adds to a tick.
+        self._times: dict[int, float] = {}
+
+    def chunk(self, prefilling: int, decoding: int, longest: int = SHORT_PROMPT + 1) -> int:
+        """Prompt tokens for each prefilling row in the next tick; `longest` is what the longest of them still lacks."""
+        if prefilling == 0:
+            return self._max
+        if not self._times:
+            return min(self._max, FIRST_CHUNK) if decoding else self._max
+        limit_s = self._limit_s(prefilling, decoding, longest)
+        size = MIN_CHUNK
+        while size < self._max and self._predict(2 * size * prefilling) <= limit_s:
+            size *= 2
+        return min(size, self._max)
+
+    def observe(self, tick_s: float, prefilled: int, decoding: int) -> None:
+        """Learn from one tick: how long it took, with how many prompt tokens, beside how many decoding rows."""
+        if prefilled == 0:
+            if decoding:
+                self._step_s = _smooth(self._step_s, tick_s)
+            return
+        prefill_s = tick_s - (self._step_s if decoding else 0.0)
+        if prefill_s <= 0:
+            return
+        size = _bucket(prefilled)
+        known = self._times.get(size)
+        prefill_s *= size / prefilled
+        self._times[size] = now = prefill_s if known is None else _smooth(known, prefill_s)
+        if known is not None:
+            # A longer context makes every size dearer, not just the one that was seen.
+            drift = now / known
+            self._times = {at: time if at == size else time * drift for at, time in self._times.items()}
+
+    def _limit_s(self, prefilling: int, decoding: int, longest: int) -> float:
+        if not decoding:
+            return IDLE_TICK_S
+        limit_s = max((STALL_RATIO - 1) * self._step_s, MIN_STALL_S)
+        if longest <= SHORT_PROMPT:
+            limit_s *= SHORT_PROMPT_FACTOR
+        # Many waiting prompts gain more from full batches than a few streams lose by a longer stall.
+        return limit_s * max(1.0, prefilling / decoding)
+
+    def _predict(self, tokens: int) -> float:
+        """Seconds for that many tokens, from the nearest size that is known."""
+        size = _bucket(tokens)
+        nearest = min(self._times, key=lambda known: (abs(math.log2(known / size)), -known))
+        time, doublings = self._times[nearest], math.log2(size / nearest)
+        if doublings <= 0:
+            return time * 2.0**doublings
+        half = self._times.get(nearest // 2)
+        # The next size by the line through the two before it; sizes beyond that in proportion.
+        twice = time * _HOPE if half is None else min(max(time, 3 * time - 2 * half), 2 * time)
+        return twice * 2.0 ** (doublings - 1)
+
+
+def _bucket(tokens: int) -> int:
+    """The nearest power of two."""
+    return 1 << max(0, round(math.log2(tokens)))
+
+
+def _smooth(old: float, new: float) -> float:
+    return new if old == 0.0 else old + _SMOOTHING * (new - old)
