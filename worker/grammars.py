@@ -65,18 +65,20 @@ class Grammar:
 
     table: LLTokenizer
     prototype: LLMatcher
+    vocab_size: int
 
     def walk(self) -> "Walk":
-        return Walk(self.table, self.prototype.deep_copy())
+        return Walk(self.table, self.prototype.deep_copy(), self.vocab_size)
 
 
 class Walk:
     """Where one sequence is in its grammar. Used by one thread at a time; the GIL is free while it works."""
 
-    __slots__ = ("_matcher", "_table", "_words")
+    __slots__ = ("_matcher", "_table", "_vocab_size", "_words")
 
-    def __init__(self, table: LLTokenizer, matcher: LLMatcher) -> None:
+    def __init__(self, table: LLTokenizer, matcher: LLMatcher, vocab_size: int) -> None:
         self._table = table
+        self._vocab_size = vocab_size
         self._matcher = matcher
         self._words = np.zeros(-(-table.vocab_size // 32), dtype=np.uint32)
 
@@ -98,7 +100,7 @@ class Walk:
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():
             raise GrammarFailed(_reason(self._matcher.get_error()))
-        bits = np.unpackbits(self._words.view(np.uint8), count=self._table.vocab_size, bitorder="little")
+        bits = np.unpackbits(self._words.view(np.uint8), count=self._vocab_size, bitorder="little")
         if not bits.any():
             raise GrammarFailed("no token of this model fits")
         return bits.view(np.bool_)
@@ -153,7 +155,7 @@ class Grammars:
             matcher = LLMatcher(table, source, log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise GrammarFailed(_reason(matcher.get_error()))
-            grammar = Grammar(table, matcher)
+            grammar = Grammar(table, matcher, self._vocab_size)
             _try_out(grammar, self._eos_ids)
         except GrammarFailed as error:
             what = constraint.kind.name.lower().replace("_", " ")
@@ -166,9 +168,9 @@ class Grammars:
         with self._table_lock:
             if self._table is None:
                 try:
-                    self._table = LLTokenizer(
-                        _serialized(self._tokenizer), n_vocab=self._vocab_size, eos_token=self._eos_ids
-                    )
+                    # A few tokenizers have more ids than their model can say.
+                    size = max(self._vocab_size, len(self._tokenizer))
+                    self._table = LLTokenizer(_serialized(self._tokenizer), n_vocab=size, eos_token=self._eos_ids)
                 except ValueError as error:
                     raise RequestInvalid(
                         Code.UNSUPPORTED, f"this model's tokenizer cannot be constrained: {error}"
@@ -224,6 +226,8 @@ def _checked_schema(text: str) -> str:
     try:
         schema: Any = json.loads(text)
         check(schema)
+        if isinstance(schema, bool):
+            raise SchemaInvalid("it is not an object")
         return json.dumps(schema)
     except SchemaInvalid as error:
         raise GrammarFailed(str(error)) from error

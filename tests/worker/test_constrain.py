@@ -348,6 +348,7 @@ def test_a_reasoning_budget_closes_the_block_and_the_answer_fits(tmp_path: Path)
     [
         (Constraint(KIND.JSON_SCHEMA, "{"), "not JSON"),
         (Constraint(KIND.JSON_SCHEMA, "[]"), "not a schema"),
+        (Constraint(KIND.JSON_SCHEMA, "true"), "not an object"),
         (schema({"type": "number", "exclusiveMaximum": True}), "exclusiveMaximum"),
         (schema({"type": "integer", "multipleOf": 1000003}), "multipleOf"),
         (schema({"allOf": [{"multipleOf": 1009}, {"multipleOf": 1013}]}), "multipleOf"),

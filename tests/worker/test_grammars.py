@@ -95,6 +95,13 @@ def test_ids_that_the_tokenizer_does_not_have_are_never_allowed(tokenizer: Any) 
     assert not allowed[len(tokenizer) :].any()
 
 
+def test_a_tokenizer_with_more_ids_than_its_model_is_cut(tokenizer: Any) -> None:
+    small = made(tokenizer, vocab_size=400)
+    allowed = small.compile(regex("(?s:.*)")).walk().allowed()
+    assert allowed.shape == (400,)
+    assert allowed.any()
+
+
 def test_control_tokens_are_allowed_only_where_a_grammar_names_them(tokenizer: Any) -> None:
     compiler = made(tokenizer)
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
