@@ -47,6 +47,8 @@ class Watch:
         # Set around every `send`: a client that does not read blocks it.
         self.is_sending = False
         self.sent = 0
+        # All is sent: that the connection ends now is no news, and it may be heard before this task goes on.
+        self.is_over = False
         self._sent_before = -1
         self._stalls = 0
         self._is_active = False
@@ -95,7 +97,7 @@ class Watch:
             self._arm()
 
     def _cut(self, reason: str) -> None:
-        if self._is_active and self.reason is None:
+        if self._is_active and not self.is_over and self.reason is None:
             self.reason = reason
             self._task.cancel()
 
@@ -196,6 +198,7 @@ class _Stream:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
             watch.is_sending = False
             watch.sent += 1
+            watch.is_over = not more
 
 
 async def respond_stream(
