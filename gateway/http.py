@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway.caller import NOBODY, Caller
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
 
 JSON: Final = b"application/json"
@@ -31,6 +33,8 @@ class Record:
     id: str
     method: str
     path: str
+    # Whether the client speaks Anthropic's dialect.
+    is_anthropic: bool = False
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
     model: str | None = None
@@ -40,12 +44,17 @@ class Record:
     first_token_s: float | None = None
     outcome: str = ""
     detail: str = ""
-    # Headers that any answer to this request carries.
+    caller: Caller = NOBODY
+    body_bytes: int = 0
+    # Headers that the endpoint's answer carries, and its refusal once the endpoint knows them.
     headers: list[Header] = field(default_factory=list[Header])
+    # Headers of the middleware, on any answer: known before the endpoint runs, and only when it answers.
+    always: list[Header] = field(default_factory=list[Header])
+    late_headers: Callable[[], list[Header]] | None = None
 
 
 class Answer:
-    """`send`, with the request id added and the status noted."""
+    """`send`, with the headers of the middleware added and the status noted."""
 
     __slots__ = ("_record", "inner", "is_started")
 
@@ -57,9 +66,14 @@ class Answer:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.is_started = True
-            self._record.status = message["status"]
-            headers: list[Header] = list(message.get("headers", []))
-            headers.append((b"x-request-id", self._record.id.encode()))
+            record = self._record
+            record.status = message["status"]
+            headers: list[Header] = [*message.get("headers", []), *record.always]
+            if record.late_headers is not None:
+                headers += record.late_headers()
+            headers.append((b"x-request-id", record.id.encode()))
+            if record.is_anthropic:
+                headers.append((b"request-id", record.id.encode()))
             message["headers"] = headers
         await self.inner(message)
 
@@ -94,6 +108,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     except TimeoutError:
         raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from None
     body = b"".join(chunks)
+    record_of(scope).body_bytes = size
     if Headers(scope=scope).get("content-encoding", "identity") != "identity":
         raise BadRequest("Compressed request bodies are not supported.")
     # Some Windows tools put a byte order mark before JSON.

@@ -21,8 +21,9 @@ log = logging.getLogger(__name__)
 QUIET: Final = frozenset({"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/"})
 # What counts as a request of an API; a list of models does not.
 API: Final = ("POST", "/v1/")
-# Answered in Anthropic's shape, also when something goes wrong.
+# Answered in Anthropic's shape, also when something goes wrong; on other paths a header tells its clients.
 ANTHROPIC: Final = "/v1/messages"
+ANTHROPIC_HEADER: Final = "anthropic-version"
 
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
@@ -46,6 +47,7 @@ class Entry:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = Record(_request_id(scope), scope["method"], scope["path"])
+        record.is_anthropic = record.path.startswith(ANTHROPIC) or ANTHROPIC_HEADER in Headers(scope=scope)
         scope["mlxd.record"] = record
         # Makes starlette raise HTTPException instead of answering in plain text.
         scope["app"] = self
@@ -69,7 +71,7 @@ class Entry:
     async def _refuse(self, answer: Answer, record: Record, error: ApiError) -> None:
         record.outcome = error.code or "error"
         if not answer.is_started:
-            body = anthropic_body(error) if record.path.startswith(ANTHROPIC) else openai_body(error)
+            body = anthropic_body(error, record.id) if record.is_anthropic else openai_body(error)
             await send_body(answer, error.status, body, [*error_headers(error), *record.headers])
 
     def _account(self, record: Record) -> None:

@@ -1,6 +1,9 @@
 """`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
 
+from typing import Final
+
 import msgspec
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from gateway.api import serve
@@ -9,6 +12,8 @@ from gateway.http import read_body, record_of, send_body
 from gateway.schemas.anthropic import decode_count, decode_messages, lower_messages, lower_prompt
 from gateway.schemas.anthropic_out import TokenCount
 from gateway.services import Services
+
+BETAS_MAX: Final = 50
 
 
 class Messages:
@@ -21,7 +26,8 @@ class Messages:
         services, record = self._services, record_of(scope)
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
         request, unknown = decode_messages(body)
-        model, seed = serve.begin(services, record, request.model, bool(request.stream), None, unknown)
+        ignored = unknown + _betas(scope)
+        model, seed = serve.begin(services, record, request.model, bool(request.stream), None, ignored)
         generate = lower_messages(request, model, services.link.next_rid, seed, serve.deadline_ms(services))
         job = serve.Job(services, record, model, [generate])
         message_id = serve.new_id("msg").replace("-", "_")
@@ -45,3 +51,9 @@ class CountTokens:
         prompt, _ = lower_prompt(request)
         tokenized = await serve.tokenize(services, model, prompt)
         await send_body(send, 200, msgspec.json.encode(TokenCount(tokenized.count)), record.headers)
+
+
+def _betas(scope: Scope) -> list[str]:
+    """The betas that a client asks for. What they would change in a request's body is taken without them."""
+    asked = ",".join(Headers(scope=scope).getlist("anthropic-beta")).split(",")
+    return [f"beta.{name.strip()}" for name in asked[:BETAS_MAX] if name.strip()]

@@ -1,6 +1,10 @@
-"""`GET /v1/models` and `GET /v1/models/{id}`: OpenAI's fields, and a few more that clients read."""
+"""`GET /v1/models` and `GET /v1/models/{id}`: the fields of OpenAI, of Anthropic, and a few more that clients read.
+
+Each dialect's clients skip the fields of the other, so there is one form for all.
+"""
 
 import time
+from datetime import UTC, datetime
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -13,20 +17,30 @@ from gateway.services import Services
 
 
 class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
-    """One model. `context_length` and `max_model_len` are the same number in two clients' words."""
+    """One model. `context_length`, `max_model_len` and `max_input_tokens` are one number in three clients' words."""
 
     id: str
     created: int
+    created_at: str
+    display_name: str
     aliases: tuple[str, ...]
     state: str
+    type: str = "model"
+    lifecycle: str = "active"
     owned_by: str = "mlxd"
     root: str | UnsetType = UNSET
     context_length: int | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
+    max_input_tokens: int | UnsetType = UNSET
 
 
 class ModelList(Struct, frozen=True, tag_field="object", tag="list"):
+    """Always whole: `has_more` is for Anthropic's clients, which turn pages until it is false."""
+
     data: list[ModelCard]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
 
 
 class Models:
@@ -39,18 +53,22 @@ class Models:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         views = {view.name: view for view in self._services.pool.workers()}
         cards = [self.card(model, views[model.name]) for model in self._services.config.models.values()]
-        await send_body(send, 200, msgspec.json.encode(ModelList(cards)))
+        ids = [card.id for card in cards] or [None]
+        await send_body(send, 200, msgspec.json.encode(ModelList(cards, ids[0], ids[-1])))
 
     def card(self, model: ModelConfig, view: WorkerView) -> ModelCard:
         context = view.ready.max_context if view.ready is not None else model.context or UNSET
         return ModelCard(
             model.name,
             self._created,
+            datetime.fromtimestamp(self._created, UTC).isoformat(),
+            model.name,
             model.aliases,
             str(view.state),
             root=model.path,
             context_length=context,
             max_model_len=context,
+            max_input_tokens=context,
         )
 
 

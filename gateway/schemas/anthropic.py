@@ -44,6 +44,7 @@ class Block(Struct, frozen=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
+    tool_name: str | None = None
     content: "str | list[Block] | None" = None
     is_error: bool | None = None
     thinking: str | None = None
@@ -61,7 +62,7 @@ class ToolSpec(Struct, frozen=True):
     """A client tool, or by its `type` one that Anthropic's servers run."""
 
     name: str = ""
-    type: str = "custom"
+    type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -69,8 +70,8 @@ class ToolSpec(Struct, frozen=True):
 
 class ToolChoice(Struct, frozen=True):
     type: str
-    name: str = ""
-    disable_parallel_tool_use: bool = False
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingSpec(Struct, frozen=True):
@@ -118,7 +119,8 @@ _count = msgspec.json.Decoder(CountRequest)
 
 def decode_messages(body: bytes) -> tuple[MessagesRequest, list[str]]:
     """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
-    return decode(_messages, body, MessagesRequest, NO_ACTION)
+    request, unknown = decode(_messages, body, MessagesRequest, NO_ACTION)
+    return request, unknown + _skipped_tools(request)
 
 
 def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
@@ -137,8 +139,13 @@ def lower_prompt(request: CountRequest) -> tuple[ChatPrompt, Thinking]:
         turns += _turns(message, f"messages.{index}")
     tool_use = _tool_use(request)
     thinking = _thinking(request)
-    # A last turn of the assistant is the beginning of the answer.
+    # A last turn of the assistant is the beginning of the answer; one that says nothing is none.
     continues = request.messages[-1].role == "assistant" and "tool_calls" not in turns[-1]
+    if continues and not turns[-1]["content"]:
+        del turns[-1]
+        continues = False
+    if not turns:
+        raise BadRequest("messages: there is nothing to answer.", "messages")
     prompt = canonical.chat_prompt(canonical.named_results(turns), tool_use, thinking, continue_final=continues)
     return prompt, thinking
 
@@ -182,10 +189,15 @@ def _first(asked: float | None, configured: float | None, default: float) -> flo
 
 
 def _system(system: str | list[Block] | None) -> str:
-    if system is None or isinstance(system, str):
-        return "" if system is None or (system.startswith(VOLATILE_SYSTEM) and "\n" not in system) else system
-    texts = [_text(block, f"system.{index}") for index, block in enumerate(system)]
-    return JOINT.join(text for text in texts if text and not text.startswith(VOLATILE_SYSTEM))
+    if isinstance(system, str):
+        return _lasting(system)
+    texts = [_lasting(_text(block, f"system.{index}")) for index, block in enumerate(system or ())]
+    return JOINT.join(text for text in texts if text)
+
+
+def _lasting(text: str) -> str:
+    """Without the line that differs from one session to the next."""
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(VOLATILE_SYSTEM) else text
 
 
 def _turns(message: Message, where: str) -> list[dict[str, Any]]:
@@ -258,7 +270,7 @@ def _text(block: Block, where: str) -> str:
             found = block.content if isinstance(block.content, str) else _texts(block.content or [], where)
             return f"{block.title or ''}\n{found}".strip()
         case "tool_reference":
-            return f"Tool available: {block.name or ''}"
+            return f"Tool available: {block.tool_name or ''}"
         case "image":
             raise Unsupported(f"{where}: images are not supported yet.", where)
         case kind:
@@ -271,8 +283,7 @@ def _text(block: Block, where: str) -> str:
 def _tool_use(request: CountRequest) -> ToolUse:
     tools: list[Tool] = []
     for index, spec in enumerate(request.tools or ()):
-        # Tools that Anthropic's servers run cannot be run here; without a schema a model could not call them either.
-        if spec.input_schema is None and spec.type not in ("custom", "function"):
+        if _is_skipped(spec):
             continue
         if not spec.name:
             raise BadRequest(f"tools.{index}.name: a tool needs a name.", f"tools.{index}.name")
@@ -281,8 +292,17 @@ def _tool_use(request: CountRequest) -> ToolUse:
     kinds = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "tool": Choice.NAMED, "none": Choice.NONE}
     if choice.type not in kinds:
         raise BadRequest(f"tool_choice.type: {choice.type[:40]!r} is none of {', '.join(kinds)}.", "tool_choice.type")
-    use = ToolUse(tuple(tools), kinds[choice.type], choice.name, not choice.disable_parallel_tool_use)
+    use = ToolUse(tuple(tools), kinds[choice.type], choice.name or "", not choice.disable_parallel_tool_use)
     return use.check("tool_choice")
+
+
+def _is_skipped(spec: ToolSpec) -> bool:
+    """Tools that Anthropic's servers run cannot be run here; without a schema a model could not call them either."""
+    return spec.input_schema is None and spec.type not in (None, "custom", "function")
+
+
+def _skipped_tools(request: CountRequest) -> list[str]:
+    return [f"tools.{spec.type}" for spec in request.tools or () if _is_skipped(spec)]
 
 
 def _thinking(request: CountRequest) -> Thinking:
@@ -290,8 +310,8 @@ def _thinking(request: CountRequest) -> Thinking:
     if request.output_config is not None and request.output_config.effort is not None:
         wish = Thinking.of_effort(request.output_config.effort, "output_config.effort")
     if request.thinking is None:
-        # The real API thinks only when it is asked to; effort by itself does not ask.
-        return Thinking(None, wish.effort, None)
+        # As the real API does: who does not ask reads the answer from the first block. Effort by itself does not ask.
+        return Thinking(False, wish.effort)
     match request.thinking.type:
         case "enabled":
             return Thinking(True, budget=request.thinking.budget_tokens).over(wish)

@@ -27,6 +27,10 @@ _ERROR_TYPES: Final = {
 }
 
 
+class OutputDetails(Struct, frozen=True):
+    thinking_tokens: int = 0
+
+
 class UsageBody(Struct, frozen=True):
     """`input_tokens` are those that were not read from the cache."""
 
@@ -34,10 +38,12 @@ class UsageBody(Struct, frozen=True):
     output_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
+    output_tokens_details: OutputDetails = OutputDetails()
 
     @classmethod
     def of(cls, usage: Usage) -> "UsageBody":
-        return cls(usage.prompt - usage.cached, usage.completion, 0, usage.cached)
+        details = OutputDetails(usage.reasoning)
+        return cls(usage.prompt - usage.cached, usage.completion, 0, usage.cached, details)
 
 
 class Text(Struct, frozen=True, tag="text"):
@@ -143,12 +149,13 @@ def event_name(event: Event) -> str:
     return tag
 
 
-def anthropic_body(error: ApiError) -> bytes:
-    """The JSON body of an error answer, which is also the data of an in-band `error` event."""
-    return msgspec.json.encode(error_body(error))
+def anthropic_body(error: ApiError, request_id: str) -> bytes:
+    """The JSON body of an error answer."""
+    return msgspec.json.encode(msgspec.structs.replace(error_body(error), request_id=request_id))
 
 
 def error_body(error: ApiError) -> ErrorBody:
+    """The data of an in-band `error` event."""
     message = error.message
     if error.code == "context_length_exceeded" and len(error.numbers) == 2:
         # Claude Code reads these words, and offers to compact the conversation.
