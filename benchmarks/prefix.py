@@ -1,22 +1,24 @@
-"""What a known beginning of a prompt is worth: time to first token cold, from memory, and from disk after a restart.
+"""What a known beginning of a prompt is worth: time to first token cold, from memory, from disk, after a restart.
 
-    python -m benchmarks.prefix                                  # mlxd and mlx_lm.server, 50m, 1k, 4k and 16k tokens
-    python -m benchmarks.prefix --tokens 1024,4096 --engines mlxd
-    python -m benchmarks.prefix --look-up                        # only the look-up of 100k tokens, no server
+    python -m benchmarks.prefix                                  # 50m; 1k, 4k and 16k tokens
+    python -m benchmarks.prefix --tokens 1024,4096 --engines mlxd,mlx_lm.server
+    python -m benchmarks.prefix --look-up                        # only the look-up of 100k tokens, no model
 
-For each length: a prompt nobody has seen (cold), the same again (memory), requests at once that share it as a prefix
-which nobody has seen (together), and the first one again after the server was stopped and started (restart). Every
-answer to the same prompt must be the same text.
+For each length: a prompt nobody has seen (cold), the same again (memory), again after memory was emptied (disk),
+requests at once that share a new prefix (together), and the first one again after a stop and a start (restart).
+`worker` is the engine of mlxd with its disk cache and nothing around it; the others answer over HTTP.
 """
 
 import argparse
 import asyncio
+import shutil
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -26,6 +28,7 @@ from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Mlxd, MlxLmServer, Server, Unavailable
 from benchmarks.load import Job
 from benchmarks.measure import table
+from benchmarks.prefix_worker import Answer, Order
 from benchmarks.words import Prompts, load_tokenizer
 
 PATH: Final = "/v1/completions"
@@ -45,23 +48,122 @@ class Cached(Mlxd):
             config.write('cache = { ram = "4GiB", disk = "8GiB" }\n')
 
 
-SERVERS: Final[dict[str, type[Server]]] = {Mlxd.name: Cached, MlxLmServer.name: MlxLmServer}
+class Subject(Protocol):
+    """What is measured. `ask` sends prompts at once; `forget` drops what is in memory, if that can be asked for."""
+
+    name: str
+
+    async def start(self) -> None: ...
+
+    async def ask(self, prompts: Sequence[str]) -> list[Answer]: ...
+
+    async def forget(self) -> bool: ...
+
+    async def stop(self, is_last: bool) -> None: ...
+
+
+class Http:
+    """A server."""
+
+    def __init__(self, server: Server) -> None:
+        self.name = server.name
+        self._server = server
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def ask(self, prompts: Sequence[str]) -> list[Answer]:
+        replies = await asyncio.gather(*(self._reply(prompt) for prompt in prompts))
+        sent = min(reply.sent for reply in replies)
+        return [Answer(reply.times[0] - sent, reply.text, reply.cached_tokens) for reply in replies]
+
+    async def forget(self) -> bool:
+        return False
+
+    async def stop(self, is_last: bool) -> None:
+        await self._server.stop(keep=not is_last)
+
+    async def _reply(self, prompt: str) -> Reply:
+        connection = Connection(self._server.target)
+        reply = await connection.request(PATH, self._server.load.body(Job(prompt, OUTPUT_TOKENS)))
+        await connection.close()
+        if not reply.ok or not reply.times:
+            raise Unavailable(f"a request failed: HTTP {reply.status} {reply.error or reply.body[:300]!r}")
+        return reply
+
+
+class Worker:
+    """A worker's engine alone, with a disk cache."""
+
+    name = "worker"
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._disk = tempfile.mkdtemp(prefix="mlxd-bench-", dir="/tmp")
+        self._process: asyncio.subprocess.Process | None = None
+        self._forgets = False
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "benchmarks.prefix_worker", str(self._model), self._disk),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=blas.environment(),
+            limit=1 << 30,
+        )
+        await self._line()
+
+    async def ask(self, prompts: Sequence[str]) -> list[Answer]:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        order = Order(list(prompts), OUTPUT_TOKENS, self._forgets)
+        self._forgets = False
+        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+        return msgspec.json.decode(await self._line(), type=list[Answer])
+
+    async def forget(self) -> bool:
+        self._forgets = True
+        return True
+
+    async def stop(self, is_last: bool) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+        if is_last:
+            shutil.rmtree(self._disk)
+
+    async def _line(self) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            raise Unavailable("the worker died; its message is above")
+        return line
+
+
+SUBJECTS: Final[dict[str, Callable[[Path], Subject]]] = {
+    "worker": Worker,
+    "mlxd": lambda model: Http(Cached(model, LOAD_TIMEOUT_S)),
+    "mlx_lm.server": lambda model: Http(MlxLmServer(model, LOAD_TIMEOUT_S)),
+}
 
 
 class Prefix(msgspec.Struct, frozen=True):
-    """Seconds to the first token. `together` is until the last of `copies` requests has its first. None: not measured.
+    """Seconds to the first token; None: not measured. `together_s` is until the last of `copies` requests has its first.
 
-    `cached` is what `usage` said in memory and after the restart; `same` whether all answers to one prompt agreed.
+    `cached` is the tokens said to be cached in memory, from disk, and after the restart; `same`: all answers agreed.
     """
 
     engine: str
     tokens: int
     cold_s: float
     memory_s: float
-    restart_s: float | None
+    disk_s: float | None
+    restart_s: float
     copies: int
     together_s: float
-    cached: tuple[int, int]
+    cached: tuple[int, int, int]
     same: bool
 
 
@@ -98,67 +200,58 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[Prefix]:
     results: list[Prefix] = []
     for name in args.engines:
         try:
-            results += await measure_server(args, SERVERS[name](folder, LOAD_TIMEOUT_S), folder)
+            results += await measure_one(args, SUBJECTS[name](folder), folder)
         except Unavailable as why:
             print(why, file=sys.stderr)
-            if SERVERS[name] is Cached:
+            if name == Mlxd.name:
                 print("mlxd is measured without a disk cache", file=sys.stderr)
-                results += await measure_server(args, Mlxd(folder, LOAD_TIMEOUT_S), folder)
+                results += await measure_one(args, Http(Mlxd(folder, LOAD_TIMEOUT_S)), folder)
     return results
 
 
-async def measure_server(args: argparse.Namespace, server: Server, folder: Path) -> list[Prefix]:
+async def measure_one(args: argparse.Namespace, subject: Subject, folder: Path) -> list[Prefix]:
     prompts = Prompts(load_tokenizer(folder), args.seed)
     texts = {tokens: prompts.make(tokens) for tokens in args.tokens}
-    first: dict[int, tuple[Reply, list[Reply]]] = {}
+    seen: dict[int, list[Answer]] = {tokens: [] for tokens in args.tokens}
+    from_disk: dict[int, Answer | None] = {}
     together: dict[int, float] = {}
-    await server.start()
-    try:
-        await ask(server, prompts.make(64))
-        for tokens, text in texts.items():
-            cold = await ask(server, text)
-            first[tokens] = cold, [await ask(server, text) for _ in range(args.repeat)]
-            together[tokens] = await ask_together(server, prompts, tokens, args.copies)
-        await server.stop(keep=True)
-        await server.start()
-        await ask(server, prompts.make(64))
-        again = {tokens: await ask(server, text) for tokens, text in texts.items()}
-    finally:
-        await server.stop()
+    await subject.start()
+    await subject.ask([prompts.make(64)])
+    for tokens, text in texts.items():
+        for _ in range(1 + args.repeat):
+            seen[tokens] += await subject.ask([text])
+        from_disk[tokens] = (await subject.ask([text]))[0] if await subject.forget() else None
+        shared = prompts.make(tokens)
+        answers = await subject.ask([f"{shared} {prompts.make(SUFFIX_TOKENS)}" for _ in range(args.copies)])
+        together[tokens] = max(answer.ttft_s for answer in answers)
+    await subject.stop(is_last=False)
+    await subject.start()
+    await subject.ask([prompts.make(64)])
+    again = {tokens: (await subject.ask([text]))[0] for tokens, text in texts.items()}
+    await subject.stop(is_last=True)
     return [
-        Prefix(
-            engine=server.name,
-            tokens=tokens,
-            cold_s=ttft(cold),
-            memory_s=statistics.median(ttft(reply) for reply in warm),
-            restart_s=ttft(again[tokens]),
-            copies=args.copies,
-            together_s=together[tokens],
-            cached=(warm[0].cached_tokens, again[tokens].cached_tokens),
-            same=len({reply.text for reply in (cold, *warm, again[tokens])}) == 1,
-        )
-        for tokens, (cold, warm) in first.items()
+        _fold(subject.name, tokens, seen[tokens], from_disk[tokens], again[tokens], together[tokens], args.copies)
+        for tokens in args.tokens
     ]
 
 
-async def ask(server: Server, text: str) -> Reply:
-    connection = Connection(server.target)
-    reply = await connection.request(PATH, server.load.body(Job(text, OUTPUT_TOKENS)))
-    await connection.close()
-    if not reply.ok or not reply.times:
-        raise Unavailable(f"a request failed: HTTP {reply.status} {reply.error or reply.body[:300]!r}")
-    return reply
-
-
-async def ask_together(server: Server, prompts: Prompts, tokens: int, copies: int) -> float:
-    """Seconds until all of them have their first token."""
-    shared = prompts.make(tokens)
-    replies = await asyncio.gather(*(ask(server, f"{shared} {prompts.make(SUFFIX_TOKENS)}") for _ in range(copies)))
-    return max(reply.times[0] for reply in replies) - min(reply.sent for reply in replies)
-
-
-def ttft(reply: Reply) -> float:
-    return reply.times[0] - reply.sent
+def _fold(
+    engine: str, tokens: int, seen: list[Answer], disk: Answer | None, again: Answer, together_s: float, copies: int
+) -> Prefix:
+    cold, *warm = seen
+    everything = [*seen, again, *([disk] if disk else [])]
+    return Prefix(
+        engine=engine,
+        tokens=tokens,
+        cold_s=cold.ttft_s,
+        memory_s=statistics.median(answer.ttft_s for answer in warm),
+        disk_s=disk.ttft_s if disk else None,
+        restart_s=again.ttft_s,
+        copies=copies,
+        together_s=together_s,
+        cached=(warm[0].cached, disk.cached if disk else 0, again.cached),
+        same=len({answer.text for answer in everything}) == 1,
+    )
 
 
 def measure_look_up(tokens: int = LOOK_UP_TOKENS) -> LookUp:
@@ -189,35 +282,16 @@ def measure_look_up(tokens: int = LOOK_UP_TOKENS) -> LookUp:
 
 
 def as_table(results: Sequence[Prefix]) -> str:
-    header = (
-        "engine",
-        "tokens",
-        "cold",
-        "memory",
-        "÷ cold",
-        "restart",
-        "÷ cold",
-        "cached",
-        "together",
-        "÷ cold",
-        "same",
-    )
-    rows = [
-        (
-            result.engine,
-            str(result.tokens),
-            f"{result.cold_s:.2f}",
-            f"{result.memory_s:.3f}",
-            _fraction(result.memory_s, result.cold_s),
-            "-" if result.restart_s is None else f"{result.restart_s:.3f}",
-            "-" if result.restart_s is None else _fraction(result.restart_s, result.cold_s),
-            "/".join(map(str, result.cached)),
-            f"{result.together_s:.2f}",
-            f"{result.together_s / result.cold_s:.2f}",
-            "yes" if result.same else "NO",
-        )
-        for result in results
-    ]
+    times = ("memory", "÷ cold", "disk", "÷ cold", "restart", "÷ cold")
+    header = ("engine", "tokens", "cold", *times, "cached", "together", "÷ cold", "same text")
+    rows: list[list[str]] = []
+    for result in results:
+        row = [result.engine, str(result.tokens), f"{result.cold_s:.2f}"]
+        for seconds in (result.memory_s, result.disk_s, result.restart_s):
+            row += ["-", "-"] if seconds is None else [f"{seconds:.3f}", _fraction(seconds, result.cold_s)]
+        row += ["/".join(map(str, result.cached)), f"{result.together_s:.2f}"]
+        row += [f"{result.together_s / result.cold_s:.2f}", "yes" if result.same else "NO"]
+        rows.append(row)
     return table(header, rows)
 
 
@@ -230,14 +304,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--geometry", default="50m", choices=sorted(models.GEOMETRIES))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--tokens", default=TOKENS, type=lambda text: tuple(int(part) for part in text.split(",")))
-    parser.add_argument("--engines", default=tuple(SERVERS), type=lambda text: tuple(text.split(",")))
+    parser.add_argument("--engines", default=tuple(SUBJECTS), type=lambda text: tuple(text.split(",")))
     parser.add_argument("--copies", default=8, type=int, help="requests at once that share a prefix")
     parser.add_argument("--repeat", default=REPEAT, type=int, help="requests from memory; their median counts")
     parser.add_argument("--seed", default=1, type=int)
     parser.add_argument("--look-up", action="store_true", help="only the look-up")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if unknown := set(args.engines) - set(SERVERS):
+    if unknown := set(args.engines) - set(SUBJECTS):
         parser.error(f"unknown engines: {', '.join(sorted(unknown))}")
     return args
 

@@ -229,7 +229,7 @@ def test_the_books_say_what_mlx_really_holds(kind: str) -> None:
     mx.synchronize()
     gc.collect()
     held = mx.get_active_memory() - before
-    # MLX may use a free buffer that is somewhat larger than asked for; a buffer kept by a view would be many times that.
+    # MLX may use a free buffer that is larger than asked for; one that a view keeps alive would be many times that.
     assert held <= cache.nbytes * 1.5
     cache.clear()
     gc.collect()
