@@ -150,7 +150,7 @@ SUBJECTS: Final[dict[str, Callable[[Path], Subject]]] = {
 
 
 class Prefix(msgspec.Struct, frozen=True):
-    """Seconds to the first token; None: not measured. `together_s` is until the last of `copies` requests has its first.
+    """Seconds to the first token; None: not measured. `together_s` is until the last of `copies` requests has its.
 
     `cached` is the tokens said to be cached in memory, from disk, and after the restart; `same`: all answers agreed.
     """

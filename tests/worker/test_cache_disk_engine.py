@@ -3,6 +3,8 @@
 import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -104,6 +106,32 @@ def test_a_conversation_is_on_disk_soon_after_its_answer_without_a_shutdown(
             again = run_all(successor, batch)
     assert said(again) == answer
     assert cached(again[0]) == len(batch[0].prompt.ids) - 1  # type: ignore[union-attr]
+
+
+def test_a_killed_worker_leaves_its_conversation_to_the_next(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, batch = model_folder("gemma3_text"), family(1)
+    script = f"""
+from pathlib import Path
+from tests.support.engine import EngineHarness
+from tests.worker.test_cache_disk_engine import disk_spec, family
+with EngineHarness(disk_spec(Path({str(model)!r}), Path({str(tmp_path)!r}))) as engine:
+    engine.run(family(1))
+    print("answered", flush=True)
+    engine.wait(lambda: False)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"answered\n"
+        # The prompt, its end, and the answer: what follows is written in far less than a second.
+        until(lambda: len(disk.files(tmp_path)) >= 2 and not list(tmp_path.glob("*/*.part")))
+        worker.kill()
+    expected = cold_answers(model, batch)
+    with EngineHarness(disk_spec(model, tmp_path)) as engine:
+        again = run_all(engine, batch)
+    assert said(again) == expected
+    assert cached(again[0]) == len(words("shared", SHARED)) + 70 + 7 - 1
 
 
 def test_long_prompts_are_on_disk_before_their_answer_ends(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
