@@ -8,9 +8,18 @@ from protocol.failures import Code
 from protocol.messages import ChatPrompt
 from worker.errors import LoadFailed
 from worker.loader import Loaded
-from worker.parsers import FAMILIES, Parser, UnknownFamily, detect_family, make_parser, resolve, start_in_reasoning
+from worker.parsers import (
+    FAMILIES,
+    Parser,
+    UnknownFamily,
+    detect_family,
+    make_parser,
+    reasoning_end,
+    resolve,
+    start_in_reasoning,
+)
 from worker.parsers.channels import Channels
-from worker.parsers.conversation import Grammar
+from worker.tool_grammar import has_calls, next_message
 
 
 class Dialect:
@@ -27,8 +36,12 @@ class Dialect:
         except UnknownFamily as error:
             raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
         # A template without tools gets them as text, in the format that this family reads.
-        self.tool_family = self.family if knows_tools else "hermes"
+        self.tool_family = self.family if knows_tools and has_calls(self.family) else "hermes"
         self.closing_ids = tuple(tokenizer.encode(self._closing(), add_special_tokens=False))
+        # Where a call is to come, the next message is one to a tool.
+        self.calling_ids = self.closing_ids
+        if following := next_message(self.family):
+            self.calling_ids = tuple(tokenizer.encode(following, add_special_tokens=False))
         self.visible = self._visible(tokenizer, template or "", plain_chat)
 
     def parser(self, prompt: ChatPrompt, rendered: str) -> tuple[Parser, bool]:
@@ -44,19 +57,14 @@ class Dialect:
 
     def _closing(self) -> str:
         """What ends a reasoning block and begins the answer, in the family's own markup; empty if it never reasons."""
-        match FAMILIES[self.family].grammar:
-            case Channels():
-                return "<|end|><|start|>assistant<|channel|>final<|message|>"
-            case Grammar(think=None):
-                return ""
-            case Grammar(think=think):
-                assert think is not None
-                return f"\n{think.ends[0]}\n\n"
+        end = reasoning_end(self.family)
+        is_message = isinstance(FAMILIES[self.family].grammar, Channels)
+        return end if is_message or not end else f"\n{end}\n\n"
 
     def _visible(self, tokenizer: Any, template: str, plain_chat: str) -> frozenset[str]:
         """The control tokens that reach the parser: those of its markers, and those that a template uses for more than
         turns. All others have no text."""
-        markers = [marker for marker in _strings(FAMILIES[self.family]) if marker.strip()]
+        markers = [marker for marker in _strings([FAMILIES[self.family], FAMILIES[self.tool_family]]) if marker.strip()]
         special = [entry.content for entry in getattr(tokenizer, "added_tokens_decoder", {}).values() if entry.special]
         return frozenset(
             token

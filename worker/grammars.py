@@ -91,6 +91,15 @@ class Walk:
         """Whether this token may come next."""
         return self._matcher.validate_tokens([token]) == 1
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text so far is one that the grammar wants."""
+        return self._matcher.is_accepting()
+
+    def fits_all(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens may come next, one after the other."""
+        return self._matcher.validate_tokens(list(tokens)) == len(tokens)
+
     def take_bytes(self, text: bytes) -> None:
         """Go on by text that is part of a token."""
         self.take(self._table.tokenize_bytes(text))
@@ -151,7 +160,7 @@ class Grammars:
         self.compiled += 1
         try:
             source = _source(constraint)
-            table = self._tokens()
+            table = self.table()
             matcher = LLMatcher(table, source, log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise GrammarFailed(_reason(matcher.get_error()))
@@ -169,7 +178,8 @@ class Grammars:
             return Failure(Code.INVALID_REQUEST, "this grammar cannot be enforced: it is too complex", repr(error))
         return grammar
 
-    def _tokens(self) -> LLTokenizer:
+    def table(self) -> LLTokenizer:
+        """The tokenizer as llguidance knows it. Raises `RequestInvalid`."""
         with self._table_lock:
             if self._table is None:
                 try:
@@ -217,9 +227,12 @@ def _source(constraint: Constraint) -> str:
             assert_never(constraint.kind)
 
 
-def lark_json(schema: dict[str, Any]) -> str:
-    """What stands for a JSON value in a Lark grammar: spaced as sparingly as a `JSON_SCHEMA`."""
-    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+def lark_json(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
+    """What stands for a JSON value in a Lark grammar: spaced as sparingly as a `JSON_SCHEMA`.
+
+    `is_lenient` skips keywords that cannot be enforced instead of refusing them.
+    """
+    return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_OPTIONS, "lenient": is_lenient}})
 
 
 def _json(schema: str) -> str:

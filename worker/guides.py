@@ -8,7 +8,8 @@ import numpy as np
 
 from protocol.messages import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
-from worker.grammars import Allowed, Grammar, Grammars
+from worker.grammars import Allowed, Grammar, GrammarFailed, Grammars
+from worker.hurry import Haste, Hurried
 from worker.parsers import FAMILIES, start_in_reasoning
 from worker.parsers.channels import Channels
 
@@ -28,7 +29,11 @@ class Prologue:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The constraint of one request. `anything` is what a free block allows: every token but those that end it all."""
+    """The constraint of one request. `anything` is what a free block allows: every token but those that end it all.
+
+    With `haste`, an answer that has all but `reserve` of its `room` in tokens behind it takes the shortest way to its
+    end. A lazy rule begins behind its prologue's marker whenever that is written; all other text is free.
+    """
 
     grammar: Grammar
     prologue: Prologue
@@ -36,6 +41,10 @@ class Rule:
     anything: Allowed
     token_bytes: Callable[[int], bytes]
     ignore_eos: bool = False
+    is_lazy: bool = False
+    haste: Haste | None = None
+    room: int = 0
+    reserve: int = 0
 
 
 class Guide:
@@ -50,11 +59,14 @@ class Guide:
         # Whether a free block has just ended and nothing of the answer is there.
         self._has_opened = False
         self._tail = b""
+        self._left = rule.room
+        self._hurried = Hurried(rule.haste) if rule.haste is not None else None
         self._keep = max((len(end) for end in rule.prologue.ends), default=1) - 1
 
     def take(self, token: int) -> None:
         """Go on by one token. Raises `GrammarFailed`."""
         is_start, self._is_start = self._is_start, False
+        self._left -= 1
         if token in self._rule.eos_ids:
             self._is_over = True
         elif self._is_free:
@@ -64,6 +76,8 @@ class Guide:
         elif not (self._has_opened and self._is_gap(token)):
             self._walk.take([token])
             self._has_opened = False
+            if self._rule.is_lazy and self._walk.is_complete:
+                self._release()
 
     def allowed(self) -> Allowed | None:
         """Which tokens may come next; None when any may. Raises `GrammarFailed`."""
@@ -71,8 +85,10 @@ class Guide:
         if self._is_over:
             return None
         if self._is_free:
-            return rule.anything
+            return None if rule.is_lazy else rule.anything
         allowed = self._walk.allowed()
+        if self._hurried is not None and self._left <= rule.reserve:
+            return self._hurried.narrow(self._walk, allowed)
         if self._is_start:
             allowed[list(rule.prologue.openers)] = True
         if rule.ignore_eos:
@@ -88,10 +104,23 @@ class Guide:
             self._tail = text[-self._keep :] if self._keep else b""
             return
         at, end = min(hits)
-        self._is_free, self._has_opened = False, True
-        if rest := text[at + len(end) :].lstrip():
-            self._walk.take_bytes(rest)
+        self._is_free, self._has_opened = False, not self._rule.is_lazy
+        rest = text[at + len(end) :]
+        if rest := rest if self._rule.is_lazy else rest.lstrip():
+            self._begin(rest)
             self._has_opened = False
+
+    def _begin(self, text: bytes) -> None:
+        try:
+            self._walk.take_bytes(text)
+        except GrammarFailed:
+            if not self._rule.is_lazy:
+                raise
+            self._release()  # it only looked like a beginning
+
+    def _release(self) -> None:
+        """Leave the text free up to the next marker."""
+        self._walk, self._is_free, self._tail = self._rule.grammar.walk(), True, b""
 
     def _is_gap(self, token: int) -> bool:
         """Whether this is the space that a template, or whoever closes a block for the model, writes after it."""
@@ -110,7 +139,7 @@ class Rules:
         token_bytes: Callable[[int], bytes],
     ) -> None:
         """`tokenizer` is transformers'; `family` says how the model marks its reasoning."""
-        self._grammars = Grammars(tokenizer, vocab_size, eos_ids)
+        self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
         self._family = family
         self._vocabulary: dict[str, int] = tokenizer.get_vocab()
         template = getattr(tokenizer, "chat_template", None)
@@ -124,22 +153,26 @@ class Rules:
         """The rule for an answer to a prompt that ends with `prompt_end`. Raises `RequestInvalid`."""
         return Rule(
             grammar=self._compile(constraint),
-            prologue=self._prologue(prompt_end) if constraint.after_reasoning else Prologue(),
+            prologue=self.prologue(prompt_end) if constraint.after_reasoning else Prologue(),
             eos_ids=self._eos_ids,
             anything=self._anything,
             token_bytes=self._token_bytes,
             ignore_eos=ignore_eos,
         )
 
+    def of_grammar(self, grammar: Grammar, prologue: Prologue) -> Rule:
+        """A rule for a grammar that is compiled already."""
+        return Rule(grammar, prologue, self._eos_ids, self._anything, self._token_bytes)
+
     def _compile(self, constraint: Constraint) -> Grammar:
         try:
-            return self._grammars.compile(constraint)
+            return self.grammars.compile(constraint)
         except RequestInvalid:
             if constraint.is_strict or constraint.kind is not ConstraintKind.JSON_SCHEMA:
                 raise
-            return self._grammars.compile(Constraint(ConstraintKind.JSON_OBJECT))
+            return self.grammars.compile(Constraint(ConstraintKind.JSON_OBJECT))
 
-    def _prologue(self, prompt_end: str) -> Prologue:
+    def prologue(self, prompt_end: str) -> Prologue:
         """Open if the prompt has opened it; if it has neither opened nor closed it, the model may do so."""
         grammar = FAMILIES[self._family].grammar
         if isinstance(grammar, Channels):

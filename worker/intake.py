@@ -30,6 +30,7 @@ from worker.output import Writer
 from worker.rows import Row
 from worker.stops import StopScanner
 from worker.templates import Renderer
+from worker.tool_rules import DEFAULT_ROOM, ToolRules
 
 log = logging.getLogger("mlxd.worker")
 
@@ -57,6 +58,7 @@ class Intake:
         self._rules = Rules(
             loaded.tokenizer, self._dialect.family, loaded.vocab_size, loaded.eos_ids, self.vocabulary.token_bytes
         )
+        self._tool_rules = ToolRules(self._rules, loaded.tokenizer, self._dialect.tool_family, loaded.eos_ids)
         self._turn_starts = self._find_turn_starts(opened[len(closed) :])
 
     @property
@@ -70,7 +72,7 @@ class Intake:
             self.max_context = tokens
 
     def row(self, request: Generate, arrived: float) -> Row:
-        """A row that is safe to run, but for its constraint: see `constrain`. Raises `RequestInvalid`."""
+        """A row that is safe to run, but for its rule: see `restrict`. Raises `RequestInvalid`."""
         self._check_sampling(request)
         ids, text = self._encode(request.prompt)
         self._check_ids(request.resume, "resume")
@@ -94,6 +96,7 @@ class Intake:
         if isinstance(request.prompt, ChatPrompt):
             row.parser, row.is_reasoning = self._dialect.parser(request.prompt, text or "")
             row.thinking_budget, row.closing_ids = request.thinking_budget, self._dialect.closing_ids
+            row.is_one_call = request.prompt.one_call
         self.writer.replay(row, request.resume)
         return row
 
@@ -106,6 +109,29 @@ class Intake:
             case Tokenize(rid, prompt, want_ids):
                 ids, _ = self._encode(prompt, must_fit=False)
                 return Tokenized(rid, len(ids), tuple(ids) if want_ids else ())
+
+    def is_restricted(self, request: Generate) -> bool:
+        """Whether a row needs `restrict` before it may run."""
+        chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
+        return request.constraint is not None or (chat is not None and bool(chat.must_call or chat.strict_tools))
+
+    def restrict(self, row: Row, request: Generate) -> None:
+        """Give a row the rule for its output. For any thread that can wait, up to seconds. Raises `RequestInvalid`.
+
+        Calls that must be made come before a format of the answer, and that before the form of calls that may be made.
+        """
+        chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
+        if chat is None or (request.constraint is not None and not chat.must_call):
+            if request.constraint is not None:
+                self.constrain(row, request.constraint)
+            return
+        room = row.max_tokens if request.max_tokens is not None else min(row.max_tokens, DEFAULT_ROOM)
+        row.rule = self._tool_rules.make(chat, self.vocabulary.decode(row.prompt[-_PROMPT_END:]), room)
+        if chat.must_call and row.rule is not None:
+            # Reasoning may take half of the tokens, but none of those that the call needs.
+            row.closing_ids = self._dialect.calling_ids
+            most = max(0, min(room // 2, room - row.rule.reserve - len(row.closing_ids)))
+            row.thinking_budget = most if row.thinking_budget is None else min(row.thinking_budget, most)
 
     def constrain(self, row: Row, constraint: Constraint) -> None:
         """Give a row the rule for its output. For any thread that can wait, up to seconds. Raises `RequestInvalid`."""

@@ -20,7 +20,6 @@ import msgspec
 
 from protocol.failures import Code, Exit, Failure
 from protocol.messages import (
-    Constraint,
     Detokenize,
     Generate,
     Goodbye,
@@ -180,9 +179,9 @@ class Process:
         """Requests become rows in order, but for those that wait for the compiler of their grammar."""
         compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="compiler")
 
-        def constrain(row: "Row", constraint: Constraint) -> None:
+        def restrict(row: "Row", request: Generate) -> None:
             with self._refusing(row.rid):
-                intake.constrain(row, constraint)
+                intake.restrict(row, request)
                 inbox.put(row)
 
         while True:
@@ -192,10 +191,10 @@ class Process:
                     self._link.send(intake.tokenize(request))
                     continue
                 row = intake.row(request, arrived)
-                if request.constraint is None:
-                    inbox.put(row)
+                if intake.is_restricted(request):
+                    compilers.submit(restrict, row, request)
                 else:
-                    compilers.submit(constrain, row, request.constraint)
+                    inbox.put(row)
 
     @contextmanager
     def _refusing(self, rid: int) -> Generator[None]:

@@ -65,6 +65,9 @@ class Writer:
         elif ended is not None:
             finish = Finish.LENGTH
         events = self._parse(row, safe, is_end=finish is not None)
+        if row.is_one_call and (at := _first_end(events)) is not None:
+            # What comes after the call is not wanted, and neither is what this token may have said of it.
+            events, finish = events[: at + 1], Finish.STOP
         if finish is Finish.STOP and row.parser is not None and row.parser.saw_tool_call:
             finish = Finish.TOOL_CALLS
         return Piece(events, self._release(row, is_stopped), finish)
@@ -76,15 +79,14 @@ class Writer:
         row.unsent.clear()
 
     def _parse(self, row: Row, text: str, is_end: bool) -> list[Event]:
-        """Text to events; a token counts as reasoning until the first event that is something else."""
+        """Text to events; a token that opens or ends a block of reasoning counts as part of it."""
         if row.parser is None:
             return [Event(Kind.TEXT, text)] if text else []
         was_reasoning = row.is_reasoning
         events = row.parser.feed(text) if text else []
         if is_end:
             events += row.parser.finish()
-        if events:
-            row.is_reasoning = events[-1].kind is Kind.REASONING
+        row.is_reasoning = row.parser.in_reasoning
         row.reasoning += was_reasoning or row.is_reasoning
         return events
 
@@ -98,3 +100,8 @@ class Writer:
             if logprob is not None:
                 logprobs.append(logprob)
         return tuple(logprobs) or None
+
+
+def _first_end(events: Sequence[Event]) -> int | None:
+    """Where the first tool call ends."""
+    return next((at for at, event in enumerate(events) if event.kind is Kind.TOOL_END), None)

@@ -53,6 +53,8 @@ class Row:
     text_seen: int = 0
     text_sent: int = 0
     parser: Parser | None = None
+    # Ends with its first tool call.
+    is_one_call: bool = False
     is_reasoning: bool = False
     thinking_budget: int | None = None
     # What is written for the model once the budget is used up.

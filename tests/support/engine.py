@@ -142,8 +142,8 @@ class EngineHarness:
         result = self.results[request.rid] = Result()
         try:
             row: Row = self.intake.row(request, time.monotonic())
-            if request.constraint is not None:
-                self.intake.constrain(row, request.constraint)
+            if self.intake.is_restricted(request):
+                self.intake.restrict(row, request)
         except RequestInvalid as error:
             self._receive(Rejected(request.rid, error.failure))
             return result

@@ -1,13 +1,14 @@
 """Tiny random models of every cache kind, built once per test run: real MLX, real tokenizers, no download."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import gemma3_text, gpt_oss, llama, qwen3, qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.utils import save_config, save_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 VOCAB = 512
@@ -78,11 +79,15 @@ ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def build(architecture: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """A random model of `architecture` with a byte-level tokenizer, in the layout of a Hugging Face repository."""
+def build(architecture: str, folder: Path, *, seed: int = 0, markers: Sequence[str] = (), **overrides: Any) -> Path:
+    """A random model of `architecture` with a byte-level tokenizer, in the layout of a Hugging Face repository.
+
+    `markers` become control tokens.
+    """
     module, base = ARCHITECTURES[architecture]
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer()
+    tokenizer = tiny_tokenizer(markers)
+    overrides = {"vocab_size": max(VOCAB, len(tokenizer)), **overrides}
     tokenizer.save_pretrained(folder)
     config = {**base, "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"), **overrides}
     mx.random.seed(seed)
@@ -95,7 +100,8 @@ def build(architecture: str, folder: Path, *, seed: int = 0, **overrides: Any) -
     return folder
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer(markers: Sequence[str] = (), *, are_special: bool = True) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with `markers` as tokens of their own."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -116,6 +122,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
     )
+    tokens = [AddedToken(marker, special=are_special, normalized=False) for marker in markers]
+    tokenizer.add_tokens(tokens, special_tokens=are_special)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

@@ -1,0 +1,119 @@
+"""Tool calls that random models are made to write: forced, bounded, behind reasoning, one at a time."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.messages import ChatPrompt, Finish, Generate, Kind, Sampling
+from tests.support.calls import TOOLS, check, markers
+from tests.support.engine import EngineHarness, Result, spec
+from tests.support.models import build
+
+THINKING = r"""
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + (m.content or '') + '<|im_end|>\n' }}{%- endfor %}
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
+PLAIN = THINKING.replace("<think>\\n", "")
+MESSAGES = [{"role": "user", "content": "kato mira sen"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _built(tmp_path_factory.mktemp("plain"), PLAIN)
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _built(tmp_path_factory.mktemp("thinking"), THINKING)
+
+
+def _built(path: Path, template: str) -> Path:
+    folder = build("qwen3", path, markers=markers())
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def chat(rid: int, temperature: float = 0.0, max_tokens: int | None = 500, **prompt: Any) -> Generate:
+    asked = ChatPrompt(MESSAGES, TOOLS, **{"must_call": True, **prompt})
+    return Generate(rid, asked, Sampling(temperature=temperature, seed=rid), max_tokens=max_tokens)
+
+
+def calls(result: Result) -> list[tuple[str, str]]:
+    names = [delta.tool.name for delta in result.deltas if delta.kind is Kind.TOOL_BEGIN and delta.tool]
+    arguments = ["" for _ in names]
+    for delta in result.deltas:
+        if delta.kind is Kind.TOOL_ARGS and delta.tool:
+            arguments[delta.tool.index] += delta.text
+    return list(zip(names, arguments, strict=True))
+
+
+def assert_called(results: Sequence[Result]) -> None:
+    for result in results:
+        assert result.finish is Finish.TOOL_CALLS, result.failure
+        check(calls(result))
+        assert not any(text.strip() for kind, text in result.events if kind is Kind.TEXT)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["hermes", "qwen3_coder", "glm45", "gemma4", "harmony", "llama3_json", "lfm2_pythonic", "kimi_k3", "mistral",
+     "deepseek_v3", "minimax_m3"],
+)  # fmt: skip
+def test_a_random_model_calls_when_it_must_greedy_and_hot(family: str, folder: Path) -> None:
+    with EngineHarness(spec(folder, parser=family)) as engine:
+        assert_called(engine.run([chat(1), chat(2, 1.0), chat(3, 2.0), chat(4, 1.0, one_call=True)]))
+        (named,) = engine.run([chat(5, 1.0, callable_tools=("now",), one_call=True)])
+    assert calls(named) == [("now", "{}")]
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "granite"])
+def test_reasoning_that_never_ends_leaves_room_for_the_call(family: str, thinker: Path) -> None:
+    with EngineHarness(spec(thinker, parser=family)) as engine:
+        results = engine.run([chat(1), chat(2, 1.0)])
+        (bounded,) = engine.run([chat(3, 1.0, callable_tools=("now",))])
+    assert_called([*results, bounded])
+    for result in results:
+        assert any(kind is Kind.REASONING for kind, _ in result.events)
+        assert result.usage is not None
+        assert 0 < result.usage.reasoning <= 250 + 4
+
+
+def test_the_answer_ends_after_its_first_call_where_only_one_is_wanted(folder: Path) -> None:
+    both = "".join(f'<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>{gap}' for gap in ("\n", ""))
+    with EngineHarness(spec(folder, parser="hermes")) as engine:
+        engine_calls = [chat(rid, must_call=False, one_call=one) for rid, one in ((1, False), (2, True))]
+        rows = [engine.intake.row(request, 0.0) for request in engine_calls]
+        ids = engine.loaded.tokenizer.encode(both, add_special_tokens=False)
+        seen: list[list[Kind]] = []
+        for row in rows:
+            pieces = []
+            for token in ids:
+                pieces.append(engine.intake.writer.advance(row, token, None, None))
+                if pieces[-1].finish is not None:
+                    break
+            seen.append([event.kind for piece in pieces for event in piece.events])
+            assert pieces[-1].finish is (Finish.TOOL_CALLS if row.is_one_call else None)
+    assert [kinds.count(Kind.TOOL_BEGIN) for kinds in seen] == [2, 1]
+
+
+def test_a_forced_call_goes_on_where_another_worker_left_it(folder: Path) -> None:
+    with EngineHarness(spec(folder, parser="qwen3_coder")) as engine:
+        (whole,) = engine.run([chat(1, 1.0)])
+        assert_called([whole])
+        for count in (3, len(whole.ids) // 2, len(whole.ids) - 2):
+            request = chat(1, 1.0)
+            resumed = Generate(rid=100 + count, prompt=request.prompt, sampling=request.sampling,
+                               max_tokens=500, resume=tuple(whole.ids[:count]))  # fmt: skip
+            (rest,) = engine.run([resumed])
+            assert [*whole.ids[:count], *rest.ids] == whole.ids
+
+
+def test_a_template_without_tools_gets_them_in_a_form_that_is_read_back(tmp_path: Path) -> None:
+    folder = build("qwen3", tmp_path)
+    with EngineHarness(spec(folder, parser="none")) as engine:
+        (result,) = engine.run([chat(1)])
+    assert_called([result])
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls(result))

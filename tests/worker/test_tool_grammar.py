@@ -1,0 +1,101 @@
+"""Grammars of calls: whatever a model picks among the tokens that they allow, its family's parser reads valid calls."""
+
+import random
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from protocol.messages import ChatPrompt
+from tests.support.calls import CALLING, TOOLS, Called, check, markers, reasoning_end, tool
+from tests.support.models import tiny_tokenizer
+from worker.detokenize import Vocabulary
+from worker.guides import Guide, Rule, Rules
+from worker.tool_rules import ToolRules
+
+ROOM = 800
+STRICT = [tool("f", {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 4}},
+                     "required": ["n"]})]  # fmt: skip
+
+
+@cache
+def tokenizer(are_special: bool) -> PreTrainedTokenizerFast:
+    return tiny_tokenizer(markers(), are_special=are_special)
+
+
+def make(family: str, prompt: ChatPrompt, are_special: bool = True, room: int = ROOM) -> Rule:
+    known = tokenizer(are_special)
+    eos_ids = [known.convert_tokens_to_ids("<|im_end|>")]
+    rules = Rules(known, family, len(known), eos_ids, Vocabulary(known).token_bytes)
+    rule = ToolRules(rules, known, family, eos_ids).make(prompt, reasoning_end(family), room)
+    assert rule is not None
+    return rule
+
+
+def walk(rule: Rule, seed: int, start: str = "", are_special: bool = True, room: int = ROOM) -> str | None:
+    """What a model without any sense says until it may say anything; None if it comes to no end.
+
+    Odd seeds have favourite tokens.
+    """
+    known, rng, guide = tokenizer(are_special), random.Random(seed), Guide(rule)
+    liking = np.array([rng.gauss(0, 3 * (seed % 2)) for _ in range(len(known))])
+    ids: list[int] = known.encode(start)
+    for token in ids:
+        guide.take(token)
+    while len(ids) < room:
+        allowed = guide.allowed()
+        if allowed is None:
+            return str(known.decode(ids, skip_special_tokens=False))
+        options = np.flatnonzero(allowed)
+        token = int(rng.choices(options, weights=np.exp(liking[options]))[0])
+        guide.take(token)
+        if token in rule.eos_ids:
+            return str(known.decode(ids, skip_special_tokens=False))
+        ids.append(token)
+    return None
+
+
+@pytest.mark.parametrize("are_special", [True, False], ids=["control tokens", "plain tokens"])
+@pytest.mark.parametrize("family", CALLING)
+def test_a_call_that_is_required_is_valid_and_whole_within_its_room(family: str, are_special: bool) -> None:
+    rule = make(family, ChatPrompt([], TOOLS, must_call=True), are_special)
+    for seed in range(6):
+        text = walk(rule, seed, are_special=are_special)
+        assert text is not None, seed
+        called = Called.read(family, text)
+        check(called.calls)
+        assert not called.content.strip(), text
+        assert not called.malformed, text
+
+
+@pytest.mark.parametrize("family", CALLING)
+def test_a_named_tool_is_called_once(family: str) -> None:
+    rule = make(family, ChatPrompt([], TOOLS, must_call=True, callable_tools=("set-it",), one_call=True))
+    for seed in range(4):
+        called = Called.read(family, walk(rule, seed) or "")
+        check(called.calls)
+        assert [name for name, _ in called.calls] == ["set-it"]
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "gemma4", "kimi_k3", "lfm2_pythonic", "harmony"])
+def test_a_schema_that_no_grammar_can_hold_leaves_the_arguments_free(family: str) -> None:
+    impossible: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)b\\1"}}}
+    rule = make(family, ChatPrompt([], [tool("f", impossible)], must_call=True, one_call=True))
+    called = Called.read(family, walk(rule, 1) or "", [tool("f")])
+    assert [name for name, _ in called.calls] == ["f"]
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45", "mistral", "kimi_k2", "gemma4", "deepseek_v31"])
+def test_strict_arguments_fit_once_a_call_has_begun_and_text_is_free(family: str) -> None:
+    prompt = ChatPrompt([], STRICT, strict_tools=("f",))
+    rule = make(family, prompt)
+    trigger = rule.prologue.ends[0].decode()
+    guide = Guide(rule)
+    assert guide.allowed() is None
+    for seed in range(3):
+        text = walk(rule, seed, start="Well <b> then" + trigger, room=2000)
+        called = Called.read(family, text or "", STRICT)
+        check(called.calls, STRICT)
+        assert called.content.startswith("Well <b> then")

@@ -1,0 +1,108 @@
+"""Tools' JSON schemas, made ready for a grammar: closed, bounded, and read without trust."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+Schema = Mapping[str, Any]
+
+# JSON's numbers that every client can hold.
+INTEGER_MAX: Final = 2**53 - 1
+_BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_MAPS: Final = ("properties", "$defs", "definitions")
+# Says nothing about what is valid.
+_PROSE: Final = frozenset({"description", "title", "default", "examples", "$schema", "$comment"})
+_MAX_DEPTH: Final = 64
+_NO_PARAMETERS: Final[Schema] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that may be called."""
+
+    name: str
+    parameters: Schema
+
+    @property
+    def properties(self) -> Schema:
+        return mapping(self.parameters.get("properties"))
+
+    @property
+    def required(self) -> frozenset[str]:
+        return names(self.parameters.get("required"))
+
+
+def tool_of(declared: Mapping[str, Any]) -> Tool:
+    """From OpenAI's shape."""
+    function = mapping(declared.get("function")) or declared
+    parameters = mapping(function.get("parameters"))
+    if not parameters.keys() & {"properties", "anyOf", "oneOf", "allOf", "$ref", "additionalProperties"}:
+        return Tool(str(function.get("name")), _NO_PARAMETERS)
+    return Tool(str(function.get("name")), {"type": "object", **mapping(closed(parameters))})
+
+
+def anything(tool: Tool) -> Tool:
+    """The same tool with any arguments: of any type in formats that name them, any object in the others."""
+    open_ = {key: {} for key in tool.properties}
+    return Tool(tool.name, {"type": "object", "properties": open_, "additionalProperties": True})
+
+
+def closed(schema: Any, depth: int = 0) -> Any:
+    """The same schema without parameters that nobody has declared, and integers within what JSON clients can hold."""
+    if isinstance(schema, list):
+        return [closed(item, depth + 1) for item in cast("list[Any]", schema)]
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return schema
+    fields = {key: value for key, value in cast(Schema, schema).items() if key not in _PROSE}
+    for key, value in fields.items():
+        if key in _MAPS:
+            fields[key] = {name: closed(inner, depth + 1) for name, inner in mapping(value).items()}
+        elif key in ("items", "anyOf", "oneOf", "prefixItems", "additionalProperties"):
+            fields[key] = closed(value, depth + 1)
+    if "properties" in fields and not fields.keys() & {"additionalProperties", "patternProperties", "allOf"}:
+        fields["additionalProperties"] = False
+    if fields.get("type") == "integer" and not fields.keys() & {*_BOUNDS, "enum", "const"}:
+        fields |= {"minimum": -INTEGER_MAX, "maximum": INTEGER_MAX}
+    return fields
+
+
+def resolved(schema: Any, root: Schema) -> Schema:
+    """Behind `$ref`s into the same document; what cannot be found may be anything."""
+    found = mapping(schema)
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(ref := found.get("$ref"), str):
+            return found
+        target: Any = root
+        for step in ref.removeprefix("#").split("/")[1:]:
+            target = mapping(target).get(step.replace("~1", "/").replace("~0", "~"))
+        found = mapping(target)
+    return {}
+
+
+def types_of(schema: Schema) -> tuple[str, ...]:
+    """The declared types; empty for any."""
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return (declared,)
+    if isinstance(declared, Sequence):
+        return tuple(str(each) for each in cast("Sequence[Any]", declared))
+    if "properties" in schema:
+        return ("object",)
+    return ("array",) if "items" in schema else ()
+
+
+def is_bounded(schema: Schema) -> bool:
+    return bool(schema.keys() & set(_BOUNDS))
+
+
+def count(schema: Schema, key: str) -> int | None:
+    value = schema.get(key)
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
+
+
+def mapping(found: Any) -> Schema:
+    return cast(Schema, found) if isinstance(found, Mapping) else {}
+
+
+def names(found: Any) -> frozenset[str]:
+    return frozenset(str(each) for each in cast("list[Any]", found)) if isinstance(found, list) else frozenset()

@@ -1,0 +1,119 @@
+"""Rules that make a chat's answer call tools: what is asked for, as a grammar in the model's own markup."""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from protocol.messages import ChatPrompt, Constraint, ConstraintKind
+from worker.errors import RequestInvalid
+from worker.grammars import Grammar
+from worker.guides import Prologue, Rule, Rules
+from worker.hurry import Haste
+from worker.parsers import FAMILIES
+from worker.parsers.channels import Channels
+from worker.tool_grammar import CallGrammar, Calls, Marks, call_grammar, strict_grammar
+
+log = logging.getLogger("mlxd.worker")
+
+# Calls come to their end within this many tokens where a request sets no limit.
+DEFAULT_ROOM: Final = 8192
+_MAX_CACHED: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    grammar: Grammar
+    haste: Haste
+    reserve: int
+
+
+class ToolRules:
+    """Makes the rules of one model. Safe to call from threads that may wait for a compiler."""
+
+    def __init__(self, rules: Rules, tokenizer: Any, family: str, eos_ids: Sequence[int]) -> None:
+        """`family` says how calls are written; `tokenizer` is transformers'."""
+        self._rules = rules
+        self._family = family
+        self._vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self._added = [(token.content, at) for at, token in getattr(tokenizer, "added_tokens_decoder", {}).items()]
+        self._eos_ids = tuple(eos_ids)
+        self._lock = threading.Lock()
+        self._marks: Marks | None = None
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+
+    def make(self, prompt: ChatPrompt, prompt_end: str, room: int) -> Rule | None:
+        """The rule for `room` tokens of answer; None where there is nothing to enforce. Raises `RequestInvalid`."""
+        if prompt.must_call:
+            return self._forced(prompt, prompt_end, room)
+        return self._strict(prompt) if prompt.strict_tools else None
+
+    def _forced(self, prompt: ChatPrompt, prompt_end: str, room: int) -> Rule:
+        tools = _named(prompt.tools, prompt.callable_tools)
+        calls = Calls(tools, is_parallel=not prompt.one_call)
+        marks = self._known_marks()
+        compiled = self._compile(lambda calls: call_grammar(self._family, calls, marks, prompt_end), calls)
+        is_messages = isinstance(FAMILIES[self._family].grammar, Channels)
+        # Where outputs are messages, the grammar has the reasoning in it.
+        prologue = Prologue() if is_messages else self._rules.prologue(prompt_end)
+        rule = self._rules.of_grammar(compiled.grammar, prologue)
+        return replace(rule, haste=compiled.haste, room=room, reserve=compiled.reserve)
+
+    def _strict(self, prompt: ChatPrompt) -> Rule | None:
+        """What follows once a call has begun; the tools that are not strict take any arguments."""
+        marks = self._known_marks()
+        loose = tuple(name for name in map(_name, prompt.tools) if name not in prompt.strict_tools)
+        calls = Calls(prompt.tools, is_parallel=not prompt.one_call, loose_names=loose)
+        found = strict_grammar(self._family, calls, marks)
+        if found is None:
+            return None
+        compiled = self._compile(lambda calls: strict_grammar(self._family, calls, marks) or found, calls)
+        rule = self._rules.of_grammar(compiled.grammar, Prologue((found.trigger.encode(),), is_open=True))
+        return replace(rule, is_lazy=True)
+
+    def _compile(self, write: Callable[[Calls], CallGrammar], calls: Calls) -> _Compiled:
+        written = write(calls)
+        with self._lock:
+            if found := self._compiled.get(written.text):
+                self._compiled.move_to_end(written.text)
+                return found
+        try:
+            compiled = self._try(written)
+        except RequestInvalid as error:
+            # A schema that no grammar can hold must not keep a client from calling its tools.
+            log.warning("tools are called without their schemas: %s", error)
+            compiled = self._try(write(replace(calls, is_loose=True)))
+        with self._lock:
+            self._compiled[written.text] = compiled
+            if len(self._compiled) > _MAX_CACHED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _try(self, written: CallGrammar) -> _Compiled:
+        grammar = self._rules.grammars.compile(Constraint(ConstraintKind.GRAMMAR, written.text, param="tools"))
+        haste = Haste(self._encode, self._eos_ids, written.value_ends, written.ends)
+        return _Compiled(grammar, haste, haste.shortest(grammar.walk()))
+
+    def _encode(self, text: str) -> list[int]:
+        table = self._rules.grammars.table()
+        ids: list[int] = []
+        for piece in self._known_marks().pieces(text):
+            ids += [piece] if isinstance(piece, int) else table.tokenize_str(piece)
+        return ids
+
+    def _known_marks(self) -> Marks:
+        if self._marks is None:
+            table = self._rules.grammars.table()
+            specials = {content: at for content, at in self._added if table.is_special_token(at)}
+            self._marks = Marks(self._vocabulary, specials, self._eos_ids)
+        return self._marks
+
+
+def _named(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
+    return [tool for tool in tools if not names or _name(tool) in names]
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    return str(tool["function"]["name"])
