@@ -1,0 +1,203 @@
+"""`/v1/responses`: create, retrieve, delete, cancel, list what went in, count tokens."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.api import serve
+from gateway.api.responses_encoder import ResponseFold, ResponseStream, Run
+from gateway.api.responses_history import History, numbered
+from gateway.api.responses_output import Output
+from gateway.config import ModelConfig
+from gateway.errors import ApiError, BadRequest, Unsupported
+from gateway.http import Record, read_body, record_of, send_body
+from gateway.schemas import responses_out as out
+from gateway.schemas.responses import Item, ResponsesRequest, decode_count, decode_responses
+from gateway.schemas.responses_echo import echo
+from gateway.schemas.responses_lowering import lower_prompt, lower_responses
+from gateway.schemas.responses_tools import Toolbox, toolbox
+from gateway.services import Services
+from gateway.store import Store, Stored
+
+ITEMS_MAX: Final = 100
+ITEMS_DEFAULT: Final = 20
+SEALED: Final = "reasoning.encrypted_content"
+
+_encode = msgspec.json.Encoder().encode
+
+
+def routes(services: Services, store: Store) -> list[Route]:
+    """All of the API."""
+    running: dict[str, tuple[str, Run]] = {}
+    history = History(store)
+    return [
+        Route("/v1/responses", Create(services, history, running), methods=["POST"]),
+        Route("/v1/responses/input_tokens", CountTokens(services, history), methods=["POST"]),
+        Route("/v1/responses/{id}", One(history), methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", Cancel(history, running), methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", InputItems(history), methods=["GET"]),
+    ]
+
+
+class Create:
+    """An ASGI endpoint. `running` holds the responses that can be cancelled, with their tenants."""
+
+    def __init__(self, services: Services, history: History, running: dict[str, tuple[str, Run]]) -> None:
+        self._services = services
+        self._history = history
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        body = await read_body(scope, receive, services.config.server.max_body_bytes)
+        request, ignored = decode_responses(body)
+        tenant = tenant_of(record)
+        request = msgspec.structs.replace(request, input=await self._history.resolved(tenant, request.items))
+        before = await self._history.before(tenant, request.previous_response_id)
+        box = toolbox(request)
+        prompt, left_out = lower_prompt(request, box, before)
+        ignored = list(dict.fromkeys([*ignored, *box.ignored, *left_out]))
+        stream = bool(request.stream)
+        model, seed = serve.begin(services, record, request.model, stream, request.seed, ignored)
+        generate = lower_responses(request, prompt, model, services.link.next_rid, seed, serve.deadline_ms(services))
+        run = self._run(request, box, model, tenant)
+        job = serve.Job(services, record, model, [generate])
+        self._running[run.response.id] = (tenant, run)
+        try:
+            if stream:
+                await job.stream(ResponseStream(run), receive, send)
+            else:
+                await self._whole(job, run, receive, send)
+        finally:
+            del self._running[run.response.id]
+
+    async def _whole(self, job: serve.Job, run: Run, receive: Receive, send: Send) -> None:
+        try:
+            await job.whole(ResponseFold(run), receive, send)
+        except ApiError as error:
+            if not run.is_cancelled:
+                raise
+            await send_body(send, 200, _encode(run.fail(error)), job.record.headers)
+
+    def _run(self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, tenant: str) -> Run:
+        stem = secrets.token_hex(20)
+        is_stored = self._history.is_on and request.store is not False
+        response = echo(request, box, model, f"resp_{stem}", serve.now(), is_stored)
+        inputs = numbered(request.items, stem)
+        link = self._services.link
+
+        def keep(last: out.Response) -> None:
+            if is_stored:
+                self._history.keep(tenant, last, inputs)
+
+        def stop(rids: Sequence[int]) -> None:
+            link.stop(rids, "cancelled")
+
+        output = Output(stem, box.forms, request.includes(SEALED))
+        return Run(response, output, serve.now, keep, stop)
+
+
+class CountTokens:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services, history: History) -> None:
+        self._services = services
+        self._history = history
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        body = await read_body(scope, receive, services.config.server.max_body_bytes)
+        request, ignored = decode_count(body)
+        tenant = tenant_of(record)
+        request = msgspec.structs.replace(request, input=await self._history.resolved(tenant, request.items))
+        before = await self._history.before(tenant, request.previous_response_id)
+        prompt, left_out = lower_prompt(request, toolbox(request), before)
+        model, _ = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])
+        tokenized = await serve.tokenize(services, model, prompt)
+        await send_body(send, 200, _encode(out.TokenCount(tokenized.count)), record.headers)
+
+
+class One:
+    """An ASGI endpoint: retrieve and delete."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant, response_id = tenant_of(record_of(scope)), _path_id(scope)
+        if scope["method"] == "DELETE":
+            await self._history.delete(tenant, response_id)
+            await send_body(send, 200, _encode(out.Deleted(response_id)))
+            return
+        if _query(scope).get("stream", "").lower() == "true":
+            raise Unsupported("'stream' is not supported here: only whole responses are kept.", "stream")
+        stored = await self._history.get(tenant, response_id)
+        await send_body(send, 200, stored.body)
+
+
+class Cancel:
+    """An ASGI endpoint. One that has ended already is answered as it is."""
+
+    def __init__(self, history: History, running: dict[str, tuple[str, Run]]) -> None:
+        self._history = history
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant, response_id = tenant_of(record_of(scope)), _path_id(scope)
+        owner, run = self._running.get(response_id, ("", None))
+        if run is not None and owner == tenant:
+            await send_body(send, 200, _encode(run.cancel()))
+            return
+        stored = await self._history.get(tenant, response_id)
+        await send_body(send, 200, stored.body)
+
+
+class InputItems:
+    """An ASGI endpoint: what the model was given, the conversation before included, a page at a time."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant, response_id = tenant_of(record_of(scope)), _path_id(scope)
+        stored: Stored = await self._history.get(tenant, response_id)
+        items = [*await self._history.before(tenant, stored.previous), *self._history.inputs(stored)]
+        await send_body(send, 200, _encode(_page(items, _query(scope))))
+
+
+def tenant_of(record: Record) -> str:
+    """Who may come back to what this request leaves behind."""
+    return record.caller.key or ""
+
+
+def _page(items: list[Item], query: QueryParams) -> out.ItemList:
+    """The newest first, unless asked otherwise. Raises `BadRequest`."""
+    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(ITEMS_DEFAULT))
+    if order not in ("asc", "desc"):
+        raise BadRequest("Invalid value for 'order': expected asc or desc.", "order", "invalid_value")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= ITEMS_MAX):
+        raise BadRequest(f"Invalid value for 'limit': expected 1 to {ITEMS_MAX}.", "limit", "invalid_value")
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        places = [index for index, item in enumerate(ordered) if item.id == after]
+        if not places:
+            raise BadRequest(f"There is no item {after[:100]!r} here.", "after", "invalid_value")
+        ordered = ordered[places[-1] + 1 :]
+    page = ordered[: int(limit)]
+    ids = [item.id for item in page] or [None]
+    return out.ItemList(page, ids[0], ids[-1], len(ordered) > len(page))
+
+
+def _path_id(scope: Scope) -> str:
+    found = scope["path_params"]["id"]
+    assert isinstance(found, str)
+    return found
+
+
+def _query(scope: Scope) -> QueryParams:
+    return QueryParams(scope["query_string"])

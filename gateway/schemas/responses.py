@@ -1,0 +1,157 @@
+"""The request body of OpenAI's Responses API. Items are one tolerant struct: their `type` says which fields count."""
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from gateway.errors import BadRequest, Unsupported
+from gateway.schemas.decode import decode
+from gateway.schemas.openai import Effort, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP, Unit
+
+# Accepted because they ask for nothing that a local server does, whatever their value.
+NO_ACTION: Final = frozenset(
+    {"client_metadata", "prompt_cache_retention", "prompt_cache_options", "stream_options", "service_tier"}
+)
+
+
+class Part(Struct, frozen=True, omit_defaults=True):
+    """One part of a message, of a tool's output or of a reasoning item."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(Struct, frozen=True, omit_defaults=True):
+    """An input item of any type, and an output item that comes back. Without a type it is a message or a reference."""
+
+    type: str | None = None
+    id: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    status: str | None = None
+    phase: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | UnsetType = UNSET
+    encrypted_content: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The type, also where the client left it out."""
+        if self.type is not None:
+            return self.type
+        return "item_reference" if self.role is None and self.content is None else "message"
+
+
+class ReasoningWish(Struct, frozen=True):
+    """A summary cannot be made here: what was thought is sent as it is."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextFormat(Struct, frozen=True):
+    type: str
+    name: str | UnsetType = UNSET
+    description: str | UnsetType | None = UNSET
+    schema: dict[str, Any] | UnsetType = UNSET
+    strict: bool | UnsetType | None = UNSET
+
+
+class TextWish(Struct, frozen=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class CountRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/responses/input_tokens`: the part of a request that is the prompt."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    input: str | list[Item] | None = None
+    instructions: str | list[Item] | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningWish | None = None
+    text: TextWish | None = None
+    truncation: str | None = None
+
+    @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [Item("message", role="user", content=[Part("input_text", self.input)])]
+        return self.input or []
+
+
+class ResponsesRequest(CountRequest, frozen=True, kw_only=True):
+    """`POST /v1/responses`. What comes after `user` is not OpenAI's, but other servers take it."""
+
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    include: list[str] | None = None
+    max_output_tokens: Tokens | None = None
+    max_tool_calls: int | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Positive | None = None
+    top_k: TopK | None = None
+    min_p: Unit | None = None
+    seed: Seed | None = None
+
+    def includes(self, what: str) -> bool:
+        """Whether the client wants this extra."""
+        return what in (self.include or ())
+
+
+_responses = msgspec.json.Decoder(ResponsesRequest)
+_count = msgspec.json.Decoder(CountRequest)
+
+
+def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
+    """The request, and the names of the fields that nobody knows or that do nothing here. Raises `BadRequest`."""
+    request, unknown = decode(_responses, body, ResponsesRequest, NO_ACTION)
+    if request.background:
+        raise Unsupported("'background' is not supported: ask with 'stream' for a long answer.", "background")
+    return request, unknown + _refuse_unserved(request)
+
+
+def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
+    """Takes a whole request too. Raises `BadRequest`."""
+    known = NO_ACTION | frozenset(ResponsesRequest.__struct_fields__)
+    request, unknown = decode(_count, body, CountRequest, known)
+    return request, unknown + _refuse_unserved(request)
+
+
+def _refuse_unserved(request: CountRequest) -> list[str]:
+    if request.conversation is not None:
+        raise Unsupported("'conversation' is not supported: use 'previous_response_id'.", "conversation")
+    if request.prompt is not None:
+        raise Unsupported("'prompt' is not supported: there are no stored prompts here.", "prompt")
+    match request.truncation:
+        case None | "disabled":
+            return []
+        case "auto":
+            # Nothing is ever left out of a prompt here: one that is too long is an error that the client can read.
+            return ["truncation"]
+        case other:
+            message = f"Invalid value for 'truncation': {other[:40]!r} is none of auto, disabled."
+            raise BadRequest(message, "truncation", "invalid_value")
