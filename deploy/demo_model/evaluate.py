@@ -8,16 +8,14 @@ import argparse
 import json
 import re
 import time
-import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from . import unseen
+from .backends import Answer, Reply, mlx, openai, torch_batches
 from .generate import CATEGORIES, SEED, held_out_samples
 from .samples import Sample
-from .tokenizer import Renderer
 
 SHIPPED: Final = Path(__file__).parents[2] / "worker" / "demo_model"
 # The share of held-out samples that must be right.
@@ -25,37 +23,7 @@ WANTED: Final = {
     "small talk": 0.95, "facts": 0.95, "transforms": 0.95, "tool call": 0.90, "two tool calls": 0.85, "no tool call": 0.95, "tool results": 0.90, "json": 0.90, "multi-turn": 0.90,
     "thinking": 0.90, "stops": 0.99, "clean": 0.99,
 }  # fmt: skip
-LIMIT: Final = 400
-_CALL: Final = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 _MARKS: Final = re.compile(r"<\|im_start\|>|<\|im_end\|>|<\|endoftext\|>|</?think>|</?tool_call>|</?tool_response>")
-
-
-@dataclass(slots=True)
-class Reply:
-    """What came back: the text of the answer, the thought, the calls, and whether the model stopped by itself."""
-
-    text: str
-    thought: str | None
-    calls: list[dict[str, Any]]
-    stopped: bool
-
-
-Answer = Callable[[list[Sample]], list[Reply]]
-
-
-def parse(raw: str, *, stopped: bool) -> Reply:
-    """Splits raw model text. What is not well formed stays in the text, and is then wrong there."""
-    thought = None
-    if raw.startswith("<think>\n") and "</think>" in raw:
-        inner, raw = raw.removeprefix("<think>\n").split("</think>", 1)
-        thought, raw = inner.strip(), raw.removeprefix("\n\n")
-    calls: list[dict[str, Any]] = []
-    for found in _CALL.findall(raw):
-        try:
-            calls.append(json.loads(found))
-        except ValueError:
-            return Reply(raw, thought, [], stopped)
-    return Reply(_CALL.sub("", raw).strip("\n"), thought, calls, stopped)
 
 
 def is_right(sample: Sample, reply: Reply) -> bool:
@@ -138,98 +106,6 @@ def markdown(table: dict[str, tuple[int, int]]) -> str:
     return "\n".join(lines)
 
 
-# backends
-
-
-def mlx(folder: Path) -> Answer:
-    """mlx-lm, one sample after another, in the precision that a worker uses on a CPU."""
-    import mlx.core as mx
-    from mlx.utils import tree_map
-    from mlx_lm import load, stream_generate
-
-    model, wrapped = load(str(folder))[:2]
-    model.update(tree_map(lambda w: w.astype(mx.float32), model.parameters()))
-    renderer = Renderer()
-
-    def answer(samples: list[Sample]) -> list[Reply]:
-        replies: list[Reply] = []
-        for sample in samples:
-            prompt = wrapped.encode(renderer.prompt(sample), add_special_tokens=False)
-            parts = list(stream_generate(model, wrapped, prompt, max_tokens=LIMIT))
-            replies.append(parse("".join(part.text for part in parts), stopped=parts[-1].finish_reason == "stop"))
-        return replies
-
-    return answer
-
-
-def torch_batches(folder: Path, size: int = 500) -> Answer:
-    """transformers on a GPU, many samples at a time."""
-    import torch
-    from tokenizers import Tokenizer
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
-    bpe = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    end, pad = bpe.token_to_id("<|im_end|>"), bpe.token_to_id("<|endoftext|>")
-    renderer = Renderer()
-
-    def answer(samples: list[Sample]) -> list[Reply]:
-        prompts = [e.ids for e in bpe.encode_batch([renderer.prompt(sample) for sample in samples])]
-        replies: dict[int, Reply] = {}
-        order = sorted(range(len(samples)), key=lambda i: len(prompts[i]))
-        for begin in range(0, len(order), size):
-            chosen = order[begin : begin + size]
-            width = max(len(prompts[i]) for i in chosen)
-            ids = torch.tensor([[pad] * (width - len(prompts[i])) + prompts[i] for i in chosen]).cuda()
-            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in chosen]).cuda()
-            with torch.no_grad():
-                out = model.generate(
-                    ids, attention_mask=mask, max_new_tokens=LIMIT, do_sample=False, eos_token_id=end, pad_token_id=pad
-                )
-            for i, row in zip(chosen, out[:, width:].tolist(), strict=True):
-                stopped = end in row
-                replies[i] = parse(
-                    bpe.decode(row[: row.index(end)] if stopped else row, skip_special_tokens=False), stopped=stopped
-                )
-        return [replies[i] for i in range(len(samples))]
-
-    return answer
-
-
-def openai(url: str, model: str, key: str = "") -> Answer:
-    """A running server, over HTTP."""
-
-    def one(sample: Sample) -> Reply:
-        messages = json.loads(json.dumps(sample.messages[:-1]))
-        for message in messages:
-            for index, call in enumerate(message.get("tool_calls") or ()):
-                call.setdefault("id", f"call_{index}")
-                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        body: dict[str, Any] = {"model": model, "messages": messages, "temperature": 0, "max_tokens": LIMIT}
-        if sample.tools:
-            body["tools"] = sample.tools
-        if sample.thinking:
-            body["chat_template_kwargs"] = {"enable_thinking": True}
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=300) as response:
-            choice = json.load(response)["choices"][0]
-        message = choice["message"]
-        calls = [
-            {"name": c["function"]["name"], "arguments": json.loads(c["function"]["arguments"])}
-            for c in message.get("tool_calls") or ()
-        ]
-        thought = message.get("reasoning_content") or message.get("reasoning")
-        return Reply(
-            (message.get("content") or "").strip("\n"),
-            thought,
-            calls,
-            choice["finish_reason"] in ("stop", "tool_calls"),
-        )
-
-    return lambda samples: [one(sample) for sample in samples]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=SHIPPED, help="folder of the model")
@@ -237,12 +113,13 @@ def main() -> None:
     parser.add_argument("--url", default="", help="measure a running server instead")
     parser.add_argument("--name", default="demo", help="the model's name on the server")
     parser.add_argument("--key", default="", help="API key for the server")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests that a server is sent at a time")
     parser.add_argument("--count", type=int, default=100, help="samples a category")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--show", type=int, default=0, help="wrong answers to print, a category")
     options = parser.parse_args()
     answer = (
-        openai(options.url, options.name, options.key)
+        openai(options.url, options.name, options.key, options.concurrency)
         if options.url
         else mlx(options.model)
         if options.backend == "mlx"

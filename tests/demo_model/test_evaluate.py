@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from deploy.demo_model.evaluate import Reply, is_right, markdown, measure, parse
+from deploy.demo_model.backends import Reply, parse
+from deploy.demo_model.evaluate import is_right, markdown, measure
 from deploy.demo_model.generate import held_out_samples
 from deploy.demo_model.samples import Sample
 
