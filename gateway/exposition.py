@@ -36,7 +36,8 @@ _COUNTERS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], int]"], ...]] =
     ("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.", lambda m: m.prompt_tokens_cached),
     ("generation_tokens", "Tokens generated.", lambda m: m.generation_tokens),
     ("ignored_fields", "Request fields that nobody knows.", lambda m: m.ignored_fields),
-    ("request_retries", "Requests sent again because their worker was gone.", lambda m: m.retries),
+    ("request_resumes", "Sequences that went on at another worker.", lambda m: m.resumes),
+    ("requests_quarantined", "Requests found to kill workers.", lambda m: m.quarantined),
     ("worker_stuck", "Times that a worker's step did not end in time.", lambda m: m.stuck),
 )
 # Counted by the worker since it started.

@@ -1,7 +1,6 @@
-"""One request from admission to its last event: the leases it holds, its retry, its abort, its numbers."""
+"""One request from admission to its last event: the leases it holds, its abort, its numbers."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,8 +19,6 @@ from gateway.services import Services
 from gateway.stream import Collector
 from protocol.failures import Code, Failure
 from protocol.messages import Delta, Finish, Generate
-
-log = logging.getLogger(__name__)
 
 QUEUE_RETRY_AFTER_S: Final = 5.0
 _LOST: Final = Failure(Code.WORKER_DIED, "The model's worker was lost. Try again.")
@@ -61,7 +58,6 @@ class Generation:
         self._observe_gap = self._numbers.itl.observe
         self._newest_token: dict[int, float] = {}
         self._ended: set[int] = set()
-        self._is_retried = False
         # Why it cannot go on: set by `next` after everything before it was handed out.
         self.failure: ApiError | None = None
         # No sequence has ended yet: what most calls of `next` need to know.
@@ -120,7 +116,7 @@ class Generation:
 
     @property
     def is_open(self) -> bool:
-        """Whether it runs on a worker. False before `open`, and again when its worker was lost before it began."""
+        """Whether it was given to a worker. From then on the loss of a worker is nothing but a pause."""
         return self._collector is not None
 
     @property
@@ -171,8 +167,6 @@ class Generation:
                 continue
             if delta.finish is Finish.ERROR or delta.finish is Finish.ABORT:
                 failure = delta.failure or (_STOPPED if delta.finish is Finish.ABORT else _LOST)
-                if self._retry(failure):
-                    return []
                 if delta.text:
                     good.append(msgspec.structs.replace(delta, finish=None, usage=None, failure=None))
                 if self.failure is None:
@@ -189,17 +183,3 @@ class Generation:
         if delta.usage is not None:
             self._record.prompt_tokens += delta.usage.prompt
             self._record.completion_tokens += delta.usage.completion
-
-    def _retry(self, failure: Failure) -> bool:
-        """Once more on the worker's successor, when this one died before it knew of the request: nothing is lost."""
-        collector = self._opened()
-        if failure.code is not Code.WORKER_DIED or self._is_retried or collector.accepted or self._newest_token:
-            return False
-        self._is_retried = True
-        self._numbers.retries += 1
-        log.info("request sent again: its worker was gone", extra={"fields": {"request": self._record.id}})
-        next_rid = self._services.link.next_rid
-        self._generates = [msgspec.structs.replace(generate, rid=next_rid()) for generate in self._generates]
-        self._ended.clear()
-        self._collector = None
-        return True

@@ -5,22 +5,23 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import zmq
 import zmq.asyncio
 
+from gateway.flight import PARKED, Flight, Peer
 from gateway.pool.state import Events
 from gateway.stream import Collector
 from protocol import sockets
 from protocol.codec import MalformedFrame, decode_up, encode
-from protocol.failures import Failure
+from protocol.failures import Code, Failure
 from protocol.messages import (
     Abort,
     Accepted,
     Delta,
+    Detokenize,
     Down,
     Drained,
     Finish,
@@ -33,8 +34,9 @@ from protocol.messages import (
     Progress,
     Ready,
     Rejected,
-    Stats,
     Step,
+    Tokenize,
+    Tokenized,
     Up,
 )
 
@@ -47,38 +49,20 @@ MALFORMED_LOG_S: Final = 1.0
 # can never be taken for ours. A Ping's seq is the epoch in its upper part: a Pong names no worker.
 RID_BITS: Final = 32
 SEQ_BITS: Final = 24
+_LOST: Final = Failure(Code.WORKER_DIED, "the model's worker was lost; try again")
+_LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
 
 
 class WorkerGone(Exception):
     """The worker could not be reached. Nothing was sent: another attempt is safe."""
 
 
-class Peer(Protocol):
-    """What the link knows of a worker."""
+class Refused(Exception):
+    """A worker's answer to a question was no."""
 
-    name: str
-    epoch: int
-    stats: Stats | None
-
-    @property
-    def is_ready(self) -> bool: ...
-    def post(self, message: Hello | Loading | Ready | Pong | Drained | Goodbye) -> None: ...
-    def suspect(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Flight:
-    """One sequence between its Generate and its terminal event. Owned by the link.
-
-    `generate` and `token_ids` (all that the client was sent) are what a successor needs to go on.
-    """
-
-    generate: Generate
-    peer: Peer
-    epoch: int
-    collector: Collector
-    is_accepted: bool = False
-    token_ids: list[int] = field(default_factory=list)
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 class Link:
@@ -94,6 +78,7 @@ class Link:
         self._events = events
         self._peers: dict[int, Peer] = {}
         self._flights: dict[int, Flight] = {}
+        self._questions: dict[int, tuple[int, asyncio.Future[Tokenized]]] = {}
         self._rid = self.boot << RID_BITS
         self._seq = 0
         self._next_malformed_log = 0.0
@@ -148,11 +133,15 @@ class Link:
         """Start the sequences of one request on `worker`. Raises `WorkerGone`, and then none of them has started."""
         if not worker.is_ready:
             raise WorkerGone(f"{worker.name} is not ready")
+        now = asyncio.get_running_loop().time()
         collector = Collector([request.rid for request in requests])
-        for request in requests:
-            self._flights[request.rid] = Flight(request, worker, worker.epoch, collector)
         try:
             for request in requests:
+                if (refusal := worker.refusal(request)) is not None:
+                    collector.put(Delta(request.rid, finish=Finish.ERROR, failure=refusal))
+                    continue
+                deadline = now + request.deadline_ms / 1000 if request.deadline_ms else None
+                self._flights[request.rid] = Flight(request, worker, worker.epoch, collector, deadline)
                 self.send(worker, request)
         except WorkerGone:
             for request in requests:
@@ -161,18 +150,47 @@ class Link:
             raise
         return collector
 
+    def resume(self, worker: Peer, flight: Flight) -> None:
+        """Let a parked sequence go on at `worker`. Raises `WorkerGone`, and then it stays parked."""
+        now = asyncio.get_running_loop().time()
+        if flight.deadline is not None and now >= flight.deadline:
+            self.fail([flight], _LATE)
+            return
+        self.send(worker, flight.continuation(now))
+        flight.epoch = worker.epoch
+        flight.given = len(flight.token_ids)
+        flight.resumes += 1
+
+    async def ask(self, worker: Peer, question: Tokenize | Detokenize) -> Tokenized:
+        """A worker's answer. Raises `Refused`, also when the worker dies over it, and `WorkerGone`."""
+        answer: asyncio.Future[Tokenized] = asyncio.get_running_loop().create_future()
+        self._questions[question.rid] = (worker.epoch, answer)
+        try:
+            self.send(worker, question)
+            return await answer
+        finally:
+            del self._questions[question.rid]
+
     def abort(self, rids: Iterable[int], reason: str) -> None:
         """Stop sequences and forget them. Unknown and finished rids are ignored."""
         by_worker: dict[int, tuple[Peer, list[int]]] = {}
         for rid in rids:
-            flight = self._flights.pop(rid, None)
+            flight = self._flights.get(rid)
             if flight is None:
                 continue
+            self._end(flight)
             flight.collector.close()
             by_worker.setdefault(flight.epoch, (flight.peer, []))[1].append(rid)
         for epoch, (peer, own) in by_worker.items():
             if peer.epoch == epoch:
                 self._try_send(peer, Abort(tuple(own), reason))
+
+    def stop(self, rids: Iterable[int], reason: str) -> None:
+        """Abort sequences whose reader goes on reading: it is told that they ended."""
+        running = [flight for rid in rids if (flight := self._flights.get(rid)) is not None]
+        self.abort([flight.rid for flight in running], reason)
+        for flight in running:
+            flight.collector.put(Delta(flight.rid, finish=Finish.ABORT))
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -181,17 +199,27 @@ class Link:
         self._peers[peer.epoch] = peer
 
     def detach(self, epoch: int) -> list[Flight]:
-        """Fence an epoch off. Returns its unfinished sequences, whose fate the caller decides."""
+        """Fence an epoch off. Returns its unfinished sequences, parked: the caller resumes or fails each."""
         self._peers.pop(epoch, None)
+        for asked_epoch, answer in self._questions.values():
+            if asked_epoch == epoch and not answer.done():
+                answer.set_exception(Refused(_LOST))
         lost = [flight for flight in self._flights.values() if flight.epoch == epoch]
         for flight in lost:
-            del self._flights[flight.generate.rid]
+            flight.epoch = PARKED
         return lost
 
     def fail(self, flights: Iterable[Flight], failure: Failure) -> None:
-        """End detached sequences."""
+        """End parked sequences."""
         for flight in flights:
-            flight.collector.put(Delta(flight.generate.rid, finish=Finish.ERROR, failure=failure))
+            if not flight.is_over:
+                self._end(flight)
+                flight.collector.put(Delta(flight.rid, finish=Finish.ERROR, failure=failure))
+
+    def expire(self, flights: Iterable[Flight]) -> None:
+        """End the parked sequences whose deadline has passed: no worker does it for them."""
+        now = asyncio.get_running_loop().time()
+        self.fail([flight for flight in flights if flight.deadline is not None and now >= flight.deadline], _LATE)
 
     def send(self, peer: Peer, message: Down) -> None:
         """Send at once. Raises `WorkerGone` when the worker is not connected."""
@@ -242,9 +270,14 @@ class Link:
                 if rid >> RID_BITS != self.boot and delta.finish is None:
                     strangers = [*(strangers or ()), rid]
                 continue
-            flight.token_ids.extend(delta.token_ids)
             if delta.finish is not None:
-                del flights[rid]
+                if self._is_parked(flight, delta.failure):
+                    continue
+                self._end(flight)
+            flight.token_ids.extend(delta.token_ids)
+            flight.is_begun = True
+            if flight.is_watched and delta.token_ids:
+                self._acquit(flight)
             flight.collector.put(delta)
         if strangers:
             self._try_send(peer, Abort(tuple(strangers), "gateway restarted"))
@@ -255,14 +288,20 @@ class Link:
     def _on_other(self, message: Up) -> None:
         match message:
             case Accepted(rid, prompt_tokens):
-                if flight := self._flights.get(rid):
-                    flight.is_accepted = True
+                if flight := self._running(rid):
                     flight.collector.note_accepted(rid, prompt_tokens)
             case Progress(rid, processed, total):
-                if flight := self._flights.get(rid):
+                if flight := self._running(rid):
                     flight.collector.note_progress(processed, total)
+            case Tokenized(rid):
+                if (question := self._questions.get(rid)) and not question[1].done():
+                    question[1].set_result(message)
+            case Rejected(rid, failure) if rid in self._questions:
+                if not self._questions[rid][1].done():
+                    self._questions[rid][1].set_exception(Refused(failure))
             case Rejected(rid, failure):
-                if flight := self._flights.pop(rid, None):
+                if (flight := self._running(rid)) and not self._is_parked(flight, failure):
+                    self._end(flight)
                     flight.collector.put(Delta(rid, finish=Finish.ERROR, failure=failure))
             case Pong():
                 self._on_pong(message)
@@ -275,6 +314,32 @@ class Link:
                     self._events.stale_message()
             case Step():
                 raise AssertionError("steps go the short way")
+
+    def _running(self, rid: int) -> Flight | None:
+        flight = self._flights.get(rid)
+        return flight if flight is not None and flight.epoch != PARKED else None
+
+    def _is_parked(self, flight: Flight, failure: Failure | None) -> bool:
+        """Whether this end is not the sequence's but its worker's: then it goes on at the next one."""
+        if failure is None:
+            return False
+        # A worker that drains though nobody told it to was sent a signal by somebody else, or lost touch with us.
+        is_unasked = failure.code is Code.DRAINING and flight.peer.is_serving
+        if failure.code is not Code.WORKER_DIED and not is_unasked:
+            return False
+        flight.epoch = PARKED
+        flight.peer.park(flight)
+        return True
+
+    def _end(self, flight: Flight) -> None:
+        del self._flights[flight.rid]
+        flight.is_over = True
+        if flight.is_watched:
+            self._acquit(flight)
+
+    def _acquit(self, flight: Flight) -> None:
+        flight.is_watched = False
+        flight.peer.acquit()
 
     def _on_pong(self, pong: Pong) -> None:
         peer = self._peers.get(pong.seq >> SEQ_BITS)

@@ -35,7 +35,8 @@ class ModelMetrics:
     prompt_tokens_cached: int = 0
     generation_tokens: int = 0
     ignored_fields: int = 0
-    retries: int = 0
+    resumes: int = 0
+    quarantined: int = 0
     stuck: int = 0
     ttft: Histogram = field(default_factory=_latency)
     itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS))
@@ -143,6 +144,14 @@ class Metrics:
     def stuck(self, model: str) -> None:
         """A worker's step age passed its limit."""
         self.model(model).stuck += 1
+
+    def resumed(self, model: str, sequences: int) -> None:
+        """These went on at another worker."""
+        self.model(model).resumes += sequences
+
+    def quarantined(self, model: str) -> None:
+        """A request was found to kill workers."""
+        self.model(model).quarantined += 1
 
     # -- Requests ------------------------------------------------------------------------------------------------
 

@@ -19,16 +19,19 @@ class Breaker:
     """Counts the crashes of one worker. Owned by its state machine; times are monotonic seconds.
 
     The first crash after a healthy time costs no delay; the next ones 0.5·2ⁿ s with full jitter. Five crashes in ten
-    minutes, those while loading counted twice, open the breaker; one try every five minutes is allowed then.
+    minutes, those while loading counted twice, open the breaker; one try every five minutes is allowed then. A worker
+    that has generated something was no part of a crash loop: the count begins anew with its crash.
     """
 
     _streak: int = 0
     _crashes: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
-    def crash(self, now: float, *, is_loading: bool, healthy_s: float) -> None:
+    def crash(self, now: float, *, is_loading: bool, healthy_s: float, is_useful: bool = False) -> None:
         """Count a crash of a worker that had been ready for `healthy_s`."""
         if healthy_s >= HEALTHY_S:
             self._streak = 0
+        if is_useful:
+            self._crashes.clear()
         self._streak += 1
         self._crashes.append((now, LOADING_WEIGHT if is_loading else 1))
 

@@ -20,7 +20,6 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Restart:
     waiter: Waiter
-    drain_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,11 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True)
+class Acquit:
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Alarm:
     token: int
 
@@ -63,4 +67,4 @@ class Beat:
 
 
 Message = Hello | Loading | Ready | Pong | Drained | Goodbye
-Mail = Ensure | Load | Restart | Stop | Adopt | Admitted | Exited | Suspect | Alarm | Beat | Message
+Mail = Ensure | Load | Restart | Stop | Adopt | Admitted | Exited | Suspect | Acquit | Alarm | Beat | Message

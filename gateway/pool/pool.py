@@ -126,8 +126,8 @@ class Pool:
         await self._workers[model].stop(self._config.server.drain_s)
 
     async def restart(self, model: str) -> None:
-        """Finish what runs, stop, start. Raises `ModelUnavailable`."""
-        await self._workers[model].restart(self._config.server.drain_s)
+        """Stop and start; what runs pauses meanwhile. Raises `ModelUnavailable`."""
+        await self._workers[model].restart()
 
     def workers(self) -> list[WorkerView]:
         return [worker.view() for worker in self._workers.values()]
@@ -167,7 +167,8 @@ class Pool:
             dtype=model.dtype,
             context=model.context,
             max_running=model.max_running,
-            max_waiting=model.max_waiting,
+            # Admission is the bound; a successor is handed at once all that ran and waited.
+            max_waiting=model.max_waiting + model.max_running,
             prefill_chunk=model.prefill_chunk,
             trust_remote_code=model.trust_remote_code,
             log_level=self._config.server.log_level,

@@ -9,11 +9,13 @@ from typing import Final, assert_never
 
 from msgspec.structs import replace
 
+from gateway.flight import Flight
 from gateway.link import WorkerGone
 from gateway.pool import mail, postmortem
 from gateway.pool.backoff import HALF_OPEN_S, Breaker
 from gateway.pool.chores import Chores
 from gateway.pool.effects import Effects, Process, Wire
+from gateway.pool.lot import Lot
 from gateway.pool.pulse import Pulse
 from gateway.pool.state import Events, Limits, ModelUnavailable, State, WorkerView
 from gateway.pool.waiters import Waiter, Waiters
@@ -25,6 +27,7 @@ from protocol.messages import (
     Drain,
     Drained,
     Dump,
+    Generate,
     Goodbye,
     Hello,
     Loading,
@@ -84,6 +87,7 @@ class Worker:
         self._inbox: asyncio.Queue[mail.Mail] = asyncio.Queue()
         self._waiters = Waiters()
         self._stoppers = Waiters()
+        self._lot = Lot(spec.name, wire, events, limits)
         self._process: Process | None = None
         self._chores = Chores(effects, limits, self._inbox.put_nowait)
         self._goodbye: Goodbye | None = None
@@ -103,7 +107,11 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        return self.state is State.READY and not self._is_suspect
+        return self.state is State.READY and not self._is_suspect and not self._lot.is_trying
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state is State.READY
 
     @property
     def pid(self) -> int:
@@ -123,9 +131,9 @@ class Worker:
         if not self._is_over:
             await self._ask(lambda waiter: mail.Stop(waiter, drain_s, is_closing))
 
-    async def restart(self, drain_s: float) -> None:
-        """Stop and start again; returns when ready. Raises `ModelUnavailable`."""
-        await self._ask(lambda waiter: mail.Restart(waiter, drain_s))
+    async def restart(self) -> None:
+        """Stop and start again; what runs goes on at the successor. Returns when ready. Raises `ModelUnavailable`."""
+        await self._ask(mail.Restart)
 
     def adopt(self, process: Process, epoch: int) -> None:
         """Take over a worker that an earlier gateway started. Comes before everything else."""
@@ -139,6 +147,18 @@ class Worker:
         """A send failed. Takes effect at once: the retry must not be given this incarnation again."""
         self._is_suspect = True
         self._inbox.put_nowait(mail.Suspect(self.epoch))
+
+    def refusal(self, request: Generate) -> Failure | None:
+        """Why this request must not be sent: it is known to kill workers."""
+        return self._lot.refusal(request, self._effects.now())
+
+    def park(self, flight: Flight) -> None:
+        """A sequence that this worker has given up; the next one goes on with it."""
+        self._lot.park([flight], self._effects.now())
+
+    def acquit(self) -> None:
+        """A watched sequence has its first token, or has ended."""
+        self._inbox.put_nowait(mail.Acquit(self.epoch))
 
     def kill(self) -> None:
         """SIGKILL, without grace: the last resort of a daemon that must go now."""
@@ -188,7 +208,7 @@ class Worker:
                         self._handle(item)
                     except Exception:
                         log.exception("worker %s: a fault of ours in state %s", self.name, self.state)
-                        self._wake(Failure(Code.INTERNAL, f"model '{self.name}' is not available: internal error"))
+                        self._give_up(Failure(Code.INTERNAL, f"model '{self.name}' is not available: internal error"))
                         self._stoppers.wake()
         finally:
             self._leave()
@@ -204,7 +224,7 @@ class Worker:
                     self._stoppers.add(waiter)
                 case _:
                     pass
-        self._wake(SHUTTING_DOWN)
+        self._give_up(SHUTTING_DOWN)
         self._stoppers.wake()
 
     def _handle(self, item: mail.Mail) -> None:
@@ -221,8 +241,8 @@ class Worker:
                 self._on_ensure(waiter)
             case mail.Load(waiter):
                 self._on_load(waiter)
-            case mail.Restart():
-                self._on_restart(item)
+            case mail.Restart(waiter):
+                self._on_restart(waiter)
             case mail.Stop():
                 self._on_stop(item)
             case mail.Adopt(process, epoch):
@@ -234,6 +254,10 @@ class Worker:
             case mail.Suspect(epoch):
                 if epoch == self.epoch and self.state is State.READY:
                     self._chores.arm(self._limits.suspect_s)
+            case mail.Acquit(epoch):
+                if epoch == self.epoch:
+                    self._lot.acquit()
+                    self._serve()
             case mail.Alarm():
                 if self._chores.is_current(item):
                     self._on_alarm()
@@ -267,22 +291,23 @@ class Worker:
         if self.state is State.BACKOFF:
             self._start()
 
-    def _on_restart(self, command: mail.Restart) -> None:
+    def _on_restart(self, waiter: Waiter) -> None:
         if not self._is_closing:
             # An operator's restart goes on when their connection does not.
             self._is_wanted = True
             if self.state is State.READY:
-                self._drain(command.drain_s)
+                self._lot.park(self._wire.detach(self.epoch), self._effects.now())
+                self._terminate()
             elif self.state in (State.STARTING, State.LOADING):
                 self._terminate()
-        self._on_load(command.waiter)
+        self._on_load(waiter)
 
     def _on_stop(self, command: mail.Stop) -> None:
         self._stoppers.add(command.waiter)
         self._is_closing |= command.is_closing
         self._is_wanted = False
         unloaded = Failure(Code.DRAINING, f"model '{self.name}' was unloaded")
-        self._wake(SHUTTING_DOWN if self._is_closing else unloaded)
+        self._give_up(SHUTTING_DOWN if self._is_closing else unloaded)
         match self.state:
             case State.READY:
                 self._drain(command.drain_s)
@@ -318,6 +343,8 @@ class Worker:
             case Drained():
                 if self.state is State.DRAINING:
                     self._terminate()
+                elif self._is_taking_over:
+                    self._begin()
             case Goodbye():
                 self._goodbye = message
 
@@ -337,14 +364,28 @@ class Worker:
     def _on_ready(self, ready: Ready, process: Process) -> None:
         if self.state not in (State.STARTING, State.LOADING):
             return
+        if not process.is_adopted:
+            self._events.load_seconds(self.name, ready.load_s)
+        elif self.ready is None:
+            # What it still does is for clients that went away with their gateway.
+            self._try_send(Drain(0.0))
+            self._chores.arm(self._limits.adopt_s)
         self.ready = ready
+        if not process.is_adopted:
+            self._begin()
+
+    @property
+    def _is_taking_over(self) -> bool:
+        """An adopted worker has still to answer, or to end what it did for others."""
+        is_adopted = self._process is not None and self._process.is_adopted
+        return is_adopted and (self.state is State.STARTING or (self.state is State.LOADING and self.ready is not None))
+
+    def _begin(self) -> None:
         self.loading = None
         self._ready_at = self._effects.now()
         self._pulse.answered(self._ready_at)
         self._enter(State.READY)
-        if not process.is_adopted:
-            self._events.load_seconds(self.name, ready.load_s)
-        self._wake(None)
+        self._serve()
 
     def _on_pong(self, pong: Pong) -> None:
         self._pulse.answered(self._effects.now())
@@ -353,12 +394,27 @@ class Worker:
             self._abort(f"its newest step is {age_s:.0f} s old")
 
     def _on_beat(self) -> None:
-        silence_s = self._pulse.beat(self._effects.now())
+        now = self._effects.now()
+        silence_s = self._pulse.beat(now)
+        self._lot.keep(now)
+        if self.state is State.READY and self._lot.is_forgotten(now):
+            # It has lost touch with us for a while and ended what it had.
+            self._lot.release()
+        self._serve()
         if self._process is None or self.state is State.STOPPING:
             return
         self._wire.ping(self, time.monotonic_ns())
         if self.state in (State.READY, State.DRAINING) and silence_s > self._limits.pong_s:
             self._abort(f"no answer to pings for {silence_s:.0f} s")
+
+    def _serve(self) -> None:
+        """Those that lost their worker go first, then whoever waits for one."""
+        if self.state is not State.READY or self._is_suspect:
+            return
+        if self._lot.is_trying:
+            self._lot.send(self, self._effects.now())
+        if self.is_ready:
+            self._wake(None)
 
     # -- transitions -------------------------------------------------------------------------------------------------
 
@@ -386,7 +442,7 @@ class Worker:
 
     def _on_alarm(self) -> None:
         match self.state:
-            case State.STARTING if self._process is not None and self._process.is_adopted:
+            case State.STARTING | State.LOADING if self._is_taking_over:
                 log.warning("worker %s#%d does not answer its new gateway and is replaced", self.name, self.epoch)
                 self._terminate()
             case State.STARTING | State.LOADING:
@@ -418,7 +474,7 @@ class Worker:
         self._blame = blame
         if blame is not None:
             self.last_failure = blame
-            self._wake(blame)
+            self._give_up(blame)
         self._chores.cancel_admission()
         if self._process is None:
             self._settle_stopped()
@@ -429,14 +485,14 @@ class Worker:
         self._chores.escalate(self._process, ((term_s, signal.SIGTERM), (max(0.0, kill_s - term_s), signal.SIGKILL)))
 
     def _abort(self, why: str) -> None:
-        """End a stuck process, its stacks first. Its streams end now."""
+        """End a stuck process, its stacks first. Its streams wait for the next one."""
         assert self._process is not None
         log.error("worker %s#%d is stuck: %s", self.name, self.epoch, why)
         self._events.stuck(self.name)
         self._blame = Failure(Code.WORKER_DIED, f"the worker of model '{self.name}' was stuck: {why}")
         self._enter(State.STOPPING)
         self._try_send(Dump(0))
-        self._wire.fail(self._wire.detach(self.epoch), self._blame)
+        self._lot.park(self._wire.detach(self.epoch), self._effects.now())
         limits = self._limits
         self._chores.escalate(self._process, ((limits.dump_s, signal.SIGABRT), (limits.abort_s, signal.SIGKILL)))
 
@@ -452,9 +508,16 @@ class Worker:
         report = postmortem.examine(self.name, status, self._goodbye, lines)
         is_clean = report.kind is postmortem.Kind.STOPPED
         is_asked = self.state in (State.DRAINING, State.STOPPING) and (self._blame is None or self._stoppers.has_any())
-        stopped = Failure(Code.DRAINING, f"model '{self.name}' was stopped")
-        self._wire.fail(self._wire.detach(epoch), stopped if is_asked and is_clean else report.stream_failure)
-        if is_asked or (is_clean and self._blame is None and self.ready is not None):
+        is_crash = not is_asked and not (is_clean and self._blame is None and self.ready is not None)
+        self._lot.park(self._wire.detach(epoch), self._effects.now())
+        if is_asked and not self._is_wanted:
+            stopped = Failure(Code.DRAINING, f"model '{self.name}' was stopped")
+            self._lot.fail(stopped if is_clean else report.stream_failure)
+        elif is_crash and self.ready is not None:
+            self._lot.judge(report.stream_failure, self._effects.now())
+        else:
+            self._lot.release()
+        if not is_crash:
             log.info("worker %s#%d has stopped", self.name, epoch)
             self._settle_stopped()
             return
@@ -473,7 +536,7 @@ class Worker:
         self._enter(State.STOPPED)
         self._stoppers.wake()
         if self._is_closing:
-            self._wake(SHUTTING_DOWN)
+            self._give_up(SHUTTING_DOWN)
         elif self._has_demand():
             self._start()
 
@@ -483,14 +546,19 @@ class Worker:
         self._is_final = True
         self._enter(state)
         self._stoppers.wake()
-        self._wake(failure)
+        self._give_up(failure)
 
     def _settle_crashed(self, failure: Failure) -> None:
         now = self._effects.now()
         self.last_failure = failure
         self._has_crashed = True
         is_loading = self.ready is None
-        self._breaker.crash(now, is_loading=is_loading, healthy_s=0.0 if is_loading else now - self._ready_at)
+        self._breaker.crash(
+            now,
+            is_loading=is_loading,
+            healthy_s=0.0 if is_loading else now - self._ready_at,
+            is_useful=self.stats is not None and self.stats.generation_tokens > 0,
+        )
         is_open = self._breaker.is_open(now)
         delay_s = HALF_OPEN_S if is_open else self._breaker.delay_s(self._effects.random())
         self._retry_at = now + delay_s
@@ -498,7 +566,8 @@ class Worker:
         if delay_s > 0:
             self._enter(State.FAILED if is_open else State.BACKOFF)
             self._chores.arm(delay_s)
-            self._wake(failure)
+            # Running sequences wait for the next try, unless it is too far away.
+            (self._give_up if is_open or self._is_closing else self._wake)(failure)
         else:
             self._enter(State.STOPPED)
             self._start_on_demand()
@@ -508,7 +577,7 @@ class Worker:
             self._start()
 
     def _has_demand(self) -> bool:
-        return self._is_wanted or self._waiters.has_any()
+        return self._is_wanted or self._waiters.has_any() or self._lot.has_any
 
     def _forgive(self) -> None:
         self._breaker.reset()
@@ -522,6 +591,11 @@ class Worker:
         if self.state not in (State.BACKOFF, State.FAILED) or self._is_final:
             return 0.0
         return max(0.0, self._retry_at - self._effects.now())
+
+    def _give_up(self, failure: Failure) -> None:
+        """Nobody need wait any longer, whether for a worker or for the next one."""
+        self._lot.fail(failure)
+        self._wake(failure)
 
     def _wake(self, failure: Failure | None) -> None:
         if failure is None:

@@ -66,11 +66,13 @@ class Events(Protocol):
     def stale_message(self) -> None: ...
     def malformed_frame(self) -> None: ...
     def stuck(self, model: str) -> None: ...
+    def resumed(self, model: str, sequences: int) -> None: ...
+    def quarantined(self, model: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Every time limit of a worker's life, in seconds."""
+    """Every limit of a worker's life; times in seconds."""
 
     heartbeat_s: float = 1.0
     # No Pong for this long while the process lives, or a step older than that: stuck.
@@ -92,6 +94,11 @@ class Limits:
     greet_s: float = 5.0
     adopt_s: float = 10.0
     drain_s: float = 30.0
+    # How often a sequence may be given to another worker: in a row without a new token, and at all.
+    fruitless_resumes: int = 3
+    resumes: int = 20
+    # How long the others wait for the first token of one that is suspected of killing workers.
+    trial_s: float = 30.0
 
     def stop_grace_s(self, weights_bytes: int) -> float:
         """From Shutdown to SIGKILL: freeing wired memory takes time, and killing amid it strands it."""

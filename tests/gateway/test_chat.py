@@ -12,8 +12,9 @@ import pytest
 from gateway.config import ModelConfig, ServerConfig
 from gateway.http import ignored_header
 from gateway.listen import raise_file_limit
-from gateway.pool.state import State
+from gateway.pool.state import Limits, State
 from tests.gateway.harness import Gateway, chat, events, running, until
+from tests.support.pool import tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -257,33 +258,70 @@ async def test_a_model_that_cannot_be_loaded_is_a_503_with_the_reason(tmp_path: 
         assert answer.json()["error"]["message"] == "cannot be loaded"
 
 
-async def test_a_worker_killed_amid_a_stream_ends_it_with_an_error_event_and_no_end_mark(tmp_path: Path) -> None:
-    async with running(tmp_path, ["--step-ms", "1"]) as gateway:
-        request = gateway.client.stream("POST", PATH, json=chat(stream=True, max_tokens=1_000_000))
-        async with request as answer:
-            lines = answer.aiter_lines()
-            async for line in lines:
-                if "t5 " in line:
-                    os.kill(gateway.pool.worker("m").pid, signal.SIGKILL)
-                    break
-            rest = [line async for line in lines if line]
+async def kill_amid(gateway: Gateway, max_tokens: int) -> list[str]:
+    """The lines of a stream whose worker is killed once it is under way."""
+    async with gateway.client.stream("POST", PATH, json=chat(stream=True, max_tokens=max_tokens)) as answer:
+        seen: list[str] = []
+        async for line in answer.aiter_lines():
+            seen.append(line)
+            if "t5 " in line:
+                os.kill(gateway.pool.worker("m").pid, signal.SIGKILL)
+        return [line for line in seen if line]
 
-        assert json.loads(rest[-1][6:])["error"]["code"] == "worker_died"
+
+async def test_a_worker_killed_amid_a_stream_is_a_pause(tmp_path: Path) -> None:
+    async with running(tmp_path, ["--step-ms", "2"]) as gateway:
+        lines = await kill_amid(gateway, max_tokens=60)
+
+        said = [json.loads(line[6:])["choices"][0] for line in lines[:-1]]
+        assert "".join(choice["delta"].get("content") or "" for choice in said) == tokens(60)
+        assert [choice["finish_reason"] for choice in said if choice["finish_reason"]] == ["length"]
+        assert lines[-1] == "data: [DONE]"
+        numbers = gateway.metrics.model("m")
+        assert (numbers.resumes, numbers.restarts["-9"], numbers.finished["length"]) == (1, 1, 1)
+        assert numbers.generation_tokens == 60
+        assert b'mlxd_request_resumes_total{model="m"} 1.0' in gateway.metrics.text()
+
+
+async def test_a_stream_that_may_not_be_resumed_ends_with_an_error_event_and_no_end_mark(tmp_path: Path) -> None:
+    async with running(tmp_path, ["--step-ms", "1"], limits=Limits(resumes=0)) as gateway:
+        lines = await kill_amid(gateway, max_tokens=1_000_000)
+
+        assert json.loads(lines[-1][6:])["error"]["code"] == "worker_died"
         assert (await gateway.client.post(PATH, json=chat())).status_code == 200
 
 
-async def test_a_request_that_its_worker_never_accepted_is_sent_once_more(tmp_path: Path) -> None:
+async def test_a_request_that_its_worker_never_accepted_is_sent_again(tmp_path: Path) -> None:
     async with running(tmp_path) as gateway:
-        request = gateway.client.post("/v1/completions", json={"model": "m", "prompt": "ignored"})
-        task = asyncio.create_task(request)
-        for epoch in (1, 2):
-            await until(lambda epoch=epoch: gateway.pool.worker("m").epoch == epoch and gateway.link.in_flight == 1)
-            os.kill(gateway.pool.worker("m").pid, signal.SIGKILL)
-        answer = await task
+        first = await gateway.client.post(PATH, json=chat())
+        pid = gateway.pool.worker("m").pid
+        os.kill(pid, signal.SIGSTOP)
+        task = asyncio.create_task(gateway.client.post(PATH, json=chat()))
+        await until(lambda: gateway.link.in_flight == 1)
+        os.kill(pid, signal.SIGKILL)
 
-        assert answer.status_code == 503
+        assert (await task).json()["choices"] == first.json()["choices"]
+
+
+async def test_a_request_that_nobody_could_serve_is_a_503_that_says_when_to_come_again(tmp_path: Path) -> None:
+    async with running(tmp_path, limits=Limits(fruitless_resumes=0)) as gateway:
+        request = gateway.client.post("/v1/completions", json={"model": "m", "prompt": "kill"})
+        answer = await request
+
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_died")
         assert "retry-after" in answer.headers
-        assert gateway.metrics.model("m").retries == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_kills_workers_is_a_400_now_and_later(tmp_path: Path, stream: bool) -> None:
+    body = {"model": "m", "prompt": "kill", "stream": stream}
+    async with running(tmp_path) as gateway:
+        for _ in range(2):
+            answer = await gateway.client.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "quarantined")
+        assert gateway.metrics.model("m").restarts["-9"] == 2
+        assert gateway.metrics.model("m").quarantined == 1
+        assert (await gateway.client.post(PATH, json=chat())).status_code == 200
 
 
 async def test_a_full_queue_is_a_429_and_a_draining_server_a_503(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
+from gateway.flight import Flight
 from gateway.link import RID_BITS, SEQ_BITS, Link, WorkerGone
+from gateway.stream import Collector
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES, decode_down, encode
 from protocol.failures import Code, Failure
@@ -47,12 +50,25 @@ class Peer:
         self.is_ready = True
         self.posted: list[object] = []
         self.suspected = 0
+        self.is_serving = True
+        self.parked: list[Flight] = []
+        self.acquittals = 0
+        self.refused: Failure | None = None
 
     def post(self, message: object) -> None:
         self.posted.append(message)
 
     def suspect(self) -> None:
         self.suspected += 1
+
+    def refusal(self, request: Generate) -> Failure | None:
+        return self.refused
+
+    def park(self, flight: Flight) -> None:
+        self.parked.append(flight)
+
+    def acquit(self) -> None:
+        self.acquittals += 1
 
 
 class Wire:
@@ -144,9 +160,143 @@ async def test_the_table_keeps_the_request_and_every_token_that_came(home: Path)
             got += sum(len(d.token_ids) for d in await collector.next(5.0))
         (flight,) = wire.link.detach(3)
         assert (flight.generate, flight.token_ids) == (request, [1, 2, 3])
-        assert wire.link.in_flight == 0
-        wire.link.fail([flight], DIED)
+        wire.link.fail([flight, flight], DIED)
         assert (await collector.next(5.0))[-1].failure == DIED
+        assert wire.link.in_flight == 0
+
+
+async def detached(wire: Wire, request: Generate, *deltas: Delta) -> tuple[Flight, Collector]:
+    """A sequence whose worker is gone after it sent `deltas`."""
+    collector = wire.link.submit(wire.peer, [request])
+    assert wire.hear() == request
+    for delta in deltas:
+        wire.say(Step(3, 1, [delta]))
+        await collector.next(5.0)
+    (flight,) = wire.link.detach(3)
+    return flight, collector
+
+
+async def test_a_parked_sequence_goes_on_with_the_ids_its_client_has_and_the_same_collector(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = replace(wire.request(), echo=True, deadline_ms=60_000)
+        rid = request.rid
+        flight, collector = await detached(wire, request, Delta(rid, text="x"), Delta(rid, text="a", token_ids=(5, 6)))
+        wire.link.attach(wire.peer)
+        wire.link.resume(wire.peer, flight)
+        again = wire.hear()
+        assert isinstance(again, Generate)
+        assert 50_000 < again.deadline_ms <= 60_000
+        assert again == replace(request, resume=(5, 6), echo=False, deadline_ms=again.deadline_ms)
+        wire.say(Accepted(rid, 9), Step(3, 9, [Delta(rid, text="b", token_ids=(7,), finish=Finish.STOP)]))
+        assert [d.text for d in await collector.next(5.0)] == ["b"]
+        assert collector.is_done
+        assert (flight.given, flight.resumes, flight.token_ids) == (2, 1, [5, 6, 7])
+
+
+async def test_an_echo_that_never_came_is_asked_for_again(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = replace(wire.request(), echo=True)
+        flight, _ = await detached(wire, request)
+        wire.link.resume(wire.peer, flight)
+        assert wire.hear() == request
+
+
+async def test_nothing_that_is_said_of_a_parked_sequence_counts(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = wire.request()
+        flight, collector = await detached(wire, request)
+        wire.link.attach(wire.peer)
+        wire.say(
+            Accepted(request.rid, 9),
+            Rejected(request.rid, DIED),
+            Step(3, 1, [Delta(request.rid, text="ghost"), Delta(request.rid, finish=Finish.STOP)]),
+        )
+        await until(lambda: wire.events.steps == 1)
+        assert (collector.accepted, await collector.next(0.0)) == ({}, [])
+        assert not flight.is_over
+
+
+async def test_a_parked_sequence_past_its_deadline_is_not_sent_and_ends(home: Path) -> None:
+    async with Wire(home) as wire:
+        flight, collector = await detached(wire, replace(wire.request(), deadline_ms=1))
+        await until(lambda: asyncio.get_running_loop().time() > (flight.deadline or 0))
+        wire.link.resume(wire.peer, flight)
+        assert (await collector.next(5.0))[0].failure == Failure(
+            Code.DEADLINE_EXCEEDED, "the request's deadline has passed"
+        )
+        wire.link.ping(wire.peer, 1)
+        assert isinstance(wire.hear(), Ping)
+
+
+async def test_an_abort_of_a_parked_sequence_sends_nothing(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = wire.request()
+        flight, _ = await detached(wire, request)
+        wire.link.abort([request.rid], "client")
+        assert flight.is_over
+        assert wire.link.in_flight == 0
+        wire.link.ping(wire.peer, 1)
+        assert isinstance(wire.hear(), Ping)
+
+
+@pytest.mark.parametrize("code", [Code.WORKER_DIED, Code.DRAINING])
+async def test_a_worker_that_gives_up_a_sequence_unasked_does_not_end_it(home: Path, code: Code) -> None:
+    async with Wire(home) as wire:
+        one, two = wire.request(), wire.request()
+        collector = wire.link.submit(wire.peer, [one, two])
+        end = Delta(one.rid, token_ids=(1,), finish=Finish.ERROR, failure=Failure(code, "bye"))
+        wire.say(Step(3, 1, [end]), Rejected(two.rid, Failure(code, "bye")), Step(3, 2, []))
+        await until(lambda: wire.events.steps == 2)
+        assert [flight.rid for flight in wire.peer.parked] == [one.rid, two.rid]
+        assert [flight.token_ids for flight in wire.peer.parked] == [[], []]
+        assert await collector.next(0.0) == []
+
+
+async def test_a_worker_that_was_told_to_drain_ends_its_sequences(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = wire.request()
+        collector = wire.link.submit(wire.peer, [request])
+        wire.peer.is_serving = False
+        failure = Failure(Code.DRAINING, "stopping")
+        wire.say(Step(3, 1, [Delta(request.rid, finish=Finish.ERROR, failure=failure)]))
+        assert (await collector.next(5.0))[0].failure == failure
+        assert collector.is_done
+
+
+@pytest.mark.parametrize("end", ["token", "finish", "rejected", "abort"])
+async def test_a_trial_ends_with_a_token_or_an_end(home: Path, end: str) -> None:
+    async with Wire(home) as wire:
+        request = wire.request()
+        flight, _ = await detached(wire, request)
+        wire.link.attach(wire.peer)
+        wire.link.resume(wire.peer, flight)
+        flight.is_watched = True
+        wire.say(Step(3, 1, [Delta(request.rid, text="no token")]))
+        await until(lambda: wire.events.steps == 1)
+        assert wire.peer.acquittals == 0
+        match end:
+            case "token":
+                wire.say(
+                    Step(3, 2, [Delta(request.rid, token_ids=(1,))]), Step(3, 3, [Delta(request.rid, token_ids=(2,))])
+                )
+            case "finish":
+                wire.say(Step(3, 2, [Delta(request.rid, finish=Finish.STOP)]))
+            case "rejected":
+                wire.say(Rejected(request.rid, Failure(Code.INTERNAL, "no")))
+            case _:
+                wire.link.abort([request.rid], "client")
+        await until(lambda: wire.peer.acquittals == 1)
+
+
+async def test_a_refused_request_is_never_sent(home: Path) -> None:
+    async with Wire(home) as wire:
+        wire.peer.refused = Failure(Code.QUARANTINED, "no")
+        collector = wire.link.submit(wire.peer, [wire.request(), wire.request()])
+        assert [d.failure for d in await collector.next(5.0)] == [wire.peer.refused] * 2
+        assert collector.is_done
+        assert wire.link.in_flight == 0
+        wire.link.ping(wire.peer, 1)
+        assert isinstance(wire.hear(), Ping)
 
 
 async def test_stale_messages_are_dropped_and_counted(home: Path) -> None:

@@ -33,6 +33,13 @@ def test_breaker_opens_at_five_crashes_in_ten_minutes_and_not_before() -> None:
     assert not crashed([0.0, 200.0, 400.0, 500.0, 601.0]).is_open(601.0)
 
 
+def test_a_worker_that_was_of_use_is_no_part_of_a_crash_loop() -> None:
+    breaker = crashed([0.0, 1.0, 2.0, 3.0])
+    breaker.crash(4.0, is_loading=False, healthy_s=0.5, is_useful=True)
+    assert not breaker.is_open(4.0)
+    assert breaker.delay_s(1.0) == 4.0, "it is still started again with care"
+
+
 def test_a_crash_while_loading_counts_twice() -> None:
     assert not crashed([0.0, 1.0], is_loading=True).is_open(1.0)
     assert crashed([0.0, 1.0, 2.0], is_loading=True).is_open(2.0)

@@ -6,13 +6,14 @@ from collections.abc import Coroutine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.flight import PARKED
 from gateway.pool.state import ModelUnavailable, State
 from protocol.failures import Code, Failure
 from protocol.messages import Drained, Goodbye
 from tests.support.machine import Machine, settle
 
 # Weighted towards what moves the machine on: a story of refusals tells little.
-ORDERS = ("up", "up", "ask", "ask", "stop", "stop", "drain", "load", "restart")
+ORDERS = ("up", "up", "ask", "ask", "run", "run", "speak", "stop", "stop", "drain", "load", "restart")
 WORDS = ("hello", "ready", "drained", "stuck", "alien", "old")
 WORLD = ("toggle room", "toggle room", "toggle reach", "toggle spawn", "suspect")
 EXITS = (-9, -9, -6, 0, 1, 64, 69, 70)
@@ -33,6 +34,9 @@ class Story:
                 self.exit_newest(action)
             case float():
                 await self.m.world.pass_time(action)
+            case "speak":
+                for flight in [f for f in self.m.world.flights if f.epoch == self.m.worker.epoch]:
+                    await self.m.speak(flight)
             case "up":
                 self.wait(self.m.worker.ensure_ready())
                 await settle()
@@ -50,7 +54,7 @@ class Story:
             case "load":
                 self.wait(worker.load())
             case "restart":
-                self.wait(worker.restart(1.0))
+                self.wait(worker.restart())
             case "stop":
                 self.wait(worker.stop(0.0))
             case "drain":
@@ -61,6 +65,9 @@ class Story:
                 m.hello(major=9)
             case "ready":
                 m.ready()
+            case "run":
+                if worker.is_ready:
+                    m.run(f"prompt {len(m.world.flights) % 3}")
             case "old":
                 m.ready(epoch=worker.epoch - 1)
             case "drained":
@@ -92,6 +99,10 @@ class Story:
         assert len(alive) <= 1, "two incarnations at a time"
         if worker.state in (State.STOPPED, State.BACKOFF, State.FAILED, State.INCOMPATIBLE):
             assert not alive, f"a process in state {worker.state}"
+        for flight in world.flights:
+            assert flight.is_over or flight.epoch in (PARKED, worker.epoch), "a sequence of a worker that is gone"
+        if worker.state is State.STOPPED:
+            assert all(flight.is_over for flight in world.flights), "nobody will go on with it"
         if worker.state in (State.READY, State.DRAINING, State.STOPPING):
             assert worker.pid
 
@@ -116,6 +127,8 @@ def test_no_story_leaves_a_waiter_or_a_process_behind(actions: list[str | int | 
             results = await asyncio.wait_for(asyncio.gather(*story.waiting, return_exceptions=True), 1.0)
             assert all(result is None or isinstance(result, ModelUnavailable) for result in results)
             assert m.worker.state is State.STOPPED
+            # What still runs at the end was running when its worker was told to stop: that one sends its end.
+            assert all(flight.is_over for flight in m.world.flights)
             assert all(process.has_exited and process.is_closed for process in m.world.processes)
 
     asyncio.run(run())

@@ -5,11 +5,26 @@ import heapq
 import itertools
 from collections.abc import Iterable
 
-from gateway.link import Flight, Peer, WorkerGone
+from gateway.flight import PARKED, Flight, Peer
+from gateway.link import WorkerGone
 from gateway.pool.process import Worker
 from gateway.pool.state import Limits, State
-from protocol.failures import Failure
-from protocol.messages import MAJOR, MINOR, Down, Hello, Pong, Ready, Stats, Step, WorkerSpec
+from gateway.stream import Collector
+from protocol.failures import Code, Failure
+from protocol.messages import (
+    MAJOR,
+    MINOR,
+    Down,
+    Generate,
+    Hello,
+    Pong,
+    Ready,
+    Sampling,
+    Stats,
+    Step,
+    TextPrompt,
+    WorkerSpec,
+)
 
 
 class FakeProcess:
@@ -53,8 +68,12 @@ class FakeWorld:
         self.sent: list[Down] = []
         self.pings = 0
         self.failed: list[Failure] = []
+        self.failures: dict[int, Failure] = {}
         self.attached: list[int] = []
         self.detached: list[int] = []
+        self.flights: list[Flight] = []
+        # The rids given to each epoch, in order.
+        self.resumed: list[tuple[int, int]] = []
         self.is_unreachable = False
         self.spawn_error: OSError | None = None
         self.room = asyncio.Event()
@@ -96,10 +115,28 @@ class FakeWorld:
 
     def detach(self, epoch: int) -> list[Flight]:
         self.detached.append(epoch)
-        return []
+        lost = [flight for flight in self.flights if flight.epoch == epoch and not flight.is_over]
+        for flight in lost:
+            flight.epoch = PARKED
+        return lost
+
+    def resume(self, worker: Peer, flight: Flight) -> None:
+        if self.is_unreachable:
+            raise WorkerGone(worker.name)
+        flight.epoch, flight.given = worker.epoch, len(flight.token_ids)
+        flight.resumes += 1
+        self.resumed.append((worker.epoch, flight.rid))
 
     def fail(self, flights: Iterable[Flight], failure: Failure) -> None:
-        self.failed.append(failure)
+        for flight in flights:
+            if not flight.is_over:
+                flight.is_over = True
+                self.failed.append(failure)
+                self.failures[flight.rid] = failure
+
+    def expire(self, flights: Iterable[Flight]) -> None:
+        late = [flight for flight in flights if flight.deadline is not None and self.time >= flight.deadline]
+        self.fail(late, Failure(Code.DEADLINE_EXCEEDED, "late"))
 
     def send(self, peer: Peer, message: Down) -> None:
         if self.is_unreachable:
@@ -139,7 +176,7 @@ class Recorder:
         self.states: list[State] = []
         self.exits: list[int] = []
         self.loads: list[float] = []
-        self.stale = self.malformed = self.stuck_workers = self.steps = self.pongs = 0
+        self.stale = self.malformed = self.resumes = self.quarantines = self.stuck_workers = self.steps = self.pongs = 0
 
     def step(self, model: str, step: Step) -> None:
         self.steps += 1
@@ -164,6 +201,12 @@ class Recorder:
 
     def stuck(self, model: str) -> None:
         self.stuck_workers += 1
+
+    def resumed(self, model: str, sequences: int) -> None:
+        self.resumes += sequences
+
+    def quarantined(self, model: str) -> None:
+        self.quarantines += 1
 
 
 class Machine:
@@ -207,6 +250,28 @@ class Machine:
 
     def pong(self, *, running: int = 0, step_age_ms: int = 0) -> None:
         self.worker.post(Pong(0, 0, Stats(running, 0, 0, step_age_ms, 0, 0, 0, 0)))
+
+    def run(self, text: str = "hi", tokens: int = 0, deadline: float | None = None) -> Flight:
+        """A sequence that the ready worker has, and has sent `tokens` of."""
+        request = Generate(len(self.world.flights) + 1, TextPrompt(text), Sampling())
+        flight = Flight(request, self.worker, self.worker.epoch, Collector([request.rid]), deadline)
+        flight.token_ids.extend(range(tokens))
+        self.world.flights.append(flight)
+        return flight
+
+    async def speak(self, flight: Flight) -> None:
+        """Its worker sends a token of it."""
+        flight.token_ids.append(0)
+        if flight.is_watched:
+            flight.is_watched = False
+            self.worker.acquit()
+        await settle()
+
+    async def succeed(self) -> None:
+        """The successor, which is on its way already, becomes ready."""
+        self.hello()
+        self.ready()
+        await settle()
 
     async def ask(self) -> asyncio.Task[None]:
         task = asyncio.create_task(self.worker.ensure_ready())
