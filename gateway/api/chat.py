@@ -23,7 +23,9 @@ class ChatCompletions:
         model, seed = serve.begin(services, record, request.model, bool(request.stream), request.seed, unknown)
         generates = lower_chat(request, model, services.link.next_rid, seed, serve.deadline_ms(services))
         choices = len(generates)
-        heading = Heading(serve.new_id("chatcmpl"), serve.now(), model.name, choices, choices_per_prompt=choices)
+        heading = Heading(
+            serve.new_id("chatcmpl"), serve.now(), model.name, choices, choices, is_legacy=bool(request.functions)
+        )
         job = serve.Job(services, record, model, generates)
         if request.stream:
             await job.stream(ChatStream(heading, request.wants_usage), receive, send)

@@ -24,7 +24,7 @@ from gateway.schemas.openai_out import (
     finish_reason,
     sum_usage,
 )
-from protocol.messages import Delta, Kind, Tool, Usage
+from protocol.messages import Delta, Finish, Kind, Tool, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -33,13 +33,17 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What every chunk and the whole answer say alike."""
+    """What every chunk and the whole answer say alike. `is_legacy`: calls have the shape of the time before tools."""
 
     id: str
     created: int
     model: str
     choices: int
     choices_per_prompt: int = 1
+    is_legacy: bool = False
+
+    def reason(self, finish: Finish) -> str:
+        return "function_call" if self.is_legacy and finish is Finish.TOOL_CALLS else finish_reason(finish)
 
 
 class ChatStream:
@@ -92,7 +96,7 @@ class ChatStream:
     def _encode_any(self, delta: Delta) -> bytes:
         index = self._choices[delta.rid]
         logprobs = None if delta.logprobs is None else ChatLogprobs(chat_logprobs(delta.logprobs))
-        piece = _piece(delta)
+        piece = _piece(delta, self._heading.is_legacy)
         if piece is None and logprobs is not None:
             # The text is held back, or there is none: the log-probabilities are not.
             piece = ChatDelta(content="")
@@ -100,7 +104,7 @@ class ChatStream:
         if delta.finish is not None:
             if delta.usage is not None:
                 self._usages[delta.rid] = delta.usage
-            events += self._event(ChatChunkChoice(index, ChatDelta(), finish_reason=finish_reason(delta.finish)))
+            events += self._event(ChatChunkChoice(index, ChatDelta(), finish_reason=self._heading.reason(delta.finish)))
         return events
 
     def _event(self, choice: ChatChunkChoice) -> bytes:
@@ -112,7 +116,7 @@ class ChatStream:
         return b"data: " + _encode(ChatChunk(heading.id, heading.created, heading.model, choices, shown)) + b"\n\n"
 
 
-def _piece(delta: Delta) -> ChatDelta | None:
+def _piece(delta: Delta, is_legacy: bool) -> ChatDelta | None:
     """What of a message this delta adds; None for what clients are not told."""
     match delta.kind:
         case Kind.TEXT:
@@ -123,9 +127,14 @@ def _piece(delta: Delta) -> ChatDelta | None:
             tool = _tool(delta)
             # The name goes out once: clients concatenate what they get.
             function = FunctionBody(name=tool.name, arguments="")
+            if is_legacy:
+                return ChatDelta(function_call=function)
             return ChatDelta(tool_calls=[ToolCall(tool.index, tool.call_id, "function", function)])
         case Kind.TOOL_ARGS:
-            return ChatDelta(tool_calls=[ToolCall(_tool(delta).index, function=FunctionBody(arguments=delta.text))])
+            function = FunctionBody(arguments=delta.text)
+            if is_legacy:
+                return ChatDelta(function_call=function)
+            return ChatDelta(tool_calls=[ToolCall(_tool(delta).index, function=function)])
         case Kind.TOOL_END:
             return None
         case _:
@@ -190,7 +199,7 @@ class ChatFold:
                 case _:
                     assert_never(delta.kind)
             if delta.finish is not None:
-                choice.finish = finish_reason(delta.finish)
+                choice.finish = self._heading.reason(delta.finish)
                 choice.usage = delta.usage
 
     def result(self) -> bytes:
@@ -198,7 +207,7 @@ class ChatFold:
         choices = [
             ChatChoice(
                 index,
-                _message(choice),
+                _message(choice, heading.is_legacy),
                 None if choice.logprobs is None else ChatLogprobs(choice.logprobs),
                 choice.finish,
             )
@@ -209,7 +218,7 @@ class ChatFold:
         return _encode(ChatCompletion(heading.id, heading.created, heading.model, choices, usage))
 
 
-def _message(choice: _Choice) -> ChatMessage:
+def _message(choice: _Choice, is_legacy: bool) -> ChatMessage:
     content = "".join(choice.content)
     reasoning = "".join(choice.reasoning) or UNSET
     calls = [
@@ -220,5 +229,6 @@ def _message(choice: _Choice) -> ChatMessage:
         content if content or not calls else None,
         reasoning_content=reasoning,
         reasoning=reasoning,
-        tool_calls=calls or UNSET,
+        tool_calls=calls if calls and not is_legacy else UNSET,
+        function_call=calls[0].function if calls and is_legacy else UNSET,
     )

@@ -11,8 +11,8 @@ from gateway.errors import BadRequest
 from gateway.http import read_body, record_of, send_body
 from gateway.schemas.canonical import Thinking, ToolUse, chat_prompt
 from gateway.schemas.decode import decode
-from gateway.schemas.lowering import turns
 from gateway.schemas.openai import Message, TokenId
+from gateway.schemas.openai_turns import turns
 from gateway.services import Services
 from protocol.messages import ChatPrompt, TextPrompt
 

@@ -144,13 +144,19 @@ def chat_prompt(
     continue_final: bool = False,
 ) -> ChatPrompt:
     """The prompt of any dialect. The caller puts `thinking.budget` on the `Generate`."""
+    offered, choice = tool_use.offered, tool_use.choice
     return ChatPrompt(
         messages,
-        [tool.for_template() for tool in tool_use.offered],
+        [tool.for_template() for tool in offered],
         template_kwargs or {},
         continue_final,
         thinking.is_enabled,
         thinking.effort,
+        must_call=choice in (Choice.REQUIRED, Choice.NAMED),
+        callable_tools=(tool_use.name,) if choice is Choice.NAMED else (),
+        # A named tool is called once, as OpenAI does.
+        one_call=bool(offered) and (choice is Choice.NAMED or not tool_use.is_parallel),
+        strict_tools=tuple(tool.name for tool in offered if tool.is_strict),
     )
 
 

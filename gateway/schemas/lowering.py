@@ -7,11 +7,14 @@ import msgspec
 
 from gateway.config import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest, Unsupported
+from gateway.schemas.canonical import chat_prompt
 from gateway.schemas.constraints import lower_constraint
-from gateway.schemas.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, Message, Part, SamplingFields
-from protocol.messages import ChatPrompt, Generate, Prompt, Sampling, TextPrompt, TokensPrompt
+from gateway.schemas.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, SamplingFields
+from gateway.schemas.openai_tools import lower_tools
+from gateway.schemas.openai_turns import turns
+from gateway.schemas.thinking import lower_thinking
+from protocol.messages import Generate, Prompt, Sampling, TextPrompt, TokensPrompt
 
-ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 # What the worker itself passes to the template, and what would change how it is called.
 RESERVED_KWARGS: Final = frozenset(
     {
@@ -48,13 +51,8 @@ def lower_chat(
         raise BadRequest("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
     if request.max_tokens == 0:
         raise BadRequest("Invalid value for 'max_tokens': expected int >= 1.", "max_tokens", "invalid_value")
-    prompt = ChatPrompt(
-        messages,
-        template_kwargs=_template_kwargs(request),
-        continue_final=continues,
-        thinking=False if request.reasoning_effort == "none" else request.enable_thinking,
-        effort="" if request.reasoning_effort == "none" else request.reasoning_effort or "",
-    )
+    tool_use, thinking = lower_tools(request), lower_thinking(request)
+    prompt = chat_prompt(messages, tool_use, thinking, _template_kwargs(request), continues)
     return _generates(
         request,
         model,
@@ -64,14 +62,9 @@ def lower_chat(
         max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         deadline_ms=deadline_ms,
-        thinking_budget=request.thinking_budget,
+        thinking_budget=thinking.budget,
         has_reasoning=True,
     )
-
-
-def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A conversation as chat templates expect it. Raises `BadRequest`."""
-    return [_message(message, index) for index, message in enumerate(messages)]
 
 
 def lower_completion(
@@ -205,58 +198,6 @@ def _text_prompt(text: str, param: str) -> TextPrompt:
     if not text:
         raise BadRequest(f"'{param}' is empty.", param, "invalid_value")
     return TextPrompt(text)
-
-
-def _message(message: Message, index: int) -> dict[str, Any]:
-    """A message as chat templates expect it: `content` is one string."""
-    where = f"messages[{index}]"
-    if message.role not in ROLES:
-        raise BadRequest(
-            f"Invalid value for '{where}.role': {message.role[:50]!r} is none of {', '.join(ROLES)}.",
-            f"{where}.role",
-            "invalid_value",
-        )
-    if message.role in ("tool", "function") or message.tool_calls or message.function_call:
-        raise Unsupported("Tool calls and their results are not supported yet.", f"{where}.tool_calls")
-    if message.audio:
-        raise Unsupported("Audio is not supported.", f"{where}.audio")
-    if message.content is None and message.role != "assistant":
-        raise BadRequest(
-            f"Missing required parameter: '{where}.content'.", f"{where}.content", "missing_required_parameter"
-        )
-    # Templates know "system"; "developer" is OpenAI's newer name of the same.
-    lowered: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": _content(message.content, where),
-    }
-    if message.name is not None:
-        lowered["name"] = message.name
-    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-    if reasoning is not None:
-        lowered["reasoning_content"] = reasoning
-    return lowered
-
-
-def _content(content: str | list[Part] | None, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    return "".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
-
-
-def _part(part: Part, where: str) -> str:
-    if part.type in ("text", "input_text", "output_text"):
-        if part.text is None:
-            raise BadRequest(f"Missing required parameter: '{where}.text'.", f"{where}.text")
-        return part.text
-    if part.type == "refusal":
-        return part.refusal or ""
-    if part.type in ("image_url", "input_image", "image"):
-        raise Unsupported("Images are not supported yet.", where)
-    if part.type in ("input_audio", "audio", "file", "input_file", "video_url"):
-        raise Unsupported(f"Content of type '{part.type}' is not supported.", where)
-    raise BadRequest(f"Invalid value for '{where}.type': {part.type[:50]!r}.", f"{where}.type", "invalid_value")
 
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any]:

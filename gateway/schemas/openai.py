@@ -7,6 +7,8 @@ from msgspec import Meta, Struct
 
 from gateway.errors import Unsupported
 from gateway.schemas.decode import decode
+from gateway.schemas.openai_tools import FunctionSpec, ToolSpec
+from gateway.schemas.thinking import ReasoningSpec, ThinkingSpec
 
 STOPS_MAX: Final = 16
 PROMPTS_MAX: Final = 4096
@@ -39,6 +41,19 @@ class Part(Struct, frozen=True):
     refusal: str | None = None
 
 
+class CalledFunction(Struct, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class CallSpec(Struct, frozen=True):
+    """A call of an earlier turn."""
+
+    id: str = ""
+    type: Annotated[str, Meta(max_length=64)] = "function"
+    function: CalledFunction | None = None
+
+
 class Message(Struct, frozen=True):
     role: str
     content: str | list[Part] | None = None
@@ -46,9 +61,9 @@ class Message(Struct, frozen=True):
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[CallSpec] | None = None
     tool_call_id: str | None = None
-    function_call: Any = None
+    function_call: CalledFunction | None = None
     audio: Any = None
 
 
@@ -98,11 +113,16 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     enable_thinking: bool | None = None
     thinking_budget: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
     continue_final_message: bool | None = None
-    # Known, not served yet.
-    tools: list[Any] | None = None
+    # Others' spellings of the same; `thinking` puts them in order.
+    reasoning: ReasoningSpec | None = None
+    thinking: ThinkingSpec | None = None
+    tools: list[ToolSpec] | None = None
     tool_choice: Any = None
-    functions: list[Any] | None = None
+    parallel_tool_calls: bool | None = None
+    # Tools as they once were.
+    functions: list[FunctionSpec] | None = None
     function_call: Any = None
+    # Known, not served yet.
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
@@ -130,7 +150,6 @@ NO_ACTION: Final = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
-        "parallel_tool_calls",
         "verbosity",
     }
 )
@@ -160,14 +179,6 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
 
 
 def _refuse_unserved_chat(request: ChatRequest) -> None:
-    if request.tools:
-        raise Unsupported("Tools are not supported yet.", "tools")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise Unsupported("'tool_choice' is not supported yet: tools are not.", "tool_choice")
-    if request.functions:
-        raise Unsupported("Functions are not supported yet.", "functions")
-    if request.function_call not in (None, "none", "auto"):
-        raise Unsupported("'function_call' is not supported yet: functions are not.", "function_call")
     if request.modalities and request.modalities != ["text"]:
         raise Unsupported("Only the modality 'text' is supported.", "modalities")
     for name in ("audio", "prediction", "web_search_options"):

@@ -68,6 +68,7 @@ class ChatDelta(Struct, frozen=True, omit_defaults=True):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionBody | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
 
 
@@ -94,6 +95,7 @@ class ChatMessage(Struct, frozen=True, tag_field="role", tag="assistant"):
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionBody | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):

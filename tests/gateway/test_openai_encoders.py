@@ -103,7 +103,7 @@ def test_a_chat_answer_is_the_fold_of_its_stream(batches: list[list[Delta]], inc
     stream, fold = ChatStream(HEADING, include_usage), ChatFold(HEADING)
     stream.bind(RIDS)
     fold.bind(RIDS)
-    data = stream.begin()
+    data = stream.begin(1)
     for batch in batches:
         data += stream.encode(batch)
         fold.add(batch)
@@ -135,7 +135,7 @@ def test_a_text_answer_is_the_fold_of_its_stream(batches: list[list[Delta]]) -> 
     stream, fold = TextStream(HEADING, True), TextFold(HEADING)
     stream.bind(RIDS)
     fold.bind(RIDS)
-    data = stream.begin()
+    data = stream.begin(1)
     for batch in batches:
         data += stream.encode(batch)
         fold.add(batch)
@@ -194,7 +194,7 @@ def test_the_prebuilt_text_chunk_equals_the_encoded_struct_byte_for_byte(text: s
 
 
 def test_the_role_comes_first_for_each_choice() -> None:
-    first, second = events(ChatStream(HEADING, False).begin())
+    first, second = events(ChatStream(HEADING, False).begin(1))
 
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert [first["choices"][0]["index"], second["choices"][0]["index"]] == [0, 1]
@@ -244,6 +244,31 @@ def test_a_message_with_only_tool_calls_has_null_content_and_whole_arguments() -
         "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
     }
     assert second["message"] == {"content": "x", "role": "assistant", "refusal": None}
+
+
+def test_who_sends_functions_gets_a_function_call() -> None:
+    heading = Heading("i", 0, "m", choices=1, is_legacy=True)
+    stream, fold = ChatStream(heading, False), ChatFold(heading)
+    deltas = [
+        Delta(10, Kind.TOOL_BEGIN, tool=Tool(0, "call_1", "f")),
+        Delta(10, Kind.TOOL_ARGS, "{}", tool=Tool(0)),
+        Delta(10, finish=Finish.TOOL_CALLS, usage=Usage(1, 0, 1)),
+    ]
+    stream.bind((10,))
+    fold.bind((10,))
+    fold.add(deltas)
+
+    chunks = [event["choices"][0] for event in events(stream.encode(deltas))]
+    [choice] = json.loads(fold.result())["choices"]
+
+    assert [chunk["delta"].get("function_call") for chunk in chunks] == [
+        {"name": "f", "arguments": ""},
+        {"arguments": "{}"},
+        None,
+    ]
+    assert choice["message"]["function_call"] == {"name": "f", "arguments": "{}"}
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == chunks[-1]["finish_reason"] == "function_call"
 
 
 def test_a_prompt_with_two_choices_is_counted_once() -> None:

@@ -191,18 +191,17 @@ def test_bad_values_name_their_parameter(fields: dict[str, Any], param: str) -> 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"functions": [{}]}, "functions"),
-        ({"function_call": {"name": "x"}}, "function_call"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"prediction": {"type": "content"}}, "prediction"),
         ({"web_search_options": {"x": 1}}, "web_search_options"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_calls"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "messages[0].tool_calls[0].type"),
+        (
+            {"messages": [{"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0]",
