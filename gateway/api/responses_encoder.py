@@ -70,14 +70,15 @@ class ResponseStream:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._number = 0
+        # The first two are the beginning's, which is written when there is something to put after it.
+        self._number = 2
 
     def bind(self, rids: Sequence[int]) -> None:
         self._run.bind(rids)
 
     def begin(self, prompt_tokens: int) -> bytes:
         response = self._run.response
-        return self._write([out.Created(response), out.InProgress(response)])
+        return out.stream_bytes([out.Created(response), out.InProgress(response)], 0)[0]
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         take = self._run.output.take
