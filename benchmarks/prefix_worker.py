@@ -65,38 +65,37 @@ def main() -> None:
     model, disk = sys.argv[1:]
     spec = WorkerSpec("bench", model, 1, "", "", cache_bytes=4 << 30, disk_cache_dir=disk, disk_cache_bytes=16 << 30)
     inbox: SimpleQueue[Command] = SimpleQueue()
-    ready: SimpleQueue[tuple[Engine, Intake]] = SimpleQueue()
     collected = Collected()
+    loaded = load(spec, lambda *_: None)
+    intake = Intake(loaded)
+    engine = Engine(loaded, spec, inbox, collected.send, Gauges(), intake.writer)
+    engine.warm_up(list(range(10, 30)))
 
-    def serve() -> None:
-        """Everything MLX is on this thread."""
-        loaded = load(spec, lambda *_: None)
-        intake = Intake(loaded)
-        engine = Engine(loaded, spec, inbox, collected.send, Gauges(), intake.writer)
-        engine.warm_up(list(range(10, 30)))
-        ready.put((engine, intake))
-        engine.run()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    engine, intake = ready.get()
-    print("ready", flush=True)
-    next_rid = 1
-    for line in sys.stdin.buffer:
-        order = msgspec.json.decode(line, type=Order)
+    def carry_out(order: Order, rids: range) -> list[Answer]:
         if order.forget:
             while engine.cache.disk is not None and engine.cache.disk.queued_bytes:
                 time.sleep(0.01)
             engine.cache.clear()  # the engine is idle
-        rids = range(next_rid, next_rid + len(order.prompts))
-        next_rid = rids.stop
-        greedy = Sampling(temperature=0.0)
         sent = time.perf_counter()
         for rid, prompt in zip(rids, order.prompts, strict=True):
-            request = Generate(rid, TextPrompt(prompt), greedy, max_tokens=order.max_tokens)
+            request = Generate(rid, TextPrompt(prompt), Sampling(temperature=0.0), max_tokens=order.max_tokens)
             inbox.put(intake.row(request, time.monotonic()))
-        print(msgspec.json.encode(collected.answers(rids, sent)).decode(), flush=True)
-    inbox.put(Shutdown())
+        return collected.answers(rids, sent)
+
+    def read_orders() -> None:
+        print("ready", flush=True)
+        next_rid = 1
+        for line in sys.stdin.buffer:
+            order = msgspec.json.decode(line, type=Order)
+            rids = range(next_rid, next_rid + len(order.prompts))
+            print(msgspec.json.encode(carry_out(order, rids)).decode(), flush=True)
+            next_rid = rids.stop
+        inbox.put(Shutdown())
+
+    # As in a worker, everything MLX is on the main thread.
+    thread = threading.Thread(target=read_orders)
+    thread.start()
+    engine.run()
     thread.join()
 
 
