@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 from gateway.configtext import Locator, parse_duration, parse_size
 from gateway.hfcache import cached_models
+from gateway.parsers import bad_parser
 
 DEFAULT_HOME: Final = "~/.mlxd"
 CONFIG_NAME: Final = "mlxd.toml"
@@ -78,6 +79,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     load_timeout_s: Seconds = 600.0
     sampling: SamplingDefaults = SamplingDefaults()
     trust_remote_code: bool = False
+    # Which family's reasoning and tool calls the model writes; empty is by its template and vocabulary.
+    parser: str = ""
 
 
 class Config(Struct, frozen=True):
@@ -163,6 +166,8 @@ def _models(source: "_Source", raw: Any) -> dict[str, ModelConfig]:
         table["name"] = name
         table["path"] = source.model_path(table.get("path", name))
         models[name] = source.convert(table, ModelConfig, where)
+        if reason := bad_parser(models[name].parser):
+            raise source.error(reason, (*where, "parser"))
         for alias in models[name].aliases:
             if reason := _bad_alias(alias):
                 raise source.error(f"alias {alias!r} {reason}", (*where, "aliases"))

@@ -116,6 +116,22 @@ def restart(model: Model, json: Json = False) -> None:
     _command("restart", model, json)
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def parse(context: typer.Context) -> None:
+    """Print the events that a model family's parser finds in a raw output, as JSON lines.
+
+    Example: mlxctl parse --parser hermes --tools tools.json output.txt
+    """
+    import subprocess
+
+    # The parsers are the worker's, which nothing here imports; `--help` is answered there as well.
+    command = [sys.executable, "-P", "-m", "worker.parsers.cli", *context.args]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
 @app.command()
 def version(json: Json = False) -> None:
     """Print the version of mlxctl.

@@ -172,6 +172,7 @@ class Pool:
             prefill_chunk=model.prefill_chunk,
             trust_remote_code=model.trust_remote_code,
             log_level=self._config.server.log_level,
+            parser=model.parser,
         )
 
 

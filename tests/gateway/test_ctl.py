@@ -85,6 +85,28 @@ def test_every_verb_has_help_with_an_example(tmp_path: Path) -> None:
         assert "Example: mlxctl" in ctl(tmp_path, verb, "--help").stdout
 
 
+def test_parse_prints_the_events_of_a_raw_output_and_passes_every_option_on(tmp_path: Path) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text('[{"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}]')
+    raw = '<think>hm</think>Well<tool_call>\n{"name": "f", "arguments": {"x": "1"}}\n</tool_call>'
+    whole = ctl(tmp_path, "parse", "--parser", "qwen3", "--tools", str(tools), stdin=raw)
+    pieces = ctl(tmp_path, "parse", "--parser", "qwen3", "--tools", str(tools), "--split", "3", "-", stdin=raw)
+    kinds = [json.loads(line)["type"] for line in whole.stdout.splitlines()]
+
+    assert whole.returncode == 0
+    assert kinds == ["reasoning", "content", "tool_begin", "tool_args", "tool_end", "finish"]
+    assert json.loads(whole.stdout.splitlines()[3])["text"] == '{"x": 1}'
+    assert len(pieces.stdout.splitlines()) >= len(kinds)
+
+
+def test_parse_refuses_an_unknown_parser_and_has_help_of_its_own(tmp_path: Path) -> None:
+    refused = ctl(tmp_path, "parse", "--parser", "nonsense")
+
+    assert refused.returncode == 2
+    assert "unknown parser 'nonsense'" in refused.stderr
+    assert "--start-in-reasoning" in ctl(tmp_path, "parse", "--help").stdout
+
+
 def test_a_bad_command_line_is_exit_status_2(tmp_path: Path) -> None:
     assert ctl(tmp_path, "load").returncode == 2
     assert ctl(tmp_path, "nonsense").returncode == 2

@@ -1,0 +1,21 @@
+"""What the gateway knows of the worker's parsers without importing them."""
+
+import pytest
+
+from gateway.parsers import PARSERS, bad_parser
+from worker.parsers import ALIASES, FAMILIES, resolve
+
+
+def test_the_gateway_knows_the_worker_s_names_and_no_others() -> None:
+    assert frozenset({*FAMILIES, *ALIASES}) == PARSERS
+
+
+@pytest.mark.parametrize("name", ["", "hermes", "Qwen3-Coder", "deepseek-v3.1", "qwen2.5", "gpt-oss"])
+def test_a_name_that_a_worker_takes_is_good(name: str) -> None:
+    assert bad_parser(name) is None
+    assert not name or resolve(name) in FAMILIES
+
+
+def test_a_name_that_nobody_knows_is_not() -> None:
+    assert bad_parser("hermse") == "unknown parser 'hermse'; did you mean 'hermes'?"
+    assert "known are" in (bad_parser("zzzzz") or "")
