@@ -3,27 +3,36 @@
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.api import admin, health
+from gateway.api import admin, health, responses
 from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models, OneModel
 from gateway.api.tokenize import DetokenizeIds, TokenizeText
+from gateway.auth import Auth, Trusted
 from gateway.config import Config
+from gateway.cors import Cors
 from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.middleware import Entry
+from gateway.origins import is_loopback
 from gateway.pool.pool import Pool
 from gateway.services import Services
+from gateway.store import Store
 
 
 class App:
     """An ASGI app with its parts. `drain` makes it refuse new generations; what runs goes on."""
 
-    def __init__(self, services: Services, routes: list[Route], is_public: bool = True) -> None:
+    def __init__(
+        self, services: Services, routes: list[Route], is_public: bool = True, store: Store | None = None
+    ) -> None:
         self.services = services
+        self._store = store
+        self.routes = routes
         router = Router(routes, redirect_slashes=False)
-        self._entry: ASGIApp = Entry(router, services.metrics, is_public)
+        inner = _guarded(router, services) if is_public else Trusted(router)
+        self._entry: ASGIApp = Entry(inner, services.metrics, is_public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._entry(scope, receive, send)
@@ -32,10 +41,31 @@ class App:
         """From now on new generations get a 503, and `/readyz` says so."""
         self.services.admission.is_draining = True
 
+    def close(self) -> None:
+        """Finish writing what is kept. The last call."""
+        if self._store is not None:
+            self._store.close()
+
+
+def _guarded(app: ASGIApp, services: Services) -> ASGIApp:
+    """What every public request passes before it meets a route."""
+    server = services.config.server
+    guarded = Auth(
+        app,
+        services.keyring,
+        services.metrics,
+        is_loopback=is_loopback(server.host),
+        metrics_auth=server.metrics_auth,
+        origins=frozenset(server.cors),
+    )
+    return Cors(guarded, server.cors) if server.cors else guarded
+
 
 def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
     """The public app."""
     services = Services.make(config, pool, link, metrics)
+    server = config.server
+    store = Store(config.store_path, server.response_store_bytes, server.response_store_age_s)
     models = Models(services)
     healthy = health.Healthy(services)
     return App(
@@ -45,6 +75,7 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             Route("/v1/completions", Completions(services), methods=["POST"]),
             Route("/v1/messages", Messages(services), methods=["POST"]),
             Route("/v1/messages/count_tokens", CountTokens(services), methods=["POST"]),
+            *responses.routes(services, store),
             Route("/tokenize", TokenizeText(services), methods=["POST"]),
             Route("/detokenize", DetokenizeIds(services), methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
@@ -56,6 +87,7 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             Route("/metrics", health.Scrape(services), methods=["GET"]),
             Route("/", health.Root(services), methods=["GET"]),
         ],
+        store=store,
     )
 
 
@@ -66,6 +98,9 @@ def create_admin_app(config: Config, pool: Pool, link: Link, metrics: Metrics, *
         services,
         [
             Route("/v1/status", admin.StatusEndpoint(services), methods=["GET"]),
+            Route("/v1/keys/usage", admin.Usage(services), methods=["GET"]),
+            # `mlxctl chat` needs no key: who owns the socket owns the models.
+            Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
             Route("/v1/models/load", admin.Command(services, pool.load), methods=["POST"]),
             Route("/v1/models/unload", admin.Command(services, pool.unload), methods=["POST"]),
             Route("/v1/models/restart", admin.Command(services, pool.restart), methods=["POST"]),

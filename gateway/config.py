@@ -1,7 +1,6 @@
 """The configuration file: TOML in, frozen structs out. What is wrong in it is a `ConfigError` that names the line."""
 
 import difflib
-import ipaddress
 import os
 import tomllib
 from collections.abc import Callable, Mapping
@@ -13,6 +12,8 @@ from msgspec import Meta, Struct
 
 from gateway.configtext import Locator, parse_duration, parse_size
 from gateway.hfcache import cached_models
+from gateway.keys import KeyFile, KeysUnusable
+from gateway.origins import bad_origin, is_loopback
 from gateway.parsers import bad_parser
 
 DEFAULT_HOME: Final = "~/.mlxd"
@@ -49,6 +50,11 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
     request_timeout_s: Seconds = 0.0
     queue_timeout_s: Seconds = 600.0
+    # Of the Responses API, for clients that come back to an answer; 0 bytes keeps none.
+    response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
+    response_store_age_s: Seconds = 30 * 86400.0
+    cors: tuple[str, ...] = ()
+    metrics_auth: bool = False
 
 
 class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,6 +106,14 @@ class Config(Struct, frozen=True):
         return self.home / "logs"
 
     @property
+    def keys_path(self) -> Path:
+        return keys_path(self.home)
+
+    @property
+    def store_path(self) -> Path:
+        return self.home / "state" / "responses.sqlite"
+
+    @property
     def admin_socket(self) -> Path:
         return self.run_dir / "admin.sock"
 
@@ -107,6 +121,11 @@ class Config(Struct, frozen=True):
 def default_home(environ: Mapping[str, str] = os.environ) -> Path:
     """`MLXD_HOME`, or `~/.mlxd`."""
     return Path(environ.get("MLXD_HOME") or DEFAULT_HOME).expanduser().absolute()
+
+
+def keys_path(home: Path) -> Path:
+    """Where the API keys of a home are."""
+    return home / "keys" / "keys.json"
 
 
 def load_config(
@@ -126,6 +145,8 @@ def load_config(
     source.refuse_unknown(raw, ("server", "models"), ())
     overrides = {"host": host, "port": port, "log_level": log_level}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
+    if not is_loopback(server.host):
+        _need_keys(source, home, server.host, is_override=host is not None)
     models = _models(source, raw.get("models", {})) or _found_models()
     _refuse_duplicates(source, models)
     return Config(home=home, server=server, models=models, config_path=source.path)
@@ -141,15 +162,26 @@ def _server(source: "_Source", raw: Any, overrides: dict[str, Any]) -> ServerCon
     if isinstance(table.get("log_level"), str):
         table["log_level"] = table["log_level"].lower()
     server = source.convert(table, ServerConfig, ("server",), overridden=frozenset(overrides))
-    if not is_loopback(server.host):
-        where = None if "host" in overrides else source.line(("server", "host"))
-        raise ConfigError(
-            f"refusing to listen on {server.host!r}: mlxd has no API keys yet, so it serves this machine only. "
-            'Use host = "127.0.0.1" and a reverse proxy that authenticates.',
-            None if "host" in overrides else source.path,
-            where,
-        )
+    for origin in server.cors:
+        if reason := bad_origin(origin):
+            raise source.error(f"cors: {origin!r} {reason}", ("server", "cors"))
     return server
+
+
+def _need_keys(source: "_Source", home: Path, host: str, *, is_override: bool) -> None:
+    """Whoever others can reach must know who asks. Raises `ConfigError`."""
+    file = KeyFile(keys_path(home))
+    try:
+        has_keys = bool(file.read())
+    except KeysUnusable as error:
+        raise ConfigError(str(error)) from None
+    if not has_keys:
+        raise ConfigError(
+            f"refusing to listen on {host!r}, where others can reach it, without an API key. "
+            "Make one first: mlxctl keys create NAME",
+            None if is_override else source.path,
+            None if is_override else source.line(("server", "host")),
+        )
 
 
 def _models(source: "_Source", raw: Any) -> dict[str, ModelConfig]:
@@ -208,16 +240,6 @@ def _bad_alias(alias: str) -> str | None:
     if len(alias.encode()) > NAME_BYTES_MAX:
         return f"is longer than {NAME_BYTES_MAX} bytes"
     return None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 # -- reading, and finding the line of what is wrong ------------------------------------------------------------------

@@ -3,8 +3,11 @@
     ApiError
     ├── BadRequest         400  the body cannot be served as it is
     │   └── Unsupported    400  it could by another server, or a later version
-    ├── ModelNotFound      404
+    ├── Unauthorized       401  no key, or none that is valid
+    ├── Forbidden          403
+    ├── ModelNotFound      404  also where the key may not know of it
     ├── BodyTooLarge       413
+    ├── RateLimited        429  the key has used what it may
     ├── Overloaded         429  this model's queue is full
     └── Unavailable        503  the model or the daemon cannot serve now
 
@@ -59,6 +62,23 @@ class BadRequest(ApiError):
 class Unsupported(BadRequest):
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message, param, "unsupported_parameter")
+
+
+class Unauthorized(ApiError):
+    def __init__(self, message: str, code: str | None) -> None:
+        super().__init__(401, message, code=code)
+
+
+class Forbidden(ApiError):
+    def __init__(self, message: str) -> None:
+        super().__init__(403, message, code="permission_denied")
+
+
+class RateLimited(ApiError):
+    """`kind` is what there was too much of: `requests` or `tokens`, OpenAI's types of this error."""
+
+    def __init__(self, message: str, kind: str, retry_after_s: float) -> None:
+        super().__init__(429, message, type=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
 class ModelNotFound(ApiError):
@@ -159,7 +179,9 @@ def openai_body(error: ApiError) -> bytes:
 
 
 def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
-    """Retry-After in whole seconds, rounded up, where waiting can help."""
+    """Retry-After in whole seconds, rounded up, where waiting can help; and how to authenticate, where one must."""
+    if error.status == 401:
+        return [(b"www-authenticate", b'Bearer realm="mlxd"')]
     if error.retry_after_s <= 0:
         return []
     return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]

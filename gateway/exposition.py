@@ -66,6 +66,7 @@ class Exposition(Collector):
         yield from self._globals()
         models = self._metrics.models.items()
         yield self._requests()
+        yield from self._keys()
         for name, text, read in _COUNTERS:
             counter = CounterMetricFamily(f"mlxd_{name}", text, labels=["model"])
             for model, numbers in models:
@@ -103,6 +104,27 @@ class Exposition(Collector):
             for status, count in numbers.requests.items():
                 family.add_metric([model, status], count)
         return family
+
+    def _keys(self) -> Iterator[Metric]:
+        failures = CounterMetricFamily("mlxd_auth_failures", "Requests without a valid API key.", labels=["reason"])
+        for reason, count in self._metrics.auth_failures.items():
+            failures.add_metric([reason], count)
+        requests = CounterMetricFamily("mlxd_key_requests", "API requests of a key.", labels=["key", "status"])
+        rejections = CounterMetricFamily(
+            "mlxd_key_rejections", "Requests that a key's limits or expiry turned away.", labels=["key", "reason"]
+        )
+        running = GaugeMetricFamily("mlxd_key_requests_running", "Requests of a key being served.", labels=["key"])
+        prompt = CounterMetricFamily("mlxd_key_prompt_tokens", "Prompt tokens of a key.", labels=["key"])
+        generation = CounterMetricFamily("mlxd_key_generation_tokens", "Tokens generated for a key.", labels=["key"])
+        for key, numbers in self._metrics.keys.items():
+            for status, count in numbers.requests.items():
+                requests.add_metric([key, status], count)
+            for reason, count in numbers.rejections.items():
+                rejections.add_metric([key, reason], count)
+            running.add_metric([key], numbers.running)
+            prompt.add_metric([key], numbers.prompt_tokens)
+            generation.add_metric([key], numbers.generation_tokens)
+        yield from (failures, requests, rejections, running, prompt, generation)
 
     def _globals(self) -> Iterator[Metric]:
         metrics = self._metrics

@@ -12,6 +12,7 @@ import msgspec
 from gateway.config import ModelConfig
 from gateway.errors import ApiError, Unavailable, from_failure
 from gateway.http import Record
+from gateway.limits import Bill, Meter
 from gateway.link import WorkerGone
 from gateway.pool.process import Worker
 from gateway.pool.state import ModelUnavailable
@@ -21,6 +22,8 @@ from protocol.failures import Code, Failure
 from protocol.messages import Delta, Finish, Generate
 
 QUEUE_RETRY_AFTER_S: Final = 5.0
+# About what English and code have.
+BYTES_PER_TOKEN: Final = 4
 _LOST: Final = Failure(Code.WORKER_DIED, "The model's worker was lost. Try again.")
 _STOPPED: Final = Failure(Code.ABORTED, "The server stopped this generation.")
 _FINISHES: Final = {
@@ -35,7 +38,7 @@ _FINISHES: Final = {
 class Generation:
     """The sequences of one request. A context manager: entering takes the leases, leaving gives everything back.
 
-    Entering raises `Overloaded` or `Unavailable`. Whatever is unfinished on leaving is aborted at once.
+    Entering raises `Overloaded`, `RateLimited` or `Unavailable`. Whatever is unfinished on leaving is aborted at once.
     """
 
     def __init__(
@@ -48,10 +51,17 @@ class Generation:
     ) -> None:
         self._services = services
         self._model = model
-        self._generates = list(generates)
+        caller = record.caller
+        self._generates = [
+            msgspec.structs.replace(generate, priority=caller.priority, cache_salt=caller.cache_salt)
+            for generate in generates
+        ]
         self._record = record
         self._bind = bind
         self._held = ExitStack()
+        # What the caller's key is charged in the end.
+        self._bill: Bill | None = None
+        self._tokens = 0
         self._numbers = services.metrics.model(model.name)
         self._collector: Collector | None = None
         self._seen_activity = 0.0
@@ -64,13 +74,25 @@ class Generation:
         self.is_running = True
 
     def __enter__(self) -> Self:
-        self._held.enter_context(self._services.admission.lease(self._model, len(self._generates)))
-        self._held.enter_context(self._services.pool.busy(self._model.name))
+        with ExitStack() as held:
+            held.enter_context(self._services.admission.lease(self._model, len(self._generates)))
+            meter = self._record.caller.meter
+            if meter is not None:
+                self._bill = held.enter_context(meter.hold(self._estimate(meter), len(self._generates)))
+            held.enter_context(self._services.pool.busy(self._model.name))
+            self._held = held.pop_all()
         return self
+
+    def _estimate(self, meter: Meter) -> float:
+        """Tokens that this will probably be charged: the prompt's by its bytes, for it is not tokenized here."""
+        completion = sum(meter.expected(generate.max_tokens) for generate in self._generates)
+        return self._record.body_bytes / BYTES_PER_TOKEN + completion
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._bill is not None:
+            self._charge(self._bill)
         self._held.close()
         if self._collector is not None and len(self._ended) < len(self._generates):
             left = [rid for rid in self._collector.rids if rid not in self._ended]
@@ -78,6 +100,12 @@ class Generation:
             for _ in left:
                 self._numbers.sequence_ended("abort", None)
         self._numbers.e2e.observe(time.perf_counter() - self._record.started)
+
+    def _charge(self, bill: Bill) -> None:
+        """Usage comes with the end; of what did not end, what is known counts."""
+        accepted = 0 if self._collector is None else sum(self._collector.accepted.values())
+        bill.prompt = max(self._record.prompt_tokens, accepted)
+        bill.completion = max(self._record.completion_tokens, self._tokens)
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -123,6 +151,11 @@ class Generation:
     def is_done(self) -> bool:
         return len(self._ended) == len(self._generates)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """What is known so far of the prompts' lengths."""
+        return sum(self._collector.accepted.values()) if self._collector is not None else 0
+
     async def next(self, timeout_s: float | None = None) -> list[Delta]:
         """New output, never with an ERROR or ABORT in it: those end up in `failure`. Empty on timeout."""
         collector = self._opened()
@@ -132,6 +165,7 @@ class Generation:
         for delta in deltas:
             rid = delta.rid
             if count := len(delta.token_ids):
+                self._tokens += count
                 if rid in newest:
                     self._observe_gap((now - newest[rid]) / count, count)
                 else:

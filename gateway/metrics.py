@@ -66,6 +66,17 @@ class ModelMetrics:
             self.per_token.observe(usage.decode_ms / 1000 / (usage.completion - 1))
 
 
+@dataclass(slots=True)
+class KeyMetrics:
+    """One API key's numbers, all on the event loop."""
+
+    running: int = 0
+    requests: Counter[str] = field(default_factory=Counter[str])
+    rejections: Counter[str] = field(default_factory=Counter[str])
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
 class Metrics:
     """Every number of one gateway. What the pool and the link report arrives through the `Events` methods.
 
@@ -74,6 +85,10 @@ class Metrics:
 
     def __init__(self) -> None:
         self.models: dict[str, ModelMetrics] = {}
+        # By the key's name, which only the operator chooses.
+        self.keys: dict[str, KeyMetrics] = {}
+        # Requests that showed no valid key, by what was wrong.
+        self.auth_failures: Counter[str] = Counter()
         # Requests that ended before they had a model: bad bodies, unknown names and paths.
         self.requests_without_model: Counter[str] = Counter()
         self.stale_messages = 0
@@ -88,6 +103,13 @@ class Metrics:
         found = self.models.get(name)
         if found is None:
             found = self.models[name] = ModelMetrics()
+        return found
+
+    def key(self, name: str) -> KeyMetrics:
+        """The numbers of an API key, by its name."""
+        found = self.keys.get(name)
+        if found is None:
+            found = self.keys[name] = KeyMetrics()
         return found
 
     def declare(self, names: Iterable[str]) -> None:
@@ -155,10 +177,12 @@ class Metrics:
 
     # -- Requests ------------------------------------------------------------------------------------------------
 
-    def request_ended(self, model: str | None, status: int) -> None:
+    def request_ended(self, model: str | None, key: str | None, status: int) -> None:
         """One HTTP request of an API was answered."""
         counter = self.requests_without_model if model is None else self.model(model).requests
         counter[str(status)] += 1
+        if key is not None:
+            self.key(key).requests[str(status)] += 1
 
     def rejected(self, model: str, reason: str) -> None:
         """Admission turned a request away."""

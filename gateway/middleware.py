@@ -77,7 +77,7 @@ class Entry:
     def _account(self, record: Record) -> None:
         method, prefix = API
         if self._is_public and record.method == method and record.path.startswith(prefix):
-            self._metrics.request_ended(record.model, record.status)
+            self._metrics.request_ended(record.model, record.caller.key, record.status)
         level = logging.DEBUG if record.path in QUIET else logging.INFO
         if not log.isEnabledFor(level):
             return
@@ -86,6 +86,8 @@ class Entry:
             "status": record.status,
             "ms": round((time.perf_counter() - record.started) * 1000, 1),
         }
+        if record.caller.key is not None:
+            fields["key"] = record.caller.key
         if record.model is not None:
             first = record.first_token_s
             fields |= {

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 
+from gateway.caller import Caller
 from gateway.config import ModelConfig
 from gateway.errors import ModelNotFound
+from gateway.patterns import Pattern
 
 
 class Router:
@@ -12,37 +14,25 @@ class Router:
     def __init__(self, models: Mapping[str, ModelConfig]) -> None:
         self.models = models
         self._aliases: dict[str, ModelConfig] = {}
-        patterns: list[tuple[list[str], ModelConfig]] = []
+        patterns: list[tuple[Pattern, ModelConfig]] = []
         for model in models.values():
             for alias in model.aliases:
                 if "*" in alias:
-                    patterns.append((alias.split("*"), model))
+                    patterns.append((Pattern(alias), model))
                 else:
                     self._aliases[alias] = model
-        # The longest literal prefix is the most specific; then the most literal text; then the order of the file.
-        self._patterns = sorted(patterns, key=lambda item: (-len(item[0][0]), -sum(map(len, item[0]))))
+        # The most specific first; then the order of the file.
+        self._patterns = sorted(patterns, key=lambda item: item[0].specificity, reverse=True)
 
-    def resolve(self, name: str) -> ModelConfig:
-        """The model behind `name`. Raises `ModelNotFound`."""
+    def resolve(self, name: str, caller: Caller) -> ModelConfig:
+        """The model behind `name`. Raises `ModelNotFound`, for a model that `caller` may not use just as for none."""
+        model = self._find(name)
+        if model is None or not caller.may_use(model):
+            raise ModelNotFound(name, [known.name for known in caller.usable(self.models.values())])
+        return model
+
+    def _find(self, name: str) -> ModelConfig | None:
         model = self.models.get(name) or self._aliases.get(name)
-        if model is not None:
-            return model
-        for pieces, candidate in self._patterns:
-            if _matches(pieces, name):
-                return candidate
-        raise ModelNotFound(name, self.models)
-
-
-def _matches(pieces: list[str], name: str) -> bool:
-    """Whether `name` is `pieces` with anything in between: linear, so no pattern can make a request slow."""
-    first, *middle, last = pieces
-    end = len(name) - len(last)
-    if end < len(first) or not name.startswith(first) or not name.endswith(last):
-        return False
-    start = len(first)
-    for piece in middle:
-        found = name.find(piece, start, end)
-        if found < 0:
-            return False
-        start = found + len(piece)
-    return True
+        if model is None:
+            model = next((candidate for pattern, candidate in self._patterns if pattern.matches(name)), None)
+        return model

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from gateway.admission import Admission
+from gateway.auth import Keyring
 from gateway.config import Config
+from gateway.keys import KeyFile
 from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
@@ -20,8 +22,11 @@ class Services:
     metrics: Metrics
     router: Router
     admission: Admission
+    keyring: Keyring
 
     @classmethod
     def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics) -> "Services":
+        """Raises `KeysUnusable`."""
         metrics.declare(config.models)
-        return cls(config, pool, link, metrics, Router(config.models), Admission(metrics.rejected))
+        keyring = Keyring(KeyFile(config.keys_path), metrics)
+        return cls(config, pool, link, metrics, Router(config.models), Admission(metrics.rejected), keyring)

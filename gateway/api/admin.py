@@ -8,10 +8,11 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 import protocol
+from gateway.caller import OWNER
 from gateway.errors import BadRequest, from_failure
 from gateway.http import read_body, send_body
 from gateway.pool.state import ModelUnavailable, WorkerView
-from gateway.schemas.admin import Done, ModelRef, ModelStatus, Status
+from gateway.schemas.admin import Done, KeyUsage, ModelRef, ModelStatus, Status, UsageReport
 from gateway.services import Services
 
 BODY_MAX = 64 * 1024
@@ -78,6 +79,31 @@ class StatusEndpoint:
         )
 
 
+class Usage:
+    """`GET /v1/keys/usage`: what each key has used since the daemon started."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._started = time.time()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._services.keyring.refresh()
+        metrics = self._services.metrics
+        keys = [
+            KeyUsage(
+                name,
+                sum(numbers.requests.values()),
+                numbers.prompt_tokens,
+                numbers.generation_tokens,
+                numbers.running,
+                dict(numbers.rejections),
+            )
+            for name, numbers in metrics.keys.items()
+        ]
+        usage = UsageReport(self._started, keys, dict(metrics.auth_failures))
+        await send_body(send, 200, msgspec.json.encode(usage))
+
+
 class Command:
     """`POST /v1/models/{load,unload,restart}` with `{"model": NAME}`; answers when it is done."""
 
@@ -91,7 +117,7 @@ class Command:
             ref = _model_ref.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f'The body must be {{"model": NAME}}: {error}.') from None
-        name = self._services.router.resolve(ref.model).name
+        name = self._services.router.resolve(ref.model, OWNER).name
         try:
             await self._run(name)
         except ModelUnavailable as error:

@@ -6,7 +6,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
 import protocol
-from gateway.http import send_body
+from gateway.http import record_of, send_body
 from gateway.pool.state import State, WorkerView
 from gateway.services import Services
 
@@ -38,7 +38,10 @@ class Live:
 
 
 class Readiness:
-    """Whether traffic should come: not while draining, nor before the models to preload are ready."""
+    """Whether traffic should come: not while draining, nor before the models to preload are ready.
+
+    Everybody is told the status; names and reasons only of models that the caller may use.
+    """
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -46,9 +49,11 @@ class Readiness:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reasons = ["draining"] if self._services.admission.is_draining else []
         views = self._services.pool.workers()
-        reasons += [_describe(view) for view in views if view.is_preload and view.state is not State.READY]
-        body = Health("not ready", reasons) if reasons else Health("ready")
-        await send_body(send, 503 if reasons else 200, msgspec.json.encode(body))
+        missing = [view for view in views if view.is_preload and view.state is not State.READY]
+        is_ready = not reasons and not missing
+        reasons += _describe(missing, scope, self._services)
+        body = Health("ready" if is_ready else "not ready", reasons)
+        await send_body(send, 200 if is_ready else 503, msgspec.json.encode(body))
 
 
 class Healthy:
@@ -62,12 +67,13 @@ class Healthy:
             await send_body(send, 503, msgspec.json.encode(Health("draining")))
             return
         views = self._services.pool.workers()
-        broken = [_describe(view) for view in views if view.state in _BROKEN]
+        broken = [view for view in views if view.state in _BROKEN]
         if not broken:
             await send_body(send, 200, msgspec.json.encode(Health("healthy")))
             return
         can_serve = len(broken) < len(views)
-        body = Health("degraded" if can_serve else "unhealthy", broken)
+        reasons = _describe(broken, scope, self._services)
+        body = Health("degraded" if can_serve else "unhealthy", reasons)
         await send_body(send, 200 if can_serve else 503, msgspec.json.encode(body))
 
 
@@ -88,10 +94,17 @@ class Root:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        about = About(protocol.__version__, list(self._services.config.models))
+        models = record_of(scope).caller.usable(self._services.config.models.values())
+        about = About(protocol.__version__, [model.name for model in models])
         await send_body(send, 200, msgspec.json.encode(about))
 
 
-def _describe(view: WorkerView) -> str:
+def _describe(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
+    """What is wrong with these, as far as the caller may know of them."""
+    caller = record_of(scope).caller
+    return [_reason(view) for view in views if caller.may_use(services.config.models[view.name])]
+
+
+def _reason(view: WorkerView) -> str:
     cause = f": {view.last_failure.message}" if view.last_failure is not None else ""
     return f"model {view.name} is {view.state}{cause}"

@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from gateway.config import ModelConfig
-from gateway.http import send_body
+from gateway.http import record_of, send_body
 from gateway.pool.state import WorkerView
 from gateway.services import Services
 
@@ -52,7 +52,8 @@ class Models:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         views = {view.name: view for view in self._services.pool.workers()}
-        cards = [self.card(model, views[model.name]) for model in self._services.config.models.values()]
+        models = record_of(scope).caller.usable(self._services.config.models.values())
+        cards = [self.card(model, views[model.name]) for model in models]
         ids = [card.id for card in cards] or [None]
         await send_body(send, 200, msgspec.json.encode(ModelList(cards, ids[0], ids[-1])))
 
@@ -80,6 +81,6 @@ class OneModel:
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        model = self._services.router.resolve(scope["path_params"]["id"])
+        model = self._services.router.resolve(scope["path_params"]["id"], record_of(scope).caller)
         view = self._services.pool.worker(model.name).view()
         await send_body(send, 200, msgspec.json.encode(self._models.card(model, view)))

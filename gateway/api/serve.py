@@ -24,7 +24,7 @@ def begin(
     services: Services, record: Record, name: str, is_stream: bool, asked_seed: int | None, unknown: list[str]
 ) -> tuple[ModelConfig, int]:
     """The model and the seed of a request, noted on its record. Raises `ModelNotFound`."""
-    model = services.router.resolve(name)
+    model = services.router.resolve(name, record.caller)
     # Drawn here when the client gives none, and told, so that any answer can be had again.
     seed = secrets.randbits(63) if asked_seed is None else asked_seed
     record.model = model.name

@@ -55,3 +55,22 @@ class ModelRef(Struct, frozen=True, forbid_unknown_fields=True):
 class Done(Struct, frozen=True):
     model: str
     state: str
+
+
+class KeyUsage(Struct, frozen=True):
+    """What one API key has used; `rejections` by reason."""
+
+    name: str
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    running: int
+    rejections: dict[str, int]
+
+
+class UsageReport(Struct, frozen=True):
+    """`since` is when the daemon started, in seconds since 1970; `failures` are requests without a valid key."""
+
+    since: float
+    keys: list[KeyUsage]
+    failures: dict[str, int]

@@ -1,0 +1,229 @@
+"""Who may come in: one middleware before every route, which denies what it does not know.
+
+| keys | asked without a valid key |
+|---|---|
+| never one | on the loopback everybody is the owner, web pages of other origins excepted; elsewhere as below |
+| one, now or once | only the daemon's health, without names, and unless configured otherwise `/metrics` |
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.caller import NOBODY, OWNER, Caller
+from gateway.errors import Forbidden, Unauthorized
+from gateway.http import record_of
+from gateway.keys import PREFIX_CHARS, SECRET_CHARS_MAX, Key, KeyFile, KeysUnusable, Stamp, digest
+from gateway.limits import Limits, Meter
+from gateway.metrics import Metrics
+from gateway.origins import is_own
+from gateway.patterns import Pattern
+
+log = logging.getLogger(__name__)
+
+HEALTH: Final = frozenset({"/livez", "/readyz", "/health", "/healthz"})
+METRICS: Final = "/metrics"
+# A client with two of them has one from its settings and one from its environment; more is noise.
+SECRETS_MAX: Final = 4
+# Neither generates, and a client must always be able to stop what it started.
+_UNCOUNTED: Final = ("/count_tokens", "/input_tokens", "/cancel")
+INVALID: Final = "invalid_api_key"
+EXPIRED: Final = "expired_api_key"
+_REASONS: Final = {None: "missing", INVALID: "invalid", EXPIRED: "expired"}
+_NO_SALT: Final = "00" * 16
+UNKNOWN: Final[Stamp] = (-1, -1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A key in force, and what is derived from it."""
+
+    key: Key
+    caller: Caller
+
+
+class Keyring:
+    """The keys in force. Looks at the file's stamp before each request: a change holds from the next one on.
+
+    A file that cannot be read leaves the last good one in force; without one nobody comes in.
+    """
+
+    def __init__(
+        self,
+        file: KeyFile,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Raises `KeysUnusable`."""
+        self._file = file
+        self._metrics = metrics
+        self._clock = clock
+        self._wall = wall
+        self._stamp: Stamp | None = None
+        self._by_prefix: dict[bytes, list[Account]] = {}
+        # By name, and kept: a key that is made again, or rotated, does not start afresh.
+        self._meters: dict[str, Meter] = {}
+        # Whether there has never been a key.
+        self.is_open = True
+        self._apply(self._look())
+
+    def refresh(self) -> None:
+        """Take over what has changed since the last look."""
+        stamp = self._look()
+        if stamp == self._stamp:
+            return
+        try:
+            self._apply(stamp)
+        except KeysUnusable as error:
+            log.error("the keys stay as they were: %s", error)
+
+    def caller(self, secret: bytes) -> Caller | None:
+        """Whoever holds `secret`. Raises `Unauthorized` when it has expired."""
+        account = self._account(secret)
+        if account is None:
+            return None
+        if account.key.is_expired(self._wall()):
+            self._metrics.key(account.key.name).rejections["expired"] += 1
+            raise Unauthorized("This API key has expired.", EXPIRED)
+        return account.caller
+
+    def _account(self, secret: bytes) -> Account | None:
+        accounts = self._by_prefix.get(secret[:PREFIX_CHARS], ()) if len(secret) <= SECRET_CHARS_MAX else ()
+        found = [account for account in accounts if account.key.is_opened_by(secret)]
+        if not accounts:
+            # As long as it takes when there is one of this prefix.
+            digest(_NO_SALT, secret[:SECRET_CHARS_MAX])
+        return found[0] if found else None
+
+    def _look(self) -> Stamp | None:
+        try:
+            return self._file.stamp()
+        except OSError:
+            return UNKNOWN  # reading it will say why
+
+    def _apply(self, stamp: Stamp | None) -> None:
+        # Noted first: a bad file is complained about once, not at each request.
+        self._stamp = stamp
+        keys = self._file.read()
+        by_prefix: dict[bytes, list[Account]] = {}
+        for key in keys:
+            by_prefix.setdefault(key.prefix.encode(), []).append(Account(key, self._make_caller(key)))
+        self._by_prefix = by_prefix
+        self.is_open = stamp is None
+        if stamp is not None:
+            log.info("%d API keys are in force", len(keys))
+
+    def _make_caller(self, key: Key) -> Caller:
+        limits = Limits(key.rpm, key.tpm, key.concurrency)
+        meter = self._meters.get(key.name)
+        if meter is None:
+            meter = self._meters[key.name] = Meter(key.name, limits, self._metrics.key(key.name), self._clock)
+        else:
+            meter.limit(limits)
+        return Caller(
+            key.name,
+            tuple(map(Pattern, key.models)) if key.models else None,
+            key.is_admin,
+            key.priority,
+            key.cache_salt,
+            meter,
+        )
+
+
+class Auth:
+    """Pure ASGI. Notes the caller on the record; raises `Unauthorized`, `Forbidden` or `RateLimited`."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keyring: Keyring,
+        metrics: Metrics,
+        *,
+        is_loopback: bool,
+        metrics_auth: bool = False,
+        origins: frozenset[str] = frozenset(),
+    ) -> None:
+        self._app = app
+        self._keyring = keyring
+        self._metrics = metrics
+        self._is_loopback = is_loopback
+        self._metrics_auth = metrics_auth
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = record_of(scope)
+        path = scope["path"]
+        record.caller = caller = self._admit(scope)
+        meter = caller.meter
+        if meter is not None and meter.is_limited:
+            record.late_headers = meter.anthropic_headers if record.is_anthropic else meter.openai_headers
+            if scope["method"] == "POST" and path.startswith("/v1/") and not path.endswith(_UNCOUNTED):
+                meter.request()
+        await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> Caller:
+        keyring = self._keyring
+        keyring.refresh()
+        path = scope["path"]
+        needs_none = path in HEALTH or (path == METRICS and not self._metrics_auth)
+        if keyring.is_open and self._is_loopback:
+            return self._owner(Headers(scope=scope))
+        try:
+            caller = self._identify(scope["headers"])
+        except Unauthorized as error:
+            if needs_none:
+                return NOBODY
+            self._metrics.auth_failures[_REASONS[error.code]] += 1
+            raise
+        if path == METRICS and self._metrics_auth and not caller.is_admin:
+            raise Forbidden("Metrics tell of every model and key: they need an admin key.")
+        return caller
+
+    def _identify(self, headers: list[tuple[bytes, bytes]]) -> Caller:
+        secrets = _secrets(headers)
+        for secret in secrets:
+            caller = self._keyring.caller(secret)
+            if caller is not None:
+                return caller
+        if secrets:
+            raise Unauthorized("The API key is not valid.", INVALID)
+        if self._keyring.is_open:
+            raise Unauthorized("There is no API key yet. Make one with: mlxctl keys create NAME", None)
+        raise Unauthorized("An API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.", None)
+
+    def _owner(self, headers: Headers) -> Caller:
+        # Any page that a browser of this machine shows could ask, and, by a name that it makes resolve to the
+        # loopback, also read the answer. The loopback is open to programs, not to them.
+        origin = headers.get("origin")
+        if origin is None or origin in self._origins or is_own(origin):
+            return OWNER
+        self._metrics.auth_failures["origin"] += 1
+        raise Forbidden("This web page may not use mlxd. Name its origin in [server] cors, or use an API key.")
+
+
+class Trusted:
+    """In place of `Auth` on the unix socket: whoever can open it is the owner."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record_of(scope).caller = OWNER
+        await self._app(scope, receive, send)
+
+
+def _secrets(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
+    """What was presented as a key, either way."""
+    found: list[bytes] = []
+    for name, value in headers:
+        if name == b"x-api-key":
+            found.append(value.strip())
+        elif name == b"authorization" and value[:7].lower() == b"bearer ":
+            found.append(value[7:].strip())
+    return [secret for secret in found[:SECRETS_MAX] if secret]

@@ -1,0 +1,199 @@
+"""What a key may use in a minute and at once: token buckets on a monotonic clock.
+
+A bucket holds a minute's worth and refills evenly, so what remains, and when it is full again, can be told exactly.
+Tokens are taken by estimate when a request begins and settled when it ends; a bucket that is overdrawn refuses until
+its debt is refilled, so that the mean holds even where every estimate is wrong.
+"""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from gateway.errors import RateLimited
+from gateway.metrics import KeyMetrics
+
+Header = tuple[bytes, bytes]
+
+BUSY_RETRY_AFTER_S: Final = 1.0
+# Completion tokens that a sequence is expected to use before any of this key has ended.
+EXPECTED_COMPLETION: Final = 256.0
+# How much the newest sequence says about how long one is.
+SMOOTHING: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """0 means none."""
+
+    rpm: int = 0
+    tpm: int = 0
+    concurrency: int = 0
+
+
+class Bucket:
+    """`per_minute` at most, refilled evenly. Its level may be below zero: that is a debt."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.capacity = per_minute
+        self._rate = per_minute / 60
+        self._level = float(per_minute)
+        self._at = now
+
+    def level(self, now: float) -> float:
+        self._level = min(float(self.capacity), self._level + (now - self._at) * self._rate)
+        self._at = now
+        return self._level
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """How long until `amount` is there, 0 if it is. What is more than the bucket holds needs a full one."""
+        missing = min(amount, self.capacity) - self.level(now)
+        return missing / self._rate if missing > 0 else 0.0
+
+    def take(self, amount: float, now: float) -> None:
+        """Take, or with a negative `amount` give back."""
+        self._level = min(float(self.capacity), self.level(now) - amount)
+
+    def full_in_s(self, now: float) -> float:
+        return (self.capacity - self.level(now)) / self._rate
+
+
+@dataclass(slots=True)
+class Bill:
+    """The tokens of one request: what was reserved, and in the end what was used. Owned by its generation."""
+
+    reserved: float
+    sequences: int = 1
+    prompt: int = 0
+    completion: int = 0
+
+
+class Meter:
+    """One key's use, against its limits. Everything happens on the event loop, without a wait."""
+
+    def __init__(
+        self, name: str, limits: Limits, numbers: KeyMetrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name = name
+        self._numbers = numbers
+        self._clock = clock
+        self._limits = limits
+        self._requests = _bucket(limits.rpm, clock())
+        self._tokens = _bucket(limits.tpm, clock())
+        self._expected_completion = EXPECTED_COMPLETION
+
+    def limit(self, limits: Limits) -> None:
+        """From now on these. A limit that is unchanged keeps its bucket, and so what was used of it."""
+        now = self._clock()
+        if limits.rpm != self._limits.rpm:
+            self._requests = _bucket(limits.rpm, now)
+        if limits.tpm != self._limits.tpm:
+            self._tokens = _bucket(limits.tpm, now)
+        self._limits = limits
+
+    @property
+    def is_limited(self) -> bool:
+        return self._limits != Limits()
+
+    def request(self) -> None:
+        """Book one request. Raises `RateLimited`."""
+        if self._requests is None:
+            return
+        now = self._clock()
+        if (wait_s := self._requests.wait_s(1, now)) > 0:
+            self._reject("requests")
+            message = f"Rate limit reached for key {self._name!r}: {self._limits.rpm} requests per minute."
+            raise RateLimited(message, "requests", wait_s)
+        self._requests.take(1, now)
+
+    def expected(self, max_tokens: int | None) -> float:
+        """Completion tokens that a sequence will probably have: clients ask for far more than they use."""
+        return self._expected_completion if max_tokens is None else min(max_tokens, self._expected_completion)
+
+    @contextmanager
+    def hold(self, estimate: float, sequences: int = 1) -> Generator[Bill, None, None]:
+        """Be one of the concurrent requests, and reserve `estimate` tokens. Raises `RateLimited`.
+
+        What the bill says at the end is booked in place of the estimate.
+        """
+        concurrency = self._limits.concurrency
+        if concurrency and self._numbers.running >= concurrency:
+            self._reject("concurrency")
+            message = f"Key {self._name!r} has {concurrency} requests running, as many as it may."
+            raise RateLimited(message, "requests", BUSY_RETRY_AFTER_S)
+        bucket = self._tokens
+        now = self._clock()
+        if bucket is not None:
+            if (wait_s := bucket.wait_s(estimate, now)) > 0:
+                self._reject("tokens")
+                message = f"Rate limit reached for key {self._name!r}: {self._limits.tpm} tokens per minute."
+                raise RateLimited(message, "tokens", wait_s)
+            bucket.take(estimate, now)
+        bill = Bill(estimate, sequences)
+        self._numbers.running += 1
+        try:
+            yield bill
+        finally:
+            self._numbers.running -= 1
+            self._settle(bill)
+
+    def _settle(self, bill: Bill) -> None:
+        self._numbers.prompt_tokens += bill.prompt
+        self._numbers.generation_tokens += bill.completion
+        # The bucket of now: the limit may have changed meanwhile.
+        if self._tokens is not None:
+            self._tokens.take(bill.prompt + bill.completion - bill.reserved, self._clock())
+        if bill.completion:
+            mean = bill.completion / bill.sequences
+            self._expected_completion += SMOOTHING * (mean - self._expected_completion)
+
+    def openai_headers(self) -> list[Header]:
+        """`x-ratelimit-*`."""
+        headers: list[Header] = []
+        for kind, bucket in self._buckets():
+            now = self._clock()
+            headers += [
+                (f"x-ratelimit-limit-{kind}".encode(), str(bucket.capacity).encode()),
+                (f"x-ratelimit-remaining-{kind}".encode(), str(_whole(bucket.level(now))).encode()),
+                (f"x-ratelimit-reset-{kind}".encode(), _duration(bucket.full_in_s(now)).encode()),
+            ]
+        return headers
+
+    def anthropic_headers(self) -> list[Header]:
+        """`anthropic-ratelimit-*`, with points in time where OpenAI has durations."""
+        headers: list[Header] = []
+        for kind, bucket in self._buckets():
+            now = self._clock()
+            full_at = datetime.now(UTC) + timedelta(seconds=bucket.full_in_s(now))
+            headers += [
+                (f"anthropic-ratelimit-{kind}-limit".encode(), str(bucket.capacity).encode()),
+                (f"anthropic-ratelimit-{kind}-remaining".encode(), str(_whole(bucket.level(now))).encode()),
+                (f"anthropic-ratelimit-{kind}-reset".encode(), full_at.strftime("%Y-%m-%dT%H:%M:%SZ").encode()),
+            ]
+        return headers
+
+    def _buckets(self) -> list[tuple[str, Bucket]]:
+        both = (("requests", self._requests), ("tokens", self._tokens))
+        return [(kind, bucket) for kind, bucket in both if bucket is not None]
+
+    def _reject(self, reason: str) -> None:
+        self._numbers.rejections[reason] += 1
+
+
+def _bucket(per_minute: int, now: float) -> Bucket | None:
+    return Bucket(per_minute, now) if per_minute else None
+
+
+def _whole(level: float) -> int:
+    # A refill in floating point may end a hair below a whole number.
+    return max(0, int(level + 1e-6))
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: `6m0s`, `1.2s`, `20ms`."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    minutes, left = divmod(seconds, 60)
+    return f"{int(minutes)}m{int(left)}s" if minutes else f"{left:.3g}s"

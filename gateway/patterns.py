@@ -1,0 +1,29 @@
+"""Names with `*` for any text: aliases of models, and the models of a key."""
+
+
+class Pattern:
+    """Matching is linear in the name, so no pattern can make a request slow."""
+
+    __slots__ = ("_pieces", "specificity", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._pieces = text.split("*")
+        # The longest literal prefix is the most specific; then the most literal text.
+        self.specificity = (len(self._pieces[0]), sum(map(len, self._pieces)))
+
+    def matches(self, name: str) -> bool:
+        """Whether `name` is the pattern's text with anything in place of each `*`."""
+        if len(self._pieces) == 1:
+            return name == self.text
+        first, *middle, last = self._pieces
+        end = len(name) - len(last)
+        if end < len(first) or not name.startswith(first) or not name.endswith(last):
+            return False
+        start = len(first)
+        for piece in middle:
+            found = name.find(piece, start, end)
+            if found < 0:
+                return False
+            start = found + len(piece)
+        return True
