@@ -235,7 +235,8 @@ class CacheDisk:
             return
         try:
             _fill(temp, encoded)
-            temp.rename(path)
+            with self._ledger():
+                temp.rename(path)
         except OSError:
             temp.unlink(missing_ok=True)
             raise
@@ -262,7 +263,10 @@ class CacheDisk:
 
     @contextmanager
     def _ledger(self) -> Generator[int]:
-        """The file that tells all workers how many bytes the folder holds (at least), locked."""
+        """The file that tells all workers how many bytes the folder holds (at least), locked.
+
+        Names change only under the lock, or a worker that counts could miss a file that is just being renamed.
+        """
         ledger = os.open(self._root / ".total", os.O_CREAT | os.O_RDWR, 0o600)
         try:
             fcntl.flock(ledger, fcntl.LOCK_EX)
@@ -310,7 +314,8 @@ class CacheDisk:
                 self._lose(read.entry)
             except Exception as error:  # the root of the thread: whatever is wrong with a file, it is not used
                 self._lose(read.entry)
-                self._quarantine(path, error)
+                if path.exists():  # else it was deleted while it was being read
+                    self._quarantine(path, error)
             with self._mutex:
                 if self._reads.get(read.entry) is read:
                     del self._reads[read.entry]
@@ -346,7 +351,8 @@ class CacheDisk:
         log.warning("disk cache: %s is not used and set aside: %s", path.name, error)
         try:
             (self._root / QUARANTINE).mkdir(mode=0o700, exist_ok=True)
-            path.rename(self._root / QUARANTINE / path.name)
+            with self._ledger():
+                path.rename(self._root / QUARANTINE / path.name)
         except OSError:
             path.unlink(missing_ok=True)
 

@@ -176,8 +176,12 @@ class PrefixCache:
             return
         key = salt_key(salt)
         above: Entry | None = None
-        for node, matched in self._tree.walk(tokens, key):
-            if node.span is None or matched < len(node.tokens):
+        path = self._tree.walk(tokens, key)
+        # A short end waits until there is more: many short answers must not become as many files.
+        new = next((node.begin for node, _ in path if not node.is_on_disk), len(tokens))
+        stop = len(tokens) if len(tokens) - new >= MIN_TOKENS else new
+        for node, matched in path:
+            if node.span is None or matched < len(node.tokens) or node.end > stop:
                 break
             is_saved = node.saved is not None and node.saved.is_live
             state = node.state if node.end in checkpoints and not is_saved else None

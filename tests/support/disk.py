@@ -32,10 +32,12 @@ def files(folder: Path) -> list[Path]:
 
 def size(folder: Path) -> int:
     """Bytes of everything in the folder, half written and quarantined files included. Files may vanish meanwhile."""
-    total = 0
+    # By inode: one that is renamed while the folder is being read shows up twice.
+    sizes: dict[int, int] = {}
     for path in folder.glob("*/*"):
         try:
-            total += path.stat().st_size
+            facts = path.stat()
         except FileNotFoundError:
             continue
-    return total
+        sizes[facts.st_ino] = facts.st_size
+    return sum(sizes.values())
