@@ -67,6 +67,7 @@ class Daemon:
                 log.info("mlxd serves %d models on %s", len(self._config.models), self.url)
                 await self._drain(await self._signals.get())
         finally:
+            self._app.close()
             self._config.admin_socket.unlink(missing_ok=True)
 
     async def _drain(self, signum: signal.Signals) -> None:

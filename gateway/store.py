@@ -61,6 +61,7 @@ class Store:
         self._max_age_s = max_age_s
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "store")
+        self._is_closed = False
         # The thread's own.
         self._database: sqlite3.Connection | None = None
 
@@ -70,7 +71,7 @@ class Store:
 
     def keep(self, stored: Stored) -> None:
         """Keep a response, soon. One that cannot be kept is logged: its client has it anyway."""
-        if self.is_on:
+        if self.is_on and not self._is_closed:
             self._thread.submit(self._keep_or_log, stored)
 
     async def get(self, tenant: str, response_id: str) -> Stored | None:
@@ -91,6 +92,7 @@ class Store:
 
     def close(self) -> None:
         """Finish what was begun, and close the file."""
+        self._is_closed = True
         self._thread.submit(self._close)
         self._thread.shutdown()
 

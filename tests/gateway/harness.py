@@ -101,7 +101,7 @@ async def running(
     finally:
         http.should_exit = True
         await serving
-        with contextlib.closing(listener):
+        with contextlib.closing(listener), contextlib.closing(app):
             await pool.stop(0.0)
 
 
