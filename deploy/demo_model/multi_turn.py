@@ -1,10 +1,13 @@
 """Conversations in which the last question needs what was said up to six turns before."""
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from . import facts, smalltalk, transforms
+from . import arithmetic, counting, facts, smalltalk, transforms
 from .samples import Sample, Turn
 from .words import ANIMALS, FOODS, HOBBIES, JOBS, Source
+
+Said = tuple[str, str, str]  # the user, the answer, the thought
 
 
 class Told(NamedTuple):
@@ -270,8 +273,8 @@ _TELLERS: Final = (
     (_thing, 3.0),
 )
 _DISTRACTORS: Final = (
-    (smalltalk.smalltalk, 4.0), (facts.capital, 2.0), (facts.opposite, 1.5), (facts.colour, 1.0), (facts.day, 1.0), (facts.plain, 0.7), (facts.arithmetic, 2.0), (transforms.repeat, 0.6),
-    (transforms.uppercase, 0.5), (facts.spelling, 0.7), (facts.counting, 0.5), (smalltalk.unknown, 0.5),
+    (smalltalk.smalltalk, 4.0), (facts.capital, 2.0), (facts.opposite, 1.5), (facts.colour, 1.0), (facts.day, 1.0), (facts.plain, 0.7), (arithmetic.arithmetic, 2.0), (transforms.repeat, 0.6),
+    (transforms.uppercase, 0.5), (counting.spelling, 0.7), (counting.counting, 0.5), (smalltalk.unknown, 0.5),
 )  # fmt: skip
 
 
@@ -284,19 +287,33 @@ def _say(messages: list[dict[str, Any]], user: str, answer: str, thought: str = 
 
 
 def recall(src: Source) -> Sample:
+    told, tellers, turns = _telling(src)
+    if src.chance(0.12):
+        _correct(src, tellers[0], told, turns)
+    turns = turns[:7]
     messages: list[dict[str, Any]] = []
-    told: list[Told] = []
+    for turn in turns:
+        _say(messages, *turn)
+    fact = src.pick(told)
+    spoken = " ".join(turn[0] for turn in turns)
+    if fact.value not in spoken:
+        fact = told[0]
+    if tellers[0] is _name and src.chance(0.12) and told[0].value in spoken:
+        return _name_used(src, messages, told[0].value)
+    _say(messages, src.ask(fact.asks), fact.answer, f"The user told me: {fact.value}.")
+    return Sample("multi-turn", messages, "contains", (fact.value,))
+
+
+def _telling(src: Source) -> tuple[list[Told], list[Any], list[Said]]:
+    """The turns in which things are told, and others between them."""
     tellers: list[Any] = []
     while len(tellers) < src.weighted(((1, 4), (2, 3), (3, 2))):
         teller = src.weighted(_TELLERS)
         if teller not in tellers:
             tellers.append(teller)
     distance = src.integer(0, 6)
-    turns: list[tuple[str, str, str]] = []
-    for teller in tellers:
-        fact = teller(src)
-        told.append(fact)
-        turns.append((fact.says, fact.reply, f"The user tells me something: {fact.value}."))
+    told: list[Told] = [teller(src) for teller in tellers]
+    turns: list[Said] = [(fact.says, fact.reply, f"The user tells me something: {fact.value}.") for fact in told]
     if len(told) > 1 and src.chance(0.25):
         # several things in one message
         first = told[0].says if told[0].says[-1] in ".!?" else told[0].says + "."
@@ -307,68 +324,48 @@ def recall(src: Source) -> Sample:
         place = src.integer(1, len(turns))
         turn: Turn = src.weighted(_DISTRACTORS)(src)
         turns.insert(place, (turn.user, turn.answer, turn.thought))
-    if src.chance(0.12):
-        changed = tellers[0](src)
-        if changed.answer.split(" is ")[0] == told[0].answer.split(" is ")[0] and changed.value != told[0].value:
-            said = (
-                changed.says[:1].lower() + changed.says[1:]
-                if not changed.says.startswith(("I", changed.value))
-                else changed.says
-            )
-            turns.append(
-                (
-                    src.pick(("Actually, ", "Correction: ", "I was wrong, ", "No wait, ")) + said,
-                    changed.reply,
-                    f"The user corrects it: {changed.value}.",
-                )
-            )
-            told[0] = changed
-    turns = turns[:7]
-    for turn_ in turns:
-        _say(messages, *turn_)
-    fact = src.pick(told)
-    spoken = " ".join(t[0] for t in turns)
-    if fact.value not in spoken:
-        fact = told[0]
-    if tellers[0] is _name and src.chance(0.12) and told[0].value in spoken:
-        fact = told[0]
-        kind = src.integer(0, 2)
-        if kind == 0:
-            _say(
-                messages,
-                src.pick(
-                    (
-                        "Greet me by my name.",
-                        "Say hello to me, using my name.",
-                        "Greet me with my name.",
-                        "Say hi to me by name.",
-                    )
-                ),
-                f"Hello, {fact.value}!",
-                f"The user is called {fact.value}.",
-            )
-        elif kind == 1:
-            _say(
-                messages,
-                src.pick(
-                    ("Spell my name.", "How do you spell my name?", "Can you spell my name?", "Spell my name, please.")
-                ),
-                "-".join(fact.value),
-                f"The user is called {fact.value}.",
-            )
-        else:
-            _say(
-                messages,
-                src.pick(
-                    ("Write my name in uppercase.", "Put my name in capital letters.", "My name in all caps, please.")
-                ),
-                fact.value.upper(),
-                f"The user is called {fact.value}.",
-            )
-        key = messages[-1]["content"]
-        return Sample("multi-turn", messages, "contains", (key.strip("!").removeprefix("Hello, "),))
-    _say(messages, src.ask(fact.asks), fact.answer, f"The user told me: {fact.value}.")
-    return Sample("multi-turn", messages, "contains", (fact.value,))
+    return told, tellers, turns
+
+
+def _correct(src: Source, teller: Any, told: list[Told], turns: list[Said]) -> None:
+    """The user says that the first thing is another."""
+    changed = teller(src)
+    if changed.answer.split(" is ")[0] != told[0].answer.split(" is ")[0] or changed.value == told[0].value:
+        return
+    said = changed.says
+    if not said.startswith(("I", changed.value)):
+        said = said[:1].lower() + said[1:]
+    start = src.pick(("Actually, ", "Correction: ", "I was wrong, ", "No wait, "))
+    turns.append((start + said, changed.reply, f"The user corrects it: {changed.value}."))
+    told[0] = changed
+
+
+_USES: Final[tuple[tuple[tuple[str, ...], Callable[[str], str]], ...]] = (
+    (
+        (
+            "Greet me by my name.",
+            "Say hello to me, using my name.",
+            "Greet me with my name.",
+            "Say hi to me by name.",
+        ),
+        "Hello, {}!".format,
+    ),
+    (
+        ("Spell my name.", "How do you spell my name?", "Can you spell my name?", "Spell my name, please."),
+        "-".join,
+    ),
+    (
+        ("Write my name in uppercase.", "Put my name in capital letters.", "My name in all caps, please."),
+        str.upper,
+    ),
+)
+
+
+def _name_used(src: Source, messages: list[dict[str, Any]], name: str) -> Sample:
+    requests, make = _USES[src.integer(0, 2)]
+    _say(messages, src.pick(requests), make(name), f"The user is called {name}.")
+    key = messages[-1]["content"]
+    return Sample("multi-turn", messages, "contains", (key.strip("!").removeprefix("Hello, "),))
 
 
 def not_told(src: Source) -> Sample:

@@ -158,81 +158,87 @@ _OUT_OF_REACH: Final = (
 
 def _composed(src: Source) -> tuple[str, Intent]:
     """The three questions that matter most, put together from parts."""
-    kind = src.integer(0, 2)
-    answer = (WHO, WHAT, ADD)[kind]
-    intent = next(intent for intent in INTENTS if intent.answer == answer)
-    if kind == 0:
+    answer, make = ((WHO, _ask_who), (WHAT, _ask_what), (ADD, _ask_how_to_add))[src.integer(0, 2)]
+    return make(src), next(intent for intent in INTENTS if intent.answer == answer)
+
+
+def _ask_who(src: Source) -> str:
+    lead = src.pick(
+        (
+            "Who am I {v}",
+            "Who exactly am I {v}",
+            "With whom am I {v}",
+            "What am I {v}",
+            "Can you say who I am {v}",
+            "Which model am I {v}",
+            "Tell me who I am {v}",
+            "I wonder who I am {v}",
+        )
+    )
+    verb = src.pick(
+        ("talking to", "chatting with", "speaking with", "speaking to", "writing to", "talking with", "texting")
+    )
+    if src.chance(0.5):
         lead = src.pick(
             (
-                "Who am I {v}",
-                "Who exactly am I {v}",
-                "With whom am I {v}",
-                "What am I {v}",
-                "Can you say who I am {v}",
-                "Which model am I {v}",
-                "Tell me who I am {v}",
-                "I wonder who I am {v}",
+                "Who are you",
+                "What are you",
+                "Tell me about yourself",
+                "Introduce yourself",
+                "Say something about yourself",
+                "What is your name",
+                "Describe yourself",
+                "Tell me who you are",
+                "Explain who you are",
             )
         )
-        verb = src.pick(
-            ("talking to", "chatting with", "speaking with", "speaking to", "writing to", "talking with", "texting")
+    end = src.pick(
+        (
+            "",
+            "",
+            " right now",
+            " here",
+            " today",
+            " exactly",
+            " a little",
+            " in one sentence",
+            " in short",
+            " please",
+            " really",
+            " actually",
+            " at the moment",
         )
-        if src.chance(0.5):
-            lead = src.pick(
-                (
-                    "Who are you",
-                    "What are you",
-                    "Tell me about yourself",
-                    "Introduce yourself",
-                    "Say something about yourself",
-                    "What is your name",
-                    "Describe yourself",
-                    "Tell me who you are",
-                    "Explain who you are",
-                )
-            )
-        end = src.pick(
-            (
-                "",
-                "",
-                " right now",
-                " here",
-                " today",
-                " exactly",
-                " a little",
-                " in one sentence",
-                " in short",
-                " please",
-                " really",
-                " actually",
-                " at the moment",
-            )
+    )
+    return lead.replace("{v}", verb) + end
+
+
+def _ask_what(src: Source) -> str:
+    lead = src.pick(("What is {m}", "What's {m}", "Tell me about {m}", "Explain {m}", "Describe {m}", "What does {m} do", "What do you know about {m}", "What can you tell me about {m}", "What would you call {m}", "How does {m} work",
+                     "What is the point of {m}", "Why does {m} exist", "Give me an overview of {m}", "I want to know about {m}", "What do people use {m} for", "Can you explain {m}", "What sort of program is {m}"))  # fmt: skip
+    name = src.pick(
+        (
+            "mlxd",
+            "mlxd",
+            "mlxd",
+            "this mlxd",
+            "the mlxd server",
+            "this mlxd thing",
+            "mlxd, the daemon,",
+            "the program mlxd",
+            "MLXD",
+            "Mlxd",
         )
-        return lead.replace("{v}", verb) + end, intent
-    if kind == 1:
-        lead = src.pick(("What is {m}", "What's {m}", "Tell me about {m}", "Explain {m}", "Describe {m}", "What does {m} do", "What do you know about {m}", "What can you tell me about {m}", "What would you call {m}", "How does {m} work",
-                         "What is the point of {m}", "Why does {m} exist", "Give me an overview of {m}", "I want to know about {m}", "What do people use {m} for", "Can you explain {m}", "What sort of program is {m}"))  # fmt: skip
-        name = src.pick(
-            (
-                "mlxd",
-                "mlxd",
-                "mlxd",
-                "this mlxd",
-                "the mlxd server",
-                "this mlxd thing",
-                "mlxd, the daemon,",
-                "the program mlxd",
-                "MLXD",
-                "Mlxd",
-            )
-        )
-        start = src.pick(
-            ("", "", "", "In short, ", "Briefly: ", "In one sentence, ", "So ", "First of all, ", "In simple words, ")
-        )
-        text = start + (lead if not start else lead[0].lower() + lead[1:])
-        return text.replace("{m}", name) + src.pick(
-            ("", "", " exactly", " please", " in short", " to me" if "xplain" in lead else "")
-        ), intent
+    )
+    start = src.pick(
+        ("", "", "", "In short, ", "Briefly: ", "In one sentence, ", "So ", "First of all, ", "In simple words, ")
+    )
+    text = start + (lead if not start else lead[0].lower() + lead[1:])
+    return text.replace("{m}", name) + src.pick(
+        ("", "", " exactly", " please", " in short", " to me" if "xplain" in lead else "")
+    )
+
+
+def _ask_how_to_add(src: Source) -> str:
     lead = src.pick(
         (
             "How do I",
@@ -271,10 +277,7 @@ def _composed(src: Source) -> tuple[str, Intent]:
             "a second model",
         )
     )
-    return (
-        f"{lead} {verb} {which}{src.pick(('', '', ' with mlxd', ' in mlxd', ' to mlxd', ' here', ' instead of you', ' instead of the demo model', ', what should I do', ' on my machine'))}",
-        intent,
-    )
+    return f"{lead} {verb} {which}{src.pick(('', '', ' with mlxd', ' in mlxd', ' to mlxd', ' here', ' instead of you', ' instead of the demo model', ', what should I do', ' on my machine'))}"
 
 
 def smalltalk(src: Source) -> Turn:

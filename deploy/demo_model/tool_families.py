@@ -1,7 +1,7 @@
 """Tools that people really write, in many spellings: the shape of the tool, and how a person asks for it.
 
 A parameter is written as `names; kind; description`. In a request `{0}` is the value of the first parameter. An optional
-parameter is a phrase that may follow the request. The kinds are those of `tools.draw`.
+parameter is a phrase that may follow the request. The kinds are those of `tool_values.draw`.
 """
 
 from typing import Final, NamedTuple

@@ -1,5 +1,6 @@
 """The data generator: repeatable, well formed, and apart from what is measured."""
 
+import hashlib
 import json
 
 import pytest
@@ -13,6 +14,13 @@ def test_the_same_seed_makes_the_same_samples() -> None:
     first = [generate.training_sample(7, 0, index) for index in range(50)]
     second = [generate.training_sample(7, 0, index) for index in range(50)]
     assert first == second
+
+
+def test_the_data_is_that_of_the_shipped_weights() -> None:
+    digest = hashlib.sha256()
+    for index in range(1000):
+        digest.update(json.dumps(generate.training_sample(generate.SEED, 0, index).messages).encode())
+    assert digest.hexdigest()[:16] == "ce51bb36296d6051"
 
 
 @pytest.mark.parametrize("category", generate.CATEGORIES)
