@@ -18,7 +18,11 @@ SHORT_PROMPT_FACTOR: Final = 2.5
 IDLE_TICK_S: Final = 0.25
 # What twice the tokens are hoped to cost before it was tried: large chunks are the more efficient ones.
 _HOPE: Final = 1.6
-_SMOOTHING: Final = 0.3
+# Times follow what gets quicker at once and what gets slower slowly: the first of a size may have compiled kernels.
+_QUICKER: Final = 0.7
+_SLOWER: Final = 0.2
+# A size that was not used for this many chunks is forgotten: its time was another context's, or an accident.
+_MEMORY: Final = 24
 
 
 class ChunkPolicy:
@@ -34,6 +38,8 @@ class ChunkPolicy:
         self._step_s = 0.0
         # Seconds that a number of prompt tokens, a power of two, adds to a tick.
         self._times: dict[int, float] = {}
+        self._used: dict[int, int] = {}
+        self._chunks = 0
 
     def chunk(self, prefilling: int, decoding: int, longest: int = SHORT_PROMPT + 1) -> int:
         """Prompt tokens for each prefilling row in the next tick; `longest` is what the longest of them still lacks."""
@@ -57,13 +63,11 @@ class ChunkPolicy:
         if prefill_s <= 0:
             return
         size = _bucket(prefilled)
-        known = self._times.get(size)
-        prefill_s *= size / prefilled
-        self._times[size] = now = prefill_s if known is None else _smooth(known, prefill_s)
-        if known is not None:
-            # A longer context makes every size dearer, not just the one that was seen.
-            drift = now / known
-            self._times = {at: time if at == size else time * drift for at, time in self._times.items()}
+        self._times[size] = _smooth(self._times.get(size, 0.0), prefill_s * size / prefilled)
+        self._chunks += 1
+        self._used[size] = self._chunks
+        for stale in [at for at, used in self._used.items() if self._chunks - used > _MEMORY]:
+            del self._times[stale], self._used[stale]
 
     def _limit_s(self, prefilling: int, decoding: int, longest: int) -> float:
         if not decoding:
@@ -93,4 +97,4 @@ def _bucket(tokens: int) -> int:
 
 
 def _smooth(old: float, new: float) -> float:
-    return new if old == 0.0 else old + _SMOOTHING * (new - old)
+    return new if old == 0.0 else old + (_QUICKER if new < old else _SLOWER) * (new - old)

@@ -44,6 +44,9 @@ log = logging.getLogger("mlxd.worker")
 # A grammar can take seconds to compile; one that does must not hold up the others.
 _COMPILERS = 2
 
+# Prompt tokens that show what a token of KV costs.
+_WARM_UP: Final = 20
+
 Question = Generate | Tokenize | Detokenize
 
 # With room for less than this, a model is of no use.
@@ -134,10 +137,12 @@ class Process:
 
         inbox: SimpleQueue[Command] = SimpleQueue()
         intake = Intake(loaded, self._spec.parser)
-        memory.limit_cache(loaded.weights_bytes)
+        memory.limit_cache()
         engine = Engine(loaded, self._spec, inbox, self._link.send, self._gauges, intake.writer)
         self._link.send(Loading(self._spec.epoch, "warmup", loaded.weights_bytes, loaded.weights_bytes))
-        fitting = engine.warm_up([token % loaded.vocab_size for token in range(20)])
+        # A GPU compiles kernels for a whole chunk; a CPU has nothing to compile.
+        length = min(_WARM_UP + (self._spec.prefill_chunk if memory.has_gpu() else 0), loaded.max_context - 4)
+        fitting = engine.warm_up([token % loaded.vocab_size for token in range(length)])
         if fitting < MIN_CONTEXT:
             raise LoadFailed(
                 Code.OUT_OF_MEMORY, f"beside the weights there is memory for only {fitting} tokens of context"

@@ -11,7 +11,8 @@ import mlx.core as mx
 import psutil
 
 # Unset, MLX's free-buffer cache may grow to the whole machine.
-_MIN_CACHE_BYTES: Final = 512 << 20
+_MIN_CACHE_BYTES: Final = 1 << 30
+_CACHE_SHARE: Final = 32
 _RUSAGE_INFO_V2: Final = 2
 
 
@@ -29,9 +30,17 @@ def measure() -> Memory:
     return Memory(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), footprint())
 
 
-def limit_cache(weights_bytes: int) -> int:
-    """Bound MLX's free-buffer cache to a share of the weights; returns the limit in bytes."""
-    limit = max(_MIN_CACHE_BYTES, weights_bytes // 8)
+def has_gpu() -> bool:
+    """Whether MLX computes on Metal or CUDA."""
+    return mx.default_device() != mx.Device(mx.cpu)
+
+
+def limit_cache() -> int:
+    """Bound MLX's free-buffer cache to a share of the machine's memory; returns the limit in bytes.
+
+    Too small a cache gives buffers back that the next step asks for again, which costs more than the step itself.
+    """
+    limit = max(_MIN_CACHE_BYTES, psutil.virtual_memory().total // _CACHE_SHARE)
     mx.set_cache_limit(limit)
     return limit
 

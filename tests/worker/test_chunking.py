@@ -103,3 +103,13 @@ def test_a_prompt_that_is_nearly_done_may_stall_longer_once() -> None:
     policy = learned(0.02, 0.0004)
     long, short = policy.chunk(1, 4, longest=5000), policy.chunk(1, 4, longest=SHORT_PROMPT)
     assert long < short <= long * 2 * SHORT_PROMPT_FACTOR
+
+
+def test_a_first_chunk_that_compiled_kernels_is_soon_forgotten() -> None:
+    policy = ChunkPolicy(512)
+    policy.observe(12.0, 256, 0)
+    for _ in range(60):
+        policy.observe(0.005, 0, 1)
+        chunk = policy.chunk(1, 0)
+        policy.observe(0.004 + chunk * 0.00002, chunk, 0)
+    assert policy.chunk(1, 0) == 512
