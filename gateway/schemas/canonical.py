@@ -44,11 +44,9 @@ class Tool(Struct, frozen=True):
     is_strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """The shape that chat templates render: OpenAI's."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description:
-            function["description"] = self.description
-        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        """The shape that chat templates render: OpenAI's. Some fail where the description or the parameters are missing."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
 

@@ -41,7 +41,11 @@ def test_tools_reach_the_template_in_openais_shape() -> None:
     found = prompt(tools=TOOLS)
 
     assert found.tools[0] == {"type": "function", "function": WEATHER}
-    assert found.tools[1]["function"] == {"name": "now", "parameters": {"type": "object", "properties": {}}}
+    assert found.tools[1]["function"] == {
+        "name": "now",
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    }
     assert found.strict_tools == ("now",)
     assert not found.must_call
     assert not found.one_call
