@@ -44,7 +44,7 @@ class Tool(Struct, frozen=True):
     is_strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """The shape that chat templates render: OpenAI's. Some fail where the description or the parameters are missing."""
+        """The shape that chat templates render: OpenAI's. Some fail where description or parameters are missing."""
         parameters = self.parameters or {"type": "object", "properties": {}}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
