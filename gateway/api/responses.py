@@ -14,7 +14,7 @@ from gateway.api.responses_encoder import ResponseFold, ResponseStream, Run
 from gateway.api.responses_history import History, numbered
 from gateway.api.responses_output import Output
 from gateway.config import ModelConfig
-from gateway.errors import ApiError, BadRequest, Unsupported
+from gateway.errors import BadRequest, Unsupported
 from gateway.http import Record, read_body, record_of, send_body
 from gateway.schemas import responses_out as out
 from gateway.schemas.responses import Item, ResponsesRequest, decode_count, decode_responses
@@ -28,26 +28,30 @@ ITEMS_MAX: Final = 100
 ITEMS_DEFAULT: Final = 20
 SEALED: Final = "reasoning.encrypted_content"
 
+# Streams that are being written, with their tenants: nobody else can know the id.
+Running = dict[str, tuple[str, Run]]
+
 _encode = msgspec.json.Encoder().encode
 
 
 def routes(services: Services, store: Store) -> list[Route]:
     """All of the API."""
-    running: dict[str, tuple[str, Run]] = {}
     history = History(store)
+    running: Running = {}
+    one = One(history, running)
     return [
         Route("/v1/responses", Create(services, history, running), methods=["POST"]),
         Route("/v1/responses/input_tokens", CountTokens(services, history), methods=["POST"]),
-        Route("/v1/responses/{id}", One(history), methods=["GET", "DELETE"]),
-        Route("/v1/responses/{id}/cancel", Cancel(history, running), methods=["POST"]),
+        Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", one, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", InputItems(history), methods=["GET"]),
     ]
 
 
 class Create:
-    """An ASGI endpoint. `running` holds the responses that can be cancelled, with their tenants."""
+    """An ASGI endpoint."""
 
-    def __init__(self, services: Services, history: History, running: dict[str, tuple[str, Run]]) -> None:
+    def __init__(self, services: Services, history: History, running: Running) -> None:
         self._services = services
         self._history = history
         self._running = running
@@ -67,22 +71,14 @@ class Create:
         generate = lower_responses(request, prompt, model, services.link.next_rid, seed, serve.deadline_ms(services))
         run = self._run(request, box, model, tenant)
         job = serve.Job(services, record, model, [generate])
+        if not stream:
+            await job.whole(ResponseFold(run), receive, send)
+            return
         self._running[run.response.id] = (tenant, run)
         try:
-            if stream:
-                await job.stream(ResponseStream(run), receive, send)
-            else:
-                await self._whole(job, run, receive, send)
+            await job.stream(ResponseStream(run), receive, send)
         finally:
             del self._running[run.response.id]
-
-    async def _whole(self, job: serve.Job, run: Run, receive: Receive, send: Send) -> None:
-        try:
-            await job.whole(ResponseFold(run), receive, send)
-        except ApiError as error:
-            if not run.is_cancelled:
-                raise
-            await send_body(send, 200, _encode(run.fail(error)), job.record.headers)
 
     def _run(self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, tenant: str) -> Run:
         stem = secrets.token_hex(20)
@@ -123,38 +119,35 @@ class CountTokens:
 
 
 class One:
-    """An ASGI endpoint: retrieve and delete."""
+    """An ASGI endpoint: retrieve, delete and cancel. What runs can be seen and cancelled by those who know its id."""
 
-    def __init__(self, history: History) -> None:
-        self._history = history
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant, response_id = tenant_of(record_of(scope)), _path_id(scope)
-        if scope["method"] == "DELETE":
-            await self._history.delete(tenant, response_id)
-            await send_body(send, 200, _encode(out.Deleted(response_id)))
-            return
-        if _query(scope).get("stream", "").lower() == "true":
-            raise Unsupported("'stream' is not supported here: only whole responses are kept.", "stream")
-        stored = await self._history.get(tenant, response_id)
-        await send_body(send, 200, stored.body)
-
-
-class Cancel:
-    """An ASGI endpoint. One that has ended already is answered as it is."""
-
-    def __init__(self, history: History, running: dict[str, tuple[str, Run]]) -> None:
+    def __init__(self, history: History, running: Running) -> None:
         self._history = history
         self._running = running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, response_id = tenant_of(record_of(scope)), _path_id(scope)
-        owner, run = self._running.get(response_id, ("", None))
-        if run is not None and owner == tenant:
-            await send_body(send, 200, _encode(run.cancel()))
-            return
-        stored = await self._history.get(tenant, response_id)
-        await send_body(send, 200, stored.body)
+        match scope["method"]:
+            case "DELETE":
+                await self._history.delete(tenant, response_id)
+                body = _encode(out.Deleted(response_id))
+            case "POST":
+                run = self._run(tenant, response_id)
+                # One that has ended already is answered as it is.
+                body = await self._kept(tenant, response_id) if run is None else _encode(run.cancel())
+            case _:
+                if _query(scope).get("stream", "").lower() == "true":
+                    raise Unsupported("'stream' is not supported here: only whole responses are kept.", "stream")
+                run = self._run(tenant, response_id)
+                body = await self._kept(tenant, response_id) if run is None else _encode(run.snapshot())
+        await send_body(send, 200, body)
+
+    def _run(self, tenant: str, response_id: str) -> Run | None:
+        owner, run = self._running.get(response_id, (tenant, None))
+        return run if owner == tenant else None
+
+    async def _kept(self, tenant: str, response_id: str) -> bytes:
+        return (await self._history.get(tenant, response_id)).body
 
 
 class InputItems:

@@ -34,6 +34,10 @@ class Run:
         if self.is_cancelled:
             self.stop(rids)
 
+    def snapshot(self) -> out.Response:
+        """The response as it is now."""
+        return self._state(self.response.status)
+
     def cancel(self) -> out.Response:
         """End it now. Returns the response as it is then."""
         self.is_cancelled = True

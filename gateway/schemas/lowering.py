@@ -52,7 +52,7 @@ def lower_chat(
     if request.max_tokens == 0:
         raise BadRequest("Invalid value for 'max_tokens': expected int >= 1.", "max_tokens", "invalid_value")
     tool_use, thinking = lower_tools(request), lower_thinking(request)
-    prompt = chat_prompt(messages, tool_use, thinking, _template_kwargs(request), continues)
+    prompt = chat_prompt(messages, tool_use, thinking, template_kwargs(request.chat_template_kwargs), continues)
     return _generates(
         request,
         model,
@@ -200,8 +200,9 @@ def _text_prompt(text: str, param: str) -> TextPrompt:
     return TextPrompt(text)
 
 
-def _template_kwargs(request: ChatRequest) -> dict[str, Any]:
-    kwargs = dict(request.chat_template_kwargs or {})
+def template_kwargs(asked: dict[str, Any] | None) -> dict[str, Any]:
+    """What a template is told besides the conversation. Raises `BadRequest`."""
+    kwargs = dict(asked or {})
     if reserved := sorted(RESERVED_KWARGS & kwargs.keys()):
         raise BadRequest(f"'chat_template_kwargs' must not set {reserved[0]!r}.", "chat_template_kwargs")
     try:

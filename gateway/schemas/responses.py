@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from gateway.errors import BadRequest, Unsupported
 from gateway.schemas.decode import decode
 from gateway.schemas.openai import Effort, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP, Unit
+from gateway.schemas.thinking import Budget, ReasoningSpec, ThinkingSpec
 
 # Accepted because they ask for nothing that a local server does, whatever their value.
 NO_ACTION: Final = frozenset(
@@ -49,10 +50,9 @@ class Item(Struct, frozen=True, omit_defaults=True):
         return "item_reference" if self.role is None and self.content is None else "message"
 
 
-class ReasoningWish(Struct, frozen=True):
+class ReasoningWish(ReasoningSpec, frozen=True):
     """A summary cannot be made here: what was thought is sent as it is."""
 
-    effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -85,6 +85,12 @@ class CountRequest(Struct, frozen=True, kw_only=True):
     reasoning: ReasoningWish | None = None
     text: TextWish | None = None
     truncation: str | None = None
+    # How other servers, and chat, spell how much to think.
+    reasoning_effort: Effort | None = None
+    thinking: ThinkingSpec | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Budget | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def items(self) -> list[Item]:

@@ -12,11 +12,12 @@ from msgspec import UNSET
 from gateway.config import ModelConfig
 from gateway.errors import BadRequest, Unsupported
 from gateway.schemas import canonical
-from gateway.schemas.canonical import Call, Thinking
+from gateway.schemas.canonical import Call
 from gateway.schemas.constraints import lower_constraint
-from gateway.schemas.lowering import derive_seed
+from gateway.schemas.lowering import derive_seed, template_kwargs
 from gateway.schemas.responses import CountRequest, Item, Part, ResponsesRequest, TextFormat
 from gateway.schemas.responses_tools import INPUT, Toolbox, flat_name
+from gateway.schemas.thinking import lower_thinking
 from protocol.messages import ChatPrompt, Constraint, Generate, Sampling
 
 T = TypeVar("T")
@@ -66,7 +67,9 @@ def lower_prompt(request: CountRequest, box: Toolbox, history: Iterable[Item]) -
     messages = turns.finish()
     if not messages:
         raise BadRequest("Missing required parameter: 'input'.", "input", "missing_required_parameter")
-    return canonical.chat_prompt(canonical.named_results(messages), box.use, _thinking(request)), turns.ignored
+    kwargs = template_kwargs(request.chat_template_kwargs)
+    messages = canonical.named_results(messages)
+    return canonical.chat_prompt(messages, box.use, lower_thinking(request), kwargs), turns.ignored
 
 
 def lower_responses(
@@ -97,6 +100,7 @@ def lower_responses(
         top_logprobs=(request.top_logprobs or 0) if wants_logprobs else None,
         deadline_ms=deadline_ms,
         want_progress=bool(request.stream),
+        thinking_budget=lower_thinking(request).budget,
         constraint=_constraint(request),
     )
 
@@ -106,11 +110,6 @@ def first(asked: float | None, configured: float | None, default: float) -> floa
     if asked is not None:
         return asked
     return default if configured is None else configured
-
-
-def _thinking(request: CountRequest) -> Thinking:
-    effort = request.reasoning.effort if request.reasoning is not None else None
-    return Thinking() if effort is None else Thinking.of_effort(effort, "reasoning.effort")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import pytest
 from openai.types.responses import Response
 
 from gateway.config import ServerConfig
+from gateway.keys import Key, KeyFile
 from tests.gateway.harness import Gateway, running, until
 
 pytestmark = pytest.mark.anyio
@@ -257,6 +258,27 @@ async def test_nothing_is_kept_where_there_is_no_room_for_it(tmp_path: Path) -> 
         assert not (tmp_path / "state").exists()
 
 
+async def test_a_response_is_there_for_its_own_key_only(tmp_path: Path) -> None:
+    file = KeyFile(tmp_path / "keys" / "keys.json")
+    secrets = [file.create(Key(name=name, prefix="", salt="", hash=""))[1] for name in ("ada", "bob")]
+    ada, bob = [{"authorization": f"Bearer {secret}"} for secret in secrets]
+    async with running(tmp_path, worker="talkative") as gateway:
+        made = (await gateway.client.post(PATH, json=asking(TEXT), headers=ada)).json()
+        path = f"{PATH}/{made['id']}"
+
+        assert (await gateway.client.get(path, headers=ada)).status_code == 200
+        for sent in (
+            gateway.client.get(path, headers=bob),
+            gateway.client.get(f"{path}/input_items", headers=bob),
+            gateway.client.post(f"{path}/cancel", headers=bob),
+            gateway.client.delete(path, headers=bob),
+        ):
+            assert (await sent).status_code == 404
+        following = asking(TEXT, previous_response_id=made["id"])
+        assert (await gateway.client.post(PATH, json=following, headers=bob)).status_code == 400
+        assert (await gateway.client.post(PATH, json=following, headers=ada)).status_code == 200
+
+
 # -- cancelling ------------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +290,8 @@ async def test_a_running_stream_is_cancelled(gateway: Gateway) -> None:
             if line.startswith("data: "):
                 found.append(json.loads(line[6:]))
                 if len(found) == 6:
+                    running_now = (await gateway.client.get(f"{PATH}/{found[0]['response']['id']}")).json()
+                    assert running_now["status"] == "in_progress"
                     cancelled = await post(gateway, {}, f"{PATH}/{found[0]['response']['id']}/cancel")
                     assert cancelled["status"] == "cancelled"
 

@@ -265,6 +265,15 @@ def test_numbers_and_effort_are_lowered() -> None:
     assert generate().top_logprobs is None
 
 
+def test_thinking_is_also_controlled_as_on_chat() -> None:
+    found = generate(thinking_budget=7, chat_template_kwargs={"enable_thinking": False, "tone": "dry"})
+
+    assert found.thinking_budget == 7
+    assert isinstance(found.prompt, ChatPrompt)
+    assert (found.prompt.thinking, found.prompt.template_kwargs["tone"]) == (False, "dry")
+    assert refused(chat_template_kwargs={"messages": []}).param == "chat_template_kwargs"
+
+
 def test_what_does_nothing_here_is_named_or_tolerated() -> None:
     body = {"model": "m", "input": "x", "truncation": "auto", "zap": 1, "client_metadata": {}, "max_tool_calls": 2}
 
