@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 from jinja2.exceptions import TemplateError
+from msgspec import structs
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from protocol.failures import Code
@@ -19,6 +20,7 @@ from worker.conversation import (
     tools_in_text,
 )
 from worker.errors import RequestInvalid
+from worker.simple_tools import simple_tools
 
 # What template code raises on messages that it does not expect.
 _REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
@@ -71,11 +73,13 @@ class Renderer:
         else:
             messages = self._write_calls(messages)
         first: Exception | None = None
-        for adapt in self._adaptations:
-            try:
-                return self._render(adapt(messages), prompt, opens_answer)
-            except _REFUSALS as error:
-                first = first or error
+        for is_plain in (False, True) if prompt.tools else (False,):
+            asked = structs.replace(prompt, tools=simple_tools(prompt.tools)) if is_plain else prompt
+            for adapt in self._adaptations:
+                try:
+                    return self._render(adapt(messages), asked, opens_answer)
+                except _REFUSALS as error:
+                    first = first or error
         assert first is not None, "there is always a shape to try"
         raise first
 

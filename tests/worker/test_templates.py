@@ -133,3 +133,23 @@ def test_a_template_that_takes_no_shape_is_a_clear_error() -> None:
         render("{{ raise_exception('never') }}", CONVERSATION[:2])
     assert caught.value.failure.code is Code.TEMPLATE_ERROR
     assert "never" in caught.value.failure.message
+
+
+def test_a_template_that_knows_only_plain_schemas_gets_plain_ones() -> None:
+    picky = """{%- for tool in tools %}{%- for name, p in tool.function.parameters.properties.items() %}
+    {{- raise_exception('no type') if p.type is not string }}{{ name + ':' + p.type + ':' + p.description + ';' }}
+    {%- endfor %}{%- endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"""
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": ["string", "null"], "description": "one"},
+            "b": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/n"}]},
+            "c": {},
+            "d": {"type": "array", "items": {"$ref": "#/$defs/d"}},
+        },
+        "$defs": {"n": {"type": "integer"}, "d": {"type": "array", "items": {"$ref": "#/$defs/d"}}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    text = render(picky, [{"role": "user", "content": "hi"}], tools=[tool])
+
+    assert text == "a:string:one;b:integer:;c:string:;d:array:;hi"
