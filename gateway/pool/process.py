@@ -566,8 +566,9 @@ class Worker:
         if delay_s > 0:
             self._enter(State.FAILED if is_open else State.BACKOFF)
             self._chores.arm(delay_s)
-            # Running sequences wait for the next try, unless it is too far away.
-            (self._give_up if is_open or self._is_closing else self._wake)(failure)
+            # Whoever is here waits for the next try, as those who come now do, unless it is too far away.
+            if is_open or self._is_closing:
+                self._give_up(failure)
         else:
             self._enter(State.STOPPED)
             self._start_on_demand()

@@ -95,7 +95,7 @@ class Limits:
     adopt_s: float = 10.0
     drain_s: float = 30.0
     # How often a sequence may be given to another worker: in a row without a new token, and at all.
-    fruitless_resumes: int = 3
+    fruitless_resumes: int = 8
     resumes: int = 20
     # How long the others wait for the first token of one that is suspected of killing workers.
     trial_s: float = 30.0
