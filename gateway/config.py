@@ -70,6 +70,16 @@ class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
+class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`cache` of a model: bytes of prefix cache in memory and on disk; 0 is off, None a share of the machine's memory.
+
+    On disk all models share one folder, whose cap is the largest that any of them names.
+    """
+
+    ram_bytes: Annotated[int, Meta(ge=0)] | None = None
+    disk_bytes: Annotated[int, Meta(ge=0)] = 10 * 1024**3
+
+
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[models.NAME]`. `path`: a folder, a Hugging Face repository in the local cache, or `demo`; default: the name."""
 
@@ -87,6 +97,9 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     trust_remote_code: bool = False
     # Which family's reasoning and tool calls the model writes; empty is by its template and vocabulary.
     parser: str = ""
+    cache: CacheConfig = CacheConfig()
+    # Bytes of KV for running requests; None is half of the memory that is free once the weights are in.
+    kv_bytes: Annotated[int, Meta(ge=1)] | None = None
 
 
 class Config(Struct, frozen=True):
@@ -100,6 +113,15 @@ class Config(Struct, frozen=True):
     @property
     def run_dir(self) -> Path:
         return self.home / "run"
+
+    @property
+    def prefix_cache_dir(self) -> Path:
+        return self.home / "cache" / "prefix"
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """The cap of the folder that all models share."""
+        return max((model.cache.disk_bytes for model in self.models.values()), default=0)
 
     @property
     def log_dir(self) -> Path:
@@ -195,6 +217,8 @@ def _models(source: "_Source", raw: Any) -> dict[str, ModelConfig]:
         table = source.table(body, ModelConfig, where, hidden=("name",))
         if isinstance(table.get("sampling"), dict):
             table["sampling"] = source.table(table["sampling"], SamplingDefaults, (*where, "sampling"))
+        if isinstance(table.get("cache"), dict):
+            table["cache"] = source.table(table["cache"], CacheConfig, (*where, "cache"))
         table["name"] = name
         table["path"] = source.model_path(table.get("path", name))
         models[name] = source.convert(table, ModelConfig, where)

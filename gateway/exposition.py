@@ -45,6 +45,11 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], int]], ...]] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.cache_query_tokens),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.cache_hit_tokens),
     ("prefix_cache_evictions", "Entries that the prefix cache gave up.", lambda s: s.cache_evictions),
+    ("prefix_cache_disk_hits", "Prefixes taken from the disk.", lambda s: s.disk_hits),
+    ("prefix_cache_disk_restored", "Prompt tokens read back from the disk.", lambda s: s.disk_restored_tokens),
+    ("prefix_cache_disk_writes", "Files written to the disk.", lambda s: s.disk_writes),
+    ("prefix_cache_disk_dropped", "Writes given up because the disk was too slow or full.", lambda s: s.disk_dropped),
+    ("prefix_cache_disk_quarantined", "Files that were not what they should be.", lambda s: s.disk_quarantined),
     ("num_preemptions", "Running sequences that had to make room.", lambda s: s.preemptions),
     ("malformed_tool_calls", "Tool calls that were no calls and became text.", lambda s: s.malformed_tool_calls),
 )
@@ -149,6 +154,9 @@ def _gauges(models: "Iterable[tuple[str, ModelMetrics]]") -> Iterator[Metric]:
     state = GaugeMetricFamily("mlxd_worker_state", "1 for the state that the worker is in.", labels=["model", "state"])
     age = GaugeMetricFamily("mlxd_worker_step_age_seconds", "Age of the running step; 0 when idle.", labels=["model"])
     usage = GaugeMetricFamily("mlxd_kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1.", labels=["model"])
+    disk = GaugeMetricFamily(
+        "mlxd_prefix_cache_disk_bytes", "Prefix cache on disk, as this worker sees it.", labels=["model"]
+    )
     memory = GaugeMetricFamily("mlxd_worker_memory_bytes", "A worker's memory.", labels=["model", "kind"])
     for model, numbers in models:
         stats = numbers.stats
@@ -161,10 +169,11 @@ def _gauges(models: "Iterable[tuple[str, ModelMetrics]]") -> Iterator[Metric]:
         for name in STATES:
             state.add_metric([model, name], float(numbers.state == name))
         if stats is not None:
+            disk.add_metric([model], stats.disk_bytes)
             usage.add_metric([model], stats.kv_bytes / stats.kv_limit if stats.kv_limit else 0)
             for kind, value in zip(_MEMORY, _memory(stats), strict=True):
                 memory.add_metric([model, kind], value)
-    yield from (running, waiting, by_reason, state, age, usage, memory)
+    yield from (running, waiting, by_reason, state, age, usage, disk, memory)
 
 
 def _memory(stats: Stats) -> tuple[int, ...]:

@@ -158,6 +158,7 @@ class Pool:
             worker.kill()
 
     def _spec(self, model: ModelConfig) -> WorkerSpec:
+        has_disk = model.cache.disk_bytes > 0 and model.cache.ram_bytes != 0
         return WorkerSpec(
             name=model.name,
             path=model.path,
@@ -173,6 +174,10 @@ class Pool:
             trust_remote_code=model.trust_remote_code,
             log_level=self._config.server.log_level,
             parser=model.parser,
+            cache_bytes=-1 if model.cache.ram_bytes is None else model.cache.ram_bytes,
+            kv_bytes=-1 if model.kv_bytes is None else model.kv_bytes,
+            disk_cache_dir=str(self._config.prefix_cache_dir) if has_disk else "",
+            disk_cache_bytes=self._config.prefix_cache_bytes if has_disk else 0,
         )
 
 
