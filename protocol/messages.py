@@ -304,7 +304,8 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=36):
     failure: Failure
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+# What is made for every token holds no cycles: the garbage collector need not look at it.
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sampled token: its bytes, its log-probability (natural), and the likeliest tokens, best first."""
 
     token: bytes
@@ -312,7 +313,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[bytes, float], ...] = ()
 
 
-class Usage(msgspec.Struct, frozen=True, array_like=True):
+class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one sequence cost. Times are milliseconds spent queued, prefilling and decoding."""
 
     prompt: int
@@ -324,7 +325,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     decode_ms: float = 0.0
 
 
-class Tool(msgspec.Struct, frozen=True, array_like=True):
+class Tool(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Which tool call a TOOL_* delta belongs to. `name` is set on TOOL_BEGIN only."""
 
     index: int
@@ -332,7 +333,7 @@ class Tool(msgspec.Struct, frozen=True, array_like=True):
     name: str = ""
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True):
+class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New output of one sequence in one step.
 
     `token_ids` are the sampled ids that the text so far accounts for: a successor that is given their concatenation as
