@@ -10,6 +10,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway.api import serve
+from gateway.api.responses_compact import Compact
 from gateway.api.responses_encoder import ResponseFold, ResponseStream, Run
 from gateway.api.responses_history import History, numbered
 from gateway.api.responses_output import Output
@@ -41,6 +42,7 @@ def routes(services: Services, store: Store) -> list[Route]:
     one = One(history, running)
     return [
         Route("/v1/responses", Create(services, history, running), methods=["POST"]),
+        Route("/v1/responses/compact", Compact(services, history), methods=["POST"]),
         Route("/v1/responses/input_tokens", CountTokens(services, history), methods=["POST"]),
         Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
         Route("/v1/responses/{id}/cancel", one, methods=["POST"]),

@@ -29,6 +29,7 @@ class Item(Struct, frozen=True, omit_defaults=True):
 
     type: str | None = None
     id: str | None = None
+    # An `Item` is also what is listed to clients: what was never given is left out.
     role: str | None = None
     content: str | list[Part] | None = None
     status: str | None = None

@@ -25,6 +25,8 @@ T = TypeVar("T")
 JOINT: Final = "\n\n"
 # Marks reasoning that we have put into `encrypted_content`, for clients that send nothing else back.
 SEAL: Final = "mlxd1."
+# What comes before the summary that a conversation was compacted to.
+SUMMARY: Final = "Summary of the conversation so far:\n"
 # What servers of others did in earlier turns: nothing here can show it to a model.
 FOREIGN_ITEMS: Final = frozenset(
     {
@@ -44,6 +46,7 @@ FOREIGN_ITEMS: Final = frozenset(
         "mcp_call",
         "mcp_approval_request",
         "mcp_approval_response",
+        "compaction",
         "tool_search_call",
         "tool_search_output",
     }
@@ -53,6 +56,16 @@ FOREIGN_ITEMS: Final = frozenset(
 def seal(reasoning: str) -> str:
     """Reasoning as an opaque text: not encrypted, for it is the client's own."""
     return SEAL + base64.b64encode(reasoning.encode()).decode()
+
+
+def unseal(sealed: str | None) -> str | None:
+    """What `seal` was given; None for what it has not made, or what was damaged on its way."""
+    if sealed is None or not sealed.startswith(SEAL):
+        return None
+    try:
+        return base64.b64decode(sealed.removeprefix(SEAL), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return None
 
 
 def lower_prompt(request: CountRequest, box: Toolbox, history: Iterable[Item]) -> tuple[ChatPrompt, list[str]]:
@@ -188,6 +201,8 @@ class _Turns:
                 call_id = _required(item.call_id, f"{where}.call_id")
                 output = _required(item.output, f"{where}.output")
                 self.messages.append(canonical.tool_result(call_id, "", _text(output, f"{where}.output", JOINT)))
+            case "compaction" if (summary := unseal(item.encrypted_content)) is not None:
+                self.add_system(f"{SUMMARY}{summary}")
             case "item_reference":
                 raise BadRequest(f"Item with id {(item.id or '')[:100]!r} not found.", where, "item_not_found")
             case kind if kind in FOREIGN_ITEMS:
@@ -235,12 +250,8 @@ def _reasoning(item: Item) -> str:
     content = item.content if isinstance(item.content, list) else []
     if text := "".join(part.text or "" for part in content):
         return text
-    sealed = item.encrypted_content or ""
-    if sealed.startswith(SEAL):
-        try:
-            return base64.b64decode(sealed.removeprefix(SEAL), validate=True).decode()
-        except (binascii.Error, UnicodeDecodeError):
-            pass  # Damaged on its way: as good as another server's.
+    if sealed := unseal(item.encrypted_content):
+        return sealed
     return JOINT.join(part.text or "" for part in item.summary or ())
 
 

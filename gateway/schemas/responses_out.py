@@ -167,6 +167,22 @@ class Deleted(Struct, frozen=True, tag_field="object", tag="response"):
     deleted: bool = True
 
 
+class Compaction(Struct, frozen=True, tag="compaction"):
+    """What stands for the conversation before it."""
+
+    id: str
+    encrypted_content: str
+
+
+class Compacted(Struct, frozen=True, tag_field="object", tag="response.compaction"):
+    """A conversation made short: user messages, and a compaction."""
+
+    id: str
+    created_at: int
+    output: list[Any]
+    usage: UsageBody
+
+
 class TokenCount(Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
     input_tokens: int
 

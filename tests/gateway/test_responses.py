@@ -279,6 +279,26 @@ async def test_a_response_is_there_for_its_own_key_only(tmp_path: Path) -> None:
         assert (await gateway.client.post(PATH, json=following, headers=ada)).status_code == 200
 
 
+async def test_a_conversation_is_compacted_to_what_the_user_said_and_a_summary(tmp_path: Path) -> None:
+    async with running(tmp_path, worker="agentic") as gateway:
+        conversation = [
+            {"role": "user", "content": "My name is Alice."},
+            {"role": "assistant", "content": "Hello Alice!"},
+            {"role": "user", "content": [{"type": "input_text", "text": "What is my name?"}]},
+        ]
+        compacted = await post(gateway, {"model": "m", "input": conversation}, f"{PATH}/compact")
+        first, second, summary = compacted["output"]
+        going_on = [*compacted["output"], {"role": "user", "content": "<<<On we go.>>>"}]
+        answer = await post(gateway, {"model": "m", "input": going_on})
+
+    assert compacted["object"] == "response.compaction"
+    assert first["content"] == [{"type": "input_text", "text": "My name is Alice."}]
+    assert (second["status"], summary["type"]) == ("completed", "compaction")
+    assert summary["encrypted_content"]
+    assert compacted["usage"]["total_tokens"] > 0
+    assert answer["output"][0]["content"][0]["text"] == "On we go."
+
+
 # -- cancelling ------------------------------------------------------------------------------------------------------
 
 

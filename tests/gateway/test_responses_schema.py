@@ -116,6 +116,18 @@ def test_what_servers_of_others_did_is_left_out_and_named() -> None:
     assert ignored == ["input.web_search_call"]
 
 
+def test_a_compaction_of_ours_is_a_summary_and_of_others_nothing() -> None:
+    items = [
+        {"type": "compaction", "encrypted_content": "gAAAAABo"},
+        {"type": "compaction", "encrypted_content": seal("Alice asked.")},
+    ]
+    body = request(input=items)
+    found, ignored = lower_prompt(body, toolbox(body), [])
+
+    assert [turn["content"] for turn in found.messages] == ["Summary of the conversation so far:\nAlice asked."]
+    assert ignored == ["input.compaction"]
+
+
 @pytest.mark.parametrize(
     ("item", "word"),
     [

@@ -1,0 +1,96 @@
+"""`POST /v1/responses/compact`: a conversation as its user's words and the model's summary of the rest."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from gateway.api import serve
+from gateway.api.responses_history import History, numbered
+from gateway.http import read_body, record_of
+from gateway.schemas import responses_out as out
+from gateway.schemas.responses import CountRequest, Item, Part, ResponsesRequest, decode_count
+from gateway.schemas.responses_lowering import lower_prompt, lower_responses, seal
+from gateway.schemas.responses_tools import toolbox
+from gateway.services import Services
+from protocol.messages import Delta, Kind, Usage
+
+SUMMARY_TOKENS_MAX: Final = 4096
+ASK: Final = (
+    "Summarize our conversation so far, for yourself: from now on you will see your summary and my messages only. "
+    "Keep what is needed to go on: decisions, facts, names of files, results of tools, and what is still to be done. "
+    "Answer with the summary alone."
+)
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Compact:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services, history: History) -> None:
+        self._services = services
+        self._history = history
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        body = await read_body(scope, receive, services.config.server.max_body_bytes)
+        request, ignored = decode_count(body)
+        tenant = record.caller.key or ""
+        items = await self._history.resolved(tenant, request.items)
+        before = [*await self._history.before(tenant, request.previous_response_id), *items]
+        asking = _asking(request)
+        prompt, left_out = lower_prompt(asking, toolbox(asking), before)
+        model, seed = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])
+        generate = lower_responses(asking, prompt, model, services.link.next_rid, seed, serve.deadline_ms(services))
+        job = serve.Job(services, record, model, [generate])
+        await job.whole(_Summary(before), receive, send)
+
+
+def _asking(request: CountRequest) -> ResponsesRequest:
+    """The request that has a summary for its answer: no tools, and no long thoughts about it."""
+    return ResponsesRequest(
+        model=request.model,
+        instructions=request.instructions,
+        input=ASK,
+        reasoning_effort="none",
+        max_output_tokens=SUMMARY_TOKENS_MAX,
+        store=False,
+    )
+
+
+class _Summary:
+    """A `Fold`."""
+
+    def __init__(self, conversation: Sequence[Item]) -> None:
+        self._conversation = conversation
+        self._texts: list[str] = []
+        self._usage = Usage(0, 0, 0)
+
+    def bind(self, rids: Sequence[int]) -> None:
+        assert len(rids) == 1, "a summary is one sequence"
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if delta.kind is Kind.TEXT:
+                self._texts.append(delta.text)
+            if delta.usage is not None:
+                self._usage = delta.usage
+
+    def result(self) -> bytes:
+        stem = secrets.token_hex(20)
+        kept = [_listed(item) for item in numbered(self._conversation, stem) if _is_users(item)]
+        summary = out.Compaction(f"cmp_{stem}", seal("".join(self._texts)))
+        usage = out.UsageBody.of(self._usage)
+        return _encode(out.Compacted(f"resp_{stem}", serve.now(), [*kept, summary], usage))
+
+
+def _is_users(item: Item) -> bool:
+    return item.kind == "message" and item.role == "user"
+
+
+def _listed(item: Item) -> Item:
+    content = [Part("input_text", item.content)] if isinstance(item.content, str) else item.content
+    return msgspec.structs.replace(item, content=content, status="completed")
