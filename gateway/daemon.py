@@ -27,10 +27,13 @@ KEEP_ALIVE_S: Final = 75
 
 
 class Daemon:
-    """One daemon in a locked home. SIGTERM, SIGINT or SIGHUP drains it; a second one ends it at once."""
+    """One daemon in a locked home. SIGTERM, SIGINT or SIGHUP drains it; a second one ends it at once.
+
+    SIGUSR2 hands over: running requests finish, and the workers stay, with their models loaded, for the next daemon.
+    """
 
     def __init__(self, config: Config, *, command: Command = default_command) -> None:
-        """Raises `PathTooLong`, `CannotListen`."""
+        """Raises `PathTooLong`, `CannotListen`, `KeysUnusable`."""
         self._config = config
         metrics = Metrics()
         link = Link(config.run_dir, metrics)
@@ -58,6 +61,7 @@ class Daemon:
             # nohup means it: a terminal that closes is no reason to stop then.
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 loop.add_signal_handler(signum, self._signals.put_nowait, signum)
+        loop.add_signal_handler(signal.SIGUSR2, self._signals.put_nowait, signal.SIGUSR2)
         try:
             await self._pool.start()
             async with asyncio.TaskGroup() as tasks:
@@ -65,7 +69,8 @@ class Daemon:
                 for server, sockets in zip(self._servers, self._sockets(), strict=True):
                     tasks.create_task(server.serve(sockets))
                 log.info("mlxd serves %d models on %s", len(self._config.models), self.url)
-                await self._drain(await self._signals.get())
+                signum = await self._signals.get()
+                await (self._hand_over() if signum is signal.SIGUSR2 else self._drain(signum))
         finally:
             self._app.close()
             self._config.admin_socket.unlink(missing_ok=True)
@@ -82,6 +87,19 @@ class Daemon:
         for server in self._servers:
             server.should_exit = True
         log.info("mlxd has stopped")
+
+    async def _hand_over(self) -> None:
+        drain_s = self._config.server.drain_s
+        log.info("handing over within %g s: no new requests, and the workers stay; a signal ends the wait", drain_s)
+        self._app.drain()
+        impatience = asyncio.create_task(self._signals.get())
+        try:
+            await self._pool.release(drain_s, impatience)
+        finally:
+            impatience.cancel()
+        for server in self._servers:
+            server.should_exit = True
+        log.info("mlxd has handed over")
 
     async def _hurry(self) -> None:
         signum = await self._signals.get()

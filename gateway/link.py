@@ -216,6 +216,17 @@ class Link:
                 self._end(flight)
                 flight.collector.put(Delta(flight.rid, finish=Finish.ERROR, failure=failure))
 
+    def abandon(self, failure: Failure) -> None:
+        """End everything: at the workers, which go on without us, and for the clients."""
+        flights = list(self._flights.values())
+        by_worker: dict[int, tuple[Peer, list[int]]] = {}
+        for flight in flights:
+            by_worker.setdefault(flight.epoch, (flight.peer, []))[1].append(flight.rid)
+        for epoch, (peer, rids) in by_worker.items():
+            if peer.epoch == epoch:
+                self._try_send(peer, Abort(tuple(rids), "gateway restarts"))
+        self.fail(flights, failure)
+
     def expire(self, flights: Iterable[Flight]) -> None:
         """End the parked sequences whose deadline has passed: no worker does it for them."""
         now = asyncio.get_running_loop().time()

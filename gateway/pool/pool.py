@@ -18,12 +18,15 @@ from gateway.pool.leftovers import Ledger, Record
 from gateway.pool.process import Worker
 from gateway.pool.spawn import Command, Spawner, default_command
 from gateway.pool.state import Events, Limits, ModelUnavailable, WorkerView
+from protocol.failures import Code, Failure
 from protocol.messages import WorkerSpec
 
 log = logging.getLogger(__name__)
 
 # What a leftover that nobody wants any more gets between SIGTERM and SIGKILL: its weights are unknown.
 LEFTOVER_GRACE_S = 30.0
+RELEASE_POLL_S = 0.02
+_HANDED_OVER = Failure(Code.DRAINING, "the server is being restarted")
 
 
 class Pool:
@@ -91,6 +94,17 @@ class Pool:
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers.values():
                 tasks.create_task(worker.stop(deadline_s, is_closing=True))
+        if self._root is not None:
+            self._root.cancel()
+            await asyncio.wait([self._root])
+        self._link.close()
+
+    async def release(self, deadline_s: float, hurry: asyncio.Task[object]) -> None:
+        """Let running requests finish until the deadline or `hurry`, then leave every worker to the next gateway."""
+        end = time.monotonic() + deadline_s
+        while self._link.in_flight and time.monotonic() < end and not hurry.done():
+            await asyncio.wait({hurry}, timeout=RELEASE_POLL_S)
+        self._link.abandon(_HANDED_OVER)
         if self._root is not None:
             self._root.cancel()
             await asyncio.wait([self._root])

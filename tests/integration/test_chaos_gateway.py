@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -74,6 +76,34 @@ def test_a_killed_gateway_leaves_its_models_loaded_and_the_next_one_adopts_them(
             second.process.send_signal(signal.SIGTERM)
             assert second.wait() == 0
             wait_until(lambda: not is_running(pid))
+
+
+def test_a_hand_over_finishes_what_runs_and_keeps_the_models_loaded(home: Path) -> None:
+    with DaemonProcess(home) as first:
+        stream = Stream(first.url, max_tokens=200)
+        (pid,) = first.worker_pids()
+        command = [sys.executable, "-c", "from gateway.ctl import main; main()", "handover"]
+        control = subprocess.Popen(command, env=os.environ | {"MLXD_HOME": str(home)})
+        wait_until(lambda: "handing over" in first.new_log())
+        assert first.complete(model="b").status_code == 503
+        assert stream_text(stream.finish()) == tokens(200)
+        assert first.wait() == 0
+        assert control.wait(DEADLINE_S) == 0
+        with DaemonProcess(home) as second:
+            assert second.complete().status_code == 200
+            assert second.worker_pids() == [pid]
+
+
+def test_a_hand_over_in_a_hurry_ends_what_runs_and_says_so(home: Path) -> None:
+    with DaemonProcess(home) as first:
+        stream = Stream(first.url)
+        (pid,) = first.worker_pids()
+        for _ in range(2):
+            first.process.send_signal(signal.SIGUSR2)
+            wait_until(lambda: "handing over" in first.new_log())
+        assert "error" in stream.finish()[-1]
+        assert first.wait() == 0
+        assert is_running(pid)
 
 
 def test_a_leftover_that_the_configuration_no_longer_wants_is_replaced(home: Path) -> None:
