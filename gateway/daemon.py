@@ -12,6 +12,7 @@ import uvicorn
 
 from gateway.app import create_admin_app, create_app
 from gateway.config import Config
+from gateway.guard import GuardedProtocol
 from gateway.link import Link
 from gateway.listen import BACKLOG, close_all, listen_tcp, listen_unix
 from gateway.metrics import Metrics
@@ -124,7 +125,7 @@ def _settings(app: object) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]  # uvicorn's own ASGI types are narrower than starlette's
         loop="uvloop",
-        http="httptools",
+        http=GuardedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -156,7 +156,9 @@ class KeyFile:
         """The keys by name; what they are at the end is written, unless an exception ends it."""
         folder = self.path.parent
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Parents that `mkdir` makes itself have the ordinary mode.
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise KeysUnusable(f"{folder}: {error.strerror or error}") from None
@@ -208,12 +210,17 @@ def _find(keys: dict[str, Key], name: str) -> Key:
 def _check(key: Key) -> None:
     if not NAME.fullmatch(key.name):
         raise KeyRefused(
-            f"the name {key.name!r} cannot be used: it may have 64 letters, digits and . _ @ -, a letter or digit first"
+            f"the name {key.name!r} cannot be used: at most 64 letters, digits and . _ @ -, a letter or digit first"
         )
     if not all(key.models):
         raise KeyRefused(f"key {key.name!r}: a model pattern is empty")
     if key.is_admin and (key.models or key.rpm or key.tpm or key.concurrency):
         raise KeyRefused(f"key {key.name!r}: an admin key has all models and no limits")
+    try:
+        # Constructing a struct checks nothing, and what is written must be readable.
+        msgspec.convert(msgspec.to_builtins(key), Key)
+    except msgspec.ValidationError as error:
+        raise KeyRefused(f"key {key.name!r}: {error}") from None
     try:
         digest(key.salt, b"")
     except ValueError:

@@ -16,6 +16,7 @@ import uvloop
 
 from gateway.config import Config, ConfigError, default_home, load_config
 from gateway.daemon import Daemon
+from gateway.keys import KeysUnusable
 from gateway.listen import CannotListen, raise_file_limit
 from gateway.logs import LEVELS, Logs
 from gateway.pool.spawn import Command, default_command
@@ -62,7 +63,7 @@ def serve(config: Config, *, command: Command = default_command) -> int:
             raise_file_limit()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_serve(config, command))
-    except (HomeUnusable, CannotListen, PathTooLong) as error:
+    except (HomeUnusable, CannotListen, PathTooLong, KeysUnusable) as error:
         return _refuse(str(error), Status.CANNOT_USE)
 
 

@@ -9,7 +9,7 @@ DIM = "\x1b[2m"
 RESET = "\x1b[0m"
 
 
-def answer(url: str, request: dict[str, Any], out: TextIO) -> str:
+def answer(request: dict[str, Any], out: TextIO) -> str:
     """Stream one answer to `out` and return its text. Ctrl-C ends the answer, not the conversation."""
     text: list[str] = []
     shown = _harmless if out.isatty() else str
@@ -17,7 +17,7 @@ def answer(url: str, request: dict[str, Any], out: TextIO) -> str:
     shows_reasoning = out.isatty()
     is_dim = False
     try:
-        for delta in stream_chat(url, request):
+        for delta in stream_chat(request):
             if shows_reasoning and (reasoning := delta.get("reasoning_content")):
                 out.write(("" if is_dim else DIM) + shown(reasoning))
                 is_dim = True
@@ -34,7 +34,7 @@ def answer(url: str, request: dict[str, Any], out: TextIO) -> str:
     return "".join(text)
 
 
-def converse(url: str, request: dict[str, Any], messages: list[dict[str, str]]) -> None:
+def converse(request: dict[str, Any], messages: list[dict[str, str]]) -> None:
     """Ask and answer until the end of input; `/new` forgets the conversation."""
     opening = list(messages)
     print("Ctrl-D or /exit ends, /new starts over, Ctrl-C stops an answer.", file=sys.stderr)
@@ -51,7 +51,7 @@ def converse(url: str, request: dict[str, Any], messages: list[dict[str, str]]) 
         elif line:
             messages = [*messages, {"role": "user", "content": line}]
             try:
-                said = answer(url, request | {"messages": messages}, sys.stdout)
+                said = answer(request | {"messages": messages}, sys.stdout)
             except Failed as error:
                 print(f"mlxctl: {error}", file=sys.stderr)
                 messages.pop()

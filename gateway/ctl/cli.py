@@ -1,11 +1,13 @@
 """The verbs of `mlxctl`. What a verb needs is imported inside it: `mlxctl version` loads no HTTP client."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from gateway.ctl import keys
+from gateway.ctl.say import Json, ask, print_json
 
 if TYPE_CHECKING:
     from gateway.schemas.admin import Status
@@ -18,7 +20,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+app.add_typer(keys.app, name="keys")
+
 Model = Annotated[str, typer.Argument(help="A model's name or alias.", show_default=False)]
 
 
@@ -44,9 +47,9 @@ def status(json: Json = False) -> None:
 
     Example: mlxctl status --json
     """
-    found = _ask(_status)
+    found = ask(_status)
     if json:
-        _print_json(found)
+        print_json(found)
         return
     from rich.console import Console
 
@@ -73,7 +76,7 @@ def chat(
     """
     from gateway.ctl import chat as talk
 
-    url = _ask(_status).url
+    ask(_status)
     request: dict[str, Any] = {"model": model, "stream": True}
     if max_tokens is not None:
         request["max_tokens"] = max_tokens
@@ -83,10 +86,10 @@ def chat(
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
     if prompt is None:
-        talk.converse(url, request, messages)
+        talk.converse(request, messages)
         return
     messages.append({"role": "user", "content": prompt})
-    _ask(lambda: talk.answer(url, request | {"messages": messages}, sys.stdout))
+    ask(lambda: talk.answer(request | {"messages": messages}, sys.stdout))
 
 
 @app.command()
@@ -154,25 +157,8 @@ def _command(verb: str, model: str, json: bool) -> None:
     from gateway.ctl.client import post
     from gateway.schemas.admin import Done
 
-    done: Done = _ask(lambda: post(f"/v1/models/{verb}", {"model": model}, Done))
+    done = ask(lambda: post(f"/v1/models/{verb}", {"model": model}, Done))
     if json:
-        _print_json(done)
+        print_json(done)
     else:
         typer.echo(f"{done.model} is {done.state}")
-
-
-def _ask(call: Callable[[], Any]) -> Any:
-    """Run a call to the daemon; its failure is one line on stderr and an exit status."""
-    from gateway.ctl.client import Failed
-
-    try:
-        return call()
-    except Failed as error:
-        typer.echo(f"mlxctl: {error}", err=True)
-        raise typer.Exit(error.status) from None
-
-
-def _print_json(value: object) -> None:
-    import msgspec
-
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))

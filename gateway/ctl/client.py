@@ -1,4 +1,4 @@
-"""Talks to the daemon: its admin socket for control, its HTTP port for chat."""
+"""Talks to the daemon over its admin socket."""
 
 import json
 from collections.abc import Generator
@@ -41,21 +41,14 @@ def post(path: str, body: dict[str, Any], kind: type[T]) -> T:
         return _read(client.post(path, json=body), kind)
 
 
-def stream_chat(url: str, request: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+def stream_chat(request: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
     """The deltas of a chat, as they come. Raises `Failed`, also when the stream ends early."""
-    import httpx
-
-    try:
-        with (
-            httpx.Client(timeout=None, trust_env=False) as client,
-            client.stream("POST", f"{url}/v1/chat/completions", json=request) as response,
-        ):
-            if response.status_code != 200:
-                response.read()
-                raise Failed(_message(response))
-            yield from _deltas(response.iter_lines())
-    except httpx.TransportError as error:
-        raise Failed(f"the connection to {url} was lost: {error}") from None
+    # Over the socket of the daemon's owner, so that no key is needed.
+    with _admin(None) as client, client.stream("POST", "/v1/chat/completions", json=request) as response:
+        if response.status_code != 200:
+            response.read()
+            raise Failed(_message(response))
+        yield from _deltas(response.iter_lines())
 
 
 def _deltas(lines: Any) -> Generator[dict[str, Any], None, None]:
@@ -73,7 +66,7 @@ def _deltas(lines: Any) -> Generator[dict[str, Any], None, None]:
 
 
 @contextmanager
-def _admin(timeout_s: float) -> "Generator[httpx.Client, None, None]":
+def _admin(timeout_s: float | None) -> "Generator[httpx.Client, None, None]":
     import httpx
 
     home = default_home()

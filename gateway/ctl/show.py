@@ -1,10 +1,13 @@
 """What `mlxctl` prints for people."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.schemas.admin import ModelStatus, Status
+from gateway.keys import Key
+from gateway.schemas.admin import ModelStatus, Status, UsageReport
 
 _COLORS = {"ready": "green", "loading": "yellow", "starting": "yellow", "draining": "yellow", "stopped": "dim"}
 
@@ -70,3 +73,45 @@ def duration(seconds: float) -> str:
         if count or (unit == "s" and not parts):
             parts.append(f"{count}{unit}")
     return " ".join(parts[:2])
+
+
+def keys(found: Sequence[Key], now: float, console: Console) -> None:
+    """One row for each API key."""
+    table = _table(("NAME", "KEY", "MODELS"), ("RPM", "TPM", "AT ONCE", "PRIORITY", "EXPIRES", "AGE"))
+    for key in found:
+        left = "never" if key.expires is None else f"in {duration(key.expires - now)}"
+        if key.is_expired(now):
+            left = "expired"
+        models = "all (admin)" if key.is_admin else ", ".join(key.models) or "all"
+        table.add_row(
+            Text(key.name),
+            f"{key.prefix}…",
+            Text(models),
+            *(str(limit or "-") for limit in (key.rpm, key.tpm, key.concurrency)),
+            str(key.priority),
+            Text(left, style="red" if left == "expired" else ""),
+            duration(now - key.created),
+        )
+    console.print(table)
+
+
+def usage(report: UsageReport, console: Console) -> None:
+    """One row for each API key that was in force since the daemon started."""
+    table = _table(("NAME",), ("REQUESTS", "RUNNING", "PROMPT", "COMPLETION", "REJECTED"))
+    for key in report.keys:
+        rejected = ", ".join(f"{reason} {count}" for reason, count in sorted(key.rejections.items()))
+        numbers = (key.requests, key.running, key.prompt_tokens, key.completion_tokens)
+        table.add_row(Text(key.name), *map(str, numbers), rejected or "-")
+    console.print(table)
+    if report.failures:
+        failed = ", ".join(f"{reason} {count}" for reason, count in sorted(report.failures.items()))
+        console.print(f"without a valid key: {failed}", highlight=False)
+
+
+def _table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

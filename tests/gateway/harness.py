@@ -17,6 +17,7 @@ import uvicorn
 
 from gateway.app import App, create_admin_app, create_app
 from gateway.config import Config, ModelConfig, ServerConfig
+from gateway.guard import GuardedProtocol
 from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
@@ -92,7 +93,16 @@ async def running(
     listener.listen(2048)
     port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    http = _Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1))
+    http = _Server(
+        uvicorn.Config(
+            app,
+            http=GuardedProtocol,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
+    )
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     try:
         async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:

@@ -1,0 +1,108 @@
+"""uvicorn's HTTP protocol with limits that it lacks: the size of a request's head, and the time to send it."""
+
+import asyncio
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+# Claude Code and Codex send about 4 KiB.
+HEAD_BYTES_MAX: Final = 64 * 1024
+# From the connection, or the answer before, to the last header.
+HEAD_TIMEOUT_S: Final = 75.0
+# For the rest of a body whose request was answered already: a client that would hear of it must first finish sending.
+LINGER_S: Final = 10.0
+
+_TOO_LARGE: Final = b'{"error":{"message":"The request headers are too large.","type":"invalid_request_error",' \
+    b'"param":null,"code":"headers_too_large"}}'  # fmt: skip
+
+
+class HeadTooLarge(Exception):
+    """Ends the parsing of a request."""
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. Its parser keeps an unfinished head in memory, so the bytes fed to it are counted.
+
+    One timer at a time, which never ends a connection while an answer is being written.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0
+        self._is_in_head = True
+        self._has_ended_head = False
+        self._has_request = False
+        self._is_too_large = False
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm(HEAD_TIMEOUT_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._has_ended_head = False
+        super().data_received(data)
+        if self._is_in_head and not self._has_ended_head and not self.transport.is_closing():
+            # All of these bytes belong to a head that is not complete.
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self._is_too_large = True
+                self.send_400_response("")
+            elif self._deadline is None:
+                self._arm(HEAD_TIMEOUT_S)
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > HEAD_BYTES_MAX:
+            self._is_too_large = True
+            raise HeadTooLarge  # the parser makes an error of its own of it
+        self._is_in_head = False
+        self._has_ended_head = self._has_request = True
+        self._head_bytes = 0
+        self._disarm()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_in_head = True
+        if self.cycle.response_complete:
+            # uvicorn's own timer for an idle connection was ended by the bytes of this late body.
+            self._arm(HEAD_TIMEOUT_S)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and self.cycle.more_body and not self.transport.is_closing():
+            self._arm(LINGER_S)
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._is_too_large:
+            super().send_400_response(msg)
+            return
+        head = (
+            b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head % len(_TOO_LARGE) + _TOO_LARGE)
+        self.transport.close()
+
+    def _arm(self, timeout_s: float) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_later(timeout_s, self._expire)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        self._deadline = None
+        if self._has_request and not self.cycle.response_complete:
+            self._arm(HEAD_TIMEOUT_S)
+        elif not self.transport.is_closing():
+            self.transport.close()
