@@ -1,4 +1,4 @@
-"""Who answers when the demo model is measured: mlx-lm, transformers on a GPU, or a running server."""
+"""Who answers when the demo model is measured: mlx-lm, transformers, or a running server."""
 
 import json
 import re
@@ -64,12 +64,13 @@ def mlx(folder: Path) -> Answer:
 
 
 def torch_batches(folder: Path, size: int = 500) -> Answer:
-    """transformers on a GPU, many samples at a time."""
+    """transformers, many samples at a time, on a GPU if there is one."""
     import torch
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     bpe = Tokenizer.from_file(str(folder / "tokenizer.json"))
     end, pad = bpe.token_to_id("<|im_end|>"), bpe.token_to_id("<|endoftext|>")
     renderer = Renderer()
@@ -81,8 +82,8 @@ def torch_batches(folder: Path, size: int = 500) -> Answer:
         for begin in range(0, len(order), size):
             chosen = order[begin : begin + size]
             width = max(len(prompts[i]) for i in chosen)
-            ids = torch.tensor([[pad] * (width - len(prompts[i])) + prompts[i] for i in chosen]).cuda()
-            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in chosen]).cuda()
+            ids = torch.tensor([[pad] * (width - len(prompts[i])) + prompts[i] for i in chosen]).to(device)
+            mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in chosen]).to(device)
             with torch.no_grad():
                 out = model.generate(
                     ids, attention_mask=mask, max_new_tokens=LIMIT, do_sample=False, eos_token_id=end, pad_token_id=pad
