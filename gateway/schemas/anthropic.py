@@ -1,6 +1,6 @@
 """Anthropic's Messages API: the request, and its lowering. As lenient as the real API with what clients send along."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -45,11 +45,11 @@ class Block(Struct, frozen=True):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     tool_name: str | None = None
-    content: "str | list[Block] | None" = None
+    content: "str | list[Block] | dict[str, Any] | None" = None
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
-    source: dict[str, Any] | None = None
+    source: str | dict[str, Any] | None = None
     title: str | None = None
 
 
@@ -66,6 +66,7 @@ class ToolSpec(Struct, frozen=True):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class ToolChoice(Struct, frozen=True):
@@ -207,9 +208,10 @@ def _turns(message: Message, where: str) -> list[dict[str, Any]]:
         case "user":
             return _user_turns(blocks, where)
         case "assistant":
-            return [_assistant_turn(blocks, where)]
+            return [_assistant_turn(blocks)]
         case "system":
-            return [canonical.system(_texts(blocks, where))]
+            # Other blocks tell of tools that come and go; the list of tools says so too.
+            return [canonical.system(_texts([block for block in blocks if block.type == "text"], where))]
         case role:
             raise BadRequest(f"{where}.role: {role[:40]!r} is none of user, assistant, system.", f"{where}.role")
 
@@ -231,28 +233,37 @@ def _user_turns(blocks: list[Block], where: str) -> list[dict[str, Any]]:
     return turns
 
 
-def _assistant_turn(blocks: list[Block], where: str) -> dict[str, Any]:
+def _assistant_turn(blocks: list[Block]) -> dict[str, Any]:
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[Call] = []
-    for index, block in enumerate(blocks):
+    for block in blocks:
         match block.type:
             case "thinking":
                 reasoning.append(block.thinking or "")
-            case "redacted_thinking" | "server_tool_use" | "web_search_tool_result":
-                pass  # what another server thought or did; nothing here could show it
             case "tool_use":
                 arguments = msgspec.json.encode(block.input or {}).decode()
                 calls.append(Call(block.id or "", block.name or "", arguments))
+            case "text":
+                texts.append(block.text or "")
             case _:
-                texts.append(_text(block, f"{where}.content.{index}"))
+                pass  # what another server thought or did; nothing here could show it
     return canonical.assistant(JOINT.join(texts), calls, JOINT.join(reasoning) or None)
 
 
 def _result(block: Block, where: str) -> str:
-    content = block.content
-    text = content if isinstance(content, str) else _texts(content or [], where)
+    text = _content(block, where)
     return f"Error: {text}" if block.is_error else text
+
+
+def _content(block: Block, where: str) -> str:
+    match block.content:
+        case str(text):
+            return text
+        case list(blocks):
+            return _texts(blocks, where)
+        case _:
+            return ""
 
 
 def _texts(blocks: list[Block], where: str) -> str:
@@ -263,12 +274,10 @@ def _text(block: Block, where: str) -> str:
     match block.type:
         case "text":
             return block.text or ""
-        case "document" if (block.source or {}).get("type") == "text":
-            text = str((block.source or {}).get("data", ""))
-            return f"{block.title}\n{text}" if block.title else text
+        case "document" if isinstance(block.source, dict) and block.source.get("type") == "text":
+            return f"{block.title or ''}\n{block.source.get('data', '')}".strip()
         case "search_result":
-            found = block.content if isinstance(block.content, str) else _texts(block.content or [], where)
-            return f"{block.title or ''}\n{found}".strip()
+            return f"{block.title or ''}\n{block.source or ''}\n{_content(block, where)}".strip()
         case "tool_reference":
             return f"Tool available: {block.tool_name or ''}"
         case "image":
@@ -282,11 +291,9 @@ def _text(block: Block, where: str) -> str:
 
 def _tool_use(request: CountRequest) -> ToolUse:
     tools: list[Tool] = []
-    for index, spec in enumerate(request.tools or ()):
-        if _is_skipped(spec):
-            continue
+    for spec in _shown(request):
         if not spec.name:
-            raise BadRequest(f"tools.{index}.name: a tool needs a name.", f"tools.{index}.name")
+            raise BadRequest("tools: a tool needs a name.", "tools")
         tools.append(Tool(spec.name, spec.description or "", spec.input_schema or {}, bool(spec.strict)))
     choice = request.tool_choice or ToolChoice("auto")
     kinds = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "tool": Choice.NAMED, "none": Choice.NONE}
@@ -294,6 +301,29 @@ def _tool_use(request: CountRequest) -> ToolUse:
         raise BadRequest(f"tool_choice.type: {choice.type[:40]!r} is none of {', '.join(kinds)}.", "tool_choice.type")
     use = ToolUse(tuple(tools), kinds[choice.type], choice.name or "", not choice.disable_parallel_tool_use)
     return use.check("tool_choice")
+
+
+def _shown(request: CountRequest) -> list[ToolSpec]:
+    """Tools that wait to be found come last, and once they are: so what comes before them keeps its cached prefix."""
+    specs = [spec for spec in request.tools or () if not _is_skipped(spec)]
+    waiting = {spec.name: spec for spec in specs if spec.defer_loading}
+    if len(specs) < len(request.tools or ()) or not waiting:
+        # Nobody finds them where the search itself is one of the tools left out.
+        return specs
+    found = dict.fromkeys(name for message in request.messages for name in _found_tools(message))
+    if request.tool_choice is not None and request.tool_choice.name:
+        found[request.tool_choice.name] = None
+    return [spec for spec in specs if not spec.defer_loading] + [waiting[name] for name in found if name in waiting]
+
+
+def _found_tools(message: Message) -> Iterator[str]:
+    """The names of tools that a message calls or tells of."""
+    for block in () if isinstance(message.content, str) else message.content:
+        if block.type == "tool_use" and block.name:
+            yield block.name
+        for part in block.content if isinstance(block.content, list) else ():
+            if part.type == "tool_reference" and part.tool_name:
+                yield part.tool_name
 
 
 def _is_skipped(spec: ToolSpec) -> bool:

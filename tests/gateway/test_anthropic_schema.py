@@ -160,6 +160,12 @@ def test_a_text_document_is_text_and_others_are_refused() -> None:
     assert "'document'" in error.message
 
 
+def test_a_search_result_is_its_title_source_and_text() -> None:
+    found = {"type": "search_result", "source": "https://x", "title": "t", "content": [text("body")]}
+
+    assert turns(user(found))[0]["content"] == "t\nhttps://x\nbody"
+
+
 @pytest.mark.parametrize("place", ["user", "tool_result"])
 def test_an_image_is_refused_by_its_place(place: str) -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
@@ -176,6 +182,8 @@ def test_what_another_server_did_is_passed_over() -> None:
         {"type": "redacted_thinking", "data": "x"},
         {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
         {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "web_fetch_tool_result", "tool_use_id": "s", "content": {"type": "web_fetch_result"}},
+        {"type": "whatever_comes_next", "payload": {}},
         text("found"),
     ]
     history = turns(user(text("x")), {"role": "assistant", "content": blocks}, user(text("y")))
@@ -230,6 +238,36 @@ def test_tools_of_anthropics_servers_are_left_out_and_named() -> None:
 
     assert [tool["function"]["name"] for tool in lower_prompt(request)[0].tools] == ["ls"]
     assert unknown == ["tools.web_search_20250305"]
+
+
+def names(*messages: Any, tools: list[Any], **fields: Any) -> list[str]:
+    return [tool["function"]["name"] for tool in prompt(*messages, tools=tools, **fields).tools]
+
+
+def test_tools_that_wait_to_be_found_are_shown_once_they_are_after_all_others() -> None:
+    tools = [
+        {**TOOL, "name": name, "defer_loading": name in ("a", "b", "c")} for name in ("a", "b", "c", "d", "search")
+    ]
+    call = {"type": "tool_use", "id": "t1", "name": "search", "input": {}}
+    references = [{"type": "tool_reference", "tool_name": name} for name in ("c", "b", "gone")]
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": references}
+    history = [user(text("x")), {"role": "assistant", "content": [call]}, user(result)]
+
+    assert names(tools=tools) == ["d", "search"]
+    assert names(*history, tools=tools) == ["d", "search", "c", "b"]
+    assert names(tools=tools, tool_choice={"type": "tool", "name": "a"}) == ["d", "search", "a"]
+
+
+def test_every_tool_is_shown_where_only_anthropics_servers_could_find_it() -> None:
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search"}
+
+    assert names(tools=[{**TOOL, "defer_loading": True}, search]) == ["ls"]
+
+
+def test_a_system_message_that_tells_of_tools_says_its_text_only() -> None:
+    told = {"role": "system", "content": [text("note"), {"type": "tool_addition", "tool": {"name": "x"}}]}
+
+    assert turns({"role": "user", "content": "hi"}, told)[1] == {"role": "system", "content": "note"}
 
 
 def test_no_tool_is_shown_when_none_may_be_called() -> None:

@@ -1,8 +1,9 @@
 """A scripted worker that plays the model of an agent: it calls a tool of the client's, then says what came of it.
 
-What is between `<<<` and `>>>` in the newest user message is said as it is. Without that and without tools there is a
-short text. With tools and no result of one yet, the likeliest to show a file is called; with a result, the answer
-repeats it, so that whoever reads the client's output knows that the result went all the way.
+What is between `<<<` and `>>>` in a user message is said as it is, or is a JSON list of turns, each a list of events as
+`talkative.py` has them. Without that and without tools there is a short text. With tools and no result of one yet, the
+likeliest to show a file is called; with a result, the answer repeats it, so that whoever reads the client's output
+knows that the result went all the way.
 """
 
 import json
@@ -44,9 +45,8 @@ class Agentic(Scripted):
 def script(prompt: ChatPrompt) -> list[Any]:
     """The next turn of the model."""
     tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in prompt.tools}
-    asked = [str(message["content"]) for message in prompt.messages if message["role"] == "user"]
-    if quoted := re.search("<<<(.*?)>>>", asked[-1] if asked else "", re.DOTALL):
-        return [["text", quoted[1]], ["finish", "stop"]]
+    if (told := _told(prompt.messages)) is not None:
+        return told
     result = _result(prompt.messages)
     if result is not None and "final_answer" in tools:
         return [_call("final_answer", tools["final_answer"], result), ["finish", "tool_calls"]]
@@ -56,6 +56,19 @@ def script(prompt: ChatPrompt) -> list[Any]:
         return [["text", "A file"], ["finish", "stop"]]
     name = next((n for known in NAMES for n in tools if n.lower() == known), next(iter(tools)))
     return [["reasoning", "Look."], ["text", "Looking."], _call(name, tools[name]), ["finish", "tool_calls"]]
+
+
+def _told(messages: list[dict[str, Any]]) -> list[Any] | None:
+    """What the newest user message that quotes anything wants said now."""
+    for at in range(len(messages) - 1, -1, -1):
+        quoted = re.search("<<<(.*?)>>>", str(messages[at]["content"]), re.DOTALL)
+        if messages[at]["role"] == "user" and quoted is not None:
+            if not quoted[1].startswith("[[["):
+                return [["text", quoted[1]], ["finish", "stop"]]
+            turns = json.loads(quoted[1])
+            said = sum(message["role"] == "assistant" for message in messages[at:])
+            return turns[min(said, len(turns) - 1)]
+    return None
 
 
 def _result(messages: list[dict[str, Any]]) -> str | None:
