@@ -316,13 +316,13 @@ class _Source:
         if not isinstance(raw, dict):
             raise self.error(f"{'.'.join(where)} must be a table", where)
         fields = {name: name for name in struct.__struct_fields__ if name not in hidden}
-        short = {_shorten(name): name for name in fields}
+        short = {file_key(name): name for name in fields}
         self.refuse_unknown(raw, tuple(short | fields), where)
         table: dict[str, Any] = {}
         for key, value in raw.items():
             field = short.get(key) or fields[key]
             if field in table:
-                raise self.error(f"{_shorten(field)!r} is given twice", (*where, key))
+                raise self.error(f"{file_key(field)!r} is given twice", (*where, key))
             table[field] = self._number(field, value, (*where, key))
         return table
 
@@ -351,8 +351,8 @@ class _Source:
             key = tuple(field.split("."))
             if key[0] in overridden:
                 raise ConfigError(f"--{key[0].replace('_', '-')}: {_sentence(what)}") from None
-            line = self._locator.line((*where, *key[:-1], _shorten(key[-1])), (*where, *key))
-            raise ConfigError(f"{_shorten(field)}: {_sentence(what)}", self.path, line) from None
+            line = self._locator.line((*where, *key[:-1], file_key(key[-1])), (*where, *key))
+            raise ConfigError(f"{file_key(field)}: {_sentence(what)}", self.path, line) from None
 
     def model_path(self, path: Any) -> Any:
         """A folder becomes absolute (relative to the file's folder); a repository id stays as it is."""
@@ -365,7 +365,8 @@ class _Source:
         return path
 
 
-def _shorten(field: str) -> str:
+def file_key(field: str) -> str:
+    """The key of a field as the file spells it best: without its unit."""
     return field.removesuffix("_s").removesuffix("_bytes") if field.endswith(("_s", "_bytes")) else field
 
 

@@ -1,0 +1,81 @@
+"""`mlxctl config`: what the file says, and whether it can be used. Needs no daemon."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from gateway.ctl.say import Json, print_json
+
+if TYPE_CHECKING:
+    from gateway.config import Config
+
+BAD_CONFIG: Final = 2
+
+app = typer.Typer(help="Check and show the configuration.", no_args_is_help=True)
+
+File = Annotated[
+    Path | None, typer.Argument(help="Instead of mlxd.toml in MLXD_HOME (~/.mlxd).", show_default=False, metavar="FILE")
+]
+
+
+@app.command()
+def check(file: File = None, json: Json = False) -> None:
+    """Say whether the daemon could start with a file; exit status 2 and the line of what is wrong if not.
+
+    Example: mlxctl config check mlxd.toml
+    """
+    from gateway.config import ConfigError
+
+    try:
+        config = _load(file)
+    except ConfigError as error:
+        if json:
+            print_json({"ok": False, "file": str(error.path or ""), "line": error.line, "error": str(error)})
+        else:
+            typer.echo(f"mlxctl: {error}", err=True)
+        raise typer.Exit(BAD_CONFIG) from None
+    if json:
+        print_json({"ok": True, "file": str(config.config_path), "models": list(config.models)})
+        return
+    # Only the file in the home may be absent.
+    source = config.config_path if config.config_path.exists() else f"no {config.config_path}: the defaults"
+    count = len(config.models)
+    typer.echo(f"{source}: good, {count} model{'' if count == 1 else 's'}")
+
+
+@app.command()
+def show(file: File = None, json: Json = False) -> None:
+    """Print the configuration as the daemon would use it, every default filled in.
+
+    Example: mlxctl config show
+    """
+    from gateway.config import ConfigError
+    from gateway.configfile import to_json, to_toml
+
+    try:
+        config = _load(file)
+    except ConfigError as error:
+        typer.echo(f"mlxctl: {error}", err=True)
+        raise typer.Exit(BAD_CONFIG) from None
+    if json:
+        print_json(to_json(config))
+    else:
+        typer.echo(to_toml(config), nl=False)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the file, for editors that check TOML.
+
+    Example: mlxctl config schema > mlxd.schema.json
+    """
+    from gateway.configfile import schema as make
+
+    print_json(make())
+
+
+def _load(file: Path | None) -> "Config":
+    from gateway.config import default_home, load_config
+
+    return load_config(default_home(), file)
