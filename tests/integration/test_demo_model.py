@@ -226,7 +226,7 @@ def alone() -> list[Any]:
         (user("Who are you?"), {}),
         (user("Count from 3 to 12."), {}),
         (user("Spell the word umbrella, please."), {"enable_thinking": True}),
-        ([{"role": "system", "content": "Be brief."}, *user("How do I add a real model?")], {}),
+        ([{"role": "system", "content": "Be brief."}, *user("What is mlxd?")], {}),
         (ASKED_FOR_WEATHER, {"tools": [WEATHER], "enable_thinking": True}),
         (ANSWERED, {"tools": [WEATHER]}),
     ],
