@@ -27,6 +27,7 @@ from worker.loader import Loaded
 log = logging.getLogger("mlxd.worker")
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
+LABEL: Final = ".model"
 
 
 def open_disk(spec: WorkerSpec, loaded: Loaded, layout: Layout, wake: Callable[[], None]) -> CacheDisk | None:
@@ -41,7 +42,19 @@ def open_disk(spec: WorkerSpec, loaded: Loaded, layout: Layout, wake: Callable[[
         log.warning("the disk cache is off for this model: %s has no form on disk", ", ".join(unknown))
         return None
     kinds = [type(leaf).__name__ for leaf in leaves(caches)]
-    return CacheDisk(Path(spec.disk_cache_dir), model_key(loaded, kinds), spec.disk_cache_bytes, wake)
+    root, key = Path(spec.disk_cache_dir), model_key(loaded, kinds)
+    _label(root / key, spec.path)
+    return CacheDisk(root, key, spec.disk_cache_bytes, wake)
+
+
+def _label(folder: Path, path: str) -> None:
+    """Note whose folder it is, for people who look at it or want it emptied; nothing else depends on it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / LABEL).touch(mode=0o600)
+        (folder / LABEL).write_text(f"{path}\n", encoding="utf-8")
+    except OSError as error:
+        log.warning("the disk cache's folder cannot be labelled: %s", error)
 
 
 def model_key(loaded: Loaded, kinds: list[str]) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gateway.ctl import cache
 from gateway.ctl import config as config_verbs
 from gateway.ctl import keys
 from gateway.ctl.say import Json, ask, print_json
@@ -21,6 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(cache.app, name="cache")
 app.add_typer(config_verbs.app, name="config")
 app.add_typer(keys.app, name="keys")
 

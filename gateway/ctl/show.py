@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.keys import Key
+from gateway.prefixcache import Folder
 from gateway.schemas.admin import ModelStatus, Status, UsageReport
 
 _COLORS = {"ready": "green", "loading": "yellow", "starting": "yellow", "draining": "yellow", "stopped": "dim"}
@@ -106,6 +107,15 @@ def usage(report: UsageReport, console: Console) -> None:
     if report.failures:
         failed = ", ".join(f"{reason} {count}" for reason, count in sorted(report.failures.items()))
         console.print(f"without a valid key: {failed}", highlight=False)
+
+
+def cache(folders: Sequence[Folder], now: float, console: Console) -> None:
+    """One row for each folder of the prefix cache on disk."""
+    table = _table(("MODEL", "FOLDER"), ("FILES", "SIZE", "LAST USED"))
+    for folder in folders:
+        used = f"{duration(max(0.0, now - folder.used))} ago"
+        table.add_row(Text(folder.model or "?"), folder.key[:12], str(folder.files), size(folder.size_bytes), used)
+    console.print(table)
 
 
 def _table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
