@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.ctl import cache
+from gateway.ctl import cache, keys
 from gateway.ctl import config as config_verbs
-from gateway.ctl import keys
 from gateway.ctl.say import Json, ask, print_json
 
 if TYPE_CHECKING:
@@ -137,6 +136,63 @@ def parse(context: typer.Context) -> None:
     # The parsers are the worker's, which nothing here imports; `--help` is answered there as well.
     command = [sys.executable, "-P", "-m", "worker.parsers.cli", *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
+
+
+@app.command()
+def verify(
+    model: Model,
+    tokens: Annotated[int, typer.Option(help="Generated for each request.")] = 48,
+    kill: Annotated[bool, typer.Option("--kill", help="Also kill its worker in the daemon, amid streams.")] = False,
+    json: Json = False,
+) -> None:
+    """Check that a model says the same alone, batched, chunked, from its caches, preempted and resumed.
+
+    Loads the model once more, in a process of its own. Exits with 1 if any token differs.
+
+    Example: mlxctl verify demo
+    """
+    from gateway.config import ConfigError, default_home, load_config
+    from gateway.ctl import verify as verifying
+
+    try:
+        found = verifying.find(load_config(default_home()), model)
+    except ConfigError as error:
+        typer.echo(f"mlxctl: {error}", err=True)
+        raise typer.Exit(1) from None
+    if not json:
+        typer.echo(verifying.HEADER)
+
+    def run() -> bool:
+        is_good = True
+        for check in verifying.checks(found, model, tokens, kill=kill):
+            is_good &= check.is_good
+            typer.echo(verifying.row(check) if not json else verifying.encode(check))
+        return is_good
+
+    if not ask(run):
+        raise typer.Exit(1)
+
+
+@app.command(hidden=True)
+def handover() -> None:
+    """End the daemon, once its requests have finished, and keep its workers and models for the next one.
+
+    Example: mlxctl handover && mlxctl serve
+    """
+    import os
+    import signal
+    import time
+
+    pid = ask(_status).pid
+    os.kill(pid, signal.SIGUSR2)
+    while _is_alive(pid):
+        time.sleep(0.05)
+
+
+def _is_alive(pid: int) -> bool:
+    import psutil
+
+    return psutil.pid_exists(pid)
 
 
 @app.command()

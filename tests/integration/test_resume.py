@@ -5,6 +5,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -239,3 +241,13 @@ async def test_a_worker_that_is_ended_politely_behind_our_back_is_a_pause(daemon
     daemon.kill_worker(signal.SIGTERM)
     check_equal(await running, expected)
     assert daemon.model()["epoch"] == 2
+
+
+def test_mlxctl_verify_finds_nothing_also_when_it_kills_the_worker(daemon: Daemon) -> None:
+    command = [sys.executable, "-P", "-c", "from gateway.ctl import main; main()", "verify", "m", "--kill", "--json"]
+    environment = os.environ | {"MLXD_HOME": str(daemon.home)}
+    done = subprocess.run([*command, "--tokens", "4"], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [check["name"] for check in checks][-2:] == ["resumed", "killed worker"]
+    assert daemon.counter("request_resumes_total") > 0

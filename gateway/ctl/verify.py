@@ -1,0 +1,144 @@
+"""`mlxctl verify`: the worker's own checks in a process of their own, and one through the running daemon."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Event
+from typing import Any, Final
+
+import msgspec
+
+from gateway.config import Config, ModelConfig
+from gateway.ctl.client import REFUSED, Failed, get, stream_chat
+from gateway.schemas.admin import Status
+from protocol.messages import WorkerSpec
+from protocol.verify import Check, Difference
+
+STREAMS: Final = 6
+# Long enough to be under way when the worker is killed.
+STREAM_TOKENS: Final = 256
+FIRST_DELTA_TIMEOUT_S: Final = 600.0
+NOTHING_WRONG: Final = frozenset({0, 1})
+
+_check = msgspec.json.Decoder(Check)
+
+
+def find(config: Config, name: str) -> ModelConfig:
+    """A configured model by name or alias; any other name is taken as a folder or repository."""
+    for model in config.models.values():
+        if name == model.name or name in model.aliases:
+            return model
+    return ModelConfig(name=name, path=name)
+
+
+def checks(model: ModelConfig, name: str, tokens: int, *, kill: bool) -> Generator[Check, None, None]:
+    """Every check, as it is done. Raises `Failed`."""
+    yield from in_process(model, tokens)
+    if kill:
+        yield through_daemon(name)
+
+
+def in_process(model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
+    """Load the model once more, beside the daemon's, and compare its outputs. Raises `Failed`."""
+    spec = WorkerSpec(
+        name=model.name,
+        path=model.path,
+        epoch=1,
+        down="",
+        up="",
+        dtype=model.dtype,
+        context=model.context,
+        prefill_chunk=model.prefill_chunk,
+        trust_remote_code=model.trust_remote_code,
+        parser=model.parser,
+    )
+    argv = [sys.executable, "-P", "-m", "worker.verify", "--spec", msgspec.json.encode(spec).decode()]
+    # The arguments are ours.
+    with subprocess.Popen([*argv, "--tokens", str(tokens)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield _check.decode(line)
+    if process.returncode not in NOTHING_WRONG:
+        raise Failed(f"the model could not be verified (exit status {process.returncode})", REFUSED)
+
+
+def through_daemon(name: str) -> Check:
+    """Kill the model's worker in the running daemon amid streams, which go on elsewhere. Raises `Failed`."""
+    with ThreadPoolExecutor(STREAMS) as threads:
+        expected = [threads.submit(_answer, name, index, Event()) for index in range(STREAMS)]
+        texts = [answer.result() for answer in expected]
+        begun = [Event() for _ in range(STREAMS)]
+        answers = [threads.submit(_answer, name, index, event) for index, event in enumerate(begun)]
+        for event in begun:
+            event.wait(FIRST_DELTA_TIMEOUT_S)
+        is_killed = _kill(name) and not all(answer.done() for answer in answers)
+        outputs = [answer.result() for answer in answers]
+    differences = [
+        Difference(index, _common(output, other))
+        for index, (output, other) in enumerate(zip(outputs, texts, strict=True))
+        if output != other
+    ]
+    note = "" if is_killed else "every stream had ended before its worker could be killed"
+    return Check("killed worker", STREAMS, STREAMS * STREAM_TOKENS, 0, tuple(differences), note)
+
+
+def _answer(name: str, index: int, begun: Event) -> str:
+    request: dict[str, Any] = {
+        "model": name,
+        "stream": True,
+        "messages": [{"role": "user", "content": f"Tell me story number {index}, as long as you can."}],
+        "max_tokens": STREAM_TOKENS,
+        "seed": index,
+        "temperature": 0.8 if index % 2 else 0.0,
+    }
+    text = ""
+    try:
+        for delta in stream_chat(request):
+            text += (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+            if text:
+                begun.set()
+    finally:
+        # Also when it failed: nobody waits for it any longer.
+        begun.set()
+    return text
+
+
+def _kill(name: str) -> bool:
+    for model in get("/v1/status", Status).models:
+        if (model.name == name or name in model.aliases) and model.pid:
+            with suppress(ProcessLookupError):
+                os.kill(model.pid, signal.SIGKILL)
+                return True
+    return False
+
+
+def _common(one: str, other: str) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def row(check: Check) -> str:
+    """One line of the table."""
+    if check.is_skipped:
+        verdict = f"left out: {check.note}"
+    elif check.differences:
+        verdict = "DIFFERENT: " + ", ".join(_describe(difference) for difference in check.differences)
+    else:
+        verdict = f"PROVES NOTHING: {check.note}" if check.note else "equal"
+    return f"{check.name:<16} {check.requests:>8} {check.tokens:>7} {check.cached:>7}  {verdict}"
+
+
+def encode(check: Check) -> str:
+    """One line of JSON."""
+    return msgspec.json.encode(check).decode()
+
+
+HEADER: Final = f"{'CHECK':<16} {'REQUESTS':>8} {'TOKENS':>7} {'CACHED':>7}  RESULT"
+
+
+def _describe(difference: Difference) -> str:
+    margin = "" if difference.margin is None else f" (margin {difference.margin:g})"
+    return f"request {difference.request} at {difference.position}{margin}"

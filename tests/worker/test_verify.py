@@ -1,0 +1,61 @@
+"""`mlxctl verify` finds nothing on an exact model of each cache kind, and finds one that is not exact."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol.verify import Check
+from tests.support.engine import spec
+from worker.loader import load
+from worker.verify import Verifier, main
+
+NAMES = [
+    "alone", "batched", "chunks of 32", "cache in memory", "cache on disk", "preempted", "resumed",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5", "qwen3_moe"])
+def test_every_way_of_running_a_request_gives_its_own_tokens(
+    architecture: str, model_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = msgspec.json.encode(spec(model_folder(architecture))).decode()
+    assert main(["--spec", wanted, "--tokens", "12"]) == 0
+    checks = [msgspec.json.decode(line, type=Check) for line in capsys.readouterr().out.splitlines()]
+    assert [check.name for check in checks] == NAMES
+    assert all(check.is_good and check.tokens for check in checks)
+    assert [check.name for check in checks if check.cached] == ["cache in memory", "cache on disk"]
+
+
+class Wobbly:
+    """A model whose logits depend on who else is in the batch."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = self._model(inputs, *args, **kwargs)
+        return logits if inputs.shape[0] == 1 else logits[..., ::-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def test_a_model_that_is_not_exact_in_a_batch_is_found(model_folder: Callable[[str], Path]) -> None:
+    wanted = spec(model_folder("qwen3"))
+    loaded = load(wanted, lambda *_: None)
+    checks = Verifier(replace(loaded, model=Wobbly(loaded.model)), wanted, 4).checks()
+    assert next(checks).is_good
+    batched = next(checks)
+    assert not batched.is_good
+    assert batched.differences[0].position < 4
+    assert batched.differences[0].margin is not None
+
+
+def test_a_model_that_is_not_there_is_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = msgspec.json.encode(spec(tmp_path / "nothing")).decode()
+    assert main(["--spec", wanted]) == 66
+    assert "nothing" in capsys.readouterr().err

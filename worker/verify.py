@@ -1,0 +1,297 @@
+"""`python -m worker.verify`: is a request's output its own, however it is run?
+
+Runs the same requests alone, then batched, chunked, from caches, preempted and resumed, and compares every token.
+Prints a `protocol.verify.Check` a line. Exit statuses: 0 all equal · 1 a difference, or a check that proved nothing ·
+else as a worker's.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from protocol.failures import Exit, Failure
+from protocol.messages import (
+    Delta,
+    Finish,
+    Generate,
+    Rejected,
+    Sampling,
+    Shutdown,
+    Step,
+    TextPrompt,
+    TokenLogprob,
+    TokensPrompt,
+    Up,
+    WorkerSpec,
+)
+from protocol.verify import Check, Difference
+from worker import memory
+from worker.engine import Command, Engine
+from worker.errors import LoadFailed, RequestInvalid
+from worker.gauges import Gauges
+from worker.intake import Intake
+from worker.kv_budget import KvCost
+from worker.loader import Loaded, load
+
+DIFFERENT: Final = 1
+# Words a prompt, short to long; every other request continues a beginning that they share.
+LENGTHS: Final = (3, 24, 80, 160)
+SHARED_WORDS: Final = 60
+SMALL_CHUNK: Final = 32
+CACHE_BYTES: Final = 1 << 30
+DISK_BYTES: Final = 4 << 30
+WRITE_TIMEOUT_S: Final = 60.0
+# Rows of this many tokens outgrow what admission counts on, so that memory for fewer makes one of them leave.
+CROWD: Final = 3
+CROWD_PROMPT: Final = 240
+CROWD_OUTPUT: Final = 290
+CROWD_TOKENS: Final = 512
+WORDS: Final = (
+    "time", "people", "water", "light", "house", "river", "stone", "music", "paper", "green", "small", "early", "under",
+    "after", "between", "never", "always", "because",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Output:
+    """What was said of one request."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+    failure: Failure | None = None
+    cached: int = 0
+
+    def take(self, delta: Delta) -> None:
+        self.ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        if delta.finish is not None:
+            self.finish, self.failure = delta.finish, delta.failure
+            self.cached = delta.usage.cached if delta.usage is not None else 0
+
+
+class Session:
+    """One engine from warm-up to shutdown, on the calling thread."""
+
+    def __init__(self, loaded: Loaded, intake: Intake, spec: WorkerSpec) -> None:
+        self.gauges = Gauges()
+        self._intake = intake
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._engine = Engine(loaded, spec, self._inbox, self._receive, self.gauges, intake.writer)
+        self._outputs: dict[int, Output] = {}
+        self._waves: list[Sequence[Generate]] = []
+        self._open: set[int] = set()
+
+    def run(self, waves: Sequence[Sequence[Generate]]) -> list[Output]:
+        """Each wave together, one wave after the other. Returns the newest output of each request."""
+        self._engine.warm_up([1] * 8)
+        self._waves = list(waves)
+        self._next_wave()
+        self._engine.run()
+        return [output for _, output in sorted(self._outputs.items())]
+
+    @property
+    def kv_cost(self) -> KvCost:
+        return self._engine.kv_cost
+
+    def _receive(self, message: Up) -> None:
+        match message:
+            case Step():
+                for delta in message.deltas:
+                    self._outputs[delta.rid].take(delta)
+                    if delta.finish is not None:
+                        self._end(delta.rid)
+            case Rejected(rid, failure):
+                self._outputs[rid].failure = failure
+                self._end(rid)
+            case _:
+                pass
+
+    def _end(self, rid: int) -> None:
+        self._open.discard(rid)
+        if not self._open:
+            self._next_wave()
+
+    def _next_wave(self) -> None:
+        if not self._waves:
+            # What the last rows leave is handed to the disk after this.
+            threading.Thread(target=self._stop_when_written, daemon=True).start()
+            return
+        wave = self._waves.pop(0)
+        self._open = {request.rid for request in wave}
+        for request in wave:
+            self._outputs[request.rid] = Output()
+            self._inbox.put(self._intake.row(request, time.monotonic()))
+
+    def _stop_when_written(self) -> None:
+        disk = self._engine.cache.disk
+        if disk is not None:
+            end = time.monotonic() + WRITE_TIMEOUT_S
+            time.sleep(0.2)
+            while disk.queued_bytes and time.monotonic() < end:
+                time.sleep(0.01)
+        self._inbox.put(Shutdown())
+
+
+class Verifier:
+    """All checks of one model. The first one, alone and without caches, is what the others are compared with."""
+
+    def __init__(self, loaded: Loaded, spec: WorkerSpec, tokens: int) -> None:
+        self._loaded = loaded
+        self._intake = Intake(loaded, spec.parser)
+        # Nothing is kept from one request to the next, unless a check says so.
+        self._spec = replace(spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0, max_running=16)
+        self._requests = _requests(tokens, loaded.max_context)
+        self._alone: list[Output] = []
+
+    def checks(self) -> Generator[Check]:
+        requests, spec = self._requests, self._spec
+        self._alone = self._session(spec).run([[request] for request in requests])
+        if failed := next((output.failure for output in self._alone if output.failure is not None), None):
+            yield Check("alone", len(requests), note=failed.message)
+            return
+        yield self._compare("alone", self._alone)
+        yield self._compare("batched", self._session(spec).run([requests]))
+        small = replace(spec, prefill_chunk=SMALL_CHUNK)
+        yield self._compare(f"chunks of {SMALL_CHUNK}", self._session(small).run([requests]))
+        warm = self._session(replace(spec, cache_bytes=CACHE_BYTES)).run([requests, requests])
+        yield self._compare("cache in memory", warm, must_hit=True)
+        yield self._disk()
+        yield self._preempted()
+        yield self._resumed()
+
+    def _disk(self) -> Check:
+        with tempfile.TemporaryDirectory(prefix="mlxd-verify-") as folder:
+            spec = replace(self._spec, cache_bytes=CACHE_BYTES, disk_cache_dir=folder, disk_cache_bytes=DISK_BYTES)
+            self._session(spec).run([self._requests])
+            return self._compare("cache on disk", self._session(spec).run([self._requests]), must_hit=True)
+
+    def _preempted(self) -> Check:
+        if self._loaded.max_context < CROWD_PROMPT + CROWD_OUTPUT:
+            return Check("preempted", note="the context is too short", is_skipped=True)
+        crowd = _crowd(self._loaded.vocab_size)
+        alone = self._session(self._spec)
+        expected = alone.run([[request] for request in crowd])
+        limit = alone.kv_cost.bytes(CROWD, CROWD_TOKENS) + 1
+        session = self._session(replace(self._spec, kv_bytes=limit))
+        outputs = session.run([crowd])
+        if not session.gauges.preemptions:
+            # Memory does not grow with the length, or all of it fits.
+            return Check("preempted", note="no row ever had to make room", is_skipped=True)
+        return _check("preempted", outputs, expected)
+
+    def _resumed(self) -> Check:
+        rng = random.Random(1)
+        cuts = [rng.randrange(len(output.ids)) for output in self._alone]
+        requests = [
+            replace(request, resume=tuple(output.ids[:cut]))
+            for request, output, cut in zip(self._requests, self._alone, cuts, strict=True)
+        ]
+        rest = self._session(self._spec).run([requests])
+        for output, alone, cut in zip(rest, self._alone, cuts, strict=True):
+            output.ids = alone.ids[:cut] + output.ids
+        return self._compare("resumed", rest)
+
+    def _session(self, spec: WorkerSpec) -> Session:
+        return Session(self._loaded, self._intake, spec)
+
+    def _compare(self, name: str, outputs: Sequence[Output], *, must_hit: bool = False) -> Check:
+        check = _check(name, outputs, self._alone)
+        if must_hit and not check.cached:
+            return replace(check, note="nothing came from the cache")
+        return check
+
+
+def _check(name: str, outputs: Sequence[Output], expected: Sequence[Output]) -> Check:
+    return Check(
+        name,
+        len(outputs),
+        sum(len(output.ids) for output in outputs),
+        sum(output.cached for output in outputs),
+        tuple(_differences(outputs, expected)),
+    )
+
+
+def _differences(outputs: Sequence[Output], expected: Sequence[Output]) -> Generator[Difference]:
+    for index, (output, other) in enumerate(zip(outputs, expected, strict=True)):
+        if (output.ids, output.finish) == (other.ids, other.finish):
+            continue
+        pairs = zip(output.ids, other.ids, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(output.ids), len(other.ids)))
+        top = other.logprobs[at].top if at < len(other.logprobs) else ()
+        yield Difference(index, at, round(top[0][1] - top[1][1], 6) if len(top) > 1 else None)
+
+
+def _requests(tokens: int, max_context: int) -> list[Generate]:
+    """Greedy and seeded, short and long, half of them with a common beginning."""
+    rng = random.Random(0)
+    common = " ".join(rng.choices(WORDS, k=SHARED_WORDS))
+    made: list[Generate] = []
+    for length in LENGTHS:
+        for is_sampled in (False, True):
+            words = rng.choices(WORDS, k=min(length, max_context // 8))
+            text = " ".join([common, *words] if is_sampled and max_context > 8 * SHARED_WORDS else words)
+            sampling = Sampling(temperature=0.0, ignore_eos=True)
+            if is_sampled:
+                sampling = Sampling(temperature=0.8, top_p=0.95, seed=rng.getrandbits(62), ignore_eos=True)
+            made.append(Generate(len(made) + 1, TextPrompt(text), sampling, max_tokens=tokens, top_logprobs=2))
+    return made
+
+
+def _crowd(vocab_size: int) -> list[Generate]:
+    return [
+        Generate(
+            rid,
+            TokensPrompt(tuple((20 + rid * 31 + at * 7) % vocab_size for at in range(CROWD_PROMPT))),
+            Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True),
+            max_tokens=CROWD_OUTPUT,
+            top_logprobs=2,
+        )
+        for rid in range(1, CROWD + 1)
+    ]
+
+
+def _ignore_progress(_stage: str, _done_bytes: int, _total_bytes: int) -> None:
+    pass
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Verify one model; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="worker.verify", description="Compare what a model says however it is run.")
+    parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON")
+    parser.add_argument("--tokens", type=int, default=48, help="generated for each request")
+    options = parser.parse_args(argv)
+    try:
+        spec = msgspec.json.decode(options.spec, type=WorkerSpec)
+    except msgspec.DecodeError as error:
+        print(f"bad --spec: {error}", file=sys.stderr)
+        return Exit.BAD_CONFIG
+    try:
+        loaded = load(spec, _ignore_progress)
+        memory.limit_cache()
+        status = 0
+        for check in Verifier(loaded, spec, options.tokens).checks():
+            print(msgspec.json.encode(check).decode(), flush=True)
+            if not check.is_good:
+                status = DIFFERENT
+    except LoadFailed as error:
+        print(error.failure.message, file=sys.stderr)
+        return error.exit_status
+    except RequestInvalid as error:
+        print(f"the model cannot take the requests of this test: {error.failure.message}", file=sys.stderr)
+        return Exit.MODEL_UNUSABLE
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
