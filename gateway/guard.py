@@ -26,6 +26,9 @@ class GuardedProtocol(HttpToolsProtocol):
     One timer at a time, which never ends a connection while an answer is being written.
     """
 
+    head_timeout_s = HEAD_TIMEOUT_S
+    linger_s = LINGER_S
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
@@ -37,7 +40,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._arm(HEAD_TIMEOUT_S)
+        self._arm(self.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -46,16 +49,18 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        was_in_head = self._is_in_head
         self._has_ended_head = False
         super().data_received(data)
-        if self._is_in_head and not self._has_ended_head and not self.transport.is_closing():
+        is_all_head = was_in_head and self._is_in_head and not self._has_ended_head
+        if is_all_head and not self.transport.is_closing():
             # All of these bytes belong to a head that is not complete.
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self._is_too_large = True
                 self.send_400_response("")
             elif self._deadline is None:
-                self._arm(HEAD_TIMEOUT_S)
+                self._arm(self.head_timeout_s)
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -73,12 +78,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         if self.cycle.response_complete:
             # uvicorn's own timer for an idle connection was ended by the bytes of this late body.
-            self._arm(HEAD_TIMEOUT_S)
+            self._arm(self.head_timeout_s)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and self.cycle.more_body and not self.transport.is_closing():
-            self._arm(LINGER_S)
+            self._arm(self.linger_s)
 
     def send_400_response(self, msg: str) -> None:
         if not self._is_too_large:
@@ -103,6 +108,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def _expire(self) -> None:
         self._deadline = None
         if self._has_request and not self.cycle.response_complete:
-            self._arm(HEAD_TIMEOUT_S)
+            self._arm(self.head_timeout_s)
         elif not self.transport.is_closing():
             self.transport.close()

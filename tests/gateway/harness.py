@@ -69,6 +69,7 @@ async def running(
     worker: str = "scripted",
     limits: Limits | None = None,
     command: Callable[[WorkerSpec], list[str]] | None = None,
+    protocol: type[GuardedProtocol] = GuardedProtocol,
 ) -> AsyncGenerator[Gateway, None]:
     """A gateway whose workers are scripted with `options`; a `talkative` one also says what it is told.
 
@@ -96,7 +97,7 @@ async def running(
     http = _Server(
         uvicorn.Config(
             app,
-            http=GuardedProtocol,
+            http=protocol,
             log_config=None,
             access_log=False,
             lifespan="off",
