@@ -45,6 +45,10 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8484
     log_level: LogLevel = "info"
+    # In `home/logs`; this many older files of this size are kept.
+    log_file: bool = True
+    log_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 16 * 1024 * 1024
+    log_keep: Annotated[int, Meta(ge=0, le=1000)] = 8
     drain_s: Seconds = 30.0
     write_timeout_s: Seconds = 30.0
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
@@ -128,6 +132,10 @@ class Config(Struct, frozen=True):
         return self.home / "logs"
 
     @property
+    def log_path(self) -> Path:
+        return log_path(self.home)
+
+    @property
     def keys_path(self) -> Path:
         return keys_path(self.home)
 
@@ -148,6 +156,11 @@ def default_home(environ: Mapping[str, str] = os.environ) -> Path:
 def keys_path(home: Path) -> Path:
     """Where the API keys of a home are."""
     return home / "keys" / "keys.json"
+
+
+def log_path(home: Path) -> Path:
+    """The log file of a home; older ones are beside it."""
+    return home / "logs" / "mlxd.log"
 
 
 def load_config(

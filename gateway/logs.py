@@ -1,4 +1,4 @@
-"""Logs to stderr, as JSON lines or for a console, written by a thread of their own so that nothing waits for a pipe.
+"""Logs to stderr, as JSON lines or for a console, and to a file; each has a thread, so that nothing waits for a pipe.
 
 Only the loggers of this project are touched; the level and the handlers of every library stay as they are.
 """
@@ -9,7 +9,7 @@ import sys
 import threading
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Final, Self, TextIO
+from typing import Any, Final, Protocol, Self, TextIO
 
 import msgspec
 
@@ -17,6 +17,8 @@ import msgspec
 OURS: Final = ("gateway", "worker", "mlxd")
 QUEUE_MAX: Final = 10_000
 FLUSH_S: Final = 2.0
+# What stderr still gets when it is no terminal and there is a file: how the daemon started and ended.
+LIFE: Final = ("gateway.daemon", "gateway.main", "gateway.pool.pool")
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 
 _COLORS: Final = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31;1m"}
@@ -56,10 +58,17 @@ class ConsoleFormatter(logging.Formatter):
         return line
 
 
+class Sink(Protocol):
+    """Where lines go."""
+
+    def write(self, text: str, /) -> object: ...
+    def flush(self) -> None: ...
+
+
 class LogWriter:
     """The handler's queue and the thread that empties it. A full queue drops the newest line and counts it."""
 
-    def __init__(self, stream: TextIO, formatter: logging.Formatter, queue_max: int = QUEUE_MAX) -> None:
+    def __init__(self, stream: Sink, formatter: logging.Formatter, queue_max: int = QUEUE_MAX) -> None:
         self.dropped = 0
         self._stream = stream
         self._formatter = formatter
@@ -102,7 +111,7 @@ class _Handler(logging.Handler):
 
 
 def dropped_records() -> int:
-    """How many lines were lost because stderr did not keep up, since the logs were configured."""
+    """How many lines were lost because stderr or the file did not keep up, since the logs were configured."""
     handlers = logging.getLogger(OURS[0]).handlers
     return sum(handler.writer.dropped for handler in handlers if isinstance(handler, _Handler))
 
@@ -110,28 +119,38 @@ def dropped_records() -> int:
 class Logs:
     """The configured logs: a context manager that puts the loggers back as they were."""
 
-    def __init__(self, level: str = "info", *, json: bool | None = None, stream: TextIO | None = None) -> None:
-        """`level` in any case; `json` None means JSON unless stderr is a terminal. Raises ValueError."""
+    def __init__(
+        self, level: str = "info", *, json: bool | None = None, stream: TextIO | None = None, file: Sink | None = None
+    ) -> None:
+        """`level` in any case; `json` None means JSON unless stderr is a terminal. With a `file`, all goes there, and
+        to stderr as well if somebody looks at it. Raises ValueError."""
         if level.lower() not in LEVELS:
             raise ValueError(f"unknown log level {level!r}; one of {', '.join(LEVELS)}")
         target = stream or sys.stderr
         is_terminal = target.isatty()
         as_json = not is_terminal if json is None else json
         self.writer = LogWriter(target, JsonFormatter() if as_json else ConsoleFormatter(is_terminal))
-        self._handler = _Handler(self.writer)
+        self._handlers = [_Handler(self.writer)]
+        if file is not None:
+            if not is_terminal:
+                self._handlers[0].addFilter(_is_life_or_death)
+            self._handlers.append(_Handler(LogWriter(file, JsonFormatter())))
         for name in OURS:
             logger = logging.getLogger(name)
             logger.setLevel(level.upper())
-            logger.addHandler(self._handler)
+            for handler in self._handlers:
+                logger.addHandler(handler)
             logger.propagate = False
 
     def stop(self) -> None:
         for name in OURS:
             logger = logging.getLogger(name)
-            logger.removeHandler(self._handler)
+            for handler in self._handlers:
+                logger.removeHandler(handler)
             logger.setLevel(logging.NOTSET)
             logger.propagate = True
-        self.writer.stop()
+        for handler in self._handlers:
+            handler.writer.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -140,6 +159,10 @@ class Logs:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _is_life_or_death(record: logging.LogRecord) -> bool:
+    return record.name in LIFE or record.levelno >= logging.CRITICAL
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

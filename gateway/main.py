@@ -18,6 +18,7 @@ from gateway.config import Config, ConfigError, default_home, load_config
 from gateway.daemon import Daemon
 from gateway.keys import KeysUnusable
 from gateway.listen import CannotListen, raise_file_limit
+from gateway.logfile import RotatingFile
 from gateway.logs import LEVELS, Logs
 from gateway.pool.spawn import Command, default_command
 from gateway.rundir import HomeUnusable, RunDir
@@ -59,7 +60,7 @@ def run(
 def serve(config: Config, *, command: Command = default_command) -> int:
     """Serve a configuration until stopped; `command` starts a worker. Returns the exit status."""
     try:
-        with RunDir(config.home), Logs(config.server.log_level):
+        with RunDir(config.home), _logs(config):
             raise_file_limit()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_serve(config, command))
@@ -76,6 +77,17 @@ async def _serve(config: Config, command: Command) -> int:
         log.exception("mlxd ends after a fault of its own")
         return Status.FAULT
     return Status.OK
+
+
+def _logs(config: Config) -> Logs:
+    server = config.server
+    if not server.log_file:
+        return Logs(server.log_level)
+    try:
+        file = RotatingFile(config.log_path, server.log_max_bytes, server.log_keep)
+    except OSError as error:
+        raise HomeUnusable(f"cannot write {config.log_path}: {error.strerror}") from error
+    return Logs(server.log_level, file=file)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.ctl import cache, keys
+from gateway.ctl import cache, keys, logs
 from gateway.ctl import config as config_verbs
 from gateway.ctl.say import Json, ask, print_json
 
@@ -62,6 +62,7 @@ def status(json: Json = False) -> None:
     show.status(found, Console() if sys.stdout.isatty() else Console(width=240))
 
 
+app.command("logs")(logs.logs)
 app.command("ps", hidden=True, help="The same as status.")(status)
 
 

@@ -1,0 +1,78 @@
+"""`mlxctl logs`: the daemon's log files, for people or as they are. Needs no daemon."""
+
+import time
+from collections.abc import Iterable
+from typing import Annotated, Any, Final
+
+import typer
+
+from gateway.ctl.say import Json
+
+POLL_S: Final = 0.2
+_HEAD: Final = ("time", "level", "logger", "message", "exception")
+
+
+def logs(
+    model: Annotated[
+        str | None, typer.Argument(help="Only lines about this model.", show_default=False, metavar="MODEL")
+    ] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
+    json: Json = False,
+) -> None:
+    """Show the last lines of the daemon's log.
+
+    Example: mlxctl logs -f coder
+    """
+    from gateway import logfile
+    from gateway.config import default_home, log_path
+
+    path = log_path(default_home())
+    if not path.parent.exists():
+        typer.echo(f"mlxctl: no log at {path}; does mlxd use another home (MLXD_HOME), or log_file = false?", err=True)
+        raise typer.Exit(1)
+
+    def show(found: Iterable[str]) -> None:
+        for line in found:
+            if model is None or is_about(line, model):
+                typer.echo(line if json else plain(line))
+
+    # Begun first: a line that is written meanwhile comes twice rather than never.
+    newer = logfile.follow(path, lambda: time.sleep(POLL_S))
+    show(logfile.last_lines(path, lines, lambda line: model is None or is_about(line, model)))
+    if follow:
+        try:
+            show(newer)
+        except KeyboardInterrupt:
+            return
+
+
+def plain(line: str) -> str:
+    """One JSON line as one for people; what is no such line stays as it is."""
+    fields = _read(line)
+    if fields is None:
+        return line
+    rest = "".join(f" {key}={value}" for key, value in fields.items() if key not in _HEAD)
+    text = f"{fields.get('time', '')} {fields.get('level', ''):<7} {fields.get('message', '')}{rest}"
+    if trace := fields.get("exception"):
+        text += f"\n{trace}"
+    # What a client or a worker wrote must not command the terminal.
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def is_about(line: str, model: str) -> bool:
+    """A request for the model, or a line of its worker or of whoever watches over that."""
+    fields = _read(line)
+    if fields is None:
+        return False
+    message = str(fields.get("message", ""))
+    return fields.get("model") == model or f"{model}#" in message or f"model {model}:" in message
+
+
+def _read(line: str) -> dict[str, Any] | None:
+    import msgspec
+
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None
