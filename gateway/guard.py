@@ -1,9 +1,14 @@
 """uvicorn's HTTP protocol with limits that it lacks: the size of a request's head, and the time to send it."""
 
 import asyncio
+import logging
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+log = logging.getLogger(__name__)
+# uvicorn warns of each malformed request: anybody who can connect could fill the log.
+log.setLevel(logging.ERROR)
 
 # Claude Code and Codex send about 4 KiB.
 HEAD_BYTES_MAX: Final = 64 * 1024
@@ -31,6 +36,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.logger = log
         self._head_bytes = 0
         self._is_in_head = True
         self._has_ended_head = False

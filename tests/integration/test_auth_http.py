@@ -171,6 +171,7 @@ async def test_no_stranger_gets_in_crashes_anything_or_costs_memory(daemon: Daem
     # No stranger has made a model load, and no line tells what was tried as a key.
     assert len(daemon.worker_pids()) == 1
     assert "sk-mlxd-" not in daemon.new_log()
+    assert "Invalid HTTP request" not in daemon.new_log()
 
 
 # -- the official clients --------------------------------------------------------------------------------------------
