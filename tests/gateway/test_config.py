@@ -5,6 +5,7 @@ import pytest
 from gateway.config import ConfigError, default_home, load_config
 from gateway.configtext import parse_duration, parse_size
 from gateway.hfcache import cached_models
+from gateway.keys import Key, KeyFile
 
 EXAMPLE = """
 [server]
@@ -199,3 +200,24 @@ def test_durations_and_sizes_are_read_as_people_write_them() -> None:
     for bad in ("", "s", "-1s", "1 week", "1e9"):
         with pytest.raises(ValueError, match="not a duration"):
             parse_duration(bad)
+
+
+def test_listening_beyond_loopback_is_allowed_from_the_first_key_on(tmp_path: Path) -> None:
+    keys = KeyFile(tmp_path / "keys" / "keys.json")
+    keys.create(Key(name="k", prefix="", salt="", hash=""))
+    assert load(tmp_path, "[server]\nhost = '0.0.0.0'").server.host == "0.0.0.0"
+    assert load(tmp_path, "", host="::").server.host == "::"
+
+    keys.revoke("k")
+    assert "mlxctl keys create" in failure(tmp_path, "", host="::")
+    keys.path.write_text("{")
+    assert "keys.json" in failure(tmp_path, "", host="::")
+
+
+def test_pages_that_may_use_mlxd_are_listed_one_by_one(tmp_path: Path) -> None:
+    good = "[server]\ncors = ['https://app.example.com', 'http://10.0.0.5:3000']\nmetrics_auth = true"
+    server = load(tmp_path, good).server
+    assert server.cors == ("https://app.example.com", "http://10.0.0.5:3000")
+    assert server.metrics_auth
+    assert ":2: cors: '*' must not contain '*'" in failure(tmp_path, "[server]\ncors = ['*']")
+    assert ":2: cors: 'app.example.com' is not an origin" in failure(tmp_path, "[server]\ncors = ['app.example.com']")
