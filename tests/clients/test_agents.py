@@ -100,6 +100,37 @@ async def test_llm(workshop: Workshop) -> None:
     assert "It says: 0.36" in said
 
 
+async def test_continue(workshop: Workshop) -> None:
+    cn = npm("continue", "@continuedev/cli@1.5.47") / "cn"
+    config = workshop.home / "config.yaml"
+    config.write_text(
+        f"""
+name: local
+version: 1.0.0
+schema: v1
+models:
+  - name: mlxd
+    provider: openai
+    model: m
+    apiBase: {workshop.url}/v1
+    apiKey: x
+    roles: [chat, edit, apply]
+    capabilities: [tool_use]
+"""
+    )
+    said = await workshop.run([cn, "--config", config, "--auto", "-p", TASK])
+
+    assert f"It says: {workshop.secret}" in said
+
+
+async def test_qwen_code(workshop: Workshop) -> None:
+    qwen = npm("qwen", "@qwen-code/qwen-code@0.15.10") / "qwen"
+    env = {"OPENAI_API_KEY": "x", "OPENAI_BASE_URL": f"{workshop.url}/v1", "OPENAI_MODEL": "m"}
+    said = await workshop.run([qwen, "--auth-type", "openai", "--approval-mode", "yolo", "-p", TASK], env)
+
+    assert workshop.secret in said
+
+
 async def test_codex(workshop: Workshop) -> None:
     codex = npm("codex", "@openai/codex@0.169.0") / "codex"
     home = workshop.home / "codex"
