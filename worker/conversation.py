@@ -44,6 +44,41 @@ def calls_in_text(messages: Messages) -> Messages:
     return [_call_in_text(message) if message.get("tool_calls") else message for message in messages]
 
 
+def one_call_each(messages: Messages) -> Messages:
+    """For templates that take one call a message: each call is a message of its own, with its result after it."""
+    split: Messages = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        results: Messages = []
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
+        for index, call in enumerate(calls):
+            split.append({**message, "tool_calls": [call]} if not index else _call_alone(message, call))
+            answer = next((result for result in results if result.get("tool_call_id") == call.get("id")), None)
+            if answer is not None:
+                results.remove(answer)
+                split.append(answer)
+        split += results
+    return split
+
+
+def words_in_reasoning(messages: Messages) -> Messages:
+    """For templates that take either reasoning or content beside calls, as Harmony's: what was said is thought."""
+    return [
+        {**message, "content": "", "reasoning_content": f"{message['reasoning_content']}\n\n{message['content']}"}
+        if message.get("tool_calls") and message.get("content") and message.get("reasoning_content")
+        else message
+        for message in messages
+    ]
+
+
 def nine_character_ids(messages: Messages) -> Messages:
     """For templates that want Mistral's ids, nine letters and digits: the same id stays the same."""
 
@@ -92,6 +127,14 @@ def without_system(messages: Messages) -> Messages:
     return alternating([{**merged[0], "role": "user"}, *merged[1:]])
 
 
+CALL_SHAPES: Final[tuple[Callable[[Messages], Messages], ...]] = (
+    lambda messages: messages,
+    one_call_each,
+    words_in_reasoning,
+    lambda messages: one_call_each(words_in_reasoning(messages)),
+)
+"""In the order in which they are tried, for turns with more than one call, or with words beside them."""
+
 ADAPTATIONS: Final[tuple[Callable[[Messages], Messages], ...]] = (
     lambda messages: messages,
     one_system,
@@ -130,6 +173,10 @@ def _call_in_text(message: Message) -> Message:
     if not calls:
         return message
     return {"role": message["role"], "content": "\n".join([content, *calls] if content else calls)}
+
+
+def _call_alone(message: Message, call: Message) -> Message:
+    return {"role": message["role"], "content": "", "tool_calls": [call]}
 
 
 def _function(call: Message) -> Message:

@@ -13,6 +13,7 @@ from protocol.failures import Code
 from protocol.messages import ChatPrompt
 from worker.conversation import (
     ADAPTATIONS,
+    CALL_SHAPES,
     Messages,
     arguments_as_json,
     arguments_as_objects,
@@ -24,6 +25,10 @@ from worker.simple_tools import simple_tools
 
 # What template code raises on messages that it does not expect.
 _REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+_PROBE_TOOL: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 _PROBE_CALL: Final[dict[str, Any]] = {
     "id": "call00000",
     "type": "function",
@@ -50,6 +55,7 @@ class Renderer:
         self._no_tools: list[Any] | None = None
         self._no_tools = [] if self._templates and not self._renders_plain() else None
         self._write_calls = self._choose_calls()
+        self._shape_calls = self._choose_shape()
         self._adaptations = ADAPTATIONS[1:] if self._loses_system() else ADAPTATIONS
 
     def render(self, prompt: ChatPrompt, *, opens_answer: bool = True) -> str:
@@ -71,7 +77,7 @@ class Renderer:
         if not self.knows_tools:
             messages = tools_in_text(messages, prompt.tools) if _mentions_tools(prompt) else messages
         else:
-            messages = self._write_calls(messages)
+            messages = self._write_calls(self._shape_calls(messages))
         first: Exception | None = None
         for is_plain in (False, True) if prompt.tools else (False,):
             asked = structs.replace(prompt, tools=simple_tools(prompt.tools)) if is_plain else prompt
@@ -134,19 +140,42 @@ class Renderer:
         return next((way for way in ways if self._is_written_well(way)), ways[0])
 
     def _is_written_well(self, way: Callable[[Messages], Messages]) -> bool:
-        tool = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}}}
         messages: Messages = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
             {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "y"},
         ]
         try:
-            text = self._render(way(messages), ChatPrompt(messages, [tool]), opens_answer=True)
+            text = self._render(way(messages), ChatPrompt(messages, [_PROBE_TOOL]), opens_answer=True)
         except _REFUSALS:
             return False
         is_lost = "quoted" not in text or "word" not in text
         is_python, is_quoted_twice = "'quoted'" in text, '\\"quoted' in text
         return not (is_lost or is_python or is_quoted_twice)
+
+    def _choose_shape(self) -> Callable[[Messages], Messages]:
+        """How this template is given turns of several calls, so that none is refused or lost."""
+        if not self._templates or not self.knows_tools:
+            return CALL_SHAPES[0]
+        return next((shape for shape in CALL_SHAPES if self._holds_two_calls(shape)), CALL_SHAPES[0])
+
+    def _holds_two_calls(self, shape: Callable[[Messages], Messages]) -> bool:
+        calls = [
+            {**_PROBE_CALL, "id": f"call0000{n}", "function": {"name": "probe", "arguments": {"n": f"word{n}"}}}
+            for n in (1, 2)
+        ]
+        messages: Messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "said", "reasoning_content": "thought", "tool_calls": calls},
+            *({"role": "tool", "tool_call_id": call["id"], "name": "probe", "content": "y"} for call in calls),
+        ]
+        try:
+            text = self._render(
+                self._write_calls(shape(messages)), ChatPrompt(messages, [_PROBE_TOOL]), opens_answer=True
+            )
+        except _REFUSALS:
+            return False
+        return "word1" in text and "word2" in text
 
     def _renders_plain(self) -> bool:
         messages: Messages = [{"role": "user", "content": "x"}]

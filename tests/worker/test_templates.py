@@ -153,3 +153,48 @@ def test_a_template_that_knows_only_plain_schemas_gets_plain_ones() -> None:
     text = render(picky, [{"role": "user", "content": "hi"}], tools=[tool])
 
     assert text == "a:string:one;b:integer:;c:string:;d:array:;hi"
+
+
+ONE_CALL = (
+    "{%- for t in tools or [] %}{{- t.function.name }}{%- endfor %}{%- for m in messages %}{{- '[' + m.role + ']' }}"
+)
+ONE_CALL_END = "{%- if m.tool_calls %}{{- m.tool_calls[0].function.arguments | tojson }}{%- endif %}{%- endfor %}"
+
+
+def _parallel(**fields: Any) -> list[dict[str, Any]]:
+    calls = [
+        {"id": f"c{n}", "type": "function", "function": {"name": "get_weather", "arguments": {"city": city}}}
+        for n, city in enumerate(("Oslo", "Rome"))
+    ]
+    results = [{"role": "tool", "tool_call_id": f"c{n}", "content": said} for n, said in ((1, "warm"), (0, "cold"))]
+    return [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": calls, **fields},
+        *results,
+    ]
+
+
+@pytest.mark.parametrize(
+    "refusal", ["", "{%- if m.tool_calls | length > 1 %}{{ raise_exception('one!') }}{%- endif %}"]
+)
+def test_where_only_one_call_a_turn_is_taken_each_has_a_turn_and_its_own_result(refusal: str) -> None:
+    template = f"{ONE_CALL}{{{{- m.content }}}}{refusal}{ONE_CALL_END}"
+    text = render(template, _parallel(content="I ask."), tools=[WEATHER])
+
+    oslo, rome = '{"city": "Oslo"}', '{"city": "Rome"}'
+    assert text == f"get_weather[user]q[assistant]I ask.{oslo}[tool]cold[assistant]{rome}[tool]warm"
+
+
+def test_where_a_turn_with_calls_takes_words_or_reasoning_it_gets_both_as_reasoning() -> None:
+    both = "{%- if m.content and m.reasoning_content %}{{ raise_exception('one of them!') }}{%- endif %}"
+    template = f"{ONE_CALL}{both}{{{{- m.content or m.reasoning_content }}}}{ONE_CALL_END}"
+    text = render(template, _parallel(content="I ask.", reasoning_content="Hm."), tools=[WEATHER])
+
+    assert '[assistant]Hm.\n\nI ask.{"city": "Oslo"}[tool]cold[assistant]' in text
+
+
+def test_calls_and_results_that_do_not_match_are_kept_in_order() -> None:
+    template = f"{ONE_CALL}{{{{- m.content }}}}{ONE_CALL_END}"
+    messages = [*_parallel()[:2], {"role": "tool", "tool_call_id": "gone", "content": "lost"}]
+
+    assert render(template, messages, tools=[WEATHER]).endswith('{"city": "Rome"}[tool]lost')
