@@ -1,0 +1,89 @@
+"""What a service is, and the actions that install, start and end it. Nothing here touches the machine."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+# launchd's own default, 256, is used up by a few dozen clients.
+FILES: Final = 8192
+# Ending a large worker gently takes this long at worst; killing it may strand wired memory until the next boot.
+TEARDOWN_S: Final = 90
+STOP_S_MIN: Final = 120
+# /usr/sbin for sysctl; a service has no shell profile.
+PATH: Final = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+
+
+class Scope(StrEnum):
+    """Who the service belongs to: the machine (before anybody logs in), or the user who is logged in."""
+
+    SYSTEM = "system"
+    USER = "user"
+
+
+class Service(Struct, frozen=True):
+    """One installation. No secrets: what is rendered from it can be read by everybody."""
+
+    program: tuple[str, ...]
+    home: Path
+    user: str
+    uid: int
+    user_home: Path
+    scope: Scope
+    drain_s: float = 30.0
+
+    @property
+    def stop_s(self) -> int:
+        """From SIGTERM to SIGKILL."""
+        return max(STOP_S_MIN, round(self.drain_s) + TEARDOWN_S)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """All of it; everything else belongs in the configuration file."""
+        return {"HOME": str(self.user_home), "PATH": PATH, "MLXD_HOME": str(self.home)}
+
+
+class Write(Struct, frozen=True, tag=True):
+    """A file for everybody to read."""
+
+    path: Path
+    content: str
+
+
+class Folder(Struct, frozen=True, tag=True):
+    """A folder that only `user` may enter."""
+
+    path: Path
+    user: str
+
+
+class Remove(Struct, frozen=True, tag=True):
+    path: Path
+
+
+class Run(Struct, frozen=True, tag=True):
+    """A command; `may_fail` when it is only there to make sure."""
+
+    argv: tuple[str, ...]
+    may_fail: bool = False
+
+
+class Wait(Struct, frozen=True, tag=True):
+    """Until what a command prints no longer matches."""
+
+    argv: tuple[str, ...]
+    pattern: str
+    deadline_s: float
+
+
+Action = Write | Folder | Remove | Run | Wait
+
+
+class Facts(Struct, frozen=True):
+    """What the service manager says, as it was observed."""
+
+    is_installed: bool
+    state: str
+    pid: int = 0
+    last_exit: str = ""

@@ -1,0 +1,103 @@
+"""launchd: the property list, and the commands of `launchctl`."""
+
+import plistlib
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from gateway.service.description import FILES, Action, Facts, Folder, Remove, Run, Scope, Service, Wait, Write
+
+LABEL: Final = "dev.mlxd.gateway"
+
+
+def render(service: Service) -> str:
+    """The property list, for `/Library/LaunchDaemons` or `~/Library/LaunchAgents`."""
+    output = str(service.home / "logs" / "service.log")
+    body: dict[str, Any] = {
+        "Label": LABEL,
+        "ProgramArguments": list(service.program),
+        "EnvironmentVariables": service.environment,
+        # Implies RunAtLoad. A daemon that was asked to stop stays stopped.
+        "KeepAlive": {"SuccessfulExit": False},
+        "ExitTimeOut": service.stop_s,
+        # Background would throttle the GPU's feeder.
+        "ProcessType": "Standard",
+        "SoftResourceLimits": {"NumberOfFiles": FILES},
+        "HardResourceLimits": {"NumberOfFiles": FILES},
+        "Umask": 0o027,
+        # launchd never rotates these: only the start, the end and fatal errors go there.
+        "StandardOutPath": output,
+        "StandardErrorPath": output,
+    }
+    if service.scope is Scope.SYSTEM:
+        body["UserName"] = service.user
+    else:
+        body["LimitLoadToSessionType"] = ["Aqua", "Background"]
+    return plistlib.dumps(body, sort_keys=False).decode()
+
+
+def path(service: Service) -> Path:
+    root = (
+        Path("/Library/LaunchDaemons") if service.scope is Scope.SYSTEM else service.user_home / "Library/LaunchAgents"
+    )
+    return root / f"{LABEL}.plist"
+
+
+def install(service: Service) -> list[Action]:
+    """Also over an older installation."""
+    return [
+        Folder(service.home, service.user),
+        Folder(service.home / "logs", service.user),
+        Write(path(service), render(service)),
+        *stop(service, may_fail=True),
+        Run(("launchctl", "enable", _target(service))),
+        *start(service),
+    ]
+
+
+def uninstall(service: Service) -> list[Action]:
+    return [*stop(service, may_fail=True), Remove(path(service))]
+
+
+def start(service: Service) -> list[Action]:
+    return [Run(("launchctl", "bootstrap", _domain(service), str(path(service))))]
+
+
+def stop(service: Service, *, may_fail: bool = False) -> list[Action]:
+    """`bootout` returns before the daemon has ended."""
+    gone = Wait(("launchctl", "print", _target(service)), r"state = ", service.stop_s + 10)
+    return [Run(("launchctl", "bootout", _target(service)), may_fail), gone]
+
+
+def restart(service: Service) -> list[Action]:
+    """The workers keep their models: the daemon hands them over to the next one."""
+    return [
+        Run(("launchctl", "kill", "SIGUSR2", _target(service))),
+        Wait(("launchctl", "print", _target(service)), r"\bpid = \d", service.stop_s),
+        Run(("launchctl", "kickstart", _target(service))),
+    ]
+
+
+def ask(service: Service) -> tuple[str, ...]:
+    return ("launchctl", "print", _target(service))
+
+
+def facts(said: str) -> Facts:
+    """From what `launchctl print` says; nothing when the service is not there."""
+    state = re.search(r"^\s*state = (.+)$", said, re.MULTILINE)
+    pid = re.search(r"^\s*pid = (\d+)$", said, re.MULTILINE)
+    last = re.search(r"^\s*last exit code = (.+)$", said, re.MULTILINE)
+    return Facts(
+        is_installed=state is not None,
+        state=state[1] if state else "not loaded",
+        pid=int(pid[1]) if pid else 0,
+        last_exit=last[1] if last else "",
+    )
+
+
+def _domain(service: Service) -> str:
+    return "system" if service.scope is Scope.SYSTEM else f"gui/{service.uid}"
+
+
+def _target(service: Service) -> str:
+    return f"{_domain(service)}/{LABEL}"

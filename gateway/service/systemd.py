@@ -1,0 +1,112 @@
+"""systemd: the unit, and the commands of `systemctl`."""
+
+from pathlib import Path
+from typing import Final
+
+from gateway.service.description import FILES, Action, Facts, Folder, Remove, Run, Scope, Service, Wait, Write
+
+UNIT: Final = "mlxd.service"
+
+_TEMPLATE: Final = """\
+[Unit]
+Description=mlxd, the serving daemon for MLX models
+After=network.target
+
+[Service]
+Type=exec
+ExecStart={program}
+{user}{environment}
+# The workers outlive a crash of the gateway, and the next one adopts them. Asked to stop, it ends them itself.
+KillMode=process
+OOMPolicy=continue
+Restart=on-failure
+RestartSec=5
+# A bad configuration does not get better by trying again.
+RestartPreventExitStatus=78
+TimeoutStopSec={stop_s}
+LimitNOFILE={files}
+UMask=0027
+NoNewPrivileges=true
+
+[Install]
+WantedBy={target}
+"""
+
+
+def render(service: Service) -> str:
+    """The unit, for the system's manager or the user's."""
+    is_system = service.scope is Scope.SYSTEM
+    return _TEMPLATE.format(
+        program=" ".join(_quote(word).replace("$", "$$") for word in service.program),
+        user=f"User={service.user}\n" if is_system else "",
+        environment="\n".join(f"Environment={_quote(f'{key}={value}')}" for key, value in service.environment.items()),
+        stop_s=service.stop_s,
+        files=FILES,
+        target="multi-user.target" if is_system else "default.target",
+    )
+
+
+def path(service: Service) -> Path:
+    root = Path("/etc/systemd/system") if service.scope is Scope.SYSTEM else service.user_home / ".config/systemd/user"
+    return root / UNIT
+
+
+def install(service: Service) -> list[Action]:
+    """Also over an older installation."""
+    return [
+        Folder(service.home, service.user),
+        Write(path(service), render(service)),
+        Run(_systemctl(service, "daemon-reload")),
+        Run(_systemctl(service, "enable", UNIT)),
+        Run(_systemctl(service, "restart", UNIT)),
+    ]
+
+
+def uninstall(service: Service) -> list[Action]:
+    return [
+        Run(_systemctl(service, "disable", "--now", UNIT), may_fail=True),
+        Remove(path(service)),
+        Run(_systemctl(service, "daemon-reload")),
+    ]
+
+
+def start(service: Service) -> list[Action]:
+    return [Run(_systemctl(service, "start", UNIT))]
+
+
+def stop(service: Service) -> list[Action]:
+    return [Run(_systemctl(service, "stop", UNIT))]
+
+
+def restart(service: Service) -> list[Action]:
+    """The workers keep their models: the daemon hands them over to the next one."""
+    return [
+        Run(_systemctl(service, "kill", "--kill-who=main", "--signal=SIGUSR2", UNIT)),
+        Wait(_systemctl(service, "is-active", UNIT), r"^(active|deactivating)", service.stop_s),
+        *start(service),
+    ]
+
+
+def ask(service: Service) -> tuple[str, ...]:
+    return _systemctl(service, "show", "--property=LoadState,ActiveState,MainPID,ExecMainStatus", UNIT)
+
+
+def facts(said: str) -> Facts:
+    """From what `systemctl show` says."""
+    fields = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+    return Facts(
+        is_installed=fields.get("LoadState") == "loaded",
+        state=fields.get("ActiveState", "unknown"),
+        pid=int(fields.get("MainPID") or 0),
+        last_exit=fields.get("ExecMainStatus", ""),
+    )
+
+
+def _systemctl(service: Service, *words: str) -> tuple[str, ...]:
+    return ("systemctl", *(() if service.scope is Scope.SYSTEM else ("--user",)), *words)
+
+
+def _quote(word: str) -> str:
+    # `%` begins a specifier; the rest is systemd's C-style quoting.
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{escaped}"' if any(c in word for c in " \t\"'\\=;") else escaped
