@@ -117,7 +117,7 @@ def unload(model: Model, json: Json = False) -> None:
 
 @app.command()
 def restart(model: Model, json: Json = False) -> None:
-    """Let a model finish what it does, then start its process anew.
+    """Start a model's process anew. Its streams pause meanwhile, and go on where they were.
 
     Example: mlxctl restart coder
     """
