@@ -28,8 +28,10 @@ def npm(folder: str, *packages: str) -> Path:
 
 
 def node_path() -> str:
-    """A PATH whose Node is new enough for every client."""
+    """A PATH whose Node is new enough for every client, where there is npm to get one."""
     path = os.environ.get("PATH", os.defpath)
+    if shutil.which("npm") is None:
+        return path
     found = subprocess.run(["node", "--version"], capture_output=True, text=True) if shutil.which("node") else None
     if found is not None and int(found.stdout.lstrip("v").partition(".")[0] or 0) >= NODE_MAJOR:
         return path
