@@ -1,0 +1,135 @@
+"""`mlxctl doctor`: looks at this machine, and lets `gateway.doctor` judge."""
+
+import importlib.metadata
+import os
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import httpx
+import psutil
+
+from gateway import doctor
+from gateway.config import CONFIG_NAME, Config, ConfigError, ServerConfig, load_config
+from gateway.ctl.client import Failed, get, stream_chat
+from gateway.doctor import Finding
+from gateway.schemas.admin import Status
+from protocol import __version__
+
+DISTRIBUTIONS: Final = ("mlxd", "mlx", "mlx-lm", "pyzmq", "msgspec", "uvicorn")
+TIMEOUT_S: Final = 10.0
+
+# What a command prints; None when it cannot be run.
+Say = Callable[[tuple[str, ...]], str | None]
+
+
+def examine(home: Path, say: Say) -> Iterator[Finding]:
+    """Every check, one after the other."""
+    yield doctor.versions({name: _version(name) for name in DISTRIBUTIONS})
+    config, error = _load(home)
+    yield doctor.configuration(home / CONFIG_NAME, error)
+    yield from machine(home, say)
+    yield from daemon(config.server if config else ServerConfig())
+
+
+def machine(home: Path, say: Say, platform: str = sys.platform) -> Iterator[Finding]:
+    """What needs no daemon."""
+    facts = _stat(home)
+    mode = stat.S_IMODE(facts.st_mode) if facts else None
+    yield doctor.home(home, mode, facts.st_uid if facts else -1, os.getuid())
+    yield doctor.socket_path(home / "run")
+    yield doctor.disk(shutil.disk_usage(_nearest(home)).free)
+    yield doctor.files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    if platform == "darwin":
+        limit = say(("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
+        yield doctor.wired_limit(limit, psutil.virtual_memory().total)
+        yield doctor.sleep(say(("/usr/bin/pmset", "-g")))
+
+
+def daemon(server: ServerConfig) -> Iterator[Finding]:
+    """Whether it runs, and if so, whether it works."""
+    status = _status()
+    yield doctor.port(server.port, is_taken=_is_taken(server.host, server.port), is_ours=status is not None)
+    yield doctor.daemon(status.version if status else None, __version__)
+    if status is not None:
+        yield doctor.livez(_livez(status.url), status.url)
+        yield _completion(status)
+
+
+def say(argv: tuple[str, ...]) -> str | None:
+    """Run a command of this machine."""
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _completion(status: Status) -> Finding:
+    # Nothing is loaded for a check: that may take minutes, and the memory that others use.
+    ready = next((model.name for model in status.models if model.state == "ready"), None)
+    if ready is None:
+        return Finding("completion", "skip", "no model is loaded", "mlxctl load MODEL")
+    began = time.monotonic()
+    error = ""
+    try:
+        request = {"model": ready, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "stream": True}
+        for _ in stream_chat(request):
+            pass
+    except Failed as failed:
+        error = str(failed)
+    return doctor.completion(ready, time.monotonic() - began, error)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _load(home: Path) -> tuple[Config | None, str]:
+    try:
+        return load_config(home), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the folder above it that is there."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _status() -> Status | None:
+    try:
+        return get("/v1/status", Status)
+    except Failed:
+        return None
+
+
+def _is_taken(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=1):
+            return port != 0
+    except OSError:
+        return False
+
+
+def _livez(url: str) -> int | None:
+    try:
+        return httpx.get(f"{url}/livez", timeout=TIMEOUT_S, trust_env=False).status_code
+    except httpx.HTTPError:
+        return None

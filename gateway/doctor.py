@@ -1,0 +1,137 @@
+"""What can be wrong with a machine, a home or a daemon, and what to do about it. Pure: from facts to findings."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal
+
+from msgspec import Struct
+
+from gateway.service.description import FILES
+from protocol.sockets import PathTooLong, addresses
+
+DISK_LOW: Final = 10 * 1024**3
+DISK_FULL: Final = 1024**3
+SLOW_TOKEN_S: Final = 10.0
+
+Level = Literal["ok", "warn", "bad", "skip"]
+
+
+class Finding(Struct, frozen=True):
+    """One check: `bad` will not work, `warn` will hurt some day, `skip` could not be looked at."""
+
+    name: str
+    level: Level
+    text: str
+    advice: str = ""
+
+
+def versions(found: Mapping[str, str | None]) -> Finding:
+    """`found`: each distribution that mlxd needs, and its version."""
+    missing = [name for name, version in found.items() if version is None]
+    if missing:
+        return Finding("versions", "bad", f"not installed: {', '.join(missing)}", "install mlxd anew")
+    return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
+
+
+def configuration(path: Path, error: str) -> Finding:
+    if error:
+        return Finding("configuration", "bad", error, "mlxctl config check tells when it is good")
+    return Finding("configuration", "ok", str(path) if path.exists() else f"no {path}: the defaults")
+
+
+def home(path: Path, mode: int | None, owner: int, uid: int) -> Finding:
+    """`mode`: permission bits, None when it is not there."""
+    if mode is None:
+        return Finding("home", "ok", f"{path} will be made at the first start")
+    if owner != uid:
+        return Finding("home", "bad", f"{path} belongs to user {owner}, not {uid}", f"chown it, or run as user {owner}")
+    if mode & 0o077:
+        return Finding("home", "warn", f"others may enter {path} (mode {mode:04o})", f"chmod 700 {path}")
+    return Finding("home", "ok", f"{path}, mode {mode:04o}")
+
+
+def socket_path(run_dir: Path) -> Finding:
+    try:
+        addresses(run_dir)
+    except PathTooLong as error:
+        return Finding("sockets", "bad", str(error), "set MLXD_HOME to a shorter folder")
+    return Finding("sockets", "ok", f"paths in {run_dir} are short enough")
+
+
+def disk(free: int) -> Finding:
+    text = f"{free / 1024**3:.1f} GiB free"
+    if free < DISK_FULL:
+        return Finding("disk", "bad", text, "make room: mlxctl cache clear, or smaller caches (cache.disk)")
+    if free < DISK_LOW:
+        return Finding("disk", "warn", text, "make room, or set smaller caches (cache.disk)")
+    return Finding("disk", "ok", text)
+
+
+def port(number: int, *, is_taken: bool, is_ours: bool) -> Finding:
+    if is_ours:
+        return Finding("port", "ok", f"{number} is mlxd's")
+    if is_taken:
+        advice = f"lsof -i :{number} shows by whom; or set another [server] port"
+        return Finding("port", "bad", f"{number} is taken by another program", advice)
+    return Finding("port", "ok", f"{number} is free")
+
+
+def files(hard: int) -> Finding:
+    """`hard`: the limit up to which mlxd raises its own; negative is none."""
+    if 0 <= hard < FILES:
+        return Finding("open files", "warn", f"at most {hard}", f"raise the hard limit to {FILES}: ulimit -Hn")
+    return Finding("open files", "ok", "no limit" if hard < 0 else f"up to {hard}")
+
+
+def wired_limit(said: str | None, ram_bytes: int) -> Finding:
+    """`said`: what `sysctl -n iogpu.wired_limit_mb` prints; 0 is the system's own choice."""
+    if said is None or not said.strip().isdecimal():
+        return Finding("wired limit", "skip", "sysctl iogpu.wired_limit_mb cannot be read")
+    limit = int(said) * 1024**2
+    if limit == 0:
+        return Finding("wired limit", "ok", "the system's own share of memory")
+    if limit > ram_bytes - max(8 * 1024**3, ram_bytes // 16):
+        text = f"{limit / 1024**3:.0f} of {ram_bytes / 1024**3:.0f} GiB leaves the system too little"
+        return Finding("wired limit", "warn", text, "lower iogpu.wired_limit_mb: a full machine panics")
+    return Finding("wired limit", "ok", f"{limit / 1024**3:.0f} GiB; lost at each boot unless something sets it again")
+
+
+def sleep(said: str | None) -> Finding:
+    """`said`: what `pmset -g custom` or `pmset -g` prints."""
+    values = re.findall(r"^\s*sleep\s+(\d+)", said or "", re.MULTILINE)
+    if not values:
+        return Finding("sleep", "skip", "pmset cannot be read")
+    if any(value != "0" for value in values):
+        return Finding(
+            "sleep", "warn", f"the machine sleeps after {max(map(int, values))} min", "sudo pmset -a sleep 0"
+        )
+    return Finding("sleep", "ok", "never")
+
+
+def daemon(version: str | None, ours: str) -> Finding:
+    """`version`: of the one that answers on the admin socket, None when nobody does."""
+    if version is None:
+        return Finding("daemon", "warn", "does not run", "mlxctl serve, or mlxctl service start")
+    if version != ours:
+        text = f"{version} runs, and {ours} is installed"
+        return Finding("daemon", "warn", text, "mlxctl service restart")
+    return Finding("daemon", "ok", f"{version} runs")
+
+
+def livez(status: int | None, url: str) -> Finding:
+    """`status`: of HTTP; None when it cannot be reached."""
+    if status == 200:
+        return Finding("livez", "ok", f"{url}/livez answers")
+    return Finding("livez", "bad", f"{url}/livez: {status or 'no answer'}", "mlxctl logs")
+
+
+def completion(model: str, seconds: float, error: str) -> Finding:
+    """One token, asked for through the daemon."""
+    if error:
+        return Finding("completion", "bad", f"{model}: {error}", f"mlxctl logs {model}, mlxctl restart {model}")
+    if seconds > SLOW_TOKEN_S:
+        return Finding(
+            "completion", "warn", f"{model} took {seconds:.1f} s for one token", "mlxctl status shows its queue"
+        )
+    return Finding("completion", "ok", f"{model} said one token in {seconds * 1000:.0f} ms")
