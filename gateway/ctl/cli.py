@@ -65,6 +65,7 @@ def status(json: Json = False) -> None:
 
 app.command("logs")(logs.logs)
 app.command("doctor")(inspect.doctor)
+app.command("info")(inspect.info)
 app.command("ps", hidden=True, help="The same as status.")(status)
 
 
