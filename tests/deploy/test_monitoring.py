@@ -15,6 +15,7 @@ from protocol.messages import Stats
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "alerts.yml"
 DASHBOARD = DEPLOY / "grafana" / "mlxd.json"
+DOC = DEPLOY.parent / "docs" / "monitoring.md"
 # What a histogram is made of, beyond the name of the family.
 PARTS = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
 
@@ -53,6 +54,13 @@ def test_every_metric_of_the_alerts_exists() -> None:
     assert used <= exported()
     for rule in rules:
         assert set(rule["annotations"]) == {"summary", "action"}, rule["alert"]
+
+
+def test_the_documentation_tells_of_every_metric_and_of_no_other() -> None:
+    told = set(re.findall(r"^\| `(mlxd_\w+)` \|", DOC.read_text(), flags=re.MULTILINE))
+    types = re.findall(r"^# TYPE (mlxd_\S+) \w+$", exposition(), flags=re.MULTILINE)
+
+    assert told == set(types)
 
 
 def test_every_alert_is_tested() -> None:
