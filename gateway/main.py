@@ -40,7 +40,9 @@ class Status(IntEnum):
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script: never returns."""
     options = _parser().parse_args(argv)
-    sys.exit(run(options.config, options.host, options.port, options.log_level))
+    status = run(options.config, options.host, options.port, options.log_level)
+    # launchd starts again whatever failed, for ever; a bad file does not get better by that.
+    sys.exit(Status.OK if options.launchd and status == Status.BAD_CONFIG else status)
 
 
 def run(
@@ -96,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--port", type=int, help="TCP port to listen on")
     parser.add_argument("--log-level", type=str.lower, choices=LEVELS)
+    parser.add_argument("--launchd", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"mlxd {__version__}")
     return parser
 

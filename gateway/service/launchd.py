@@ -15,9 +15,9 @@ def render(service: Service) -> str:
     output = str(service.home / "logs" / "service.log")
     body: dict[str, Any] = {
         "Label": LABEL,
-        "ProgramArguments": list(service.program),
+        "ProgramArguments": [*service.program, "--launchd"],
         "EnvironmentVariables": service.environment,
-        # Implies RunAtLoad. A daemon that was asked to stop stays stopped.
+        # Implies RunAtLoad. A daemon that was asked to stop, or has a bad configuration, stays stopped.
         "KeepAlive": {"SuccessfulExit": False},
         "ExitTimeOut": service.stop_s,
         # Background would throttle the GPU's feeder.
@@ -51,7 +51,7 @@ def install(service: Service) -> list[Action]:
         Write(path(service), render(service)),
         *stop(service, may_fail=True),
         Run(("launchctl", "enable", _target(service))),
-        *start(service),
+        _bootstrap(service),
     ]
 
 
@@ -60,7 +60,8 @@ def uninstall(service: Service) -> list[Action]:
 
 
 def start(service: Service) -> list[Action]:
-    return [Run(("launchctl", "bootstrap", _domain(service), str(path(service))))]
+    """Also one that has ended by itself, which is still known and cannot be booted in again."""
+    return [_bootstrap(service, may_fail=True), Run(("launchctl", "kickstart", _target(service)))]
 
 
 def stop(service: Service, *, may_fail: bool = False) -> list[Action]:
@@ -93,6 +94,10 @@ def facts(said: str) -> Facts:
         pid=int(pid[1]) if pid else 0,
         last_exit=last[1] if last else "",
     )
+
+
+def _bootstrap(service: Service, *, may_fail: bool = False) -> Run:
+    return Run(("launchctl", "bootstrap", _domain(service), str(path(service))), may_fail)
 
 
 def _domain(service: Service) -> str:

@@ -3,6 +3,7 @@ import os
 import plistlib
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ class Recorded:
 def test_the_property_list_keeps_the_rules_of_a_daemon_with_large_children(service: Service) -> None:
     plist = plistlib.loads(launchd.render(service).encode())
 
-    assert plist["ProgramArguments"] == list(service.program)
+    assert plist["ProgramArguments"] == [*service.program, "--launchd"]
     assert plist["KeepAlive"] == {"SuccessfulExit": False}
     assert plist["ExitTimeOut"] >= 120
     assert plist["ExitTimeOut"] >= service.drain_s + 60
@@ -69,6 +70,20 @@ def test_the_property_list_keeps_the_rules_of_a_daemon_with_large_children(servi
     assert set(plist["EnvironmentVariables"]) == {"HOME", "PATH", "MLXD_HOME"}
     assert "/usr/sbin" in plist["EnvironmentVariables"]["PATH"].split(":")
     assert not {"AbandonProcessGroup", "ThrottleInterval", "Debug"} & set(plist)
+
+
+def test_launchd_is_told_of_success_when_trying_again_would_not_help(tmp_path: Path) -> None:
+    (tmp_path / "mlxd.toml").write_text("[server]\nprot = 1\n")
+
+    def start(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-m", "gateway.main", *words]
+        environment = os.environ | {"MLXD_HOME": str(tmp_path)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+
+    assert start().returncode == 78
+    done = start("--launchd")
+    assert done.returncode == 0
+    assert "mlxd.toml:2" in done.stderr
 
 
 def test_a_launch_daemon_has_a_user_and_an_agent_its_sessions() -> None:
@@ -103,8 +118,6 @@ def test_the_unit_lets_workers_outlive_a_crash_and_gives_time_to_stop() -> None:
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
 def test_systemd_itself_accepts_the_unit(tmp_path: Path) -> None:
-    import sys
-
     unit = tmp_path / "mlxd.service"
     unit.write_text(systemd.render(_with_program(sys.executable)))
 
@@ -148,11 +161,19 @@ def test_a_restart_hands_the_workers_over() -> None:
 
 
 def test_what_fails_ends_it_and_is_said_with_the_commands_own_words() -> None:
-    machine = Recorded((5, "Bootstrap failed: 5: Input/output error\n"))
+    machine = Recorded((0, ""), (113, "gone"), (0, ""), (5, "Bootstrap failed: 5: Input/output error\n"))
 
     with pytest.raises(ServiceFailed, match=r"launchctl bootstrap .* ended with 5: Bootstrap failed"):
-        carry_out([*launchd.start(AGENT), Run(("never",))], machine)
-    assert len(machine.did) == 1
+        carry_out([*launchd.install(AGENT), Run(("never",))], machine)
+    assert "never" not in machine.did
+
+
+def test_starting_begins_what_is_known_to_launchd_but_has_ended() -> None:
+    machine = Recorded((37, "Bootstrap failed: 37: Operation already in progress"))
+
+    carry_out(launchd.start(AGENT), machine)
+
+    assert machine.did[-1] == "launchctl kickstart gui/502/dev.mlxd.gateway"
 
 
 def test_facts_are_what_the_manager_says() -> None:
