@@ -97,23 +97,63 @@ def status(system: System = False, json: Json = False) -> None:
         raise typer.Exit(NOT_RUNNING)
 
 
-def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kind | None) -> None:
+@app.command("wired-limit")
+def wired_limit(
+    gib: Annotated[float, typer.Argument(min=0, help="GiB of memory for the GPU; 0 leaves it to the system.")],
+    dry_run: DryRun = False,
+) -> None:
+    """Set how much memory the GPU may hold on a Mac, now and at each boot.
+
+    Example: sudo mlxctl service wired-limit 96
+    """
     import os
 
+    import psutil
+
+    from gateway.doctor import wired_limit as judge
+    from gateway.service import launchd
+
+    megabytes = round(gib * 1024)
+    finding = judge(str(megabytes), psutil.virtual_memory().total)
+    if not dry_run:
+        _refuse_if(sys.platform != "darwin", "wired-limit is for macOS; --dry-run shows what it would do")
+        _refuse_if(os.geteuid() != 0, "this needs root: sudo mlxctl service wired-limit ...")
+        _refuse_if(finding.level == "warn", f"{finding.text}: {finding.advice}")
+    actions = launchd.set_wired_limit(megabytes) if megabytes else launchd.drop_wired_limit()
+    _carry_out(actions, dry_run)
+
+
+def _refuse_if(is_so: bool, why: str) -> None:
     from gateway.ctl.client import Failed
-    from gateway.service.machine import RealMachine, ServiceFailed, carry_out, describe
+
+    def refuse() -> None:
+        if is_so:
+            raise Failed(why)
+
+    ask(refuse)
+
+
+def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kind | None) -> None:
+    import os
 
     if manager is not None and not dry_run:
         raise typer.BadParameter("another system's service can only be shown; add --dry-run", param_hint="--manager")
     service = ask(lambda: _service(system, run_as, needs_user=verb == "install"))
     actions: list[Action] = getattr(_manager(manager), verb)(service)
+    is_refused = system and not dry_run and os.geteuid() != 0
+    _refuse_if(is_refused, f"--system needs root: sudo mlxctl service {verb} --system")
+    _carry_out(actions, dry_run)
+
+
+def _carry_out(actions: "list[Action]", dry_run: bool) -> None:
+    from gateway.ctl.client import Failed
+    from gateway.service.machine import RealMachine, ServiceFailed, carry_out, describe
+
     if dry_run:
         typer.echo(describe(actions))
         return
 
     def run() -> None:
-        if system and os.geteuid() != 0:
-            raise Failed(f"--system needs root: sudo mlxctl service {verb} --system")
         try:
             carry_out(actions, RealMachine())
         except ServiceFailed as error:

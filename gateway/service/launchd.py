@@ -8,6 +8,8 @@ from typing import Any, Final
 from gateway.service.description import FILES, Action, Facts, Folder, Remove, Run, Scope, Service, Wait, Write
 
 LABEL: Final = "dev.mlxd.gateway"
+WIRED_LABEL: Final = "dev.mlxd.wired-limit"
+WIRED_PATH: Final = Path("/Library/LaunchDaemons") / f"{WIRED_LABEL}.plist"
 
 
 def render(service: Service) -> str:
@@ -76,6 +78,29 @@ def restart(service: Service) -> list[Action]:
         Run(("launchctl", "kill", "SIGUSR2", _target(service))),
         Wait(("launchctl", "print", _target(service)), r"\bpid = \d", service.stop_s),
         Run(("launchctl", "kickstart", _target(service))),
+    ]
+
+
+def set_wired_limit(megabytes: int) -> list[Action]:
+    """The GPU's share of memory, now and at each boot, which forgets it."""
+    body = {
+        "Label": WIRED_LABEL,
+        "ProgramArguments": ["/usr/sbin/sysctl", f"iogpu.wired_limit_mb={megabytes}"],
+        "RunAtLoad": True,
+    }
+    return [
+        Run(("launchctl", "bootout", f"system/{WIRED_LABEL}"), may_fail=True),
+        Write(WIRED_PATH, plistlib.dumps(body, sort_keys=False).decode()),
+        Run(("launchctl", "bootstrap", "system", str(WIRED_PATH))),
+    ]
+
+
+def drop_wired_limit() -> list[Action]:
+    """Back to the system's own share."""
+    return [
+        Run(("launchctl", "bootout", f"system/{WIRED_LABEL}"), may_fail=True),
+        Remove(WIRED_PATH),
+        Run(("/usr/sbin/sysctl", "iogpu.wired_limit_mb=0")),
     ]
 
 

@@ -176,6 +176,27 @@ def test_starting_begins_what_is_known_to_launchd_but_has_ended() -> None:
     assert machine.did[-1] == "launchctl kickstart gui/502/dev.mlxd.gateway"
 
 
+def test_the_wired_limit_is_set_now_and_at_each_boot(tmp_path: Path) -> None:
+    first, write, last = launchd.set_wired_limit(98304)
+    assert first == Run(("launchctl", "bootout", "system/dev.mlxd.wired-limit"), may_fail=True)
+    assert isinstance(write, Write)
+    plist = plistlib.loads(write.content.encode())
+    assert plist["ProgramArguments"] == ["/usr/sbin/sysctl", "iogpu.wired_limit_mb=98304"]
+    assert plist["RunAtLoad"] is True
+    assert last == Run(("launchctl", "bootstrap", "system", str(write.path)))
+
+    assert "iogpu.wired_limit_mb=98304" in ctl(tmp_path, "service", "wired-limit", "96", "--dry-run").stdout
+    assert f"remove {write.path}" in ctl(tmp_path, "service", "wired-limit", "0", "--dry-run").stdout
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="it would be done")
+def test_the_wired_limit_is_refused_where_there_is_none(tmp_path: Path) -> None:
+    done = ctl(tmp_path, "service", "wired-limit", "1")
+
+    assert done.returncode == 1
+    assert "macOS" in done.stderr
+
+
 def test_facts_are_what_the_manager_says() -> None:
     said = "system/dev.mlxd.gateway = {\n\tstate = running\n\tpid = 412\n\tlast exit code = 70\n}"
     assert launchd.facts(said) == Facts(True, "running", 412, "70")
