@@ -40,7 +40,7 @@ lint: $(STAMP)
 	@$(VENV)/bin/pyright
 
 bench: $(STAMP) openblas
-	@$(PY) benchmarks/compare.py $(ARGS)
+	@$(PY) -m benchmarks.compare $(ARGS)
 
 openblas: $(STAMP)
 	@deploy/openblas.sh "$(PY)"
