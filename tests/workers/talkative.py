@@ -11,8 +11,19 @@ from typing import Any
 
 from scripted import PROMPT_TOKENS, Scripted, main
 
-from protocol.messages import Accepted, ChatPrompt, Delta, Finish, Generate, Kind, Progress, TextPrompt, TokenLogprob, Tool, Usage
-
+from protocol.messages import (
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Finish,
+    Generate,
+    Kind,
+    Progress,
+    TextPrompt,
+    TokenLogprob,
+    Tool,
+    Usage,
+)
 
 WAIT_S = 0.03
 

@@ -81,7 +81,7 @@ _TRIGGER_MIN: Final = 4
 
 
 def _all(shape: Shape, is_parallel: bool, family: str) -> str:
-    more = shape.more if is_parallel and family not in shapes.SINGLE else ()
+    more = list(shape.more) if is_parallel and family not in shapes.SINGLE else []
     if len(set(more)) == 1:
         further = f"({more[0]}){{0,{len(more) - 1}}}"
     else:

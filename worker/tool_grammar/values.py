@@ -69,7 +69,7 @@ class Values:
         comma = self._lark.text("," + self._style.space)
         # From the end: the rest after something was written, and before.
         after, first = "", ""
-        for name, schema in reversed(properties.items()):
+        for name, schema in reversed(list(properties.items())):
             pair = f"{self._lark.text(key.format(name))} {self.value(schema)}"
             here, begun = f"{comma} {pair} {after}", f"{pair} {after}"
             if name in required:
