@@ -16,6 +16,8 @@ SHORT_PROMPT: Final = 256
 SHORT_PROMPT_FACTOR: Final = 2.5
 # Alone, prefill runs in ticks of about this long, so that commands are seen in between.
 IDLE_TICK_S: Final = 0.25
+# Several prompts at once: the short ones among them should not wait long for the long ones.
+SHARED_TICK_S: Final = 0.1
 # What twice the tokens are hoped to cost before it was tried: large chunks are the more efficient ones.
 _HOPE: Final = 1.6
 # Times follow what gets quicker at once and what gets slower slowly: the first of a size may have compiled kernels.
@@ -70,13 +72,12 @@ class ChunkPolicy:
             del self._times[stale], self._used[stale]
 
     def _limit_s(self, prefilling: int, decoding: int, longest: int) -> float:
+        factor = SHORT_PROMPT_FACTOR if longest <= SHORT_PROMPT else 1.0
         if not decoding:
-            return IDLE_TICK_S
+            return factor * (IDLE_TICK_S if prefilling == 1 else SHARED_TICK_S)
         limit_s = max((STALL_RATIO - 1) * self._step_s, MIN_STALL_S)
-        if longest <= SHORT_PROMPT:
-            limit_s *= SHORT_PROMPT_FACTOR
         # Many waiting prompts gain more from full batches than a few streams lose by a longer stall.
-        return limit_s * max(1.0, prefilling / decoding)
+        return factor * limit_s * max(1.0, prefilling / decoding)
 
     def _predict(self, tokens: int) -> float:
         """Seconds for that many tokens, from the nearest size that is known."""

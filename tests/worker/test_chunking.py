@@ -113,3 +113,9 @@ def test_a_first_chunk_that_compiled_kernels_is_soon_forgotten() -> None:
         chunk = policy.chunk(1, 0)
         policy.observe(0.004 + chunk * 0.00002, chunk, 0)
     assert policy.chunk(1, 0) == 512
+
+
+def test_alone_a_short_prompt_is_not_cut_and_several_share_shorter_ticks() -> None:
+    policy = learned(0.02, 0.001)
+    assert policy.chunk(1, 0, longest=SHORT_PROMPT) > policy.chunk(1, 0)
+    assert 2 * policy.chunk(2, 0) <= policy.chunk(1, 0)
