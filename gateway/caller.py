@@ -4,9 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import structs
+
 from gateway.config import ModelConfig
 from gateway.limits import Meter
 from gateway.patterns import Pattern
+from protocol.messages import Generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,13 @@ class Caller:
             return True
         names = (model.name, *model.aliases)
         return any(pattern.matches(name) for pattern in self.models for name in names)
+
+    def bind(self, generate: Generate) -> Generate:
+        """A request under this key: its priority counts from the key's, and only downwards; it shares cached
+        prefixes within the key, and within its own salt if it has one."""
+        priority = generate.priority if self.key is None else self.priority + max(0, generate.priority)
+        salt = f"{self.cache_salt}\0{generate.cache_salt}" if generate.cache_salt else self.cache_salt
+        return structs.replace(generate, priority=priority, cache_salt=salt)
 
     def usable(self, models: Iterable[ModelConfig]) -> list[ModelConfig]:
         """Those that exist as far as this caller is concerned."""

@@ -51,11 +51,7 @@ class Generation:
     ) -> None:
         self._services = services
         self._model = model
-        caller = record.caller
-        self._generates = [
-            msgspec.structs.replace(generate, priority=caller.priority, cache_salt=caller.cache_salt)
-            for generate in generates
-        ]
+        self._generates = [record.caller.bind(generate) for generate in generates]
         self._record = record
         self._bind = bind
         self._held = ExitStack()

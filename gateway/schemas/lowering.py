@@ -127,7 +127,9 @@ def _generates(
             stop=stop,
             top_logprobs=top_logprobs,
             echo=echo,
-            deadline_ms=deadline_ms,
+            deadline_ms=_sooner(deadline_ms, request.timeout),
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
             want_progress=bool(request.stream),
             thinking_budget=thinking_budget,
             constraint=constraint,
@@ -150,6 +152,12 @@ def _sampling(request: SamplingFields, model: SamplingDefaults, bias: dict[int, 
         seed=seed,
         ignore_eos=bool(request.ignore_eos),
     )
+
+
+def _sooner(deadline_ms: int, timeout_s: float | None) -> int:
+    """The server's limit or the request's own, whichever ends first; 0 is none."""
+    asked_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
+    return min(deadline_ms, asked_ms) if deadline_ms and asked_ms else deadline_ms or asked_ms
 
 
 def _first(asked: float | None, configured: float | None, default: float) -> Any:

@@ -86,6 +86,10 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     repetition_penalty: Positive | None = None
     logit_bias: dict[str, Bias] | None = None
     ignore_eos: bool | None = None
+    # Ours and vLLM's: lower runs first; seconds until the request is given up; whom to share cached prefixes with.
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    timeout: Annotated[float, Meta(gt=0, le=7 * 86400)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     # What the answer must look like; read by `constraints`. The last five are vLLM's.
     response_format: Any = None
     structured_outputs: Any = None
