@@ -16,7 +16,7 @@ SHORT_PROMPT: Final = 256
 SHORT_PROMPT_FACTOR: Final = 2.5
 # Alone, prefill runs in ticks of about this long, so that commands are seen in between.
 IDLE_TICK_S: Final = 0.25
-# Several prompts at once: the short ones among them should not wait long for the long ones.
+# Several prompts and a long one among them: the short ones should not wait long for it.
 SHARED_TICK_S: Final = 0.1
 # What twice the tokens are hoped to cost before it was tried: large chunks are the more efficient ones.
 _HOPE: Final = 1.6
@@ -72,9 +72,10 @@ class ChunkPolicy:
             del self._times[stale], self._used[stale]
 
     def _limit_s(self, prefilling: int, decoding: int, longest: int) -> float:
-        factor = SHORT_PROMPT_FACTOR if longest <= SHORT_PROMPT else 1.0
+        is_short = longest <= SHORT_PROMPT
+        factor = SHORT_PROMPT_FACTOR if is_short else 1.0
         if not decoding:
-            return factor * (IDLE_TICK_S if prefilling == 1 else SHARED_TICK_S)
+            return factor * (IDLE_TICK_S if prefilling == 1 or is_short else SHARED_TICK_S)
         limit_s = max((STALL_RATIO - 1) * self._step_s, MIN_STALL_S)
         # Many waiting prompts gain more from full batches than a few streams lose by a longer stall.
         return factor * limit_s * max(1.0, prefilling / decoding)
