@@ -8,9 +8,9 @@ MIN_CHUNK: Final = 8
 # Where nothing is known yet and others would have to wait.
 FIRST_CHUNK: Final = 32
 # A tick that also prefills may last this many times a plain decode step …
-STALL_RATIO: Final = 2.4
+STALL_RATIO: Final = 2.2
 # … unless that step is so short that nobody notices.
-MIN_STALL_S: Final = 0.004
+MIN_STALL_S: Final = 0.003
 # A prompt that is nearly done may stall longer: once or twice, and a full batch is worth more than it costs.
 SHORT_PROMPT: Final = 256
 SHORT_PROMPT_FACTOR: Final = 2.5
@@ -22,7 +22,7 @@ SHARED_TICK_S: Final = 0.1
 _HOPE: Final = 1.6
 # Times follow what gets quicker at once and what gets slower slowly: the first of a size may have compiled kernels.
 _QUICKER: Final = 0.7
-_SLOWER: Final = 0.2
+_SLOWER: Final = 0.4
 # A size that was not used for this many chunks is forgotten: its time was another context's, or an accident.
 _MEMORY: Final = 24
 
