@@ -88,9 +88,10 @@ class ChunkPolicy:
         if doublings <= 0:
             return time * 2.0**doublings
         half = self._times.get(nearest // 2)
+        if half is None:  # hope for one step at a time
+            return time * (_HOPE if doublings <= 1 else 2.0**doublings)
         # The next size by the line through the two before it; sizes beyond that in proportion.
-        twice = time * _HOPE if half is None else min(max(time, 3 * time - 2 * half), 2 * time)
-        return twice * 2.0 ** (doublings - 1)
+        return min(max(time, 3 * time - 2 * half), 2 * time) * 2.0 ** (doublings - 1)
 
 
 def _bucket(tokens: int) -> int:
