@@ -1,24 +1,23 @@
 """What a known beginning of a prompt is worth: time to first token cold, from memory, from disk, after a restart.
 
-    python -m benchmarks.prefix                                  # 50m; 1k, 4k and 16k tokens
-    python -m benchmarks.prefix --tokens 1024,4096 --engines mlxd,mlx_lm.server
+    python -m benchmarks.prefix                                  # 50m; 1k, 4k and 16k tokens, over HTTP
+    python -m benchmarks.prefix --tokens 1024,4096 --engines mlxd
     python -m benchmarks.prefix --look-up                        # only the look-up of 100k tokens, no model
 
-For each length: a prompt nobody has seen (cold), the same again (memory), again after memory was emptied (disk),
-requests at once that share a new prefix (together), and the first one again after a stop and a start (restart).
-`worker` is the engine of mlxd with its disk cache and nothing around it; the others answer over HTTP.
+For each length: a prompt nobody has seen (cold), the same again (memory), again after the worker was replaced, so that
+nothing is left in memory (disk), and once more after the daemon was stopped and started (restart). Requests at once
+that share a new prefix are measured up to `--together-tokens` only: a server that computes it for each takes long.
 """
 
 import argparse
 import asyncio
-import shutil
 import statistics
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -28,15 +27,17 @@ from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Mlxd, MlxLmServer, Server, Unavailable
 from benchmarks.load import Job
 from benchmarks.measure import table
-from benchmarks.prefix_worker import Answer, Order
 from benchmarks.words import Prompts, load_tokenizer
 
 PATH: Final = "/v1/completions"
 TOKENS: Final = (1024, 4096, 16384)
+TOGETHER_TOKENS: Final = 1024
 OUTPUT_TOKENS: Final = 8
 SUFFIX_TOKENS: Final = 24
 LOOK_UP_TOKENS: Final = 100_000
 REPEAT: Final = 5
+# A cold prompt of 16k tokens takes minutes on a CPU, and more beside other load.
+ANSWER_S: Final = 3600.0
 
 
 class Cached(Mlxd):
@@ -47,106 +48,24 @@ class Cached(Mlxd):
         with (self.home / "mlxd.toml").open("a") as config:
             config.write('cache = { ram = "4GiB", disk = "8GiB" }\n')
 
-
-class Subject(Protocol):
-    """What is measured. `ask` sends prompts at once; `forget` drops what is in memory, if that can be asked for."""
-
-    name: str
-
-    async def start(self) -> None: ...
-
-    async def ask(self, prompts: Sequence[str]) -> list[Answer]: ...
-
-    async def forget(self) -> bool: ...
-
-    async def stop(self, is_last: bool) -> None: ...
+    def forget(self) -> None:
+        """A new worker: what the last one had in memory is gone, what it had on disk is there."""
+        command = (Path(sys.executable).with_name("mlxctl"), "restart", self.model_name())
+        subprocess.run(command, env=self.environment(), stdout=subprocess.DEVNULL, check=True, timeout=ANSWER_S)
 
 
-class Http:
-    """A server."""
-
-    def __init__(self, server: Server) -> None:
-        self.name = server.name
-        self._server = server
-
-    async def start(self) -> None:
-        await self._server.start()
-
-    async def ask(self, prompts: Sequence[str]) -> list[Answer]:
-        replies = await asyncio.gather(*(self._reply(prompt) for prompt in prompts))
-        sent = min(reply.sent for reply in replies)
-        return [Answer(reply.times[0] - sent, reply.text, reply.cached_tokens) for reply in replies]
-
-    async def forget(self) -> bool:
-        return False
-
-    async def stop(self, is_last: bool) -> None:
-        await self._server.stop(keep=not is_last)
-
-    async def _reply(self, prompt: str) -> Reply:
-        connection = Connection(self._server.target)
-        reply = await connection.request(PATH, self._server.load.body(Job(prompt, OUTPUT_TOKENS)))
-        await connection.close()
-        if not reply.ok or not reply.times:
-            raise Unavailable(f"a request failed: HTTP {reply.status} {reply.error or reply.body[:300]!r}")
-        return reply
-
-
-class Worker:
-    """A worker's engine alone, with a disk cache."""
-
-    name = "worker"
-
-    def __init__(self, model: Path) -> None:
-        self._model = model
-        self._disk = tempfile.mkdtemp(prefix="mlxd-bench-", dir="/tmp")
-        self._process: asyncio.subprocess.Process | None = None
-        self._forgets = False
-
-    async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "benchmarks.prefix_worker", str(self._model), self._disk),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=blas.environment(),
-            limit=1 << 30,
-        )
-        await self._line()
-
-    async def ask(self, prompts: Sequence[str]) -> list[Answer]:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        order = Order(list(prompts), OUTPUT_TOKENS, self._forgets)
-        self._forgets = False
-        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
-        return msgspec.json.decode(await self._line(), type=list[Answer])
-
-    async def forget(self) -> bool:
-        self._forgets = True
-        return True
-
-    async def stop(self, is_last: bool) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        await self._process.wait()
-        if is_last:
-            shutil.rmtree(self._disk)
-
-    async def _line(self) -> bytes:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if not line:
-            raise Unavailable("the worker died; its message is above")
-        return line
-
-
-SUBJECTS: Final[dict[str, Callable[[Path], Subject]]] = {
-    "worker": Worker,
-    "mlxd": lambda model: Http(Cached(model, LOAD_TIMEOUT_S)),
-    "mlx_lm.server": lambda model: Http(MlxLmServer(model, LOAD_TIMEOUT_S)),
+SERVERS: Final[dict[str, Callable[[Path], Server]]] = {
+    Cached.name: lambda model: Cached(model, LOAD_TIMEOUT_S),
+    MlxLmServer.name: lambda model: MlxLmServer(model, LOAD_TIMEOUT_S),
 }
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Of one prompt. `ttft_s` counts from when the first of those sent together was sent."""
+
+    ttft_s: float
+    text: str
+    cached: int
 
 
 class Prefix(msgspec.Struct, frozen=True):
@@ -160,9 +79,9 @@ class Prefix(msgspec.Struct, frozen=True):
     cold_s: float
     memory_s: float
     disk_s: float | None
-    restart_s: float
+    restart_s: float | None
     copies: int
-    together_s: float
+    together_s: float | None
     cached: tuple[int, int, int]
     same: bool
 
@@ -200,57 +119,93 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[Prefix]:
     results: list[Prefix] = []
     for name in args.engines:
         try:
-            results += await measure_one(args, SUBJECTS[name](folder), folder)
+            results += await measure_one(args, SERVERS[name](folder), folder)
         except Unavailable as why:
             print(why, file=sys.stderr)
-            if name == Mlxd.name:
-                print("mlxd is measured without a disk cache", file=sys.stderr)
-                results += await measure_one(args, Http(Mlxd(folder, LOAD_TIMEOUT_S)), folder)
     return results
 
 
-async def measure_one(args: argparse.Namespace, subject: Subject, folder: Path) -> list[Prefix]:
+async def measure_one(args: argparse.Namespace, server: Server, folder: Path) -> list[Prefix]:
+    """One engine; what has no disk cache is not asked again once its memory is gone."""
     prompts = Prompts(load_tokenizer(folder), args.seed)
     texts = {tokens: prompts.make(tokens) for tokens in args.tokens}
-    seen: dict[int, list[Answer]] = {tokens: [] for tokens in args.tokens}
-    from_disk: dict[int, Answer | None] = {}
+    seen: dict[int, list[Answer]] = {}
+    disk: dict[int, Answer] = {}
+    again: dict[int, Answer] = {}
     together: dict[int, float] = {}
-    await subject.start()
-    await subject.ask([prompts.make(64)])
-    for tokens, text in texts.items():
-        for _ in range(1 + args.repeat):
-            seen[tokens] += await subject.ask([text])
-        from_disk[tokens] = (await subject.ask([text]))[0] if await subject.forget() else None
-        shared = prompts.make(tokens)
-        answers = await subject.ask([f"{shared} {prompts.make(SUFFIX_TOKENS)}" for _ in range(args.copies)])
-        together[tokens] = max(answer.ttft_s for answer in answers)
-    await subject.stop(is_last=False)
-    await subject.start()
-    await subject.ask([prompts.make(64)])
-    again = {tokens: (await subject.ask([text]))[0] for tokens, text in texts.items()}
-    await subject.stop(is_last=True)
+    await server.start()
+    try:
+        await ask(server, [prompts.make(64)])
+        for tokens, text in texts.items():
+            seen[tokens] = [(await ask(server, [text]))[0] for _ in range(1 + args.repeat)]
+            print(f"{server.name}, {tokens} tokens: cold in {seen[tokens][0].ttft_s:.1f} s", file=sys.stderr)
+            if tokens <= args.together_tokens:
+                together[tokens] = await share(server, prompts, tokens, args.copies)
+        if isinstance(server, Cached):
+            server.forget()
+            disk = await ask_each(server, prompts, texts)
+            await server.stop(keep=True)
+            await server.start()
+            again = await ask_each(server, prompts, texts)
+    finally:
+        await server.stop()
     return [
-        _fold(subject.name, tokens, seen[tokens], from_disk[tokens], again[tokens], together[tokens], args.copies)
+        _fold(server.name, tokens, seen[tokens], disk.get(tokens), again.get(tokens), together.get(tokens), args.copies)
         for tokens in args.tokens
     ]
 
 
+async def ask(server: Server, prompts: Sequence[str]) -> list[Answer]:
+    """Send prompts at once."""
+
+    async def one(prompt: str) -> Reply:
+        connection = Connection(server.target)
+        reply = await connection.request(PATH, server.load.body(Job(prompt, OUTPUT_TOKENS)), ANSWER_S)
+        await connection.close()
+        if not reply.ok or not reply.times:
+            raise Unavailable(f"a request failed: HTTP {reply.status} {reply.error or reply.body[:300]!r}")
+        return reply
+
+    replies = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    sent = min(reply.sent for reply in replies)
+    return [Answer(reply.times[0] - sent, reply.text, reply.cached_tokens) for reply in replies]
+
+
+async def ask_each(server: Server, prompts: Prompts, texts: dict[int, str]) -> dict[int, Answer]:
+    """What a new worker answers to each prompt, after one that nobody has seen."""
+    await ask(server, [prompts.make(64)])
+    return {tokens: (await ask(server, [text]))[0] for tokens, text in texts.items()}
+
+
+async def share(server: Server, prompts: Prompts, tokens: int, copies: int) -> float:
+    """Seconds until the last of several requests that share a new prefix has its first token."""
+    shared = prompts.make(tokens)
+    answers = await ask(server, [f"{shared} {prompts.make(SUFFIX_TOKENS)}" for _ in range(copies)])
+    return max(answer.ttft_s for answer in answers)
+
+
 def _fold(
-    engine: str, tokens: int, seen: list[Answer], disk: Answer | None, again: Answer, together_s: float, copies: int
+    engine: str,
+    tokens: int,
+    seen: list[Answer],
+    disk: Answer | None,
+    again: Answer | None,
+    together_s: float | None,
+    copies: int,
 ) -> Prefix:
     cold, *warm = seen
-    everything = [*seen, again, *([disk] if disk else [])]
+    later = [answer for answer in (disk, again) if answer is not None]
     return Prefix(
         engine=engine,
         tokens=tokens,
         cold_s=cold.ttft_s,
         memory_s=statistics.median(answer.ttft_s for answer in warm),
         disk_s=disk.ttft_s if disk else None,
-        restart_s=again.ttft_s,
+        restart_s=again.ttft_s if again else None,
         copies=copies,
         together_s=together_s,
-        cached=(warm[0].cached, disk.cached if disk else 0, again.cached),
-        same=len({answer.text for answer in everything}) == 1,
+        cached=(warm[0].cached, disk.cached if disk else 0, again.cached if again else 0),
+        same=len({answer.text for answer in (*seen, *later)}) == 1,
     )
 
 
@@ -289,8 +244,10 @@ def as_table(results: Sequence[Prefix]) -> str:
         row = [result.engine, str(result.tokens), f"{result.cold_s:.2f}"]
         for seconds in (result.memory_s, result.disk_s, result.restart_s):
             row += ["-", "-"] if seconds is None else [f"{seconds:.3f}", _fraction(seconds, result.cold_s)]
-        row += ["/".join(map(str, result.cached)), f"{result.together_s:.2f}"]
-        row += [f"{result.together_s / result.cold_s:.2f}", "yes" if result.same else "NO"]
+        row.append("/".join(map(str, result.cached)))
+        together_s = result.together_s
+        row += ["-", "-"] if together_s is None else [f"{together_s:.2f}", f"{together_s / result.cold_s:.2f}"]
+        row.append("yes" if result.same else "NO")
         rows.append(row)
     return table(header, rows)
 
@@ -304,14 +261,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--geometry", default="50m", choices=sorted(models.GEOMETRIES))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--tokens", default=TOKENS, type=lambda text: tuple(int(part) for part in text.split(",")))
-    parser.add_argument("--engines", default=tuple(SUBJECTS), type=lambda text: tuple(text.split(",")))
+    parser.add_argument("--engines", default=tuple(SERVERS), type=lambda text: tuple(text.split(",")))
     parser.add_argument("--copies", default=8, type=int, help="requests at once that share a prefix")
+    parser.add_argument("--together-tokens", default=TOGETHER_TOKENS, type=int, help="the longest prefix shared so")
     parser.add_argument("--repeat", default=REPEAT, type=int, help="requests from memory; their median counts")
     parser.add_argument("--seed", default=1, type=int)
     parser.add_argument("--look-up", action="store_true", help="only the look-up")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if unknown := set(args.engines) - set(SUBJECTS):
+    if unknown := set(args.engines) - set(SERVERS):
         parser.error(f"unknown engines: {', '.join(sorted(unknown))}")
     return args
 
