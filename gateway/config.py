@@ -59,6 +59,14 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     response_store_age_s: Seconds = 30 * 86400.0
     cors: tuple[str, ...] = ()
     metrics_auth: bool = False
+    # A request that takes longer is warned of, with where its time went; 0 warns of none.
+    slow_request_s: Seconds = 30.0
+    # The newest requests, with all that was asked and answered, kept in `home/captures` for debugging; 0 keeps none.
+    capture: Annotated[int, Meta(ge=0, le=10_000)] = 0
+    capture_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 64 * 1024 * 1024
+    capture_age_s: Seconds = 86400.0
+    # Where traces go, as OTLP over HTTP; empty makes none.
+    otlp_endpoint: str = ""
 
 
 class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,6 +112,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     cache: CacheConfig = CacheConfig()
     # Bytes of KV for running requests; None is half of the memory that is free once the weights are in.
     kv_bytes: Annotated[int, Meta(ge=1)] | None = None
+    # Of its worker; None is the server's.
+    log_level: LogLevel | None = None
 
 
 class Config(Struct, frozen=True):
@@ -138,6 +148,14 @@ class Config(Struct, frozen=True):
     @property
     def keys_path(self) -> Path:
         return keys_path(self.home)
+
+    @property
+    def capture_dir(self) -> Path:
+        return self.home / "captures"
+
+    @property
+    def usage_path(self) -> Path:
+        return self.home / "state" / "usage.json"
 
     @property
     def store_path(self) -> Path:
@@ -232,6 +250,8 @@ def _models(source: "_Source", raw: Any) -> dict[str, ModelConfig]:
             table["sampling"] = source.table(table["sampling"], SamplingDefaults, (*where, "sampling"))
         if isinstance(table.get("cache"), dict):
             table["cache"] = source.table(table["cache"], CacheConfig, (*where, "cache"))
+        if isinstance(table.get("log_level"), str):
+            table["log_level"] = table["log_level"].lower()
         table["name"] = name
         table["path"] = source.model_path(table.get("path", name))
         models[name] = source.convert(table, ModelConfig, where)
