@@ -6,6 +6,7 @@ import json
 import struct
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,15 +84,18 @@ def find(path: str) -> Path:
         revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
         raise Unreadable(
-            f"{path} is neither a folder nor in the local Hugging Face cache; download it with: hf download {path}"
+            f"{path} is neither a folder nor in the local Hugging Face cache; download it with: mlxctl pull {path}"
         ) from None
     return repository / "snapshots" / revision
 
 
 def inspect(folder: Path, dtype: str, context: int, available_bytes: int) -> Info:
     """Raises `Unreadable`. `dtype` and `context` as configured."""
-    config = _config(folder)
-    weights = read_weights(folder, dtype)
+    return estimate(str(folder), _config(folder), read_weights(folder, dtype), context, available_bytes)
+
+
+def estimate(path: str, config: dict[str, Any], weights: Weights, context: int, available_bytes: int) -> Info:
+    """From what was read, here or elsewhere."""
     kv = attention(config, weights.number_bytes)
     own = _first(config, _CONTEXT_KEYS)
     longest = min(own, context) if own and context else own or context or None
@@ -99,7 +103,7 @@ def inspect(folder: Path, dtype: str, context: int, available_bytes: int) -> Inf
     tokens = kv.tokens(left // 2) if kv and left > 0 else None
     fits, verdict = _judge(weights.loaded_bytes, available_bytes, tokens, longest)
     return Info(
-        path=str(folder),
+        path=path,
         model_type=str(config.get("model_type", "")),
         disk_bytes=weights.disk_bytes,
         weights_bytes=weights.loaded_bytes,
@@ -117,18 +121,22 @@ def read_weights(folder: Path, dtype: str) -> Weights:
     files = sorted(file for file in folder.glob(WEIGHTS) if file.exists())
     if not files:
         raise Unreadable(f"{folder} holds no {WEIGHTS} file")
+    return measure((tensor for file in files for tensor in _header(file)), dtype)
+
+
+def measure(tensors: Iterable[Tensor], dtype: str) -> Weights:
+    """What tensors take, of all files of a model."""
     target = _target(dtype)
     disk = loaded = 0
     floats: Counter[str] = Counter()
-    for file in files:
-        for tensor in _header(file):
-            nbytes = tensor.data_offsets[1] - tensor.data_offsets[0]
-            disk += nbytes
-            if own := _FLOAT_BYTES.get(tensor.dtype):
-                kept = target or tensor.dtype
-                floats[kept] += 1
-                nbytes = nbytes // own * _FLOAT_BYTES[kept]
-            loaded += nbytes
+    for tensor in tensors:
+        nbytes = tensor.data_offsets[1] - tensor.data_offsets[0]
+        disk += nbytes
+        if own := _FLOAT_BYTES.get(tensor.dtype):
+            kept = target or tensor.dtype
+            floats[kept] += 1
+            nbytes = nbytes // own * _FLOAT_BYTES[kept]
+        loaded += nbytes
     number = _FLOAT_BYTES[floats.most_common(1)[0][0]] if floats else 2
     return Weights(disk, loaded, number)
 

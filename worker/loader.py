@@ -10,7 +10,12 @@ from typing import Any, Final
 
 import mlx.core as mx
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    IncompleteSnapshotError,
+    LocalEntryNotFoundError,
+)
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model, load_tokenizer
@@ -89,10 +94,13 @@ def resolve(path: str) -> Path:
         raise LoadFailed(Code.MODEL_MISSING, f"there is no folder {path}")
     try:
         return Path(snapshot_download(path, local_files_only=True))
+    except IncompleteSnapshotError as error:
+        # Whoever downloads takes what MLX reads, never all files; what is wanting of that is found out below.
+        return Path(error.snapshot_path)
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
         raise LoadFailed(
             Code.MODEL_MISSING,
-            f"{path} is neither a folder nor in the local Hugging Face cache; download it with: hf download {path}",
+            f"{path} is neither a folder nor in the local Hugging Face cache; download it with: mlxctl pull {path}",
         ) from error
 
 

@@ -88,7 +88,7 @@ def test_a_truncated_file_is_said_and_no_traceback(tmp_path: Path) -> None:
 def test_a_model_that_is_not_here_comes_with_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
 
-    with pytest.raises(Unreadable, match="hf download org/nope"):
+    with pytest.raises(Unreadable, match="mlxctl pull org/nope"):
         find("org/nope")
 
 

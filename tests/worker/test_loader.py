@@ -349,7 +349,22 @@ def test_a_repository_in_the_local_cache_is_found_without_a_network(
     assert Path(resolved("org/tiny-model", **environment).stdout.strip()) == snapshot
     missing = resolved("org/other-model", **environment).stdout
     assert missing.startswith("MODEL_MISSING")
-    assert "hf download org/other-model" in missing
+    assert "mlxctl pull org/other-model" in missing
+
+
+def test_a_repository_of_which_only_what_mlx_reads_was_downloaded_is_found(
+    tmp_path: Path, model_folder: Callable[[str], Path]
+) -> None:
+    """The library keeps a list of all files of the repository, and calls a snapshot without them incomplete."""
+    snapshot = cache(tmp_path, "org/tiny-model", model_folder("qwen3"))
+    (snapshot.parents[1] / "trees").mkdir()
+    files = {name: {"size": 1, "blob_id": "0" * 40} for name in ("README.md", "config.json")}
+    listing = {"format_version": 1, "files": files}
+    (snapshot.parents[1] / "trees" / f"{'a' * 40}.json").write_text(json.dumps(listing))
+
+    found = resolved("org/tiny-model", HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE="1").stdout.strip()
+
+    assert Path(found) == snapshot
 
 
 @pytest.mark.parametrize("name", ["no//good", "a/b/c", "UPPER CASE", "-dash/..", "", "x" * 200, "org/model\x00"])
