@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from typing import Final, assert_never
+from typing import assert_never
 
 from gateway.pool import mail
 from gateway.pool.effects import Process
@@ -26,9 +26,6 @@ from protocol.messages import (
 )
 
 log = logging.getLogger(__name__)
-
-# What `Events.worker_exit` is told when nobody knows: an adopted worker is not our child.
-UNKNOWN_EXIT: Final = 255
 
 
 class Worker(Life):
