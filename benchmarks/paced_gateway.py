@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.config import load_config
+from gateway.configread import load_config
 from gateway.main import serve
 from protocol.messages import WorkerSpec
 

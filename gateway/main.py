@@ -14,7 +14,8 @@ from pathlib import Path
 
 import uvloop
 
-from gateway.config import Config, ConfigError, default_home, load_config
+from gateway.config import Config, ConfigError, default_home
+from gateway.configread import load_config
 from gateway.daemon import Daemon
 from gateway.keys import KeysUnusable
 from gateway.listen import CannotListen, raise_file_limit

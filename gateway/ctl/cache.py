@@ -61,7 +61,8 @@ def clear(
 
 
 def _config() -> "Config":
-    from gateway.config import ConfigError, default_home, load_config
+    from gateway.config import ConfigError, default_home
+    from gateway.configread import load_config
     from gateway.ctl.client import Failed
 
     try:

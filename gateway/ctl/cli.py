@@ -155,7 +155,8 @@ def verify(
 
     Example: mlxctl verify demo
     """
-    from gateway.config import ConfigError, default_home, load_config
+    from gateway.config import ConfigError, default_home
+    from gateway.configread import load_config
     from gateway.ctl import verify as verifying
 
     try:

@@ -76,6 +76,7 @@ def schema() -> None:
 
 
 def _load(file: Path | None) -> "Config":
-    from gateway.config import default_home, load_config
+    from gateway.config import default_home
+    from gateway.configread import load_config
 
     return load_config(default_home(), file)

@@ -17,7 +17,8 @@ import httpx
 import psutil
 
 from gateway import doctor
-from gateway.config import CONFIG_NAME, Config, ConfigError, ServerConfig, load_config
+from gateway.config import CONFIG_NAME, Config, ConfigError, ServerConfig
+from gateway.configread import load_config
 from gateway.ctl.client import Failed, get, stream_chat
 from gateway.doctor import Finding
 from gateway.schemas.admin import Status

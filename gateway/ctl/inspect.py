@@ -75,7 +75,8 @@ def info(
 def _configured(name: str) -> "ModelConfig":
     """The model of the configuration, or one that could be. Raises `Failed`."""
     from gateway.caller import OWNER
-    from gateway.config import ConfigError, ModelConfig, default_home, load_config
+    from gateway.config import ConfigError, ModelConfig, default_home
+    from gateway.configread import load_config
     from gateway.ctl.client import Failed
     from gateway.errors import ModelNotFound
     from gateway.routing import Router

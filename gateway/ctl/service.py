@@ -203,7 +203,8 @@ def _service(system: bool, run_as: str | None, *, needs_user: bool) -> "Service"
 
 def _drain_s(home: "Path") -> float:
     """What the configuration says, if it can be read by now."""
-    from gateway.config import ConfigError, ServerConfig, load_config
+    from gateway.config import ConfigError, ServerConfig
+    from gateway.configread import load_config
 
     try:
         return load_config(home).server.drain_s

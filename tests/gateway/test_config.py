@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import ConfigError, default_home, load_config
+from gateway.config import ConfigError, default_home
+from gateway.configread import load_config
 from gateway.configtext import parse_duration, parse_size
 from gateway.hfcache import cached_models
 from gateway.keys import Key, KeyFile

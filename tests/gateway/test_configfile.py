@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
-from gateway.config import CacheConfig, ModelConfig, SamplingDefaults, ServerConfig, load_config
+from gateway.config import CacheConfig, ModelConfig, SamplingDefaults, ServerConfig
 from gateway.configfile import keys_of, schema, to_json, to_toml
+from gateway.configread import load_config
 from tests.gateway.test_ctl import ctl
 
 DOC = Path(__file__).parents[2] / "docs" / "configuration.md"

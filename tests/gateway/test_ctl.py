@@ -18,7 +18,7 @@ DAEMON = """
 import sys
 from pathlib import Path
 import msgspec
-from gateway.config import load_config
+from gateway.configread import load_config
 from gateway.main import serve
 home, worker = Path(sys.argv[1]), sys.argv[2]
 command = lambda spec: [sys.executable, worker, spec.name, "--spec", msgspec.json.encode(spec).decode()]

@@ -2,7 +2,8 @@
 
 import sys
 
-from gateway.config import default_home, load_config
+from gateway.config import default_home
+from gateway.configread import load_config
 from gateway.main import serve
 from tests.support.pool import scripted
 
