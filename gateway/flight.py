@@ -1,5 +1,6 @@
 """One sequence on its way: what its client has, and what a worker must know to go on with it."""
 
+from asyncio import TimerHandle
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -27,6 +28,8 @@ class Flight:
     collector: Collector
     # Of the loop's clock; None without a deadline.
     deadline: float | None = None
+    # Ends it when its worker does not.
+    timer: TimerHandle | None = None
     token_ids: list[int] = field(default_factory=list)
     # The client has had a delta: an echo must not come again.
     is_begun: bool = False

@@ -1,6 +1,7 @@
 """One request from admission to its last event: the leases it holds, its abort, its numbers."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from gateway.config import ModelConfig
 from gateway.errors import ApiError, Unavailable, from_failure
 from gateway.http import Record
 from gateway.limits import Bill, Meter
-from gateway.link import WorkerGone
+from gateway.link import LATE, WorkerGone
 from gateway.pool.process import Worker
 from gateway.pool.state import ModelUnavailable
 from gateway.services import Services
@@ -54,6 +55,9 @@ class Generation:
         self._generates = [record.caller.bind(generate) for generate in generates]
         self._record = record
         self._bind = bind
+        # All sequences share it. It counts from the request's arrival, and holds while the model loads too.
+        limit_ms = generates[0].deadline_ms
+        self._deadline = record.started + limit_ms / 1000 if limit_ms else math.inf
         self._held = ExitStack()
         # What the caller's key is charged in the end.
         self._bill: Bill | None = None
@@ -112,10 +116,11 @@ class Generation:
 
     async def open(self) -> None:
         """Wait until the model is ready, and start. Raises `ApiError`."""
-        limit_s = self._services.config.server.queue_timeout_s
+        queue_s = self._services.config.server.queue_timeout_s
+        limit_s = min(queue_s or math.inf, self._deadline - time.perf_counter())
         self._numbers.opening += len(self._generates)
         try:
-            async with asyncio.timeout(limit_s or None):
+            async with asyncio.timeout(limit_s if limit_s < math.inf else None):
                 for _ in range(2):
                     if self._submit(await self._services.pool.ensure_ready(self._model.name)):
                         return
@@ -123,14 +128,20 @@ class Generation:
         except ModelUnavailable as error:
             raise from_failure(error.failure, error.retry_after_s) from None
         except TimeoutError:
-            message = f"The model was not ready within {limit_s:g} seconds."
+            if time.perf_counter() >= self._deadline:
+                raise from_failure(LATE) from None
+            message = f"The model was not ready within {queue_s:g} seconds."
             raise Unavailable(message, QUEUE_RETRY_AFTER_S, "queue_timeout") from None
         finally:
             self._numbers.opening -= len(self._generates)
 
     def _submit(self, worker: Worker) -> bool:
+        generates = self._generates
+        if self._deadline < math.inf:
+            left_ms = max(1, int((self._deadline - time.perf_counter()) * 1000))
+            generates = [msgspec.structs.replace(generate, deadline_ms=left_ms) for generate in generates]
         try:
-            self._collector = self._services.link.submit(worker, self._generates)
+            self._collector = self._services.link.submit(worker, generates)
         except WorkerGone:
             return False
         self._bind(self._collector.rids)

@@ -50,7 +50,9 @@ MALFORMED_LOG_S: Final = 1.0
 RID_BITS: Final = 32
 SEQ_BITS: Final = 24
 _LOST: Final = Failure(Code.WORKER_DIED, "the model's worker was lost; try again")
-_LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
+# A worker ends a sequence at its deadline; we do it so much later, for a worker that does not.
+LATE_GRACE_S: Final = 1.0
+LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
 
 
 class WorkerGone(Exception):
@@ -133,7 +135,8 @@ class Link:
         """Start the sequences of one request on `worker`. Raises `WorkerGone`, and then none of them has started."""
         if not worker.is_ready:
             raise WorkerGone(f"{worker.name} is not ready")
-        now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         collector = Collector([request.rid for request in requests])
         try:
             for request in requests:
@@ -148,13 +151,17 @@ class Link:
                 self._flights.pop(request.rid, None)
             worker.suspect()
             raise
+        for request in requests:
+            flight = self._flights.get(request.rid)
+            if flight is not None and flight.deadline is not None:
+                flight.timer = loop.call_at(flight.deadline + LATE_GRACE_S, self.stop, [flight.rid], "deadline", LATE)
         return collector
 
     def resume(self, worker: Peer, flight: Flight) -> None:
         """Let a parked sequence go on at `worker`. Raises `WorkerGone`, and then it stays parked."""
         now = asyncio.get_running_loop().time()
         if flight.deadline is not None and now >= flight.deadline:
-            self.fail([flight], _LATE)
+            self.fail([flight], LATE)
             return
         self.send(worker, flight.continuation(now))
         flight.epoch = worker.epoch
@@ -185,12 +192,13 @@ class Link:
             if peer.epoch == epoch:
                 self._try_send(peer, Abort(tuple(own), reason))
 
-    def stop(self, rids: Iterable[int], reason: str) -> None:
-        """Abort sequences whose reader goes on reading: it is told that they ended."""
+    def stop(self, rids: Iterable[int], reason: str, failure: Failure | None = None) -> None:
+        """Abort sequences whose reader goes on reading: it is told that they ended, and of a failure if it was one."""
         running = [flight for rid in rids if (flight := self._flights.get(rid)) is not None]
         self.abort([flight.rid for flight in running], reason)
+        finish = Finish.ABORT if failure is None else Finish.ERROR
         for flight in running:
-            flight.collector.put(Delta(flight.rid, finish=Finish.ABORT))
+            flight.collector.put(Delta(flight.rid, finish=finish, failure=failure))
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -230,7 +238,7 @@ class Link:
     def expire(self, flights: Iterable[Flight]) -> None:
         """End the parked sequences whose deadline has passed: no worker does it for them."""
         now = asyncio.get_running_loop().time()
-        self.fail([flight for flight in flights if flight.deadline is not None and now >= flight.deadline], _LATE)
+        self.fail([flight for flight in flights if flight.deadline is not None and now >= flight.deadline], LATE)
 
     def send(self, peer: Peer, message: Down) -> None:
         """Send at once. Raises `WorkerGone` when the worker is not connected."""
@@ -344,6 +352,8 @@ class Link:
 
     def _end(self, flight: Flight) -> None:
         del self._flights[flight.rid]
+        if flight.timer is not None:
+            flight.timer.cancel()
         flight.is_over = True
         if flight.is_watched:
             self._acquit(flight)

@@ -1,7 +1,7 @@
 """A scripted worker that says what it is told: a last message that is a JSON list of events is generated as such.
 
 `[["text", "Hi"], ["reasoning", "hm"], ["tool", "f", "{}"], ["logprobs", "Hi"], ["finish", "stop"]]`, one step each;
-`["wait"]` pauses and `["progress"]` only tells that the prompt is being processed.
+`["wait"]` pauses, `["progress"]` only tells that the prompt is being processed, `["deadline"]` says what is left in ms.
 """
 
 import json
@@ -46,6 +46,8 @@ class Talkative(Scripted):
             if event == ["wait"]:
                 time.sleep(WAIT_S)
                 continue
+            if event == ["deadline"]:
+                event = ["text", str(request.deadline_ms)]
             if event == ["progress"]:
                 self.send(Progress(request.rid, index, 100))
                 continue
