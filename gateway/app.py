@@ -8,6 +8,7 @@ from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.messages import CountTokens, Messages
 from gateway.api.models import Models, OneModel
+from gateway.api.operations import Document
 from gateway.api.tokenize import DetokenizeIds, TokenizeText
 from gateway.auth import Auth, Trusted
 from gateway.config import Config
@@ -85,6 +86,7 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             Route("/health", healthy, methods=["GET"]),
             Route("/healthz", healthy, methods=["GET"]),
             Route("/metrics", health.Scrape(services), methods=["GET"]),
+            Route("/openapi.json", Document(), methods=["GET"]),
             Route("/", health.Root(services), methods=["GET"]),
         ],
         store=store,

@@ -28,6 +28,7 @@ class About(Struct, frozen=True):
     api: str = "/v1"
     health: str = "/health"
     metrics: str = "/metrics"
+    openapi: str = "/openapi.json"
 
 
 class Live:

@@ -82,7 +82,7 @@ class _Summary:
     def result(self) -> bytes:
         stem = secrets.token_hex(20)
         kept = [_listed(item) for item in numbered(self._conversation, stem) if _is_users(item)]
-        summary = out.Compaction(f"cmp_{stem}", seal("".join(self._texts)))
+        summary = Item("compaction", f"cmp_{stem}", encrypted_content=seal("".join(self._texts)))
         usage = out.UsageBody.of(self._usage)
         return _encode(out.Compacted(f"resp_{stem}", serve.now(), [*kept, summary], usage))
 

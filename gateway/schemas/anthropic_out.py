@@ -58,7 +58,7 @@ class Thinking(Struct, frozen=True, tag="thinking"):
 class ToolUse(Struct, frozen=True, tag="tool_use"):
     id: str
     name: str
-    input: msgspec.Raw | dict[str, Any]
+    input: dict[str, Any]
 
 
 Content = Text | Thinking | ToolUse

@@ -8,6 +8,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from gateway.errors import ApiError
 from gateway.schemas.openai_out import ContentLogprob, ReasoningTokens
+from gateway.schemas.responses import Item as InputItem
 from protocol.messages import Usage
 
 # -- items -----------------------------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class Response(Struct, frozen=True, kw_only=True, tag_field="object", tag="respo
     completed_at: int | None = None
     error: ErrorInfo | None = None
     incomplete_details: Incomplete | None = None
-    instructions: Any = None
+    instructions: str | list[InputItem] | None = None
     max_output_tokens: int | None
     max_tool_calls: int | None
     model: str
@@ -152,7 +153,7 @@ class Response(Struct, frozen=True, kw_only=True, tag_field="object", tag="respo
     store: bool
     temperature: float
     text: TextEcho
-    tool_choice: Any
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
@@ -167,19 +168,12 @@ class Deleted(Struct, frozen=True, tag_field="object", tag="response"):
     deleted: bool = True
 
 
-class Compaction(Struct, frozen=True, tag="compaction"):
-    """What stands for the conversation before it."""
-
-    id: str
-    encrypted_content: str
-
-
 class Compacted(Struct, frozen=True, tag_field="object", tag="response.compaction"):
-    """A conversation made short: user messages, and a compaction."""
+    """A conversation made short: user messages, and an item of type `compaction` for the rest."""
 
     id: str
     created_at: int
-    output: list[Any]
+    output: list[InputItem]
     usage: UsageBody
 
 
@@ -190,7 +184,7 @@ class TokenCount(Struct, frozen=True, tag_field="object", tag="response.input_to
 class ItemList(Struct, frozen=True, tag_field="object", tag="list"):
     """A page of input items."""
 
-    data: list[Any]
+    data: list[InputItem]
     first_id: str | None
     last_id: str | None
     has_more: bool
