@@ -187,7 +187,8 @@ def _presence_and_frequency(presence: float, frequency: float, prompt_tokens: in
 class Guard:
     """A processor that cannot raise: an exception in the middle of a step would corrupt every row.
 
-    The loop looks at `error` after the step and fails this row alone.
+    So would logits of another shape, and another dtype would change the other rows' numbers. The loop looks at `error`
+    after the step and fails this row alone.
     """
 
     __slots__ = ("_inner", "error")
@@ -199,7 +200,17 @@ class Guard:
     def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
         if self.error is None:
             try:
-                return self._inner(context, logits)
+                return _like(self._inner(context, logits), logits)
             except Exception as error:  # the boundary of one row
                 self.error = error
         return logits
+
+
+def _like(processed: object, logits: mx.array) -> mx.array:
+    """What a processor returned, if it can stand in for `logits`. Raises TypeError."""
+    if not isinstance(processed, mx.array):
+        raise TypeError(f"a processor returned {type(processed).__name__} instead of logits")
+    if processed.shape != logits.shape or processed.dtype != logits.dtype:
+        now, then = (f"{one.dtype}{list(one.shape)}" for one in (processed, logits))
+        raise TypeError(f"a processor returned {now} for logits of {then}")
+    return processed

@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from msgspec import structs
 
-from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.messages import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, VOCAB, Breakable
 
@@ -88,6 +90,44 @@ def test_a_failing_row_fails_alone_and_the_others_keep_their_tokens(model_folder
         engine.wait(lambda: bad.terminals == 1)
     assert bad.failure is not None
     assert "a bad processor" in bad.failure.message
+    assert [tokens(result) for result in results] == alone
+
+
+BAD_LOGITS: list[Callable[[mx.array], object]] = [
+    lambda logits: mx.concatenate([logits, logits]),
+    lambda logits: logits[:, :-1],
+    lambda logits: logits[0],
+    lambda logits: logits.astype(mx.float16),
+    lambda logits: logits.tolist(),
+    lambda logits: None,
+]
+
+
+def spoiled(spoil: Callable[[mx.array], object], _context: mx.array, logits: mx.array) -> object:
+    return spoil(logits)
+
+
+@pytest.mark.parametrize("is_beside_a_grammar", [False, True])
+def test_logits_of_a_wrong_kind_fail_their_row_alone(
+    is_beside_a_grammar: bool, model_folder: Callable[[str], Path]
+) -> None:
+    batch = requests(4)
+    if is_beside_a_grammar:  # such steps are launched in another way
+        grammar = Constraint(ConstraintKind.REGEX, "[a-z ]+")
+        batch[3] = structs.replace(batch[3], constraint=grammar, max_tokens=40)
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        alone = [tokens(engine.run([request])[0]) for request in batch]
+        results = [engine.submit(request) for request in batch]
+        bad = [
+            engine.submit(
+                Generate(90 + at, TokensPrompt((20, 21, 22 + at)), GREEDY, max_tokens=40),
+                processors=[partial(spoiled, spoil)],
+            )
+            for at, spoil in enumerate(BAD_LOGITS)
+        ]
+        engine.wait(lambda: all(result.terminals for result in (*bad, *results)))
+        assert engine.error is None
+    assert all(result.failure and "a processor returned" in result.failure.message for result in bad)
     assert [tokens(result) for result in results] == alone
 
 
