@@ -1,4 +1,4 @@
-# make setup | serve | test | test-clients | lint | bench.  Needs Python 3.11+; uses uv when it is installed, venv + pip otherwise.
+# make setup | serve | test | test-clients | test-systemd | lint | bench.  Needs Python 3.11+; uses uv when it is installed, venv + pip otherwise.
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PYTHON ?= python3
@@ -8,13 +8,14 @@ STAMP  := $(VENV)/.ready
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-clients lint bench openblas clean
+.PHONY: help setup serve test test-clients test-systemd lint bench openblas clean
 
 help:
 	@echo "make setup   create $(VENV) with everything mlxd needs"
 	@echo "make serve   set up if needed, then serve on http://127.0.0.1:8484  (ARGS='--port 9000')"
 	@echo "make test    set up if needed, then run every test                  (ARGS='tests/worker -k stop')"
 	@echo "make test-clients   drive mlxd with agents and libraries from npm and PyPI (installs them into .cache/clients)"
+	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
 	@echo "make lint    ruff and pyright"
 	@echo "make bench   mlxd beside a bare batch loop and mlx_lm.server, as ratios"
 
@@ -33,6 +34,9 @@ test: $(STAMP)
 
 test-clients: $(STAMP)
 	@$(PY) -P -m pytest tests/clients $(ARGS)
+
+test-systemd: $(STAMP)
+	@MLXD_TEST_SYSTEMD=1 $(PY) -P -m pytest tests/deploy/test_systemd.py -rs $(ARGS)
 
 lint: $(STAMP)
 	@$(VENV)/bin/ruff check .
