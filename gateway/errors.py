@@ -9,6 +9,7 @@
     ├── BodyTooLarge       413
     ├── RateLimited        429  the key has used what it may
     ├── Overloaded         429  this model's queue is full
+    ├── Cancelled          499  the operator ended it; no client tries again by itself
     └── Unavailable        503  the model or the daemon cannot serve now
 
 An error is neutral; `openai_body` gives it the shape of OpenAI's API. Failures of the worker are translated by `TABLE`.
@@ -82,13 +83,13 @@ class RateLimited(ApiError):
 
 
 class ModelNotFound(ApiError):
-    def __init__(self, name: str, known: Iterable[str]) -> None:
+    def __init__(self, name: str, known: Iterable[str], what: str = "Models here") -> None:
         names = list(known)
         more = "" if len(names) <= LISTED_MODELS_MAX else f" and {len(names) - LISTED_MODELS_MAX} more"
         listed = ", ".join(names[:LISTED_MODELS_MAX]) + more
         super().__init__(
             404,
-            f"The model {name[:200]!r} does not exist. Models here: {listed}.",
+            f"The model {name[:200]!r} does not exist. {what}: {listed}.",
             param="model",
             code="model_not_found",
         )
@@ -102,6 +103,11 @@ class BodyTooLarge(ApiError):
 class Overloaded(ApiError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(429, message, type=RATE, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+
+
+class Cancelled(ApiError):
+    def __init__(self) -> None:
+        super().__init__(499, "The operator cancelled this request.", type="request_cancelled", code="cancelled")
 
 
 class Unavailable(ApiError):

@@ -11,7 +11,7 @@ from typing import Final, Self
 import msgspec
 
 from gateway.config import ModelConfig
-from gateway.errors import ApiError, Unavailable, from_failure
+from gateway.errors import ApiError, Cancelled, Unavailable, from_failure
 from gateway.http import Record
 from gateway.limits import Bill, Meter
 from gateway.link import LATE, WorkerGone
@@ -53,7 +53,7 @@ class Generation:
         self._services = services
         self._model = model
         self._generates = [record.caller.bind(generate) for generate in generates]
-        self._record = record
+        self.record = record
         self._bind = bind
         # All sequences share it. It counts from the request's arrival, and holds while the model loads too.
         limit_ms = generates[0].deadline_ms
@@ -68,6 +68,9 @@ class Generation:
         self._observe_gap = self._numbers.itl.observe
         self._newest_token: dict[int, float] = {}
         self._ended: set[int] = set()
+        # While it waits for its model: what `cancel` cuts short.
+        self._patience: asyncio.Timeout | None = None
+        self._cancelled: Cancelled | None = None
         # Why it cannot go on: set by `next` after everything before it was handed out.
         self.failure: ApiError | None = None
         # No sequence has ended yet: what most calls of `next` need to know.
@@ -76,17 +79,18 @@ class Generation:
     def __enter__(self) -> Self:
         with ExitStack() as held:
             held.enter_context(self._services.admission.lease(self._model, len(self._generates)))
-            meter = self._record.caller.meter
+            meter = self.record.caller.meter
             if meter is not None:
                 self._bill = held.enter_context(meter.hold(self._estimate(meter), len(self._generates)))
             held.enter_context(self._services.pool.busy(self._model.name))
+            held.enter_context(self._services.requests.hold(self))
             self._held = held.pop_all()
         return self
 
     def _estimate(self, meter: Meter) -> float:
         """Tokens that this will probably be charged: the prompt's by its bytes, for it is not tokenized here."""
         completion = sum(meter.expected(generate.max_tokens) for generate in self._generates)
-        return self._record.body_bytes / BYTES_PER_TOKEN + completion
+        return self.record.body_bytes / BYTES_PER_TOKEN + completion
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -99,13 +103,18 @@ class Generation:
             self._services.link.abort(left, "client")
             for _ in left:
                 self._numbers.sequence_ended("abort", None)
-        self._numbers.e2e.observe(time.perf_counter() - self._record.started)
+                self.record.finishes.append("abort")
+            self.record.prompt_tokens = max(self.record.prompt_tokens, self.prompt_tokens)
+            self.record.cached_tokens = max(self.record.cached_tokens, self.cached_tokens)
+            self.record.completion_tokens = max(self.record.completion_tokens, self._tokens)
+            self._cut_phases(self._collector)
+        self._numbers.e2e.observe(time.perf_counter() - self.record.started)
 
     def _charge(self, bill: Bill) -> None:
         """Usage comes with the end; of what did not end, what is known counts."""
         accepted = 0 if self._collector is None else sum(self._collector.accepted.values())
-        bill.prompt = max(self._record.prompt_tokens, accepted)
-        bill.completion = max(self._record.completion_tokens, self._tokens)
+        bill.prompt = max(self.record.prompt_tokens, accepted)
+        bill.completion = max(self.record.completion_tokens, self._tokens)
 
     # -- starting ------------------------------------------------------------------------------------------------
 
@@ -118,9 +127,11 @@ class Generation:
         """Wait until the model is ready, and start. Raises `ApiError`."""
         queue_s = self._services.config.server.queue_timeout_s
         limit_s = min(queue_s or math.inf, self._deadline - time.perf_counter())
+        phases = self.record.phases
+        phases.loading_from = self._elapsed()
         self._numbers.opening += len(self._generates)
         try:
-            async with asyncio.timeout(limit_s if limit_s < math.inf else None):
+            async with asyncio.timeout(limit_s if limit_s < math.inf else None) as self._patience:
                 for _ in range(2):
                     if self._submit(await self._services.pool.ensure_ready(self._model.name)):
                         return
@@ -128,12 +139,16 @@ class Generation:
         except ModelUnavailable as error:
             raise from_failure(error.failure, error.retry_after_s) from None
         except TimeoutError:
+            if self._cancelled is not None:
+                raise self._cancelled from None
             if time.perf_counter() >= self._deadline:
                 raise from_failure(LATE) from None
             message = f"The model was not ready within {queue_s:g} seconds."
             raise Unavailable(message, QUEUE_RETRY_AFTER_S, "queue_timeout") from None
         finally:
+            self._patience = None
             self._numbers.opening -= len(self._generates)
+            phases.load = self._elapsed() - phases.loading_from
 
     def _submit(self, worker: Worker) -> bool:
         generates = self._generates
@@ -144,8 +159,13 @@ class Generation:
             self._collector = self._services.link.submit(worker, generates)
         except WorkerGone:
             return False
+        self.record.rids = self._collector.rids
+        self.record.phases.sent_at = self._elapsed()
         self._bind(self._collector.rids)
         return True
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self.record.started
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -162,6 +182,38 @@ class Generation:
     def prompt_tokens(self) -> int:
         """What is known so far of the prompts' lengths."""
         return sum(self._collector.accepted.values()) if self._collector is not None else 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """What is known so far of how much of the prompts was cached."""
+        return sum(self._collector.cached.values()) if self._collector is not None else 0
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._tokens
+
+    @property
+    def sequences(self) -> int:
+        return len(self._generates)
+
+    @property
+    def state(self) -> str:
+        """`queued`, `loading`, `prefill` or `decode`: where the sequence that is furthest stands."""
+        if self._patience is not None:
+            return "queued" if self._services.pool.worker(self._model.name).is_ready else "loading"
+        if self.record.first_token_s is not None:
+            return "decode"
+        return "queued" if self._collector is None or self._collector.progress is None else "prefill"
+
+    def cancel(self) -> None:
+        """End it as an operator: whoever waits for it is told so."""
+        if self.is_done or self._cancelled is not None:
+            return
+        self._cancelled = Cancelled()
+        if self._patience is not None:
+            self._patience.reschedule(0.0)
+        elif self._collector is not None:
+            self._services.link.stop(self._collector.rids, "cancelled")
 
     async def next(self, timeout_s: float | None = None) -> list[Delta]:
         """New output, never with an ERROR or ABORT in it: those end up in `failure`. Empty on timeout."""
@@ -195,9 +247,9 @@ class Generation:
         return self._collector
 
     def _on_first_token(self, now: float) -> None:
-        if self._record.first_token_s is None:
-            self._record.first_token_s = now - self._record.started
-            self._numbers.ttft.observe(self._record.first_token_s)
+        if self.record.first_token_s is None:
+            self.record.first_token_s = now - self.record.started
+            self._numbers.ttft.observe(self.record.first_token_s)
 
     def _finish(self, deltas: list[Delta]) -> list[Delta]:
         """Book the terminal deltas among these, and keep failures apart."""
@@ -211,8 +263,8 @@ class Generation:
                 if delta.text:
                     good.append(msgspec.structs.replace(delta, finish=None, usage=None, failure=None))
                 if self.failure is None:
-                    self.failure = from_failure(failure)
-                    self._record.detail = failure.detail
+                    self.failure = self._cancelled or from_failure(failure)
+                    self.record.detail = failure.detail
             else:
                 good.append(delta)
             self._book(delta, delta.finish)
@@ -221,6 +273,19 @@ class Generation:
     def _book(self, delta: Delta, finish: Finish) -> None:
         self._ended.add(delta.rid)
         self._numbers.sequence_ended(_FINISHES[finish], delta.usage)
+        record = self.record
+        record.finishes.append(_FINISHES[finish])
         if delta.usage is not None:
-            self._record.prompt_tokens += delta.usage.prompt
-            self._record.completion_tokens += delta.usage.completion
+            record.prompt_tokens += delta.usage.prompt
+            record.cached_tokens += delta.usage.cached
+            record.completion_tokens += delta.usage.completion
+            record.phases.add(delta.usage)
+
+    def _cut_phases(self, collector: Collector) -> None:
+        """It ends before its worker could say where its time went: what was seen from here."""
+        record = self.record
+        began = collector.began
+        # The collector's clock is the loop's.
+        ago = 0.0 if began is None else asyncio.get_running_loop().time() - began
+        now = self._elapsed()
+        record.phases.cut(now, None if began is None else now - ago, record.first_token_s)

@@ -11,6 +11,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.caller import NOBODY, Caller
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
+from gateway.phases import Phases
+from gateway.tracing import TraceContext
 
 JSON: Final = b"application/json"
 BODY_TIMEOUT_S: Final = 120.0
@@ -40,7 +42,14 @@ class Record:
     model: str | None = None
     stream: bool = False
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
+    # The sequences of it, and how each that has ended did.
+    rids: tuple[int, ...] = ()
+    finishes: list[str] = field(default_factory=list[str])
+    phases: Phases = field(default_factory=Phases)
+    # Where it stands in a trace of its client.
+    trace: TraceContext | None = None
     first_token_s: float | None = None
     outcome: str = ""
     detail: str = ""

@@ -309,9 +309,9 @@ class Link:
             case Accepted(rid, prompt_tokens):
                 if flight := self._running(rid):
                     flight.collector.note_accepted(rid, prompt_tokens)
-            case Progress(rid, processed, total):
+            case Progress(rid, processed, total, cached):
                 if flight := self._running(rid):
-                    flight.collector.note_progress(processed, total)
+                    flight.collector.note_progress(rid, processed, total, cached)
             case Tokenized(rid):
                 if (question := self._questions.get(rid)) and not question[1].done():
                     question[1].set_result(message)

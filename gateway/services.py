@@ -9,6 +9,7 @@ from gateway.keys import KeyFile
 from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
+from gateway.requests import Requests
 from gateway.routing import Router
 
 
@@ -23,10 +24,11 @@ class Services:
     router: Router
     admission: Admission
     keyring: Keyring
+    requests: Requests
 
     @classmethod
     def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics) -> "Services":
         """Raises `KeysUnusable`."""
         metrics.declare(config.models)
         keyring = Keyring(KeyFile(config.keys_path), metrics)
-        return cls(config, pool, link, metrics, Router(config.models), Admission(metrics.rejected), keyring)
+        return cls(config, pool, link, metrics, Router(config.models), Admission(metrics.rejected), keyring, Requests())

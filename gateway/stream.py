@@ -29,6 +29,8 @@ class Collector:
         "_unread",
         "_waiter",
         "accepted",
+        "began",
+        "cached",
         "last_activity",
         "progress",
         "rids",
@@ -38,6 +40,10 @@ class Collector:
         self._loop = loop or asyncio.get_running_loop()
         self.rids = tuple(rids)
         self.accepted: dict[int, int] = {}
+        # Of each sequence's prompt, as far as that is known.
+        self.cached: dict[int, int] = {}
+        # When the first prefill was heard of, on the loop's clock.
+        self.began: float | None = None
         self.progress: tuple[int, int] | None = None
         self.last_activity = self._loop.time()
         self._open = set(rids)
@@ -76,9 +82,12 @@ class Collector:
         self.last_activity = self._loop.time()
         self.accepted[rid] = prompt_tokens
 
-    def note_progress(self, processed: int, total: int) -> None:
+    def note_progress(self, rid: int, processed: int, total: int, cached: int = 0) -> None:
         self.last_activity = self._loop.time()
+        if self.began is None:
+            self.began = self.last_activity
         self.progress = (processed, total)
+        self.cached[rid] = cached
 
     def touch(self) -> None:
         """Something is being done for this request, though there is nothing to read."""

@@ -396,11 +396,12 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=38):
-    """Prompt tokens processed so far; the proof of life behind a keep-alive."""
+    """Prompt tokens processed so far, `cached` of them not computed; the proof of life behind a keep-alive."""
 
     rid: int
     processed: int
     total: int
+    cached: int = 0
 
 
 class Tokenized(msgspec.Struct, frozen=True, array_like=True, tag=44):

@@ -286,7 +286,7 @@ class Engine:
     def _emit(self, tick: Tick, now: float) -> None:
         for row, done, total in tick.progress:
             if row.want_progress:
-                self._send(Progress(row.rid, done, total))
+                self._send(Progress(row.rid, done, total, row.cached))
         logprobs = self._read_logprobs(tick.tokens)
         for token in tick.tokens:
             if not token.row.first_token:

@@ -74,3 +74,70 @@ class UsageReport(Struct, frozen=True):
     since: float
     keys: list[KeyUsage]
     failures: dict[str, int]
+
+
+class RequestView(Struct, frozen=True, kw_only=True):
+    """One request that is being served. Its id is its client's `x-request-id`, or the one that its client got."""
+
+    id: str
+    model: str
+    key: str | None
+    path: str
+    stream: bool
+    state: str
+    age_s: float
+    sequences: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    tokens_per_s: float
+    ttft_s: float | None
+
+
+class RequestList(Struct, frozen=True):
+    """The oldest first."""
+
+    requests: list[RequestView]
+
+
+class RequestRef(Struct, frozen=True, forbid_unknown_fields=True):
+    id: Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class Cancelling(Struct, frozen=True):
+    """The request of this id was told to end."""
+
+    id: str
+
+
+class Captured(Struct, frozen=True, kw_only=True):
+    """One request as it was: `at` in seconds since 1970. A body that was cut says so; secrets are not in it."""
+
+    id: str
+    at: float
+    method: str
+    path: str
+    model: str
+    key: str | None
+    status: int
+    outcome: str
+    ms: float
+    request_headers: list[tuple[str, str]]
+    request_body: str
+    is_request_cut: bool
+    response_headers: list[tuple[str, str]]
+    response_body: str
+    is_response_cut: bool
+
+
+class RequestDetail(Struct, frozen=True):
+    """A request that runs, or one that was captured."""
+
+    live: RequestView | None = None
+    captured: Captured | None = None
+
+
+class Cleared(Struct, frozen=True):
+    """How many captured requests were deleted."""
+
+    captured: int

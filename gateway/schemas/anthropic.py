@@ -174,7 +174,7 @@ def lower_messages(
         max_tokens=request.max_tokens,
         stop=stops,
         deadline_ms=deadline_ms,
-        want_progress=bool(request.stream),
+        want_progress=True,
         thinking_budget=thinking.budget,
         constraint=_format(request),
     )

@@ -130,7 +130,7 @@ def _generates(
             deadline_ms=_sooner(deadline_ms, request.timeout),
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
-            want_progress=bool(request.stream),
+            want_progress=True,
             thinking_budget=thinking_budget,
             constraint=constraint,
         )

@@ -112,7 +112,7 @@ def lower_responses(
         max_tokens=defaults.max_tokens if request.max_output_tokens is None else request.max_output_tokens,
         top_logprobs=(request.top_logprobs or 0) if wants_logprobs else None,
         deadline_ms=deadline_ms,
-        want_progress=bool(request.stream),
+        want_progress=True,
         thinking_budget=lower_thinking(request).budget,
         constraint=_constraint(request),
     )

@@ -1,0 +1,55 @@
+"""Where the time of a request went."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from protocol.messages import Usage
+
+
+@dataclass(slots=True)
+class Phases:
+    """Times in seconds; of several sequences the longest counts. Owned by the request's generation.
+
+    `loading_from` and `sent_at` count from the request's arrival and are None until then.
+    """
+
+    loading_from: float | None = None
+    # Waiting for its model, whatever that was for: a load, room in memory, a new worker.
+    load: float = 0.0
+    sent_at: float | None = None
+    # In the worker.
+    queue: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+
+    def add(self, usage: Usage) -> None:
+        """What the worker says of a sequence that has ended."""
+        self.queue = max(self.queue, usage.queue_ms / 1000)
+        self.prefill = max(self.prefill, usage.prefill_ms / 1000)
+        self.decode = max(self.decode, usage.decode_ms / 1000)
+
+    def cut(self, now: float, prefill_from: float | None, first_token: float | None) -> None:
+        """A request that ends before its worker could say: what was seen from here, also counted from its arrival."""
+        if self.sent_at is None:
+            return
+        started = prefill_from if prefill_from is not None else first_token
+        self.queue = max(self.queue, (now if started is None else started) - self.sent_at)
+        if started is not None:
+            self.prefill = max(self.prefill, (now if first_token is None else first_token) - started)
+        if first_token is not None:
+            self.decode = max(self.decode, now - first_token)
+
+    def spans(self) -> Iterator[tuple[str, float, float]]:
+        """Each phase that took time, with when it began and how long it took."""
+        if self.loading_from is not None and self.load > 0:
+            yield "load", self.loading_from, self.load
+        start = self.sent_at or 0.0
+        for name, length in (("queue", self.queue), ("prefill", self.prefill), ("decode", self.decode)):
+            if length > 0:
+                yield name, start, length
+            start += length
+
+    def fields(self) -> dict[str, float]:
+        """For a log line, in milliseconds."""
+        named = {"load": self.load, "queue": self.queue, "prefill": self.prefill, "decode": self.decode}
+        return {f"{name}_ms": round(length * 1000, 1) for name, length in named.items() if length > 0}
