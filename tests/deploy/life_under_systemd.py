@@ -1,4 +1,4 @@
-"""What an operator does to the service under systemd, step by step. Runs inside systemd_box.sh only; prints what it saw."""
+"""What an operator does to the service under systemd, step by step, with what it saw. Inside of systemd_box.sh only."""
 
 import json
 import os
@@ -15,12 +15,13 @@ HOME = Path("/home/mlxd/.mlxd")
 UNIT = Path("/etc/systemd/system/mlxd.service")
 URL = "http://127.0.0.1:8484"
 DEADLINE_S = 90.0
+IN_THE_BOX = Path("/run/mlxd-box")
 
 
 def main() -> None:
     """Every step; the first that is not as it should be ends it."""
-    # It makes users and changes modes: never outside of the box, whose first process says that it is one.
-    if b"container=box" not in Path("/proc/1/environ").read_bytes().split(b"\0"):
+    # It makes users and changes modes: never outside of the box.
+    if not IN_THE_BOX.exists():
         sys.exit("life_under_systemd.py runs inside of systemd_box.sh only")
     prepare()
     install()

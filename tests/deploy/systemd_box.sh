@@ -82,6 +82,7 @@ inside() {
     umount -l /dev/old
     rmdir /dev/old
     is_alone || cannot "the box is not closed"
+    : >/run/mlxd-box
     only_what_is_needed
     # It may not touch the machine below: no device nodes, kernel modules, clock, reboot or raw disk.
     export container=box
