@@ -16,6 +16,7 @@ Seconds = Annotated[float, Meta(ge=0, le=30 * 86400)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ConfigError(ValueError):
@@ -48,6 +49,9 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     response_store_age_s: Seconds = 30 * 86400.0
     cors: tuple[str, ...] = ()
     metrics_auth: bool = False
+    # What answers a request that names no model, and one that asks for a vendor's small model. Empty: nothing does.
+    default: str = ""
+    small: str = ""
     # A request that takes longer is warned of, with where its time went; 0 warns of none.
     slow_request_s: Seconds = 30.0
     # The newest requests, with all that was asked and answered, kept in `home/captures` for debugging; 0 keeps none.
@@ -59,7 +63,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request of this model uses where it is silent; None leaves the API's own default."""
+    """What a request uses where it is silent; None leaves the model's own default, and then the API's."""
 
     temperature: Temperature | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -69,6 +73,21 @@ class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+
+class ThinkingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
+    """How much a request that says nothing of it lets the model think; None leaves it to the API and the model."""
+
+    enabled: bool | None = None
+    effort: Effort | None = None
+    budget: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
+
+
+class ProfileConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[models.NAME.profiles.PROFILE]`, asked for as `NAME:PROFILE`; where it is silent, the model counts."""
+
+    sampling: SamplingDefaults = SamplingDefaults()
+    thinking: ThinkingDefaults = ThinkingDefaults()
 
 
 class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,9 +114,13 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     prefill_chunk: Annotated[int, Meta(ge=16, le=65536)] = 512
     load_timeout_s: Seconds = 600.0
     sampling: SamplingDefaults = SamplingDefaults()
+    thinking: ThinkingDefaults = ThinkingDefaults()
+    profiles: dict[str, ProfileConfig] = {}
     trust_remote_code: bool = False
     # Which family's reasoning and tool calls the model writes; empty is by its template and vocabulary.
     parser: str = ""
+    # Jinja, in place of the model's own; in the file it may also be the path of a file that holds it.
+    chat_template: str = ""
     cache: CacheConfig = CacheConfig()
     # Bytes of KV for running requests; None is half of the memory that is free once the weights are in.
     kv_bytes: Annotated[int, Meta(ge=1)] | None = None

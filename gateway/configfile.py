@@ -28,9 +28,9 @@ def to_toml(config: Config) -> str:
     for name in _fields(Config):
         value = getattr(config, name)
         if isinstance(value, Struct):
-            tables.append(_table((name,), value))
+            tables.extend(_tables((name,), value))
         else:
-            tables.extend(_table((name, key), body) for key, body in value.items())
+            tables.extend(text for key, body in value.items() for text in _tables((name, key), body))
     return "\n".join(tables)
 
 
@@ -50,7 +50,7 @@ def keys_of(table: type[Struct]) -> Iterator[tuple[str, str]]:
         if field.name in _NOT_IN_FILE:
             continue
         default = field.default if field.default_factory is NODEFAULT else field.default_factory()
-        is_written = default is not NODEFAULT and default is not None and not isinstance(default, Struct)
+        is_written = default is not NODEFAULT and default is not None and not isinstance(default, Struct | dict)
         yield file_key(field.name), _literal(field.name, default) if is_written else ""
 
 
@@ -78,12 +78,22 @@ def _fields(struct: type[Struct]) -> list[str]:
     return [name for name in struct.__struct_fields__ if name not in _NOT_IN_FILE]
 
 
+def _tables(path: tuple[str, ...], body: Struct) -> Iterator[str]:
+    """The table of `body`, and those that it holds by name."""
+    yield _table(path, body)
+    for name in _fields(type(body)):
+        value: object = getattr(body, name)
+        if isinstance(value, dict):
+            for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
+                yield from _tables((*path, name, str(key)), inner)  # pyright: ignore[reportUnknownArgumentType]
+
+
 def _table(path: tuple[str, ...], body: Struct) -> str:
     lines = [f"[{'.'.join(map(_key, path))}]"]
     for name in _fields(type(body)):
         value = getattr(body, name)
         # TOML has no null; a key that is not there means the same.
-        if value is not None and value != _empty(value):
+        if value is not None and value != _empty(value) and not isinstance(value, dict):
             lines.append(f"{_key(file_key(name))} = {_literal(name, value)}")
     return "\n".join(lines) + "\n"
 

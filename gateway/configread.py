@@ -1,8 +1,12 @@
 """From the configuration file to `Config`, checked. What is wrong in it is a `ConfigError` that names the line."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import msgspec
+from msgspec import Struct, structs
+
+from gateway.caller import OWNER
 from gateway.config import (
     CONFIG_NAME,
     NAME_BYTES_MAX,
@@ -10,15 +14,27 @@ from gateway.config import (
     Config,
     ConfigError,
     ModelConfig,
+    ProfileConfig,
     SamplingDefaults,
     ServerConfig,
+    ThinkingDefaults,
     keys_path,
 )
 from gateway.configsource import Source
+from gateway.errors import ModelNotFound
 from gateway.hfcache import cached_models
 from gateway.keys import KeyFile, KeysUnusable
 from gateway.origins import bad_origin, is_loopback
 from gateway.parsers import bad_parser
+from gateway.routing import Router
+
+# A chat template travels in a worker's argv as JSON, where Linux takes 128 KiB. The longest known are a fifth of this.
+TEMPLATE_BYTES_MAX: Final = 96 * 1024
+_TABLES: Final[dict[str, type[Struct]]] = {
+    "sampling": SamplingDefaults,
+    "thinking": ThinkingDefaults,
+    "cache": CacheConfig,
+}
 
 
 def load_config(
@@ -42,6 +58,7 @@ def load_config(
         _need_keys(source, home, server.host, is_override=host is not None)
     models = _models(source, raw.get("models", {})) or _found_models()
     _refuse_duplicates(source, models)
+    _check_references(source, server, models)
     return Config(home=home, server=server, models=models, config_path=source.path)
 
 
@@ -85,22 +102,65 @@ def _models(source: Source, raw: Any) -> dict[str, ModelConfig]:
         where = ("models", name)
         if reason := _bad_name(name):
             raise source.error(f"model name {name!r} {reason}", where)
-        table = source.table(body, ModelConfig, where, hidden=("name",))
-        if isinstance(table.get("sampling"), dict):
-            table["sampling"] = source.table(table["sampling"], SamplingDefaults, (*where, "sampling"))
-        if isinstance(table.get("cache"), dict):
-            table["cache"] = source.table(table["cache"], CacheConfig, (*where, "cache"))
-        if isinstance(table.get("log_level"), str):
-            table["log_level"] = table["log_level"].lower()
-        table["name"] = name
-        table["path"] = source.model_path(table.get("path", name))
-        models[name] = source.convert(table, ModelConfig, where)
-        if reason := bad_parser(models[name].parser):
+        models[name] = model = _model(source, name, body, where)
+        if reason := bad_parser(model.parser):
             raise source.error(reason, (*where, "parser"))
-        for alias in models[name].aliases:
+        for alias in model.aliases:
             if reason := _bad_alias(alias):
                 raise source.error(f"alias {alias!r} {reason}", (*where, "aliases"))
     return models
+
+
+def _model(source: Source, name: str, body: Any, where: tuple[str, ...]) -> ModelConfig:
+    table = _nested(source, source.table(body, ModelConfig, where, hidden=("name",)), where)
+    if isinstance(table.get("log_level"), str):
+        table["log_level"] = table["log_level"].lower()
+    profiles = table.pop("profiles", {})
+    table["name"] = name
+    table["path"] = source.model_path(table.get("path", name))
+    model = source.convert(table, ModelConfig, where)
+    return structs.replace(
+        model,
+        profiles=_profiles(source, profiles, (*where, "profiles")),
+        chat_template=_template(source, model.chat_template, (*where, "chat_template")),
+    )
+
+
+def _nested(source: Source, table: dict[str, Any], where: tuple[str, ...]) -> dict[str, Any]:
+    """`table` with the tables inside of it renamed as well."""
+    for key, struct in _TABLES.items():
+        if isinstance(table.get(key), dict):
+            table[key] = source.table(table[key], struct, (*where, key))
+    return table
+
+
+def _profiles(source: Source, raw: Any, where: tuple[str, ...]) -> dict[str, ProfileConfig]:
+    if not isinstance(raw, dict):
+        raise source.error("profiles must be a table: write [models.NAME.profiles.PROFILE]", where)
+    profiles: dict[str, ProfileConfig] = {}
+    for name, body in raw.items():
+        at = (*where, name)
+        reason = "must not contain ':'" if ":" in name else _bad_name(name)
+        if reason:
+            raise source.error(f"profile name {name!r} {reason}", at)
+        profiles[name] = source.convert(_nested(source, source.table(body, ProfileConfig, at), at), ProfileConfig, at)
+    return profiles
+
+
+def _template(source: Source, given: str, where: tuple[str, ...]) -> str:
+    """The text of a chat template that is given as such, or by its file. Raises `ConfigError`."""
+    if not given:
+        return ""
+    text = given if _is_jinja(given) else source.text(given, where)
+    if not _is_jinja(text):
+        raise source.error(f"chat_template: {given} holds no Jinja template", where)
+    if len(msgspec.json.encode(text)) > TEMPLATE_BYTES_MAX:
+        raise source.error(f"chat_template: is longer than {TEMPLATE_BYTES_MAX} bytes", where)
+    return text
+
+
+def _is_jinja(text: str) -> bool:
+    return "{{" in text or "{%" in text
 
 
 def _found_models() -> dict[str, ModelConfig]:
@@ -119,6 +179,24 @@ def _refuse_duplicates(source: Source, models: dict[str, ModelConfig]) -> None:
             if alias == model.name or owner.setdefault(alias, model.name) != model.name:
                 taken = owner.get(alias, model.name)
                 raise source.error(f"alias {alias!r} of model {model.name!r} already belongs to {taken!r}", where)
+    for model in models.values():
+        for profile in model.profiles:
+            name = f"{model.name}:{profile}"
+            if name in models or name in owner:
+                where = ("models", model.name, "profiles", profile)
+                raise source.error(f"profile {profile!r} of model {model.name!r} is the name of another model", where)
+
+
+def _check_references(source: Source, server: ServerConfig, models: dict[str, ModelConfig]) -> None:
+    """`default` and `small` must be what a client could ask for."""
+    router = Router(models)
+    for key, name in (("default", server.default), ("small", server.small)):
+        if not name:
+            continue
+        try:
+            router.locate(name, OWNER)
+        except ModelNotFound as error:
+            raise source.error(f"{key}: {error.message}", ("server", key)) from None
 
 
 def _bad_name(name: str) -> str | None:

@@ -101,6 +101,15 @@ class Source:
             line = self._locator.line((*where, *key[:-1], file_key(key[-1])), (*where, *key))
             raise ConfigError(f"{file_key(field)}: {_sentence(what)}", self.path, line) from None
 
+    def text(self, path: str, where: tuple[str, ...]) -> str:
+        """What a file holds that a key names, relative to this one. Raises `ConfigError`."""
+        file = self.path.absolute().parent / Path(path).expanduser()
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise self.error(f"{where[-1]}: cannot read {file}: {reason}", where) from None
+
     def model_path(self, path: Any) -> Any:
         """A folder becomes absolute (relative to the file's folder); a repository id stays as it is."""
         if not isinstance(path, str):

@@ -1,12 +1,14 @@
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from gateway.config import ConfigError, default_home
+from gateway.config import ConfigError, Effort, default_home
 from gateway.configread import load_config
 from gateway.configtext import parse_duration, parse_size
 from gateway.hfcache import cached_models
 from gateway.keys import Key, KeyFile
+from gateway.schemas.canonical import EFFORTS
 
 EXAMPLE = """
 [server]
@@ -222,3 +224,66 @@ def test_pages_that_may_use_mlxd_are_listed_one_by_one(tmp_path: Path) -> None:
     assert server.metrics_auth
     assert ":2: cors: '*' must not contain '*'" in failure(tmp_path, "[server]\ncors = ['*']")
     assert ":2: cors: 'app.example.com' is not an origin" in failure(tmp_path, "[server]\ncors = ['app.example.com']")
+
+
+def test_profiles_and_thinking_are_read(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        """
+[models.a]
+thinking = { effort = "low", budget = 99 }
+profiles.plain = {}
+[models.a.profiles.fast]
+sampling = { temperature = 0, max_tokens = 5 }
+thinking = { enabled = false }
+[server]
+default = "a:fast"
+small = "a"
+""",
+    )
+
+    model = config.models["a"]
+    assert (model.thinking.effort, model.thinking.budget, model.thinking.enabled) == ("low", 99, None)
+    assert list(model.profiles) == ["plain", "fast"]
+    assert model.profiles["fast"].sampling.max_tokens == 5
+    assert model.profiles["fast"].thinking.enabled is False
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[models.a]\nprofiles = 3", "/mlxd.toml:2: profiles must be a table: write [models.NAME.profiles.PROFILE]"),
+        ('[models.a.profiles."x:y"]', "/mlxd.toml:1: profile name 'x:y' must not contain ':'"),
+        ("[models.a.profiles.x]\n\ntemperature = 1", "/mlxd.toml:3: unknown key 'temperature' in"),
+        ("[models.a.profiles.x]\nsampling = { top_p = 7 }", "/mlxd.toml:2: sampling.top_p: expected float <= 1.0"),
+        ('[models.a]\nthinking = { effort = "vast" }', "/mlxd.toml:2: thinking.effort: unknown value 'vast'"),
+        (
+            '[models.a.profiles.x]\n[models."a:x"]',
+            "/mlxd.toml:1: profile 'x' of model 'a' is the name of another model",
+        ),
+        ('[server]\ndefault = "b"\n[models.a]', "/mlxd.toml:2: default: The model 'b' does not exist. Models here: a."),
+        ('[server]\nsmall = "a:y"\n[models.a.profiles.x]', "/mlxd.toml:2: small: The model 'a:y' does not exist"),
+        (
+            '[models.a]\nchat_template = "none.jinja"',
+            "/mlxd.toml:2: chat_template: cannot read /none.jinja: No such file",
+        ),
+        ('[models.a]\nchat_template = "mlxd.toml"', "/mlxd.toml:2: chat_template: mlxd.toml holds no Jinja template"),
+    ],
+)
+def test_bad_profiles_defaults_and_templates_name_their_line(tmp_path: Path, text: str, message: str) -> None:
+    assert failure(tmp_path, text).startswith(message)
+
+
+def test_a_chat_template_is_given_as_text_or_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (tmp_path / "huge.jinja").write_text("{{ x }}" + "x" * 200_000)
+    by_file = load(tmp_path, '[models.a]\nchat_template = "own.jinja"')
+    inline = load(tmp_path, "[models.a]\nchat_template = '{{ messages }}'")
+
+    assert by_file.models["a"].chat_template == "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert inline.models["a"].chat_template == "{{ messages }}"
+    assert "is longer than" in failure(tmp_path, '[models.a]\nchat_template = "huge.jinja"')
+
+
+def test_the_words_for_effort_are_those_of_the_apis() -> None:
+    assert get_args(Effort) == tuple(EFFORTS)

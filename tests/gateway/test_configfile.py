@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
-from gateway.config import CacheConfig, ModelConfig, SamplingDefaults, ServerConfig
+from gateway.config import (
+    CacheConfig,
+    ModelConfig,
+    ProfileConfig,
+    SamplingDefaults,
+    ServerConfig,
+    ThinkingDefaults,
+)
 from gateway.configfile import keys_of, schema, to_json, to_toml
 from gateway.configread import load_config
 from tests.gateway.test_ctl import ctl
@@ -17,12 +24,20 @@ GOOD = """
 drain = "90s"
 max_body = "1MiB"
 request_timeout = 0.25
+default = "default:exact"
+small = "plain"
 cors = ["https://a.example"]
 
 [models."org/m-1.5"]
 aliases = ["default", "a-*"]
 sampling = { temperature = 0.7, top_k = 20 }
 cache = { ram = "8GiB", disk = 0 }
+chat_template = "{{ messages }}\\n"
+thinking = { effort = "low" }
+[models."org/m-1.5".profiles.exact]
+sampling = { temperature = 0 }
+thinking = { enabled = false, budget = 10 }
+[models."org/m-1.5".profiles.as_it_is]
 
 [models.plain]
 path = "./quo\\"ted\\\\path\\u007f"
@@ -59,6 +74,8 @@ def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
         ("## `[server]`", ServerConfig),
         ("## `[models.NAME]`", ModelConfig),
         ("### `sampling`", SamplingDefaults),
+        ("### `thinking`", ThinkingDefaults),
+        ("### `profiles`", ProfileConfig),
         ("### `cache`", CacheConfig),
     ],
 )
@@ -79,7 +96,7 @@ def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
     made = schema()
 
     assert set(made["properties"]) == {"server", "models"}
-    for table in (ServerConfig, ModelConfig, SamplingDefaults, CacheConfig):
+    for table in (ServerConfig, ModelConfig, SamplingDefaults, ThinkingDefaults, ProfileConfig, CacheConfig):
         assert set(made["$defs"][table.__name__]["properties"]) == {key for key, _ in keys_of(table)}
         assert made["$defs"][table.__name__]["additionalProperties"] is False
     drain = made["$defs"]["ServerConfig"]["properties"]["drain"]
