@@ -15,6 +15,7 @@ NAME_BYTES_MAX: Final = 200
 Seconds = Annotated[float, Meta(ge=0, le=30 * 86400)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bytes = Annotated[int, Meta(ge=1)] | Literal["auto"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -91,7 +92,7 @@ class ProfileConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`cache` of a model: bytes of prefix cache in memory and on disk; 0 is off, None a share of the machine's memory.
+    """`cache` of a model: bytes of prefix cache in memory and on disk; 0 is off, None a part of its share of memory.
 
     On disk all models share one folder, whose cap is the largest that any of them names.
     """
@@ -122,10 +123,26 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     # Jinja, in place of the model's own; in the file it may also be the path of a file that holds it.
     chat_template: str = ""
     cache: CacheConfig = CacheConfig()
-    # Bytes of KV for running requests; None is half of the memory that is free once the weights are in.
+    # Bytes of KV for running requests; None is most of what the weights leave of its share of memory.
     kv_bytes: Annotated[int, Meta(ge=1)] | None = None
     # Of its worker; None is the server's.
     log_level: LogLevel | None = None
+    # Its share of the memory budget.
+    memory_bytes: Bytes = "auto"
+    # Never unloaded to make room.
+    pin: bool = False
+    # Unloaded when nobody has asked for it for this long; 0 is never.
+    ttl_s: Seconds = 0.0
+
+
+class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[memory]`: what all models may take together, and when one makes room for another."""
+
+    budget_bytes: Bytes = "auto"
+    # Models in memory at once; 0 is no limit.
+    max_loaded: Annotated[int, Meta(ge=0, le=10_000)] = 0
+    # A loaded model stays at least this long, whoever else is asked for.
+    min_residency_s: Seconds = 10.0
 
 
 class Config(Struct, frozen=True):
@@ -135,6 +152,7 @@ class Config(Struct, frozen=True):
     server: ServerConfig
     models: dict[str, ModelConfig]
     config_path: Path
+    memory: MemoryConfig = MemoryConfig()
 
     @property
     def run_dir(self) -> Path:

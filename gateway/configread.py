@@ -13,6 +13,7 @@ from gateway.config import (
     CacheConfig,
     Config,
     ConfigError,
+    MemoryConfig,
     ModelConfig,
     ProfileConfig,
     SamplingDefaults,
@@ -51,7 +52,7 @@ def load_config(
     """
     source = Source(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
-    source.refuse_unknown(raw, ("server", "models"), ())
+    source.refuse_unknown(raw, ("server", "memory", "models"), ())
     overrides = {"host": host, "port": port, "log_level": log_level}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
     if not is_loopback(server.host):
@@ -59,7 +60,8 @@ def load_config(
     models = _models(source, raw.get("models", {})) or _found_models()
     _refuse_duplicates(source, models)
     _check_references(source, server, models)
-    return Config(home=home, server=server, models=models, config_path=source.path)
+    memory = source.convert(source.table(raw.get("memory", {}), MemoryConfig, ("memory",)), MemoryConfig, ("memory",))
+    return Config(home=home, server=server, models=models, config_path=source.path, memory=memory)
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class Source:
             parse = parse_duration
         elif field.endswith("_bytes"):
             parse = parse_size
-        if parse is None or not isinstance(value, str):
+        if parse is None or not isinstance(value, str) or value == "auto":
             return value
         try:
             return parse(value)

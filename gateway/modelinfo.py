@@ -67,6 +67,9 @@ class Info(Struct, frozen=True):
     tokens_max: int | None
     fits: bool
     verdict: str
+    is_downloaded: bool = True
+    # Why it cannot be loaded, however much memory there is.
+    obstacles: tuple[str, ...] = ()
 
 
 def find(path: str) -> Path:
@@ -113,6 +116,7 @@ def estimate(path: str, config: dict[str, Any], weights: Weights, context: int, 
         tokens_max=tokens,
         fits=fits,
         verdict=verdict,
+        kv_window_bytes=0 if kv is None else kv.window_bytes,
     )
 
 

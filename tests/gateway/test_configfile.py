@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from gateway.config import (
     CacheConfig,
+    MemoryConfig,
     ModelConfig,
     ProfileConfig,
     SamplingDefaults,
@@ -72,6 +73,7 @@ def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
     ("heading", "table"),
     [
         ("## `[server]`", ServerConfig),
+        ("## `[memory]`", MemoryConfig),
         ("## `[models.NAME]`", ModelConfig),
         ("### `sampling`", SamplingDefaults),
         ("### `thinking`", ThinkingDefaults),
@@ -95,8 +97,16 @@ def test_the_documentation_has_every_key_with_its_default(heading: str, table: t
 def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
     made = schema()
 
-    assert set(made["properties"]) == {"server", "models"}
-    for table in (ServerConfig, ModelConfig, SamplingDefaults, ThinkingDefaults, ProfileConfig, CacheConfig):
+    assert set(made["properties"]) == {"server", "memory", "models"}
+    for table in (
+        ServerConfig,
+        MemoryConfig,
+        ModelConfig,
+        SamplingDefaults,
+        ThinkingDefaults,
+        ProfileConfig,
+        CacheConfig,
+    ):
         assert set(made["$defs"][table.__name__]["properties"]) == {key for key, _ in keys_of(table)}
         assert made["$defs"][table.__name__]["additionalProperties"] is False
     drain = made["$defs"]["ServerConfig"]["properties"]["drain"]
