@@ -70,6 +70,8 @@ class Info(Struct, frozen=True):
     is_downloaded: bool = True
     # Why it cannot be loaded, however much memory there is.
     obstacles: tuple[str, ...] = ()
+    # KV of one sequence whose sliding windows are full, beside what grows with it.
+    kv_window_bytes: int = 0
 
 
 def find(path: str) -> Path:
