@@ -1,9 +1,10 @@
 """What an answer must look like, in OpenAI's words and in vLLM's, as one `protocol.Constraint`."""
 
 import json
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from gateway.errors import BadRequest, Unsupported
+from gateway.schemas.told import NULL, TEXT, typed
 from protocol.messages import Constraint, ConstraintKind
 
 _KINDS = {
@@ -11,6 +12,42 @@ _KINDS = {
     "regex": ConstraintKind.REGEX,
     "grammar": ConstraintKind.GRAMMAR,
     "choice": ConstraintKind.CHOICE,
+}
+
+_OBJECT: Final = {"type": "object"}
+_JSON: Final = {"type": ["object", "string"]}
+# As the document tells of them.
+RESPONSE_FORMAT: Final = {
+    "anyOf": [
+        typed("text"),
+        typed("json_object", schema=_OBJECT),
+        {
+            **typed(
+                "json_schema",
+                json_schema={
+                    "type": "object",
+                    "properties": {"schema": _OBJECT, "strict": {"type": ["boolean", "null"]}},
+                    "required": ["schema"],
+                },
+            ),
+            "required": ["type", "json_schema"],
+        },
+        {**typed("grammar", grammar=TEXT), "required": ["type", "grammar"]},
+        NULL,
+    ]
+}
+STRUCTURED_OUTPUTS: Final = {
+    "anyOf": [
+        {"type": "object", "properties": {name: one}, "required": [name], "additionalProperties": False}
+        for name, one in (
+            ("json", _JSON),
+            ("regex", TEXT),
+            ("grammar", TEXT),
+            ("choice", {"type": "array", "items": TEXT, "minItems": 1}),
+            ("json_object", {"const": True}),
+        )
+    ]
+    + [NULL]
 }
 
 

@@ -6,10 +6,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.errors import Unsupported
+from gateway.schemas.canonical import EFFORTS
+from gateway.schemas.constraints import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from gateway.schemas.decode import decode
-from gateway.schemas.openai_tools import FunctionSpec, ToolSpec
+from gateway.schemas.openai_tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
 from gateway.schemas.thinking import ReasoningSpec, ThinkingSpec
+from gateway.schemas.told import NULL, TEXT, UNSERVED, shape, words
 
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+TEXT_PARTS: Final = ("text", "input_text", "output_text")
 STOPS_MAX: Final = 16
 PROMPTS_MAX: Final = 4096
 
@@ -25,8 +30,15 @@ Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
 StopText = Annotated[str, Meta(min_length=1)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)]
-Effort = Annotated[str, Meta(max_length=32)]
+Effort = Annotated[str, Meta(max_length=32), words(*EFFORTS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+# Several texts, the ids of one prompt, or those of several.
+_IDS: Final = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+PROMPTS: Final = {
+    "minItems": 1,
+    "maxItems": PROMPTS_MAX,
+    "anyOf": [{"items": TEXT}, {"items": {"type": "integer"}}, {"items": _IDS}],
+}
 
 
 class StreamOptions(Struct, frozen=True):
@@ -36,7 +48,7 @@ class StreamOptions(Struct, frozen=True):
 class Part(Struct, frozen=True):
     """One part of a message's content. Only text is served; `text` is what `refusal` parts carry in another field."""
 
-    type: str
+    type: Annotated[str, words(*TEXT_PARTS, "refusal")]
     text: str | None = None
     refusal: str | None = None
 
@@ -50,12 +62,12 @@ class CallSpec(Struct, frozen=True):
     """A call of an earlier turn."""
 
     id: str = ""
-    type: Annotated[str, Meta(max_length=64)] = "function"
+    type: Annotated[str, Meta(max_length=64), words("function")] = "function"
     function: CalledFunction | None = None
 
 
 class Message(Struct, frozen=True):
-    role: str
+    role: Annotated[str, words(*ROLES)]
     content: str | list[Part] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -64,13 +76,14 @@ class Message(Struct, frozen=True):
     tool_calls: list[CallSpec] | None = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
-    audio: Any = None
+    audio: Annotated[Any, UNSERVED] = None
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True):
     """What both bodies say about how tokens are chosen."""
 
-    model: Annotated[str, Meta(min_length=1)]
+    # Empty is `[server] default`, as on all routes.
+    model: str = ""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
@@ -91,12 +104,12 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     timeout: Annotated[float, Meta(gt=0, le=7 * 86400)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     # What the answer must look like; read by `constraints`. The last five are vLLM's.
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_grammar: Any = None
-    guided_choice: Any = None
+    response_format: Annotated[Any, shape(RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[Any, shape(STRUCTURED_OUTPUTS)] = None
+    guided_json: Annotated[Any, shape({"type": ["object", "string", "null"]})] = None
+    guided_regex: Annotated[Any, shape({"anyOf": [TEXT, NULL]})] = None
+    guided_grammar: Annotated[Any, shape({"anyOf": [TEXT, NULL]})] = None
+    guided_choice: Annotated[Any, shape({"anyOf": [{"type": "array", "items": TEXT, "minItems": 1}, NULL]})] = None
 
     @property
     def wants_usage(self) -> bool:
@@ -121,22 +134,22 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     reasoning: ReasoningSpec | None = None
     thinking: ThinkingSpec | None = None
     tools: list[ToolSpec] | None = None
-    tool_choice: Any = None
+    tool_choice: Annotated[Any, shape(TOOL_CHOICE)] = None
     parallel_tool_calls: bool | None = None
     # Tools as they once were.
     functions: list[FunctionSpec] | None = None
-    function_call: Any = None
+    function_call: Annotated[Any, shape(FUNCTION_CALL)] = None
     # Known, not served yet.
-    modalities: list[str] | None = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
+    modalities: list[Annotated[str, words("text")]] | None = None
+    audio: Annotated[Any, UNSERVED] = None
+    prediction: Annotated[Any, UNSERVED] = None
+    web_search_options: Annotated[Any, UNSERVED] = None
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: Annotated[str, shape(TEXT)] | Annotated[list[str | TokenId | list[TokenId]], shape(PROMPTS)]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     # Known, not served yet.

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from gateway.errors import BadRequest, Unsupported
 from gateway.schemas.canonical import Choice, Tool, ToolUse
+from gateway.schemas.told import NAMED, NULL, TEXT, shape, typed, words
 
 T = TypeVar("T")
 
@@ -17,14 +18,14 @@ _NAME: Final = re.compile(r"[\w.\-:/@$]{1,128}")
 
 
 class FunctionSpec(Struct, frozen=True):
-    name: str
+    name: Annotated[str, shape({"pattern": r"^[a-zA-Z0-9_.:/@$-]{1,128}$"})]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
 class ToolSpec(Struct, frozen=True):
-    type: Annotated[str, Meta(max_length=64)] = "function"
+    type: Annotated[str, Meta(max_length=64), words("function")] = "function"
     function: FunctionSpec | None = None
 
 
@@ -62,6 +63,21 @@ class Wishes(Protocol):
 
 
 _MODES: Final = {"auto": Choice.AUTO, "none": Choice.NONE, "required": Choice.REQUIRED, "any": Choice.REQUIRED}
+# As the document tells of them.
+_ALLOWED: Final = {
+    "type": "object",
+    "properties": {"mode": {"enum": list(_MODES)}, "tools": {"type": "array", "items": {"type": "object"}}},
+}
+TOOL_CHOICE: Final = {
+    "anyOf": [
+        {"enum": list(_MODES)},
+        {**typed("function", function=NAMED), "required": ["type", "function"]},
+        {**typed("function", name=TEXT), "required": ["type", "name"]},
+        typed("allowed_tools", allowed_tools=_ALLOWED),
+        NULL,
+    ]
+}
+FUNCTION_CALL: Final = {"anyOf": [{"enum": ["none", "auto"]}, NAMED, NULL]}
 
 
 def lower_tools(request: Wishes) -> ToolUse:

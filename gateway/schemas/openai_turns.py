@@ -1,16 +1,14 @@
 """OpenAI's messages, as every version of the API has spelled them, as the turns that chat templates expect."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from gateway.errors import BadRequest, Unsupported
 from gateway.schemas import canonical
 from gateway.schemas.canonical import Call, named_results
-from gateway.schemas.openai import CalledFunction, CallSpec, Message, Part
-
-ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+from gateway.schemas.openai import ROLES, TEXT_PARTS, CalledFunction, CallSpec, Message, Part
 
 
 def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -92,7 +90,7 @@ def _content(content: str | list[Part] | None, where: str) -> str:
 
 
 def _part(part: Part, where: str) -> str:
-    if part.type in ("text", "input_text", "output_text"):
+    if part.type in TEXT_PARTS:
         if part.text is None:
             raise BadRequest(f"Missing required parameter: '{where}.text'.", f"{where}.text")
         return part.text

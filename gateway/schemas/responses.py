@@ -9,17 +9,29 @@ from gateway.errors import BadRequest, Unsupported
 from gateway.schemas.decode import decode
 from gateway.schemas.openai import Effort, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP, Unit
 from gateway.schemas.thinking import Budget, ReasoningSpec, ThinkingSpec
+from gateway.schemas.told import TEXT, UNSERVED, shape, typed, words
 
 # Accepted because they ask for nothing that a local server does, whatever their value.
 NO_ACTION: Final = frozenset(
     {"client_metadata", "prompt_cache_retention", "prompt_cache_options", "stream_options", "service_tier"}
 )
+# As the document tells of them; tools that are OpenAI's own are taken and left out.
+TOOL: Final = typed(
+    "function",
+    "custom",
+    "namespace",
+    name=TEXT,
+    description={"type": ["string", "null"]},
+    parameters={"type": ["object", "null"]},
+    strict={"type": ["boolean", "null"]},
+)
+TOOL_CHOICE: Final = typed("function", "custom", "allowed_tools", name=TEXT)
 
 
 class Part(Struct, frozen=True, omit_defaults=True):
     """One part of a message, of a tool's output or of a reasoning item."""
 
-    type: str
+    type: Annotated[str, words("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")]
     text: str | None = None
     refusal: str | None = None
 
@@ -30,7 +42,7 @@ class Item(Struct, frozen=True, omit_defaults=True):
     type: str | None = None
     id: str | None = None
     # An `Item` is also what is listed to clients: what was never given is left out.
-    role: str | None = None
+    role: Annotated[str, words("user", "assistant", "system", "developer")] | None = None
     content: str | list[Part] | None = None
     status: str | None = None
     phase: str | None = None
@@ -59,7 +71,7 @@ class ReasoningWish(ReasoningSpec, frozen=True):
 
 
 class TextFormat(Struct, frozen=True):
-    type: str
+    type: Annotated[str, words("text", "json_object", "json_schema")]
     name: str | UnsetType = UNSET
     description: str | UnsetType | None = UNSET
     schema: dict[str, Any] | UnsetType = UNSET
@@ -74,18 +86,20 @@ class TextWish(Struct, frozen=True):
 class CountRequest(Struct, frozen=True, kw_only=True):
     """`POST /v1/responses/input_tokens`: the part of a request that is the prompt."""
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: str = ""
     input: str | list[Item] | None = None
     instructions: str | list[Item] | None = None
     previous_response_id: str | None = None
-    conversation: Any = None
-    prompt: Any = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    conversation: Annotated[Any, UNSERVED] = None
+    prompt: Annotated[Any, UNSERVED] = None
+    tools: list[Annotated[dict[str, Any], shape(TOOL)]] | None = None
+    tool_choice: (
+        Annotated[str, words("auto", "none", "required")] | Annotated[dict[str, Any], shape(TOOL_CHOICE)] | None
+    ) = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningWish | None = None
     text: TextWish | None = None
-    truncation: str | None = None
+    truncation: Annotated[str, words("auto", "disabled")] | None = None
     # How other servers, and chat, spell how much to think.
     reasoning_effort: Effort | None = None
     thinking: ThinkingSpec | None = None
