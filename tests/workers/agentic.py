@@ -11,13 +11,12 @@ import re
 import sys
 from typing import Any, Final
 
-from scripted import Scripted, main
+from scripted import PROMPT_TOKENS, Scripted, main
 from talkative import events
 
-from protocol.messages import Accepted, ChatPrompt, Down, Generate, Tokenize, Tokenized
+from protocol.messages import Accepted, ChatPrompt, Generate
 
 FILE: Final = "proof.txt"
-PROMPT_TOKENS: Final = 3
 # What clients call the tool that runs a command or reads a file, the likeliest first.
 NAMES: Final = ("bash", "shell", "exec_command", "run_shell_command", "local_shell", "read", "read_file")
 COMMAND: Final = f"cat {FILE}"
@@ -26,12 +25,6 @@ TOLD: Final = re.compile(r"^(?:Observation|<tool_response>)")
 
 
 class Agentic(Scripted):
-    def handle(self, message: Down) -> None:
-        if isinstance(message, Tokenize):
-            self.send(Tokenized(message.rid, PROMPT_TOKENS))
-        else:
-            super().handle(message)
-
     def generate(self, request: Generate) -> None:
         assert isinstance(request.prompt, ChatPrompt)
         self.send(Accepted(request.rid, PROMPT_TOKENS))

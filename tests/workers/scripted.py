@@ -24,6 +24,7 @@ from protocol.messages import (
     Abort,
     Accepted,
     Delta,
+    Detokenize,
     Down,
     Drain,
     Drained,
@@ -41,6 +42,8 @@ from protocol.messages import (
     Stats,
     Step,
     TextPrompt,
+    Tokenize,
+    Tokenized,
     Up,
     Usage,
     Welcome,
@@ -122,6 +125,10 @@ class Scripted:
                 self.generate(message)
             case Abort(rids=rids):
                 self.send_step([self.end(rid, Finish.ABORT) for rid in rids if rid in self.rows])
+            case Tokenize(rid):
+                self.send(Tokenized(rid, PROMPT_TOKENS, tuple(range(PROMPT_TOKENS))))
+            case Detokenize(rid, ids):
+                self.send(Tokenized(rid, len(ids), text="".join(f"t{i} " for i in ids)))
             case Ping(seq, t_ns):
                 self.send(Pong(seq, t_ns, self.stats()))
             case Drain(deadline_s):
