@@ -48,7 +48,7 @@ class CountTokens:
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
         request, unknown = decode_count(body)
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
-        prompt, _ = lower_prompt(request)
+        prompt, _ = lower_prompt(request, model.thinking)
         tokenized = await serve.tokenize(services, model, prompt)
         await send_body(send, 200, msgspec.json.encode(TokenCount(tokenized.count)), record.headers)
 

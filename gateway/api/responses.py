@@ -18,10 +18,12 @@ from gateway.config import ModelConfig
 from gateway.errors import BadRequest, Unsupported
 from gateway.http import Record, read_body, record_of, send_body
 from gateway.schemas import responses_out as out
+from gateway.schemas.canonical import with_thinking
 from gateway.schemas.responses import Item, ResponsesRequest, decode_count, decode_responses
 from gateway.schemas.responses_echo import echo
 from gateway.schemas.responses_lowering import lower_prompt, lower_responses
 from gateway.schemas.responses_tools import Toolbox, toolbox
+from gateway.schemas.thinking import lower_thinking
 from gateway.services import Services
 from gateway.store import Store, Stored
 
@@ -116,6 +118,7 @@ class CountTokens:
         before = await self._history.before(tenant, request.previous_response_id)
         prompt, left_out = lower_prompt(request, toolbox(request), before)
         model, _ = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])
+        prompt = with_thinking(prompt, lower_thinking(request, model.thinking))
         tokenized = await serve.tokenize(services, model, prompt)
         await send_body(send, 200, _encode(out.TokenCount(tokenized.count)), record.headers)
 

@@ -1,33 +1,35 @@
 """`POST /tokenize` and `POST /detokenize`, as vLLM and SGLang have them."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from gateway.api import serve
+from gateway.config import ThinkingDefaults
 from gateway.errors import BadRequest
 from gateway.http import read_body, record_of, send_body
-from gateway.schemas.canonical import Thinking, ToolUse, chat_prompt
+from gateway.schemas.canonical import ToolUse, chat_prompt
 from gateway.schemas.decode import decode
 from gateway.schemas.openai import Message, TokenId
 from gateway.schemas.openai_turns import turns
+from gateway.schemas.thinking import of_config
 from gateway.services import Services
 from protocol.messages import ChatPrompt, TextPrompt
 
 
-class TokenizeRequest(Struct, frozen=True):
+class TokenizeRequest(Struct, frozen=True, kw_only=True):
     """Either `prompt` or `messages`."""
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: str = ""
     prompt: str | None = None
     messages: list[Message] | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class DetokenizeRequest(Struct, frozen=True):
-    model: Annotated[str, Meta(min_length=1)]
+class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+    model: str = ""
     tokens: list[TokenId]
 
 
@@ -55,8 +57,8 @@ class TokenizeText:
         services, record = self._services, record_of(scope)
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
         request, unknown = decode(_tokenize, body, TokenizeRequest, frozenset())
-        prompt = _prompt(request)
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
+        prompt = _prompt(request, model.thinking)
         found = await serve.tokenize(services, model, prompt, want_ids=True)
         ready = services.pool.worker(model.name).ready
         answer = Tokens(found.ids, found.count, ready.max_context if ready is not None else 0)
@@ -78,11 +80,11 @@ class DetokenizeIds:
         await send_body(send, 200, msgspec.json.encode(Text(found.text)), record.headers)
 
 
-def _prompt(request: TokenizeRequest) -> ChatPrompt | TextPrompt:
+def _prompt(request: TokenizeRequest, default: ThinkingDefaults) -> ChatPrompt | TextPrompt:
     if request.messages is not None:
         if not request.messages:
             raise BadRequest("'messages' is empty.", "messages", "invalid_value")
-        return chat_prompt(turns(request.messages), ToolUse(), Thinking(), request.chat_template_kwargs)
+        return chat_prompt(turns(request.messages), ToolUse(), of_config(default), request.chat_template_kwargs)
     if not request.prompt:
         raise BadRequest("'prompt' is empty.", "prompt", "invalid_value")
     return TextPrompt(request.prompt)

@@ -6,18 +6,21 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.config import ModelConfig
+from gateway.config import ModelConfig, ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported
 from gateway.schemas import canonical
-from gateway.schemas.canonical import Call, Choice, Thinking, Tool, ToolUse
+from gateway.schemas.canonical import EFFORTS, Call, Choice, Thinking, Tool, ToolUse
 from gateway.schemas.decode import decode
 from gateway.schemas.lowering import derive_seed
+from gateway.schemas.thinking import of_config
+from gateway.schemas.told import words
 from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling
 
 # Claude Code's first system block; its value changes with every session and would spoil every cached prefix.
 VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"
 # Blocks and messages are joined the same way whether they come as a list or as a string.
 JOINT: Final = "\n\n"
+CHOICES: Final = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "tool": Choice.NAMED, "none": Choice.NONE}
 
 # Accepted because they ask for nothing that a local server does.
 NO_ACTION: Final = frozenset(
@@ -54,7 +57,7 @@ class Block(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True):
-    role: str
+    role: Annotated[str, words("user", "assistant", "system")]
     content: str | list[Block]
 
 
@@ -70,30 +73,30 @@ class ToolSpec(Struct, frozen=True):
 
 
 class ToolChoice(Struct, frozen=True):
-    type: str
+    type: Annotated[str, words(*CHOICES)]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingSpec(Struct, frozen=True):
-    type: str
+    type: Annotated[str, words("enabled", "disabled", "adaptive")]
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
 class OutputFormat(Struct, frozen=True):
-    type: str = ""
+    type: Annotated[str, words("json_schema", "")] = ""
     schema: dict[str, Any] | None = None
 
 
 class OutputConfig(Struct, frozen=True):
-    effort: str | None = None
+    effort: Annotated[str, words(*EFFORTS)] | None = None
     format: OutputFormat | None = None
 
 
 class CountRequest(Struct, frozen=True, kw_only=True):
     """`POST /v1/messages/count_tokens`: the part of a request that is the prompt."""
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: str = ""
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[Block] | None = None
     tools: list[ToolSpec] | None = None
@@ -130,7 +133,7 @@ def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
     return decode(_count, body, CountRequest, known)
 
 
-def lower_prompt(request: CountRequest) -> tuple[ChatPrompt, Thinking]:
+def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None) -> tuple[ChatPrompt, Thinking]:
     """The prompt of a request. Raises `BadRequest`."""
     turns: list[dict[str, Any]] = []
     system = _system(request.system)
@@ -139,7 +142,7 @@ def lower_prompt(request: CountRequest) -> tuple[ChatPrompt, Thinking]:
     for index, message in enumerate(request.messages):
         turns += _turns(message, f"messages.{index}")
     tool_use = _tool_use(request)
-    thinking = _thinking(request)
+    thinking = _thinking(request, of_config(default))
     # A last turn of the assistant is the beginning of the answer; one that says nothing is none.
     continues = request.messages[-1].role == "assistant" and "tool_calls" not in turns[-1]
     if continues and not turns[-1]["content"]:
@@ -155,7 +158,7 @@ def lower_messages(
     request: MessagesRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> Generate:
     """Raises `BadRequest`."""
-    prompt, thinking = lower_prompt(request)
+    prompt, thinking = lower_prompt(request, model.thinking)
     stops = tuple(stop for stop in request.stop_sequences or () if stop)
     defaults = model.sampling
     return Generate(
@@ -296,10 +299,9 @@ def _tool_use(request: CountRequest) -> ToolUse:
             raise BadRequest("tools: a tool needs a name.", "tools")
         tools.append(Tool(spec.name, spec.description or "", spec.input_schema or {}, bool(spec.strict)))
     choice = request.tool_choice or ToolChoice("auto")
-    kinds = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "tool": Choice.NAMED, "none": Choice.NONE}
-    if choice.type not in kinds:
-        raise BadRequest(f"tool_choice.type: {choice.type[:40]!r} is none of {', '.join(kinds)}.", "tool_choice.type")
-    use = ToolUse(tuple(tools), kinds[choice.type], choice.name or "", not choice.disable_parallel_tool_use)
+    if choice.type not in CHOICES:
+        raise BadRequest(f"tool_choice.type: {choice.type[:40]!r} is none of {', '.join(CHOICES)}.", "tool_choice.type")
+    use = ToolUse(tuple(tools), CHOICES[choice.type], choice.name or "", not choice.disable_parallel_tool_use)
     return use.check("tool_choice")
 
 
@@ -335,20 +337,21 @@ def _skipped_tools(request: CountRequest) -> list[str]:
     return [f"tools.{spec.type}" for spec in request.tools or () if _is_skipped(spec)]
 
 
-def _thinking(request: CountRequest) -> Thinking:
+def _thinking(request: CountRequest, default: Thinking) -> Thinking:
     wish = Thinking()
     if request.output_config is not None and request.output_config.effort is not None:
         wish = Thinking.of_effort(request.output_config.effort, "output_config.effort")
     if request.thinking is None:
         # As the real API does: who does not ask reads the answer from the first block. Effort by itself does not ask.
-        return Thinking(False, wish.effort)
+        asked = Thinking(default.is_enabled or False, wish.effort)
+        return asked.under(default)
     match request.thinking.type:
         case "enabled":
-            return Thinking(True, budget=request.thinking.budget_tokens).over(wish)
+            return Thinking(True, budget=request.thinking.budget_tokens).over(wish).under(default)
         case "disabled":
             return Thinking(False)
         case "adaptive":
-            return Thinking(None, wish.effort, None)
+            return Thinking(None, wish.effort).under(default)
         case kind:
             raise BadRequest(f"thinking.type: {kind[:40]!r} is none of enabled, disabled, adaptive.", "thinking.type")
 

@@ -106,6 +106,15 @@ class Thinking(Struct, frozen=True):
             weaker.budget if self.budget is None else self.budget,
         )
 
+    def under(self, default: "Thinking") -> "Thinking":
+        """This wish of a request, and where it says nothing what is configured. Who does not think needs no effort."""
+        return self if self.is_enabled is False else self.over(default)
+
+
+def with_thinking(prompt: ChatPrompt, thinking: Thinking) -> ChatPrompt:
+    """A prompt that was made before it was known how much to think."""
+    return msgspec.structs.replace(prompt, thinking=thinking.is_enabled, effort=thinking.effort)
+
 
 def system(content: str) -> dict[str, Any]:
     return {"role": "system", "content": content}

@@ -51,7 +51,7 @@ def lower_chat(
         raise BadRequest("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
     if request.max_tokens == 0:
         raise BadRequest("Invalid value for 'max_tokens': expected int >= 1.", "max_tokens", "invalid_value")
-    tool_use, thinking = lower_tools(request), lower_thinking(request)
+    tool_use, thinking = lower_tools(request), lower_thinking(request, model.thinking)
     prompt = chat_prompt(messages, tool_use, thinking, template_kwargs(request.chat_template_kwargs), continues)
     return _generates(
         request,

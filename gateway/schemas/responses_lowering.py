@@ -69,7 +69,10 @@ def unseal(sealed: str | None) -> str | None:
 
 
 def lower_prompt(request: CountRequest, box: Toolbox, history: Iterable[Item]) -> tuple[ChatPrompt, list[str]]:
-    """The prompt, and what of the input is left out. References must have been resolved. Raises `BadRequest`."""
+    """The prompt, and what of the input is left out. References must have been resolved. Raises `BadRequest`.
+
+    What is configured for the model is still to be said with `with_thinking`: it is not known yet.
+    """
     turns = _Turns()
     if isinstance(request.instructions, str):
         turns.add_system(request.instructions)
@@ -95,10 +98,11 @@ def lower_responses(
 ) -> Generate:
     """Raises `BadRequest`."""
     defaults = model.sampling
+    thinking = lower_thinking(request, model.thinking)
     wants_logprobs = bool(request.top_logprobs) or request.includes("message.output_text.logprobs")
     return Generate(
         next_rid(),
-        prompt,
+        canonical.with_thinking(prompt, thinking),
         Sampling(
             temperature=first(request.temperature, defaults.temperature, 1.0),
             top_p=first(request.top_p, defaults.top_p, 1.0),
@@ -113,7 +117,7 @@ def lower_responses(
         top_logprobs=(request.top_logprobs or 0) if wants_logprobs else None,
         deadline_ms=deadline_ms,
         want_progress=True,
-        thinking_budget=lower_thinking(request).budget,
+        thinking_budget=thinking.budget,
         constraint=_constraint(request),
     )
 

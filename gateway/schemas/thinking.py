@@ -5,16 +5,20 @@ from typing import Annotated, Any, Final, Protocol
 
 from msgspec import Meta, Struct
 
+from gateway.config import ThinkingDefaults
 from gateway.errors import BadRequest
 from gateway.schemas.canonical import EFFORTS, Thinking
+from gateway.schemas.told import words
 
 Budget = Annotated[int, Meta(ge=0, le=1 << 40)]
+# Anthropic's words; adaptive leaves it to the model.
+_TYPES: Final[dict[str, bool | None]] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 
 
 class ReasoningSpec(Struct, frozen=True):
     """OpenRouter's and the Responses API's `reasoning`."""
 
-    effort: Annotated[str, Meta(max_length=32)] | None = None
+    effort: Annotated[str, Meta(max_length=32), words(*EFFORTS)] | None = None
     max_tokens: Budget | None = None
     budget: Budget | None = None
     enabled: bool | None = None
@@ -23,7 +27,7 @@ class ReasoningSpec(Struct, frozen=True):
 class ThinkingSpec(Struct, frozen=True):
     """Anthropic's `thinking`."""
 
-    type: Annotated[str, Meta(max_length=32)]
+    type: Annotated[str, Meta(max_length=32), words(*_TYPES)]
     budget_tokens: Budget | None = None
 
 
@@ -44,15 +48,21 @@ class Wishes(Protocol):
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
 
 
-# Anthropic's words; adaptive leaves it to the model.
-_TYPES: Final[dict[str, bool | None]] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
+def of_config(defaults: ThinkingDefaults | None) -> Thinking:
+    """What is configured, as a wish."""
+    if defaults is None:
+        return Thinking()
+    wish = Thinking(defaults.enabled, budget=defaults.budget)
+    if defaults.effort is not None:
+        wish = wish.over(Thinking.of_effort(defaults.effort, "effort"))
+    return Thinking(False) if wish.is_enabled is False else wish
 
 
-def lower_thinking(request: Wishes) -> Thinking:
+def lower_thinking(request: Wishes, default: ThinkingDefaults | None = None) -> Thinking:
     """One wish from all. Where two contradict each other, the one nearer to the model wins. Raises `BadRequest`.
 
     From the strongest: `chat_template_kwargs`, `enable_thinking` and `thinking_budget`, `thinking`, `reasoning`,
-    `reasoning_effort`.
+    `reasoning_effort`, and what is configured.
     """
     plain = Thinking(request.enable_thinking, budget=request.thinking_budget)
     found = _of_template(request.chat_template_kwargs or {}).over(plain)
@@ -62,7 +72,7 @@ def lower_thinking(request: Wishes) -> Thinking:
         found = found.over(_of_reasoning(request.reasoning))
     if request.reasoning_effort is not None:
         found = found.over(Thinking.of_effort(request.reasoning_effort, "reasoning_effort"))
-    return found
+    return found.under(of_config(default))
 
 
 def _of_template(kwargs: Mapping[str, Any]) -> Thinking:

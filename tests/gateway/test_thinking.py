@@ -6,18 +6,24 @@ from typing import Any
 
 import pytest
 
-from gateway.config import ModelConfig
+from gateway.config import ModelConfig, ThinkingDefaults
 from gateway.errors import ApiError
+from gateway.schemas.anthropic import decode_messages, lower_messages
 from gateway.schemas.lowering import lower_chat
 from gateway.schemas.openai import decode_chat
+from gateway.schemas.responses import decode_responses
+from gateway.schemas.responses_lowering import lower_prompt, lower_responses
+from gateway.schemas.responses_tools import toolbox
 from protocol.messages import ChatPrompt
 
+MODEL = ModelConfig(name="m", path="m")
 
-def wish(**fields: Any) -> tuple[bool | None, str, int | None]:
+
+def wish(model: ModelConfig = MODEL, /, **fields: Any) -> tuple[bool | None, str, int | None]:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
     request, unknown = decode_chat(json.dumps(body).encode())
     assert not unknown
-    [found] = lower_chat(request, ModelConfig(name="m", path="m"), count(1).__next__, 7)
+    [found] = lower_chat(request, model, count(1).__next__, 7)
     assert isinstance(found.prompt, ChatPrompt)
     return found.prompt.thinking, found.prompt.effort, found.thinking_budget
 
@@ -93,3 +99,71 @@ def test_the_templates_own_words_still_reach_it() -> None:
     [found] = lower_chat(decode_chat(json.dumps(body).encode())[0], ModelConfig(name="m", path="m"), lambda: 1, 7)
     assert isinstance(found.prompt, ChatPrompt)
     assert found.prompt.template_kwargs == {"thinking": True}
+
+
+def wish_by_default(default: ThinkingDefaults, **fields: Any) -> tuple[bool | None, str, int | None]:
+    return wish(ModelConfig(name="m", path="m", thinking=default), **fields)
+
+
+def anthropic_wish(default: ThinkingDefaults, **fields: Any) -> tuple[bool | None, str, int | None]:
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]} | fields
+    request, _ = decode_messages(json.dumps(body).encode())
+    found = lower_messages(request, ModelConfig(name="m", path="m", thinking=default), count(1).__next__, 7)
+    assert isinstance(found.prompt, ChatPrompt)
+    return found.prompt.thinking, found.prompt.effort, found.thinking_budget
+
+
+def responses_wish(default: ThinkingDefaults, **fields: Any) -> tuple[bool | None, str, int | None]:
+    request, _ = decode_responses(json.dumps({"model": "m", "input": "hi"} | fields).encode())
+    prompt, _ = lower_prompt(request, toolbox(request), ())
+    model = ModelConfig(name="m", path="m", thinking=default)
+    found = lower_responses(request, prompt, model, count(1).__next__, 7)
+    assert isinstance(found.prompt, ChatPrompt)
+    return found.prompt.thinking, found.prompt.effort, found.thinking_budget
+
+
+OFF, HIGH, SHORT = ThinkingDefaults(enabled=False), ThinkingDefaults(effort="high"), ThinkingDefaults(budget=64)
+
+
+@pytest.mark.parametrize(
+    ("default", "fields", "expected"),
+    [
+        (OFF, {}, (False, "", None)),
+        (OFF, {"enable_thinking": True}, (True, "", None)),
+        (OFF, {"reasoning_effort": "low"}, (True, "low", None)),
+        (OFF, {"chat_template_kwargs": {"enable_thinking": True}}, (True, "", None)),
+        (HIGH, {}, (True, "high", None)),
+        (HIGH, {"enable_thinking": False}, (False, "", None)),
+        (HIGH, {"reasoning_effort": "low"}, (True, "low", None)),
+        (HIGH, {"thinking_budget": 5}, (True, "high", 5)),
+        (SHORT, {}, (None, "", 64)),
+        (SHORT, {"thinking_budget": 5}, (None, "", 5)),
+        (ThinkingDefaults(effort="minimal"), {}, (False, "", None)),
+        (ThinkingDefaults(enabled=False, effort="high", budget=9), {}, (False, "", None)),
+    ],
+)
+def test_what_is_configured_fills_what_a_request_leaves_open(
+    default: ThinkingDefaults, fields: dict[str, Any], expected: tuple[bool | None, str, int | None]
+) -> None:
+    assert wish_by_default(default, **fields) == expected
+    assert responses_wish(default, **fields) == expected
+
+
+@pytest.mark.parametrize(
+    ("default", "fields", "expected"),
+    [
+        (ThinkingDefaults(), {}, (False, "", None)),
+        (OFF, {}, (False, "", None)),
+        (HIGH, {}, (True, "high", None)),
+        (SHORT, {}, (False, "", None)),
+        (HIGH, {"thinking": {"type": "disabled"}}, (False, "", None)),
+        (OFF, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, (False, "high", None)),
+        (OFF, {"thinking": {"type": "enabled", "budget_tokens": 9}}, (True, "", 9)),
+        (HIGH, {"thinking": {"type": "adaptive"}}, (True, "high", None)),
+        (HIGH, {"output_config": {"effort": "low"}}, (True, "low", None)),
+    ],
+)
+def test_anthropics_own_default_stays_where_nothing_is_configured(
+    default: ThinkingDefaults, fields: dict[str, Any], expected: tuple[bool | None, str, int | None]
+) -> None:
+    assert anthropic_wish(default, **fields) == expected
