@@ -6,6 +6,7 @@ else as a worker's.
 """
 
 import argparse
+import math
 import random
 import sys
 import tempfile
@@ -44,16 +45,19 @@ from worker.kv_budget import KvCost
 from worker.loader import Loaded, load
 
 DIFFERENT: Final = 1
-# Words a prompt, short to long; every other request continues a beginning that they share.
-LENGTHS: Final = (3, 24, 80, 160)
-SHARED_WORDS: Final = 60
+# Words of the longest prompt. The others are parts of that; every other request continues a beginning that they share.
+LONGEST_WORDS: Final = 160
+PARTS: Final = (0.02, 0.15, 0.5, 1.0)
+SHARED_PART: Final = 0.375
 SMALL_CHUNK: Final = 32
 CACHE_BYTES: Final = 1 << 30
 DISK_BYTES: Final = 4 << 30
 WRITE_TIMEOUT_S: Final = 60.0
-# Rows of this many tokens outgrow what admission counts on, so that memory for fewer makes one of them leave.
+# Rows of this many tokens outgrow what admission counts on, so that memory for fewer makes one of them leave. The
+# first part of their output is given to them: what they say of it themselves crosses the border.
 CROWD: Final = 3
 CROWD_PROMPT: Final = 240
+CROWD_GIVEN: Final = 250
 CROWD_OUTPUT: Final = 290
 CROWD_TOKENS: Final = 512
 WORDS: Final = (
@@ -146,12 +150,12 @@ class Session:
 class Verifier:
     """All checks of one model. The first one, alone and without caches, is what the others are compared with."""
 
-    def __init__(self, loaded: Loaded, spec: WorkerSpec, tokens: int) -> None:
+    def __init__(self, loaded: Loaded, spec: WorkerSpec, tokens: int, words: int = LONGEST_WORDS) -> None:
         self._loaded = loaded
         self._intake = Intake(loaded, spec.parser)
         # Nothing is kept from one request to the next, unless a check says so.
         self._spec = replace(spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0, max_running=16)
-        self._requests = _requests(tokens, loaded.max_context)
+        self._requests = _requests(tokens, words, loaded.max_context)
         self._alone: list[Output] = []
 
     def checks(self) -> Generator[Check]:
@@ -232,15 +236,16 @@ def _differences(outputs: Sequence[Output], expected: Sequence[Output]) -> Gener
         yield Difference(index, at, round(top[0][1] - top[1][1], 6) if len(top) > 1 else None)
 
 
-def _requests(tokens: int, max_context: int) -> list[Generate]:
+def _requests(tokens: int, words: int, max_context: int) -> list[Generate]:
     """Greedy and seeded, short and long, half of them with a common beginning."""
     rng = random.Random(0)
-    common = " ".join(rng.choices(WORDS, k=SHARED_WORDS))
+    shared = math.ceil(SHARED_PART * words)
+    common = rng.choices(WORDS, k=shared)
     made: list[Generate] = []
-    for length in LENGTHS:
+    for part in PARTS:
         for is_sampled in (False, True):
-            words = rng.choices(WORDS, k=min(length, max_context // 8))
-            text = " ".join([common, *words] if is_sampled and max_context > 8 * SHARED_WORDS else words)
+            own = rng.choices(WORDS, k=min(math.ceil(part * words), max_context // 8))
+            text = " ".join([*common, *own] if is_sampled and max_context > 8 * shared else own)
             sampling = Sampling(temperature=0.0, ignore_eos=True)
             if is_sampled:
                 sampling = Sampling(temperature=0.8, top_p=0.95, seed=rng.getrandbits(62), ignore_eos=True)
@@ -249,16 +254,20 @@ def _requests(tokens: int, max_context: int) -> list[Generate]:
 
 
 def _crowd(vocab_size: int) -> list[Generate]:
-    return [
-        Generate(
-            rid,
-            TokensPrompt(tuple((20 + rid * 31 + at * 7) % vocab_size for at in range(CROWD_PROMPT))),
-            Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True),
-            max_tokens=CROWD_OUTPUT,
-            top_logprobs=2,
+    made: list[Generate] = []
+    for rid in range(1, CROWD + 1):
+        ids = tuple((20 + rid * 31 + at * 7) % vocab_size for at in range(CROWD_PROMPT + CROWD_GIVEN))
+        made.append(
+            Generate(
+                rid,
+                TokensPrompt(ids[:CROWD_PROMPT]),
+                Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True),
+                max_tokens=CROWD_OUTPUT,
+                top_logprobs=2,
+                resume=ids[CROWD_PROMPT:],
+            )
         )
-        for rid in range(1, CROWD + 1)
-    ]
+    return made
 
 
 def _ignore_progress(_stage: str, _done_bytes: int, _total_bytes: int) -> None:
@@ -270,6 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="worker.verify", description="Compare what a model says however it is run.")
     parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON")
     parser.add_argument("--tokens", type=int, default=48, help="generated for each request")
+    parser.add_argument("--words", type=int, default=LONGEST_WORDS, help="of the longest prompt")
     options = parser.parse_args(argv)
     try:
         spec = msgspec.json.decode(options.spec, type=WorkerSpec)
@@ -280,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         loaded = load(spec, _ignore_progress)
         memory.limit_cache()
         status = 0
-        for check in Verifier(loaded, spec, options.tokens).checks():
+        for check in Verifier(loaded, spec, options.tokens, options.words).checks():
             print(msgspec.json.encode(check).decode(), flush=True)
             if not check.is_good:
                 status = DIFFERENT

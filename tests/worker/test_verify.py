@@ -23,7 +23,7 @@ def test_every_way_of_running_a_request_gives_its_own_tokens(
     architecture: str, model_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = msgspec.json.encode(spec(model_folder(architecture))).decode()
-    assert main(["--spec", wanted, "--tokens", "12"]) == 0
+    assert main(["--spec", wanted, "--tokens", "12", "--words", "32"]) == 0
     checks = [msgspec.json.decode(line, type=Check) for line in capsys.readouterr().out.splitlines()]
     assert [check.name for check in checks] == NAMES
     assert all(check.is_good and check.tokens for check in checks)
@@ -47,7 +47,7 @@ class Wobbly:
 def test_a_model_that_is_not_exact_in_a_batch_is_found(model_folder: Callable[[str], Path]) -> None:
     wanted = spec(model_folder("qwen3"))
     loaded = load(wanted, lambda *_: None)
-    checks = Verifier(replace(loaded, model=Wobbly(loaded.model)), wanted, 4).checks()
+    checks = Verifier(replace(loaded, model=Wobbly(loaded.model)), wanted, 4, 32).checks()
     assert next(checks).is_good
     batched = next(checks)
     assert not batched.is_good
