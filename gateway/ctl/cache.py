@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gateway.ctl.local import console, read_config
 from gateway.ctl.say import Json, ask, print_json
 
 if TYPE_CHECKING:
@@ -18,15 +19,12 @@ def stats(json: Json = False) -> None:
 
     Example: mlxctl cache stats
     """
-    import sys
     import time
-
-    from rich.console import Console
 
     from gateway.ctl import show
     from gateway.prefixcache import measure
 
-    config = ask(_config)
+    config = ask(read_config)
     folders = measure(config.prefix_cache_dir)
     if json:
         print_json({"folder": str(config.prefix_cache_dir), "cap_bytes": config.prefix_cache_bytes, "models": folders})
@@ -34,7 +32,7 @@ def stats(json: Json = False) -> None:
     total, cap = sum(folder.size_bytes for folder in folders), config.prefix_cache_bytes
     typer.echo(f"{config.prefix_cache_dir}: {show.size(total)} of {show.size(cap)}")
     if folders:
-        show.cache(folders, time.time(), Console() if sys.stdout.isatty() else Console(width=240))
+        show.cache(folders, time.time(), console())
 
 
 @app.command()
@@ -51,24 +49,13 @@ def clear(
     from gateway.ctl import show
     from gateway.prefixcache import clear as delete
 
-    config = ask(_config)
+    config = ask(read_config)
     path = None if model is None else ask(lambda: _path(config, model))
     cleared = delete(config.prefix_cache_dir, path)
     if json:
         print_json(cleared)
     else:
         typer.echo(f"deleted {cleared.files} files, {show.size(cleared.size_bytes)}")
-
-
-def _config() -> "Config":
-    from gateway.config import ConfigError, default_home
-    from gateway.configread import load_config
-    from gateway.ctl.client import Failed
-
-    try:
-        return load_config(default_home())
-    except ConfigError as error:
-        raise Failed(str(error)) from None
 
 
 def _path(config: "Config", name: str) -> str:

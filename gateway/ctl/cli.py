@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.ctl import cache, inspect, keys, logs, service
+from gateway.ctl import cache, info, inspect, keys, logs, pull, service
 from gateway.ctl import config as config_verbs
 from gateway.ctl.say import Json, ask, print_json
 
@@ -65,7 +65,8 @@ def status(json: Json = False) -> None:
 
 app.command("logs")(logs.logs)
 app.command("doctor")(inspect.doctor)
-app.command("info")(inspect.info)
+app.command("info")(info.info)
+app.command("pull")(pull.pull)
 app.command("ps", hidden=True, help="The same as status.")(status)
 
 

@@ -1,0 +1,80 @@
+"""Whether the installed MLX libraries can load a model, from its configuration alone: none of them is imported."""
+
+import ast
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+LIBRARIES: Final = ("mlx_lm", "mlx_vlm")
+# What mlx-lm's loader knows besides MLX's own quantization.
+_QUANT_METHODS: Final = frozenset({"awq", "bitnet", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8"})
+
+
+def obstacles(config: dict[str, Any] | None, files: Sequence[str]) -> list[str]:
+    """Why a repository cannot be loaded, as clauses; empty when nothing speaks against it. `files` by name."""
+    if config is None:
+        return ["it holds no config.json"]
+    found: list[str] = []
+    if not any(is_weights(name) for name in files):
+        found.append(_without_weights(files))
+    if not isinstance(model_type := config.get("model_type"), str):
+        found.append("its config.json names no model_type")
+    elif not _is_known(model_type):
+        found.append(f"the installed mlx-lm has no architecture {model_type!r}")
+    quantization = config.get("quantization_config")
+    if "quantization" not in config and isinstance(quantization, dict):
+        method = quantization.get("quant_method")
+        if method is not None and method not in _QUANT_METHODS:
+            found.append(f"its quantization is {method!r}, which MLX does not read")
+    return found
+
+
+def is_weights(name: str) -> bool:
+    """Whether the loader takes a file: `model*.safetensors`, not in a folder below."""
+    return name.startswith("model") and name.endswith(".safetensors") and "/" not in name
+
+
+def _without_weights(files: Sequence[str]) -> str:
+    endings = {Path(name).suffix for name in files}
+    if ".gguf" in endings:
+        return "its weights are GGUF, which is llama.cpp's; look for one of mlx-community"
+    if endings & {".bin", ".pt", ".pth"}:
+        return "its weights are PyTorch files, not safetensors"
+    if ".safetensors" in endings:
+        return "it holds no model*.safetensors: an adapter, or parts of something else"
+    return "it holds no weights"
+
+
+def _is_known(model_type: str) -> bool:
+    """True when unsure: a library that is not there says nothing."""
+    folders = [folder for library in LIBRARIES if (folder := _folder(library)) is not None]
+    if not folders:
+        return True
+    return any(_has(folder / "models", _renamed(folder, model_type)) for folder in folders)
+
+
+def _has(models: Path, name: str) -> bool:
+    return (models / f"{name}.py").is_file() or (models / name).is_dir()
+
+
+def _folder(library: str) -> Path | None:
+    spec = importlib.util.find_spec(library)
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def _renamed(folder: Path, model_type: str) -> str:
+    """As `MODEL_REMAPPING` of the library's utils.py has it, read as text."""
+    try:
+        tree = ast.parse((folder / "utils.py").read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return model_type
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="MODEL_REMAPPING")], value=ast.Dict() as names):
+                return {str(key): str(value) for key, value in ast.literal_eval(names).items()}.get(
+                    model_type, model_type
+                )
+            case _:
+                pass
+    return model_type

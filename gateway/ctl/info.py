@@ -1,0 +1,110 @@
+"""`mlxctl info`: what a model needs, whether it is here or still on the hub."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.ctl.complete import complete_models
+from gateway.ctl.say import Json, ask, print_json
+
+if TYPE_CHECKING:
+    from gateway.config import ModelConfig
+    from gateway.modelinfo import Info
+
+
+def info(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model's name or alias, a folder, or a repository (ORG/NAME or ORG/NAME@REVISION).",
+            show_default=False,
+            autocompletion=complete_models,
+        ),
+    ],
+    json: Json = False,
+) -> None:
+    """Say what a model needs and whether it fits this machine now, also before it is downloaded. Exit status 1 if not.
+
+    Example: mlxctl info mlx-community/Qwen3-4B-4bit
+    """
+    found = ask(lambda: _look(model))
+    if json:
+        print_json(found)
+    else:
+        say(model, found)
+    if not found.fits or found.obstacles:
+        raise typer.Exit(1)
+
+
+def say(name: str, found: "Info") -> None:
+    """For people."""
+    from gateway.ctl.show import size
+
+    kv = "not computed for this attention"
+    if found.kv_1k_bytes is not None:
+        kv = f"{size(found.kv_1k_bytes)} per 1,000 tokens"
+    place = found.path if found.is_downloaded else f"not downloaded (mlxctl pull {found.path})"
+    context = f"{found.context or '?'} tokens"
+    if found.tokens_max is not None and found.context and found.tokens_max < found.context:
+        context += f", of which memory holds {found.tokens_max}"
+    typer.echo(f"{name}: {found.model_type or '?'}, {place}")
+    typer.echo(f"weights    {size(found.weights_bytes)} in memory, {size(found.disk_bytes)} on disk")
+    typer.echo(f"KV         {kv}")
+    typer.echo(f"context    {context}")
+    typer.echo(f"available  {size(found.available_bytes)}")
+    typer.echo(found.verdict)
+    for obstacle in found.obstacles:
+        typer.secho(f"cannot be loaded: {obstacle}", fg="red")
+
+
+def available_bytes() -> int:
+    """Memory that a model could take now."""
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+def _look(name: str) -> "Info":
+    """Here, or else on the hub. Raises `Failed`."""
+    from gateway.ctl.client import Failed
+    from gateway.modelinfo import Unreadable, find, inspect
+
+    model = _configured(name)
+    try:
+        return inspect(find(model.path), model.dtype, model.context, available_bytes())
+    except Unreadable as error:
+        if not _is_repository(model.path):
+            raise Failed(str(error)) from None
+        return _on_hub(model, error)
+
+
+def _on_hub(model: "ModelConfig", here: Exception) -> "Info":
+    from gateway import hub
+    from gateway.ctl.client import Failed
+
+    try:
+        repository = hub.look(*hub.split(model.path))
+        found = hub.inspect(repository, model.dtype, model.context, available_bytes())
+        if found is None:
+            raise Failed(f"{repository.id} cannot be loaded: {'; '.join(hub.obstacles(repository))}")
+    except hub.HubFailed as error:
+        raise Failed(f"{here}\n{error}") from None
+    return found
+
+
+def _is_repository(path: str) -> bool:
+    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
+
+
+def _configured(name: str) -> "ModelConfig":
+    """The model of the configuration, or one that could be. Raises `Failed`."""
+    from gateway.caller import OWNER
+    from gateway.config import ModelConfig
+    from gateway.ctl.local import read_config
+    from gateway.errors import ModelNotFound
+    from gateway.routing import Router
+
+    try:
+        return Router(read_config().models).resolve(name, OWNER)
+    except ModelNotFound:
+        return ModelConfig(name=name, path=name)

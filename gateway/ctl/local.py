@@ -1,0 +1,40 @@
+"""What verbs share that work without the daemon."""
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gateway.config import Config
+    from gateway.schemas.admin import ModelStatus
+
+
+def read_config() -> "Config":
+    """The configuration of the home, as the daemon would read it now. Raises `Failed`."""
+    from gateway.config import ConfigError, default_home
+    from gateway.configread import load_config
+    from gateway.ctl.client import Failed
+
+    try:
+        return load_config(default_home())
+    except ConfigError as error:
+        raise Failed(str(error)) from None
+
+
+def running_models() -> "list[ModelStatus] | None":
+    """What the daemon serves; None when it does not run."""
+    from gateway.ctl.client import Failed, get
+    from gateway.schemas.admin import Status
+
+    try:
+        return get("/v1/status", Status).models
+    except Failed:
+        return None
+
+
+def console() -> "Console":
+    """For tables: a pipe has no width, so nothing is cut off there."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=240)

@@ -1,0 +1,196 @@
+"""`mlxctl pull`: a model from the Hugging Face hub into the local cache."""
+
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.ctl.say import Json, ask, print_json
+
+if TYPE_CHECKING:
+    from gateway.config import Config
+    from gateway.download import Plan
+    from gateway.modelinfo import Info
+
+
+def pull(
+    repository: Annotated[
+        str,
+        typer.Argument(help="A repository of the hub, of main or another revision.", metavar="ORG/NAME[@REVISION]"),
+    ],
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="Only files of this pattern; may be given again. Default: all that MLX reads."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Never ask: also what will not fit or load.")] = False,
+    json: Json = False,
+) -> None:
+    """Download a model, or the rest of one. Says first whether it fits, in memory and on the disk. No daemon is needed.
+
+    A token for gated and private models is taken from HF_TOKEN.
+
+    Example: mlxctl pull mlx-community/Qwen3-4B-4bit
+    """
+    from gateway.ctl.info import say
+
+    began = time.monotonic()
+    plan, found, obstacles = ask(lambda: _consider(repository, include))
+    if found is not None and not json:
+        say(repository, found)
+    elif not json:
+        typer.echo(f"{repository}: nothing is known of what it needs in memory")
+    ask(lambda: _check_space(plan, is_quiet=json))
+    if plan.missing_bytes:
+        _confirm(plan, found, obstacles, yes)
+    with _progress(plan) as arrived:
+        path = ask(lambda: _fetch(plan, arrived))
+    if json:
+        print_json(_result(plan, found, obstacles, path))
+        return
+    _tell(plan, path, time.monotonic() - began)
+
+
+def _consider(name: str, include: list[str] | None) -> "tuple[Plan, Info | None, list[str]]":
+    """What there is to download, what it needs, and what speaks against it. Raises `Failed`."""
+    from gateway import hub
+    from gateway.ctl.client import Failed
+    from gateway.ctl.info import available_bytes
+    from gateway.download import plan
+
+    try:
+        found = hub.look(*hub.split(name))
+        made = plan(found, include or hub.WANTED)
+        info = hub.inspect(found, "auto", 0, available_bytes())
+        return made, info, list(info.obstacles) if info is not None else hub.obstacles(found)
+    except hub.HubFailed as error:
+        raise Failed(str(error)) from None
+
+
+def _check_space(plan: "Plan", *, is_quiet: bool) -> None:
+    """Raises `Failed`."""
+    from gateway.ctl.client import Failed
+    from gateway.ctl.show import size
+    from gateway.download import RESERVE_BYTES, space
+
+    disk = space(plan)
+    if not disk.is_enough:
+        raise Failed(
+            f"{plan.repository.id} needs {size(disk.needed_bytes)} more, and {size(disk.free_bytes)} are free in "
+            f"{disk.folder}: free {size(disk.needed_bytes + RESERVE_BYTES - disk.free_bytes)} first (mlxctl models "
+            "shows what is there, mlxctl rm removes), or set HF_HUB_CACHE to a larger disk"
+        )
+    if not is_quiet:
+        here = f", {size(plan.here_bytes)} of them here" if plan.here_bytes else ""
+        typer.echo(
+            f"download   {len(plan.files)} files, {size(plan.total_bytes)}{here}; "
+            f"{size(disk.free_bytes)} are free in {disk.folder}"
+        )
+
+
+def _confirm(plan: "Plan", found: "Info | None", obstacles: list[str], yes: bool) -> None:
+    """Downloading what cannot be used is worth a question."""
+    doubts = [f"{plan.repository.id} cannot be loaded: {obstacle}" for obstacle in obstacles]
+    if found is not None and not found.fits:
+        doubts.append(f"{plan.repository.id} {found.verdict}")
+    for doubt in doubts:
+        typer.secho(f"mlxctl: {doubt}", fg="yellow", err=True)
+    if not doubts or yes:
+        return
+    if not sys.stdin.isatty():
+        typer.echo("mlxctl: not downloaded; --yes does it all the same", err=True)
+        raise typer.Exit(1)
+    if not typer.confirm("Download it all the same?", err=True):
+        raise typer.Exit(1)
+
+
+def _fetch(plan: "Plan", arrived: Callable[[int], None]) -> Path:
+    from gateway.ctl.client import Failed
+    from gateway.download import fetch
+    from gateway.hub import HubFailed
+
+    try:
+        return fetch(plan, arrived)
+    except HubFailed as error:
+        raise Failed(f"{error}\nWhat has come so far is kept: the same command goes on with it.") from None
+    except KeyboardInterrupt:
+        raise Failed("stopped; the same command goes on where it was", 130) from None
+
+
+@contextmanager
+def _progress(plan: "Plan") -> Generator[Callable[[int], None], None, None]:
+    """A bar on stderr, for people only."""
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(plan.repository.id, total=plan.total_bytes, completed=plan.here_bytes)
+        yield lambda count: bar.advance(task, count)
+
+
+def _result(plan: "Plan", found: "Info | None", obstacles: list[str], path: Path) -> dict[str, object]:
+    return {
+        "repository": plan.repository.id,
+        "revision": plan.repository.revision,
+        "commit": plan.repository.commit,
+        "path": str(path),
+        "files": len(plan.files),
+        "size_bytes": plan.total_bytes,
+        "downloaded_bytes": plan.missing_bytes,
+        "fits": found.fits if found is not None else None,
+        "verdict": found.verdict if found is not None else "",
+        "obstacles": obstacles,
+    }
+
+
+def _tell(plan: "Plan", path: Path, took_s: float) -> None:
+    """Where it is and how it is served."""
+    from gateway.ctl.show import duration, size
+
+    if plan.missing_bytes:
+        typer.echo(f"{plan.repository.id} is downloaded: {size(plan.missing_bytes)} in {duration(took_s)}")
+    else:
+        typer.echo(f"{plan.repository.id} is here, whole and of the newest commit {plan.repository.commit[:8]}")
+    typer.echo(how_to_serve(plan, path))
+
+
+def how_to_serve(plan: "Plan", path: Path) -> str:
+    """The next command."""
+    from gateway.ctl.local import running_models
+    from gateway.hub import MAIN
+
+    repository = plan.repository
+    # A name stands for main; any other revision has only its folder.
+    served = repository.id if repository.revision == MAIN else str(path)
+    running = running_models()
+    if model := next((one for one in running or () if one.path == served), None):
+        return f"Load it now: mlxctl load {model.name}"
+    config = _config()
+    next_step = "mlxctl serve" if running is None else "mlxctl config reload"
+    if config is not None and any(model.path == served for model in config.models.values()):
+        return f"Serve it: {next_step}"
+    name = repository.id.rpartition("/")[2].lower()
+    file = "mlxd.toml" if config is None else config.config_path
+    return f'To serve it, write into {file}:\n\n[models."{name}"]\npath = "{served}"\n\nand then: {next_step}'
+
+
+def _config() -> "Config | None":
+    """A broken one is no reason to say nothing."""
+    from gateway.ctl.client import Failed
+    from gateway.ctl.local import read_config
+
+    try:
+        return read_config()
+    except Failed:
+        return None
