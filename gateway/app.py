@@ -3,7 +3,7 @@
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.api import admin, health, responses
+from gateway.api import admin, health, requests, responses
 from gateway.api.chat import ChatCompletions
 from gateway.api.completions import Completions
 from gateway.api.messages import CountTokens, Messages
@@ -33,7 +33,7 @@ class App:
         self.routes = routes
         router = Router(routes, redirect_slashes=False)
         inner = _guarded(router, services) if is_public else Trusted(router)
-        self._entry: ASGIApp = Entry(inner, services.metrics, is_public)
+        self._entry: ASGIApp = Entry(inner, services, is_public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._entry(scope, receive, send)
@@ -46,6 +46,7 @@ class App:
         """Finish writing what is kept. The last call."""
         if self._store is not None:
             self._store.close()
+        self.services.close()
 
 
 def _guarded(app: ASGIApp, services: Services) -> ASGIApp:
@@ -101,6 +102,7 @@ def create_admin_app(config: Config, pool: Pool, link: Link, metrics: Metrics, *
         [
             Route("/v1/status", admin.StatusEndpoint(services), methods=["GET"]),
             Route("/v1/keys/usage", admin.Usage(services), methods=["GET"]),
+            *requests.routes(services),
             # `mlxctl chat` needs no key: who owns the socket owns the models.
             Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
             Route("/v1/models/load", admin.Command(services, pool.load), methods=["POST"]),

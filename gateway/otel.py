@@ -1,6 +1,6 @@
 """Spans of finished requests, sent as OTLP over HTTP. Imported only where traces are configured.
 
-One span for a request, by OpenTelemetry's conventions for generative AI, and one below it for each phase it went through.
+One span for a request, by OpenTelemetry's conventions for generative AI, and one below it for each phase of it.
 """
 
 import logging
@@ -78,7 +78,7 @@ class Tracer:
 
 
 class Patient(SpanExporter):
-    """Leaves a collector alone for a while when it did not answer, and says so once. Owned by the thread that exports."""
+    """Leaves a collector that does not answer alone for a while, and says so once. Owned by the thread that exports."""
 
     def __init__(self, inner: SpanExporter, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._inner = inner

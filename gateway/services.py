@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from gateway.admission import Admission
 from gateway.auth import Keyring
+from gateway.capture import Captures
 from gateway.config import Config
 from gateway.keys import KeyFile
 from gateway.link import Link
@@ -11,6 +12,7 @@ from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
 from gateway.requests import Requests
 from gateway.routing import Router
+from gateway.tracing import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +27,38 @@ class Services:
     admission: Admission
     keyring: Keyring
     requests: Requests
+    captures: Captures
+    tracer: Tracer | None
 
     @classmethod
     def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics) -> "Services":
         """Raises `KeysUnusable`."""
         metrics.declare(config.models)
         keyring = Keyring(KeyFile(config.keys_path), metrics)
-        return cls(config, pool, link, metrics, Router(config.models), Admission(metrics.rejected), keyring, Requests())
+        return cls(
+            config=config,
+            pool=pool,
+            link=link,
+            metrics=metrics,
+            router=Router(config.models),
+            admission=Admission(metrics.rejected),
+            keyring=keyring,
+            requests=Requests(),
+            captures=Captures(config.capture_dir, lambda: config.server),
+            tracer=_tracer(config.server.otlp_endpoint),
+        )
+
+    def close(self) -> None:
+        """Finish writing and sending. The last call."""
+        self.captures.close()
+        if self.tracer is not None:
+            self.tracer.close()
+
+
+def _tracer(endpoint: str) -> Tracer | None:
+    if not endpoint:
+        return None
+    # Only where it is wanted: OpenTelemetry is an extra, and takes a third of a second to import.
+    from gateway import otel
+
+    return otel.Tracer(endpoint)

@@ -4,6 +4,7 @@ import sys
 from typing import Any, TextIO
 
 from gateway.ctl.client import Failed, stream_chat
+from gateway.ctl.say import harmless
 
 DIM = "\x1b[2m"
 RESET = "\x1b[0m"
@@ -12,7 +13,7 @@ RESET = "\x1b[0m"
 def answer(request: dict[str, Any], out: TextIO) -> str:
     """Stream one answer to `out` and return its text. Ctrl-C ends the answer, not the conversation."""
     text: list[str] = []
-    shown = _harmless if out.isatty() else str
+    shown = harmless if out.isatty() else str
     # Reasoning is shown to people only: what is piped on is the answer.
     shows_reasoning = out.isatty()
     is_dim = False
@@ -57,8 +58,3 @@ def converse(request: dict[str, Any], messages: list[dict[str, str]]) -> None:
                 messages.pop()
             else:
                 messages.append({"role": "assistant", "content": said})
-
-
-def _harmless(text: str) -> str:
-    """Without what would command the terminal: a model may write anything."""
-    return "".join(c for c in text if c.isprintable() or c in "\n\t")

@@ -25,3 +25,8 @@ def print_json(value: object) -> None:
     import msgspec
 
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def harmless(text: str) -> str:
+    """Without what would command the terminal: a client or a model may write anything."""
+    return "".join(c for c in text if c.isprintable() or c in "\n\t")

@@ -94,10 +94,25 @@ class RequestView(Struct, frozen=True, kw_only=True):
     ttft_s: float | None
 
 
+class CapturedLine(Struct, frozen=True, kw_only=True):
+    """One captured request in short; `at` in seconds since 1970."""
+
+    id: str
+    at: float
+    method: str
+    path: str
+    model: str
+    key: str | None
+    status: int
+    outcome: str
+    ms: float
+
+
 class RequestList(Struct, frozen=True):
-    """The oldest first."""
+    """Those that are being served, the oldest first; those that were captured, if asked for."""
 
     requests: list[RequestView]
+    captured: list[CapturedLine] = []
 
 
 class RequestRef(Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,18 +125,9 @@ class Cancelling(Struct, frozen=True):
     id: str
 
 
-class Captured(Struct, frozen=True, kw_only=True):
-    """One request as it was: `at` in seconds since 1970. A body that was cut says so; secrets are not in it."""
+class Captured(CapturedLine, frozen=True, kw_only=True):
+    """One request as it was. A body that was cut says so; headers that may hold secrets say nothing."""
 
-    id: str
-    at: float
-    method: str
-    path: str
-    model: str
-    key: str | None
-    status: int
-    outcome: str
-    ms: float
     request_headers: list[tuple[str, str]]
     request_body: str
     is_request_cut: bool

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gateway.config import ServerConfig
 from gateway.logs import ConsoleFormatter, JsonFormatter, Logs, LogWriter, dropped_records
-from tests.gateway.harness import chat, running
+from tests.gateway.harness import chat, running, until
 
 
 def record(message: str, **fields: object) -> logging.LogRecord:
@@ -104,8 +105,47 @@ async def test_a_request_is_one_line_without_its_prompt(tmp_path: Path) -> None:
 
     assert "secret" not in stream.getvalue()
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
-    [line] = [line for line in lines if line["logger"] == "gateway.middleware"]
+    [line] = [line for line in lines if line["logger"] == "gateway.accesslog"]
     assert line["message"] == "POST /v1/chat/completions"
     assert (line["request"], line["status"], line["model"], line["outcome"]) == ("my-id", 200, "m", "ok")
     assert (line["prompt_tokens"], line["completion_tokens"], line["stream"]) == (3, 5, True)
     assert line["ms"] >= line["ttft_ms"] > 0
+    assert (line["cached_tokens"], line["finish"], line["rid"]) == (0, "length", line["rid"])
+    assert isinstance(line["rid"], int)
+    assert "key" not in line
+
+
+@pytest.mark.anyio
+async def test_a_slow_request_is_warned_of_with_where_its_time_went_and_without_its_prompt(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    server = ServerConfig(slow_request_s=0.1)
+    with Logs("warning", json=True, stream=stream):
+        async with running(tmp_path, ["--step-ms", "1"], server=server, worker="talkative") as gateway:
+            slow = json.dumps([["text", "secret"], *[["wait"]] * 5, ["finish", "stop"]])
+            await gateway.client.post("/v1/chat/completions", json=chat(slow))
+            await gateway.client.post("/v1/chat/completions", json=chat("a secret prompt"))
+
+    assert "secret" not in stream.getvalue()
+    [line] = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert line["level"] == "warning"
+    assert line["message"].startswith("slow request: POST /v1/chat/completions took 0.")
+    assert (line["queue_ms"], line["prefill_ms"], line["decode_ms"], line["cached_tokens"]) == (1.0, 2.0, 3.0, 1)
+    assert line["load_ms"] > 0
+
+
+@pytest.mark.anyio
+async def test_a_request_that_was_cut_off_tells_what_was_seen_of_it(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with Logs("info", json=True, stream=stream):
+        async with running(tmp_path, ["--step-ms", "5"]) as gateway:
+            request = chat(stream=True, max_tokens=100_000)
+            async with gateway.client.stream("POST", "/v1/chat/completions", json=request) as answer:
+                lines = answer.aiter_lines()
+                for _ in range(6):
+                    await anext(lines)
+            await until(lambda: "disconnect" in stream.getvalue())
+
+    [line] = [line for line in map(json.loads, stream.getvalue().splitlines()) if line["logger"] == "gateway.accesslog"]
+    assert (line["outcome"], line["finish"], line["prompt_tokens"]) == ("disconnect", "abort", 3)
+    assert line["completion_tokens"] > 0
+    assert line["decode_ms"] > 0

@@ -1,0 +1,152 @@
+"""`mlxctl requests` and `mlxctl cancel`: what is being served, what was captured, and an end to one of them."""
+
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
+
+import msgspec
+import typer
+
+from gateway.ctl.say import Json, ask, harmless, print_json
+
+if TYPE_CHECKING:
+    from gateway.schemas.admin import Captured, RequestList, RequestView
+
+Id = Annotated[str, typer.Argument(help="A request's id, as mlxctl requests and the log show it.", show_default=False)]
+
+app = typer.Typer(invoke_without_command=True, help="Show the requests that are being served.")
+
+
+@app.callback()
+def requests(
+    context: typer.Context,
+    captured: Annotated[bool, typer.Option("--captured", help="Those kept by [server] capture as well.")] = False,
+    json: Json = False,
+) -> None:
+    """Show the requests that are being served: where each stands, its tokens and its speed.
+
+    Example: mlxctl requests
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from gateway.ctl.client import get
+    from gateway.schemas.admin import RequestList
+
+    found = ask(lambda: get(f"/v1/requests?captured={int(captured)}", RequestList))
+    if json:
+        print_json(found)
+    else:
+        _table(found)
+
+
+@app.command()
+def show(request: Id, json: Json = False) -> None:
+    """Show one request: where it stands, and all that was asked and answered if it was captured.
+
+    Example: mlxctl requests show req_0123456789abcdef01234567
+    """
+    from gateway.ctl.client import get
+    from gateway.schemas.admin import RequestDetail
+
+    found = ask(lambda: get(f"/v1/requests/{quote(request, safe='')}", RequestDetail))
+    if json:
+        print_json(found)
+        return
+    if found.live is not None:
+        for name, value in _facts(found.live):
+            typer.echo(f"{name:<10} {value}")
+    if found.captured is not None:
+        _print(found.captured)
+
+
+@app.command()
+def clear(json: Json = False) -> None:
+    """Delete every captured request.
+
+    Example: mlxctl requests clear
+    """
+    from gateway.ctl.client import post
+    from gateway.schemas.admin import Cleared
+
+    done = ask(lambda: post("/v1/requests/clear", {}, Cleared))
+    if json:
+        print_json(done)
+    else:
+        typer.echo(f"{done.captured} captured request{'' if done.captured == 1 else 's'} deleted")
+
+
+def cancel(request: Id, json: Json = False) -> None:
+    """End a request. Its client is told that the operator did it. Exit status 1 when there is none of this id.
+
+    Example: mlxctl cancel req_0123456789abcdef01234567
+    """
+    from gateway.ctl.client import post
+    from gateway.schemas.admin import Cancelling
+
+    done = ask(lambda: post("/v1/requests/cancel", {"id": request}, Cancelling))
+    if json:
+        print_json(done)
+    else:
+        typer.echo(f"{done.id} is cancelled")
+
+
+def _table(found: "RequestList") -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from gateway.ctl.local import console
+    from gateway.ctl.show import duration
+
+    if not found.requests and not found.captured:
+        console().print("nothing is being served", highlight=False)
+        return
+    if found.requests:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in ("ID", "MODEL", "KEY", "PATH", "STATE"):
+            table.add_column(name, overflow="fold")
+        for name in ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for one in found.requests:
+            # What a client may choose is data: never markup.
+            words = (one.id, one.model, one.key or "-", one.path, one.state, duration(one.age_s))
+            numbers = (one.prompt_tokens, one.cached_tokens, one.generated_tokens, one.tokens_per_s)
+            table.add_row(*(Text(word) for word in words), *(str(number or "-") for number in numbers))
+        console().print(table)
+    for line in found.captured:
+        when = datetime.fromtimestamp(line.at).astimezone().isoformat(" ", "seconds")
+        text = f"{when} {line.id} {line.status} {line.path} {line.model or '-'} {line.ms:.0f} ms {line.outcome}"
+        console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _facts(view: "RequestView") -> list[tuple[str, object]]:
+    ttft = "-" if view.ttft_s is None else f"{view.ttft_s:.3f} s"
+    return [
+        ("id", view.id),
+        ("model", view.model),
+        ("key", view.key or "-"),
+        ("path", f"{view.path}{' (stream)' if view.stream else ''}"),
+        ("state", view.state),
+        ("age", f"{view.age_s:.1f} s"),
+        ("prompt", f"{view.prompt_tokens} tokens, {view.cached_tokens} of them cached"),
+        ("generated", f"{view.generated_tokens} tokens, {view.tokens_per_s:g} a second"),
+        ("ttft", ttft),
+    ]
+
+
+def _print(captured: "Captured") -> None:
+    when = datetime.fromtimestamp(captured.at).astimezone().isoformat(" ", "milliseconds")
+    typer.echo(f"{captured.id} at {when}: {captured.status} {captured.outcome} after {captured.ms:.0f} ms")
+    typer.echo(f"\n{captured.method} {captured.path}")
+    _message(captured.request_headers, captured.request_body, captured.is_request_cut)
+    typer.echo(f"\n{captured.status}")
+    _message(captured.response_headers, captured.response_body, captured.is_response_cut)
+
+
+def _message(headers: list[tuple[str, str]], body: str, is_cut: bool) -> None:
+    for name, value in headers:
+        typer.echo(harmless(f"{name}: {value}"))
+    # A stream of events, or what was cut, stays as it is.
+    with suppress(msgspec.DecodeError):
+        body = msgspec.json.format(body, indent=2)
+    typer.echo("\n" + harmless(body) + ("\n[cut here]" if is_cut else ""))
