@@ -50,6 +50,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # The folder that all workers keep their prefix caches in, and its size in bytes; empty is off.
     disk_cache_dir: str = ""
     disk_cache_bytes: int = 0
+    # Jinja in place of the model's own chat template; empty is its own.
+    chat_template: str = ""
 
     @property
     def identity(self) -> bytes:

@@ -23,6 +23,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 from protocol.failures import Code
 from protocol.messages import WorkerSpec
 from worker.errors import LoadFailed
+from worker.templates import check_template
 
 DEMO: Final = "demo"
 DEMO_DIR: Final = Path(__file__).parent / "demo_model"
@@ -49,6 +50,8 @@ class Loaded:
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
     """Load what `spec` names. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
+    if spec.chat_template:
+        check_template(spec.chat_template)
     path = resolve(spec.path)
     config = _read_config(path)
     total = check_weights(path)
@@ -69,6 +72,8 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
     _check_batchable(model, config)
     if not tokenizer.encode("a"):  # what transformers makes of a folder without one
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
+    if spec.chat_template:
+        tokenizer.chat_template, tokenizer.has_chat_template = spec.chat_template, True
     weights_bytes = _nbytes(model)
     progress("weights", weights_bytes, weights_bytes)
     return Loaded(

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from msgspec import structs
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -20,7 +20,7 @@ from worker.conversation import (
     calls_in_text,
     tools_in_text,
 )
-from worker.errors import RequestInvalid
+from worker.errors import LoadFailed, RequestInvalid
 from worker.simple_tools import simple_tools
 
 # What template code raises on messages that it does not expect.
@@ -195,6 +195,17 @@ class Renderer:
             return bool(self._templates) and "between" not in self._render(messages, ChatPrompt(messages), True)
         except _REFUSALS:
             return False
+
+
+def check_template(template: str) -> None:
+    """Raises `LoadFailed` for one that does not compile."""
+    try:
+        render_jinja_template(conversations=[[]], chat_template=template)
+    except TemplateSyntaxError as error:
+        message = f"the configured chat_template does not compile: {error.message} (its line {error.lineno})"
+        raise LoadFailed(Code.BAD_CONFIG, message) from error
+    except _REFUSALS:
+        pass  # of a chat without messages
 
 
 def _templates(chat_template: Any) -> dict[str, str]:

@@ -55,6 +55,7 @@ def in_process(model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
         prefill_chunk=model.prefill_chunk,
         trust_remote_code=model.trust_remote_code,
         parser=model.parser,
+        chat_template=model.chat_template,
     )
     argv = [sys.executable, "-P", "-m", "worker.verify", "--spec", msgspec.json.encode(spec).decode()]
     # The arguments are ours.

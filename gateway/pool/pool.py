@@ -188,6 +188,7 @@ class Pool:
             trust_remote_code=model.trust_remote_code,
             log_level=self._config.server.log_level,
             parser=model.parser,
+            chat_template=model.chat_template,
             cache_bytes=-1 if model.cache.ram_bytes is None else model.cache.ram_bytes,
             kv_bytes=-1 if model.kv_bytes is None else model.kv_bytes,
             disk_cache_dir=str(self._config.prefix_cache_dir) if has_disk else "",

@@ -17,11 +17,12 @@ from mlx_lm.models import llama4
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from protocol.failures import Code, Exit
-from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.messages import ChatPrompt, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, build
 from worker.errors import LoadFailed
 from worker.loader import Loaded, check_weights, load, resolve
+from worker.templates import Renderer
 
 
 @pytest.fixture
@@ -381,3 +382,25 @@ def test_a_snapshot_with_links_to_blobs_that_are_gone_is_missing_weights(
     snapshot = cache(tmp_path, "org/tiny-model", model_folder("qwen3"))
     (snapshot / "model.safetensors").resolve().unlink()
     assert "model*.safetensors" in refused(snapshot, Code.MODEL_MISSING)
+
+
+def test_a_configured_template_takes_the_place_of_the_models_own(folder: Path) -> None:
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    tokenizer = loaded(folder, chat_template=template).tokenizer
+
+    assert tokenizer.has_chat_template
+    assert Renderer(tokenizer).render(ChatPrompt([{"role": "user", "content": "hi"}])) == "<hi>"
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}\n{{ m }", "{{ x | no_such_filter }}"])
+def test_a_configured_template_that_does_not_compile_is_refused_before_the_weights_are_read(
+    template: str, tmp_path: Path
+) -> None:
+    message = refused(tmp_path / "no-such-model", Code.BAD_CONFIG, chat_template=template)
+
+    assert message.startswith("the configured chat_template does not compile: ")
+    assert "line" in message
+
+
+def test_a_configured_template_may_refuse_a_chat_without_messages(folder: Path) -> None:
+    assert loaded(folder, chat_template="{{ messages[0].content + 'x' }}")
