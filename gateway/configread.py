@@ -27,6 +27,7 @@ from gateway.hfcache import cached_models
 from gateway.keys import KeyFile, KeysUnusable
 from gateway.origins import bad_origin, is_loopback
 from gateway.parsers import bad_parser
+from gateway.tracing import bad_endpoint
 from gateway.routing import Router
 
 # A chat template travels in a worker's argv as JSON, where Linux takes 128 KiB. The longest known are a fifth of this.
@@ -77,6 +78,8 @@ def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig
     for origin in server.cors:
         if reason := bad_origin(origin):
             raise source.error(f"cors: {origin!r} {reason}", ("server", "cors"))
+    if reason := bad_endpoint(server.otlp_endpoint):
+        raise source.error(f"otlp_endpoint: {reason}", ("server", "otlp_endpoint"))
     return server
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.ctl import cache, info, inspect, keys, logs, pull, service
+from gateway.ctl import cache, info, inspect, keys, logs, pull, requests, service
 from gateway.ctl import config as config_verbs
 from gateway.ctl.say import Json, ask, print_json
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.add_typer(cache.app, name="cache")
 app.add_typer(config_verbs.app, name="config")
 app.add_typer(keys.app, name="keys")
+app.add_typer(requests.app, name="requests")
 app.add_typer(service.app, name="service")
 
 Model = Annotated[str, typer.Argument(help="A model's name or alias.", show_default=False)]
@@ -64,6 +65,7 @@ def status(json: Json = False) -> None:
 
 
 app.command("logs")(logs.logs)
+app.command("cancel")(requests.cancel)
 app.command("doctor")(inspect.doctor)
 app.command("info")(info.info)
 app.command("pull")(pull.pull)

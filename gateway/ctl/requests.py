@@ -21,7 +21,7 @@ app = typer.Typer(invoke_without_command=True, help="Show the requests that are 
 @app.callback()
 def requests(
     context: typer.Context,
-    captured: Annotated[bool, typer.Option("--captured", help="Those kept by [server] capture as well.")] = False,
+    captured: Annotated[bool, typer.Option("--captured", help="Those that were captured as well.")] = False,
     json: Json = False,
 ) -> None:
     """Show the requests that are being served: where each stands, its tokens and its speed.

@@ -186,7 +186,7 @@ class Pool:
             max_waiting=model.max_waiting + model.max_running,
             prefill_chunk=model.prefill_chunk,
             trust_remote_code=model.trust_remote_code,
-            log_level=self._config.server.log_level,
+            log_level=model.log_level or self._config.server.log_level,
             parser=model.parser,
             chat_template=model.chat_template,
             cache_bytes=-1 if model.cache.ram_bytes is None else model.cache.ram_bytes,

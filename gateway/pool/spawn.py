@@ -23,6 +23,8 @@ worker_log = logging.getLogger("worker")
 KEPT_LINES: Final = 50
 LINE_BYTES_MAX: Final = 8192
 READ_BYTES: Final = 65536
+# How a worker's lines begin; what begins otherwise was printed by a library, or is a stack.
+_LEVELS: Final = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 
 Command = Callable[[WorkerSpec], list[str]]
 
@@ -169,6 +171,14 @@ class Output:
 
     def _keep(self, line: bytes) -> None:
         text = line[:LINE_BYTES_MAX].decode(errors="replace").rstrip()
-        if text:
-            self.lines.append(text)
+        if not text:
+            return
+        self.lines.append(text)
+        word, _, rest = text.partition(" ")
+        level = _LEVELS.get(word)
+        if level is None:
             worker_log.info("%s: %s", self._label, text)
+        else:
+            # Chosen by the worker, at a level that may be another than ours.
+            args = (self._label, rest)
+            worker_log.handle(worker_log.makeRecord(worker_log.name, level, __file__, 0, "%s: %s", args, None))

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -287,3 +289,27 @@ def test_a_chat_template_is_given_as_text_or_by_its_file(tmp_path: Path) -> None
 
 def test_the_words_for_effort_are_those_of_the_apis() -> None:
     assert get_args(Effort) == tuple(EFFORTS)
+
+
+@pytest.mark.parametrize("url", ["localhost:4318", "ftp://x", "http://", "http://x:99999"])
+def test_a_place_for_traces_that_is_no_url_is_refused(tmp_path: Path, url: str) -> None:
+    said = failure(tmp_path, f'[server]\notlp_endpoint = "{url}"')
+
+    assert said == f"/mlxd.toml:2: otlp_endpoint: {url!r} is no URL such as 'http://127.0.0.1:4318'"
+
+
+def test_a_place_for_traces_needs_opentelemetry(tmp_path: Path) -> None:
+    (tmp_path / "mlxd.toml").write_text('[server]\notlp_endpoint = "http://127.0.0.1:4318"\n')
+    check = "import sys; sys.modules['opentelemetry'] = None; from gateway.main import main; main([])"
+    found = subprocess.run(
+        [sys.executable, "-c", check], env={"MLXD_HOME": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+
+    assert found.returncode == 78
+    assert found.stderr.endswith(
+        "mlxd.toml:2: otlp_endpoint: traces need OpenTelemetry, which is not installed: pip install 'mlxd[otel]'\n"
+    )
+
+
+def test_a_model_may_have_a_log_level_of_its_own_in_any_case(tmp_path: Path) -> None:
+    assert load(tmp_path, '[models.a]\nlog_level = "DEBUG"').models["a"].log_level == "debug"
