@@ -41,6 +41,8 @@ class Compact:
         tenant = record.caller.key or ""
         items = await self._history.resolved(tenant, request.items)
         before = [*await self._history.before(tenant, request.previous_response_id), *items]
+        # What could not be answered cannot be summed up either.
+        lower_prompt(msgspec.structs.replace(request, input=None), toolbox(request), before)
         asking = _asking(request)
         prompt, left_out = lower_prompt(asking, toolbox(asking), before)
         model, seed = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])

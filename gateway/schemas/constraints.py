@@ -126,7 +126,11 @@ def _structured_outputs(value: Any) -> Constraint | None:
         raise _invalid("structured_outputs", "exactly one of json, regex, grammar, choice and json_object")
     ((name, one),) = fields.items()
     param = f"structured_outputs.{name}"
-    return Constraint(ConstraintKind.JSON_OBJECT, param=param) if name == "json_object" else _guided(name, one, param)
+    if name != "json_object":
+        return _guided(name, one, param)
+    if one is not True:
+        raise _invalid(param, "true")
+    return Constraint(ConstraintKind.JSON_OBJECT, param=param)
 
 
 def _guided(name: str, value: Any, param: str) -> Constraint | None:

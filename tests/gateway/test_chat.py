@@ -166,6 +166,7 @@ async def test_wrong_methods_and_paths_have_openais_shape(gateway: Gateway) -> N
     nowhere = await gateway.client.get("/v1/nowhere")
 
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
     assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "unknown_url")
 
 

@@ -104,6 +104,7 @@ def test_a_schema_is_strict_unless_told_otherwise(strict: bool | None, is_strict
         ({"guided_choice": ["a", 1]}, "guided_choice"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": []}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": {}}}, "structured_outputs.json_object"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),

@@ -299,6 +299,23 @@ async def test_a_conversation_is_compacted_to_what_the_user_said_and_a_summary(t
     assert answer["output"][0]["content"][0]["text"] == "On we go."
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"input": "hi", "reasoning_effort": "AAA"}, "reasoning_effort"),
+        ({"input": "hi", "tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"input": "hi", "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ],
+)
+async def test_what_could_not_be_answered_is_not_compacted(
+    gateway: Gateway, fields: dict[str, Any], param: str
+) -> None:
+    answer = await gateway.client.post(f"{PATH}/compact", json={"model": "m"} | fields)
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 # -- cancelling ------------------------------------------------------------------------------------------------------
 
 

@@ -150,7 +150,7 @@ class Scripted:
             return
         self.send(Accepted(request.rid, PROMPT_TOKENS))
         done = len(request.resume)
-        self.rows[request.rid] = Row((request.max_tokens or 1 << 30) - done, done)
+        self.rows[request.rid] = Row(min(request.max_tokens or 1 << 30, self.options.most_tokens) - done, done)
         self.misbehave(text)
 
     def misbehave(self, fault: str) -> None:
@@ -245,6 +245,7 @@ def main(kind: type[Scripted] = Scripted) -> int:
     parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON")
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--tokens-per-step", type=int, default=1)
+    parser.add_argument("--most-tokens", type=int, default=1 << 30, help="of one sequence, as if a context were full")
     parser.add_argument("--load-s", type=float, default=0.0)
     parser.add_argument("--hang-on-load", action="store_true")
     parser.add_argument("--exit-on-load", type=int)
