@@ -195,6 +195,12 @@ class Worker(Life):
             log.warning("refused a second worker %s#%d: pid %d, not %d", self.name, self.epoch, hello.pid, process.pid)
         elif hello.proto_major != MAJOR:
             theirs, ours = f"{hello.proto_major}.{hello.proto_minor}", f"{MAJOR}.{MINOR}"
+            if process.is_adopted:
+                # Of the version before an upgrade: its model is loaded by one of ours.
+                log.info("replacing worker %s#%d: it speaks protocol %s, not %s", self.name, self.epoch, theirs, ours)
+                self._is_wanted = True
+                self._terminate()
+                return
             why = f"the worker of '{self.name}' speaks protocol {theirs} and the gateway {ours}; reinstall mlxd"
             self._terminate(Failure(Code.INCOMPATIBLE, why))
         elif self.state is State.STARTING:

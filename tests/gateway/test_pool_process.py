@@ -543,6 +543,22 @@ async def test_an_adopted_worker_that_stays_silent_is_replaced() -> None:
         assert len(m.world.processes) == 1
 
 
+async def test_an_adopted_worker_of_another_protocol_is_replaced_by_one_of_ours() -> None:
+    async with Machine() as m:
+        process = FakeProcess(pid=4242, is_adopted=True)
+        m.worker.adopt(process, 17)
+        await settle()
+        m.hello(major=9)
+        await settle()
+        assert m.worker.state is State.STOPPING
+        process.exit(None)
+        await m.world.pass_time(0.1)
+        m.hello()
+        m.ready()
+        await settle()
+        assert (m.worker.state, len(m.world.processes)) == (State.READY, 1)
+
+
 async def test_an_adopted_worker_that_cannot_let_go_of_its_work_is_replaced() -> None:
     async with Machine() as m:
         m.worker.adopt(FakeProcess(pid=4242, is_adopted=True), 17)
