@@ -36,6 +36,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8484
     log_level: LogLevel = "info"
+    # Of what goes to stderr; `auto` is for people on a terminal and JSON elsewhere. The file is always JSON.
+    log_format: Literal["auto", "json", "console"] = "auto"
     # In `home/logs`; this many older files of this size are kept.
     log_file: bool = True
     log_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 16 * 1024 * 1024

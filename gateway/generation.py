@@ -148,7 +148,7 @@ class Generation:
         finally:
             self._patience = None
             self._numbers.opening -= len(self._generates)
-            phases.load = self._elapsed() - phases.loading_from
+            phases.load = (phases.sent_at or self._elapsed()) - phases.loading_from
 
     def _submit(self, worker: Worker) -> bool:
         generates = self._generates

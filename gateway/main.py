@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
+from typing import Final
 
 import uvloop
 
@@ -27,6 +28,9 @@ from protocol import __version__
 from protocol.sockets import PathTooLong
 
 log = logging.getLogger(__name__)
+
+# None: as suits where it goes.
+_FORMATS: Final[dict[str, bool | None]] = {"auto": None, "json": True, "console": False}
 
 
 class Status(IntEnum):
@@ -84,13 +88,14 @@ async def _serve(config: Config, command: Command) -> int:
 
 def _logs(config: Config) -> Logs:
     server = config.server
+    as_json = _FORMATS[server.log_format]
     if not server.log_file:
-        return Logs(server.log_level)
+        return Logs(server.log_level, json=as_json)
     try:
         file = RotatingFile(config.log_path, server.log_max_bytes, server.log_keep)
     except OSError as error:
         raise HomeUnusable(f"cannot write {config.log_path}: {error.strerror}") from error
-    return Logs(server.log_level, file=file)
+    return Logs(server.log_level, json=as_json, file=file)
 
 
 def _parser() -> argparse.ArgumentParser:
