@@ -50,6 +50,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # The folder that all workers keep their prefix caches in, and its size in bytes; empty is off.
     disk_cache_dir: str = ""
     disk_cache_bytes: int = 0
+    # All that this process may take, its weights among it; 0 is no limit but the machine's.
+    memory_bytes: int = 0
     # Jinja in place of the model's own chat template; empty is its own.
     chat_template: str = ""
 
@@ -230,7 +232,19 @@ class Dump(msgspec.Struct, frozen=True, array_like=True, tag=14):
     call_id: int
 
 
-Down = Welcome | Generate | Abort | Detokenize | Tokenize | Ping | Drain | Shutdown | Dump
+class SetMemory(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Stay within another share of memory from now on. What is too much is let go of at once: free buffers, then cached
+    prefixes, then running rows make room for each other; no row is lost.
+
+    `kv_part` and `cache_part` (0 to 1) leave a part of what the share would allow them unused, under pressure.
+    """
+
+    share_bytes: int
+    kv_part: float = 1.0
+    cache_part: float = 1.0
+
+
+Down = Welcome | Generate | Abort | Detokenize | Tokenize | Ping | Drain | Shutdown | Dump | SetMemory
 
 
 # -- upstream --------------------------------------------------------------------------------------------------------
@@ -386,6 +400,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     disk_writes: int = 0
     disk_dropped: int = 0
     disk_quarantined: int = 0
+    # The share of memory that it knows of.
+    share_bytes: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):

@@ -24,6 +24,7 @@ from protocol.messages import (
     Kind,
     Progress,
     Rejected,
+    SetMemory,
     Shutdown,
     Step,
     TokenLogprob,
@@ -56,7 +57,7 @@ class Wake(Enum):
     UP = auto()
 
 
-Command = Row | Abort | Drain | Shutdown | Wake
+Command = Row | Abort | Drain | Shutdown | SetMemory | Wake
 
 _STATS_EVERY_S: Final = 0.1
 _MEMORY_EVERY_S: Final = 1.0
@@ -92,7 +93,8 @@ class Engine:
         self._writer = writer
         self._layout = Layout.of(lambda: make_prompt_cache(loaded.model))
         disk = open_disk(spec, loaded, self._layout, lambda: inbox.put(Wake.UP))
-        self._cache = PrefixCache(self._layout, memory.cache_budget(spec.cache_bytes), disk=disk)
+        self._share = memory.Share(spec, loaded.weights_bytes)
+        self._cache = PrefixCache(self._layout, self._share.enforce().prefixes, disk=disk)
         self._is_waiting = False
         self._batch = self._new_batch()
         self._kv: KvBudget | None = None
@@ -141,10 +143,17 @@ class Engine:
             self._batch.tick(self._spec.prefill_chunk)
         self._cache.clear()
         assert self._batch.kv_cost is not None
-        self._kv = KvBudget(self._batch.kv_cost, memory.kv_budget(self._spec.kv_bytes))
-        self.kv_cost = self._kv.cost
-        self._gauges.kv_limit = self._kv.limit
-        return self._kv.cost.longest(self._kv.limit)
+        self.kv_cost = self._batch.kv_cost
+        # The generator, and what warming up has shown, come first: see `Share.enforce`.
+        limits = self._share.enforce()
+        self._limit(limits)
+        return self.kv_cost.longest(limits.kv)
+
+    def _limit(self, limits: memory.Limits) -> None:
+        self._cache.resize(limits.prefixes)
+        self._kv = KvBudget(self.kv_cost, limits.kv)
+        self._gauges.kv_limit = limits.kv
+        self._gauges.share_bytes = self._share.bytes
 
     def fail_all(self, failure: Failure) -> None:
         """The terminal event of every row, when the loop is about to die."""
@@ -179,6 +188,8 @@ class Engine:
                     self._drain_until = time.monotonic() + command.deadline_s
                 case Shutdown():
                     self._is_stopping = True
+                case SetMemory():
+                    self._limit(self._share.change(command))
                 case Wake.UP:
                     pass
                 case _:
@@ -369,6 +380,7 @@ class Engine:
         self._recovered_at = now
         rows = self._batch.abandon()
         self._batch = self._new_batch()
+        self._share.enforce()
         for row in rows:
             self._batch.insert(row)
 

@@ -27,6 +27,7 @@ class Gauges:
     mem_cache: int = 0
     footprint: int = 0
     kv_limit: int = 0
+    share_bytes: int = 0
     preemptions: int = 0
     malformed_tool_calls: int = 0
     cache_bytes: int = 0
@@ -78,4 +79,5 @@ class Gauges:
             disk_writes=self.disk.writes,
             disk_dropped=self.disk.dropped,
             disk_quarantined=self.disk.quarantined,
+            share_bytes=self.share_bytes,
         )

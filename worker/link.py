@@ -29,6 +29,7 @@ from protocol.messages import (
     Pong,
     Ready,
     Rejected,
+    SetMemory,
     Shutdown,
     Tokenize,
     Up,
@@ -58,7 +59,7 @@ class Link:
         self._state = "loading"
         self._mlx_version = ""
         self.on_generate: Callable[[Generate | Tokenize | Detokenize], None] = self._reject_loading
-        self.on_control: Callable[[Abort | Drain | Shutdown], None] = self._control_while_loading
+        self.on_control: Callable[[Abort | Drain | Shutdown | SetMemory], None] = self._control_while_loading
         self._threads = [
             threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True)
             for name, body in (("rx", self._receive), ("tx", self._transmit))
@@ -128,7 +129,7 @@ class Link:
                 self.send(Pong(message.seq, message.t_ns, self._gauges.snapshot()))
             case Generate() | Tokenize() | Detokenize():
                 self.on_generate(message)
-            case Abort() | Drain() | Shutdown():
+            case Abort() | Drain() | Shutdown() | SetMemory():
                 self.on_control(message)
             case Dump():
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
@@ -151,14 +152,14 @@ class Link:
     def _reject_loading(self, request: Generate | Tokenize | Detokenize) -> None:
         self.send(Rejected(request.rid, Failure(Code.BUSY, "the model is still loading; try again")))
 
-    def _control_while_loading(self, message: Abort | Drain | Shutdown) -> None:
+    def _control_while_loading(self, message: Abort | Drain | Shutdown | SetMemory) -> None:
         match message:
             case Shutdown():
                 os._exit(Exit.OK)  # the main thread may be deep in native code
             case Drain():
                 self.send(Drained(self._spec.epoch, 0))  # nothing has been accepted yet
-            case Abort():
-                pass
+            case Abort() | SetMemory():
+                pass  # the gateway shares out anew among those that are ready
 
     # -- sending -----------------------------------------------------------------------------------------------------
 

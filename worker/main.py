@@ -137,7 +137,6 @@ class Process:
 
         inbox: SimpleQueue[Command] = SimpleQueue()
         intake = Intake(loaded, self._spec.parser)
-        memory.limit_cache()
         engine = Engine(loaded, self._spec, inbox, self._link.send, self._gauges, intake.writer)
         self._link.send(Loading(self._spec.epoch, "warmup", loaded.weights_bytes, loaded.weights_bytes))
         # A GPU compiles kernels for a whole chunk; a CPU has nothing to compile.

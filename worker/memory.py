@@ -1,6 +1,7 @@
-"""What this process holds, and the limits MLX is given."""
+"""What this process holds, and the limits it lives within: its share of the memory, divided."""
 
 import ctypes
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -10,9 +11,20 @@ from typing import Final
 import mlx.core as mx
 import psutil
 
-# Unset, MLX's free-buffer cache may grow to the whole machine.
-_MIN_CACHE_BYTES: Final = 1 << 30
-_CACHE_SHARE: Final = 32
+from protocol.messages import SetMemory, WorkerSpec
+
+log = logging.getLogger("mlxd.worker")
+
+# Unset, MLX's free-buffer cache may grow to the whole machine. Too small a cache gives buffers back that the next step
+# asks for again, which costs more than the step itself.
+_CACHE_BYTES: Final = 1 << 30
+_CACHE_PART: Final = 32
+# Of a share, what weights and Python leave: this part for free buffers, and of the rest this part for KV.
+_BUFFER_PART: Final = 8
+_BUFFER_MIN: Final = 16 << 20
+_KV_PART: Final = 0.75
+# Python's own memory grows a little while requests come in.
+_HOST_SLACK: Final = 16 << 20
 _RUSAGE_INFO_V2: Final = 2
 
 
@@ -25,6 +37,65 @@ class Memory:
     cache: int
     footprint: int
 
+    @property
+    def host(self) -> int:
+        """What is not MLX's: Python, the tokenizer, libraries."""
+        return max(0, self.footprint - self.active - self.cache)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes: for the KV of running rows, for cached prefixes, for free buffers, and for all that MLX allocates.
+
+    `total` 0 leaves MLX its own limit, which is the machine's.
+    """
+
+    kv: int
+    prefixes: int
+    buffers: int
+    total: int = 0
+
+
+def divide(order: SetMemory, weights: int, host: int, *, kv: int = -1, prefixes: int = -1) -> Limits:
+    """A share among its uses. `kv` and `prefixes` are the operator's word where they are not negative."""
+    left = max(0, order.share_bytes - weights - host - _HOST_SLACK)
+    buffers = min(_most_buffers(), max(_BUFFER_MIN, left // _BUFFER_PART))
+    rest = max(0, left - buffers)
+    own_kv = kv if kv >= 0 else int(rest * _KV_PART) if prefixes < 0 else max(0, rest - prefixes)
+    own_prefixes = prefixes if prefixes >= 0 else max(0, rest - own_kv)
+    total = max(weights, order.share_bytes - host)
+    return Limits(int(own_kv * order.kv_part), int(own_prefixes * order.cache_part), buffers, total)
+
+
+class Share:
+    """The part of the machine's memory that this process was given. Owned by the engine thread."""
+
+    def __init__(self, spec: WorkerSpec, weights: int) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._order = SetMemory(spec.memory_bytes)
+
+    @property
+    def bytes(self) -> int:
+        return self._order.share_bytes
+
+    def change(self, order: SetMemory) -> Limits:
+        """Another share, or another part of it. Buffers that nobody uses go back to the system."""
+        self._order = order
+        limits = self.enforce()
+        mx.clear_cache()
+        return limits
+
+    def enforce(self) -> Limits:
+        """Give MLX its limits, and return all of them. To be called after whatever may have set them otherwise."""
+        spec, order = self._spec, self._order
+        if not order.share_bytes:
+            limits = Limits(_free_kv(spec.kv_bytes), _default_prefixes(spec.cache_bytes), _most_buffers())
+        else:
+            limits = divide(order, self._weights, measure().host, kv=spec.kv_bytes, prefixes=spec.cache_bytes)
+        _set(limits, self._weights)
+        return limits
+
 
 def measure() -> Memory:
     return Memory(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), footprint())
@@ -35,29 +106,41 @@ def has_gpu() -> bool:
     return mx.default_device() != mx.Device(mx.cpu)
 
 
-def limit_cache() -> int:
-    """Bound MLX's free-buffer cache to a share of the machine's memory; returns the limit in bytes.
-
-    Too small a cache gives buffers back that the next step asks for again, which costs more than the step itself.
-    """
-    limit = max(_MIN_CACHE_BYTES, psutil.virtual_memory().total // _CACHE_SHARE)
-    mx.set_cache_limit(limit)
-    return limit
-
-
-def cache_budget(wanted: int) -> int:
-    """Bytes for the prefix cache; -1 means an eighth of the machine's memory."""
-    return wanted if wanted >= 0 else psutil.virtual_memory().total // 8
-
-
-def kv_budget(wanted: int) -> int:
-    """Bytes of KV for running rows; -1 means half of the memory that is free now, with the weights loaded."""
-    return wanted if wanted >= 0 else psutil.virtual_memory().available // 2
-
-
 def footprint() -> int:
     """Private bytes of this process: physical footprint on macOS, resident minus shared on Linux."""
     return _darwin_footprint() if sys.platform == "darwin" else _linux_footprint()
+
+
+def _set(limits: Limits, weights: int) -> None:
+    mx.set_cache_limit(limits.buffers)
+    if not limits.total:
+        return
+    mx.set_memory_limit(limits.total)
+    if mx.metal.is_available():
+        _set_wired(weights + limits.kv + limits.prefixes)
+
+
+def _set_wired(wanted: int) -> None:
+    """Metal only, not run on Linux. Each `BatchGenerator` sets this to all that the GPU may wire when it is made."""
+    most = int(mx.device_info().get("max_recommended_working_set_size", 0))
+    limit = min(wanted, most)
+    before = mx.set_wired_limit(limit)
+    if before != limit:
+        log.debug("wired limit: %d bytes instead of %d", limit, before)
+
+
+def _most_buffers() -> int:
+    return max(_CACHE_BYTES, psutil.virtual_memory().total // _CACHE_PART)
+
+
+def _default_prefixes(wanted: int) -> int:
+    """Without a share: -1 means an eighth of the machine's memory."""
+    return wanted if wanted >= 0 else psutil.virtual_memory().total // 8
+
+
+def _free_kv(wanted: int) -> int:
+    """Without a share: -1 means half of the memory that is free now, with the weights loaded."""
+    return wanted if wanted >= 0 else psutil.virtual_memory().available // 2
 
 
 def _linux_footprint() -> int:

@@ -135,6 +135,11 @@ class PrefixCache:
         self._tree.drop_useless(node)
         self._evict()
 
+    def resize(self, budget: int) -> None:
+        """Another budget in bytes; what is too much is evicted at once."""
+        self._budget = budget
+        self._evict()
+
     def clear(self) -> None:
         """Let go of all memory; files stay known."""
         while len(self._tree):

@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Exit.BAD_CONFIG
     try:
         loaded = load(spec, _ignore_progress)
-        memory.limit_cache()
+        memory.Share(spec, loaded.weights_bytes).enforce()
         status = 0
         for check in Verifier(loaded, spec, options.tokens, options.words).checks():
             print(msgspec.json.encode(check).decode(), flush=True)

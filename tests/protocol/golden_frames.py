@@ -38,6 +38,7 @@ def down() -> list[m.Down]:
         m.Drain(2.5),
         m.Shutdown("asked"),
         m.Dump(9),
+        m.SetMemory(2**40, 0.5, 0.25),
     ]
 
 
