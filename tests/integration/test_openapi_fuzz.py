@@ -1,0 +1,54 @@
+"""schemathesis, over every operation of the document that a real daemon publishes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway.keys import Key, KeyFile
+from tests.support.daemon import ROOT, DaemonProcess
+from tests.support.pool import short_home
+
+# `make fuzz` sets it: with it the schemas' boundaries are tried too, and all is repeated until the time is up.
+FUZZ_S = os.environ.get("MLXD_FUZZ_S")
+SETTINGS = Path(__file__).with_name("schemathesis.toml")
+# A name of the model is any text, so that what comes after the name is looked at too.
+CONFIG = """\
+[server]
+port = 0
+[models.m]
+path = "demo"
+context = 256
+aliases = ["*"]
+"""
+SCRIPTED = ("--step-ms=1", "--tokens-per-step=64", "--most-tokens=256")
+AMOUNT = ("--phases", "fuzzing,stateful", "-n", "8", "--generation-deterministic")
+LONG = ("--phases", "coverage,fuzzing,stateful", "-n", "100", "--max-time", FUZZ_S or "")
+
+
+def fuzz(daemon: DaemonProcess, key: str, *options: str) -> None:
+    """Fails with what schemathesis has found and how to see it again."""
+    command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(SETTINGS), "run"]
+    command += [f"{daemon.url}/openapi.json", "-H", f"Authorization: Bearer {key}", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    failed = [line for line in daemon.new_log().splitlines() if '"level":"error"' in line]
+    assert done.returncode == 0, "\n".join([done.stdout[-20_000:], done.stderr, *failed])
+
+
+@pytest.mark.parametrize("module", ["tests.support.scripted_daemon", "gateway.main"])
+def test_every_answer_is_one_that_the_document_tells_of(module: str) -> None:
+    is_scripted = module != "gateway.main"
+    if not is_scripted and FUZZ_S is None:
+        pytest.skip("the embedded model is asked by `make fuzz`")
+    with short_home() as home:
+        (home / "mlxd.toml").write_text(CONFIG)
+        key = KeyFile(home / "keys" / "keys.json").create(Key(name="fuzz", prefix="", salt="", hash=""))[1]
+        with DaemonProcess(home, *(SCRIPTED if is_scripted else ()), module=module) as daemon:
+            fuzz(daemon, key, *(AMOUNT if FUZZ_S is None else LONG))
+            daemon.client.headers["x-api-key"] = key
+
+            metrics = daemon.client.get("/metrics").text
+
+    assert "mlxd_unhandled_errors_total 0.0" in metrics
