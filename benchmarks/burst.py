@@ -18,12 +18,12 @@ from pathlib import Path
 import msgspec
 
 from benchmarks import models
-from benchmarks.client import Connection, Reply, Target, run
 from benchmarks.compare import LOAD_TIMEOUT_S
 from benchmarks.engines import Mlxd, Unavailable
-from benchmarks.load import Job, Load
-from benchmarks.measure import Summary, summarize_ms
 from benchmarks.serve import first_model
+from gateway.ctl.bench.client import Connection, Reply, Target, run
+from gateway.ctl.bench.load import Job, Load
+from gateway.ctl.bench.measure import Summary, summarize_ms
 
 
 class Burst(msgspec.Struct, frozen=True):

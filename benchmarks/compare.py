@@ -21,12 +21,15 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks import blas, client, models
+from benchmarks import blas, models
 from benchmarks.engines import Bare, Engine, Mlxd, MlxLmServer, Sample, Unavailable
-from benchmarks.load import Job
-from benchmarks.measure import spread, table
+from benchmarks.measure import spread
 from benchmarks.serve import numbers
-from benchmarks.words import Prompts, load_tokenizer
+from benchmarks.words import load_tokenizer
+from gateway.ctl.bench import client
+from gateway.ctl.bench.load import Job
+from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.words import Prompts
 
 MIN_WAVES: Final = 2
 MAX_WAVES: Final = 24

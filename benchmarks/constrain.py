@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import blas, models
-from benchmarks.measure import table
+from gateway.ctl.bench.measure import table
 
 if TYPE_CHECKING:
     import mlx.core as mx

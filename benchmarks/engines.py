@@ -19,9 +19,10 @@ import psutil
 
 from benchmarks import blas
 from benchmarks.bare import Answer, Order
-from benchmarks.client import Connection, Target
-from benchmarks.load import Job, Load, closed_loop, report
-from benchmarks.measure import Summary, cpu_s, summarize_ms, tree
+from benchmarks.measure import cpu_s, tree
+from gateway.ctl.bench.client import Connection, Target
+from gateway.ctl.bench.load import Job, Load, closed_loop, report
+from gateway.ctl.bench.measure import Summary, summarize_ms
 
 STOP_S: Final = 15.0
 # Of a log, when a server does not start.

@@ -19,12 +19,13 @@ from typing import Final
 import msgspec
 import psutil
 
-from benchmarks.client import Connection, run, until
 from benchmarks.compare import machine
 from benchmarks.engines import Server, Unavailable
-from benchmarks.load import CHAT, COMPLETION, Job, Load
-from benchmarks.measure import Summary, cpu_s, summarize_ms, table
+from benchmarks.measure import cpu_s
 from benchmarks.serve import numbers
+from gateway.ctl.bench.client import Connection, run, until
+from gateway.ctl.bench.load import CHAT, COMPLETION, Job, Load
+from gateway.ctl.bench.measure import Summary, summarize_ms, table
 
 # Step times of a busy machine, by streams.
 PACE_MS: Final = {1: 10.0, 8: 12.5, 32: 20.0, 64: 25.0}

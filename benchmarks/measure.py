@@ -1,39 +1,9 @@
-"""Arithmetic of the reports: percentiles, summaries, CPU time of process trees."""
+"""How much rounds differ, and CPU time of process trees. Percentiles are in `gateway.ctl.bench.measure`."""
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-import msgspec
 import psutil
-
-
-class Summary(msgspec.Struct, frozen=True):
-    """A distribution in milliseconds; NaN-free: an empty one is all zeros."""
-
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile: always one of the values. Raises ValueError when there are none."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    rank = max(1, math.ceil(percent / 100 * len(ordered)))
-    return ordered[rank - 1]
-
-
-def summarize_ms(seconds: Sequence[float]) -> Summary:
-    """Seconds in, milliseconds out."""
-    if not seconds:
-        return Summary(0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    marks = (round(percentile(seconds, percent) * 1000, 3) for percent in (50, 90, 99, 100))
-    return Summary(len(seconds), round(statistics.fmean(seconds) * 1000, 3), *marks)
 
 
 def spread(values: Sequence[float]) -> float:
@@ -61,16 +31,3 @@ def cpu_s(processes: Iterable[psutil.Process]) -> float:
             continue
         total += times.user + times.system
     return total
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns aligned: the first to the left, the others to the right."""
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if at == 0 else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )

@@ -22,12 +22,13 @@ from typing import Final
 import msgspec
 
 from benchmarks import blas, models
-from benchmarks.client import Connection, Reply, run
 from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Mlxd, MlxLmServer, Server, Unavailable
-from benchmarks.load import Job
-from benchmarks.measure import table
-from benchmarks.words import Prompts, load_tokenizer
+from benchmarks.words import load_tokenizer
+from gateway.ctl.bench.client import Connection, Reply, run
+from gateway.ctl.bench.load import Job
+from gateway.ctl.bench.measure import table
+from gateway.ctl.bench.words import Prompts
 
 PATH: Final = "/v1/completions"
 TOKENS: Final = (1024, 4096, 16384)

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.client import Connection, Target, run
-from benchmarks.load import CHAT, COMPLETION, Job, Load, Report, closed_loop, report
-from benchmarks.measure import table
-from benchmarks.words import Prompts, load_tokenizer
+from benchmarks.words import load_tokenizer
+from gateway.ctl.bench.client import Connection, Target, run
+from gateway.ctl.bench.load import CHAT, COMPLETION, Job, Load, Report, as_table, closed_loop, sweep
+from gateway.ctl.bench.words import Prompts
 
 
 def main() -> None:
@@ -50,12 +50,7 @@ async def measure(args: argparse.Namespace, prompts: Prompts) -> list[Report]:
     source = random.Random(args.seed)
     if args.warmup:
         await closed_loop(load, _jobs(args, prompts, source, args.warmup), max(args.concurrency))
-    reports: list[Report] = []
-    for concurrency in args.concurrency:
-        jobs = _jobs(args, prompts, source, args.requests)
-        wall_s, replies = await closed_loop(load, jobs, concurrency)
-        reports.append(report(concurrency, wall_s, replies))
-    return reports
+    return await sweep(load, args.concurrency, lambda _: _jobs(args, prompts, source, args.requests))
 
 
 async def first_model(target: Target) -> str:
@@ -67,31 +62,6 @@ async def first_model(target: Target) -> str:
         return msgspec.json.decode(reply.body)["data"][0]["id"]
     except (msgspec.DecodeError, KeyError, IndexError, TypeError):
         sys.exit(f"the server lists no model ({reply.error or f'HTTP {reply.status}'}); name one with --model")
-
-
-def as_table(reports: list[Report]) -> str:
-    header = (
-        "clients",
-        "requests",
-        "errors",
-        "tok/s",
-        "TTFT p50",
-        "p90",
-        "p99",
-        "ITL p50",
-        "p90",
-        "p99",
-        "e2e p50",
-        "p90",
-        "p99 ms",
-    )
-    rows: list[list[str]] = []
-    for one in reports:
-        marks = [
-            f"{mark:.1f}" for part in (one.ttft_ms, one.itl_ms, one.e2e_ms) for mark in (part.p50, part.p90, part.p99)
-        ]
-        rows.append([str(one.concurrency), str(one.requests), str(one.errors), f"{one.tokens_per_s:.1f}", *marks])
-    return table(header, rows)
 
 
 def _jobs(args: argparse.Namespace, prompts: Prompts, source: random.Random, count: int) -> list[Job]:

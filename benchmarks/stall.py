@@ -21,12 +21,13 @@ import msgspec
 
 from benchmarks import blas, models
 from benchmarks.bare import Order
-from benchmarks.client import Connection, run, until
 from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Bare, Mlxd, MlxLmServer, Server, Unavailable
-from benchmarks.load import Job, Load
-from benchmarks.measure import Summary, percentile, summarize_ms, table
-from benchmarks.words import Prompts, load_tokenizer
+from benchmarks.words import load_tokenizer
+from gateway.ctl.bench.client import Connection, run, until
+from gateway.ctl.bench.load import Job, Load
+from gateway.ctl.bench.measure import Summary, percentile, summarize_ms, table
+from gateway.ctl.bench.words import Prompts
 
 PATH: Final = "/v1/completions"
 STREAMS: Final = 4

@@ -8,6 +8,7 @@ import typer
 
 from gateway.ctl import cache, info, inspect, keys, logs, pull, requests, service
 from gateway.ctl import config as config_verbs
+from gateway.ctl.bench import verb as bench
 from gateway.ctl.say import Json, ask, print_json
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def status(json: Json = False) -> None:
 app.command("logs")(logs.logs)
 app.command("cancel")(requests.cancel)
 app.command("doctor")(inspect.doctor)
+app.command("bench")(bench.bench)
 app.command("info")(info.info)
 app.command("pull")(pull.pull)
 app.command("ps", hidden=True, help="The same as status.")(status)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import models
 from benchmarks.bare import Order, obey
-from benchmarks.words import Prompts, vocabulary
+from gateway.ctl.bench.words import Prompts, vocabulary
 
 TINY = models.Geometry(layers=2, hidden=32, ffn=64, heads=2, kv_heads=1, head_dim=16, vocab=700, tokenizer_vocab=600)
 

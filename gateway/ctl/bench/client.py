@@ -82,13 +82,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to send to."""
+    """Where to send to: a unix socket if there is one, else a host and a port."""
 
     host: str
     port: int
     prefix: str = ""
     tls: bool = False
     api_key: str = ""
+    socket: str = ""
 
     @classmethod
     def parse(cls, url: str, api_key: str = "") -> "Target":
@@ -130,8 +131,11 @@ class Connection(asyncio.Protocol):
     async def connect(self) -> None:
         """Raises OSError."""
         if self._transport is None or self._transport.is_closing():
-            context = ssl.create_default_context() if self._target.tls else None
             loop = asyncio.get_running_loop()
+            if self._target.socket:
+                await loop.create_unix_connection(lambda: self, self._target.socket)
+                return
+            context = ssl.create_default_context() if self._target.tls else None
             await loop.create_connection(lambda: self, self._target.host, self._target.port, ssl=context)
 
     async def request(self, path: str, body: bytes | None = None, timeout_s: float = 600.0) -> Reply:

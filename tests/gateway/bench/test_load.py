@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from benchmarks.client import Connection, Reply, Target
-from benchmarks.load import Job, Load, Report, closed_loop, report
+from gateway.ctl.bench.client import Connection, Reply, Target
+from gateway.ctl.bench.load import Job, Load, Report, closed_loop, report
 
 T = TypeVar("T")
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

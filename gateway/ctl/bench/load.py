@@ -2,15 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
 
-from benchmarks.client import Connection, Reply, Target
-from benchmarks.measure import Summary, summarize_ms
+from gateway.ctl.bench.client import Connection, Reply, Target
+from gateway.ctl.bench.measure import Summary, summarize_ms, table
 
 CHAT: Final = "chat"
 COMPLETION: Final = "completion"
@@ -88,6 +88,15 @@ async def closed_loop(load: Load, jobs: Sequence[Job], concurrency: int) -> tupl
     return wall_s, [reply for reply in replies if reply is not None]
 
 
+async def sweep(load: Load, concurrencies: Sequence[int], jobs: Callable[[int], Sequence[Job]]) -> list[Report]:
+    """One report for each concurrency, of the `jobs` that it is given."""
+    reports: list[Report] = []
+    for concurrency in concurrencies:
+        wall_s, replies = await closed_loop(load, jobs(concurrency), concurrency)
+        reports.append(report(concurrency, wall_s, replies))
+    return reports
+
+
 def report(concurrency: int, wall_s: float, replies: Sequence[Reply]) -> Report:
     """Fold replies. Tokens of failed requests are not counted; inter-token times are gaps between events with text."""
     good = [reply for reply in replies if reply.ok]
@@ -114,3 +123,29 @@ def report(concurrency: int, wall_s: float, replies: Sequence[Reply]) -> Report:
         events_per_token=round(events / tokens, 3) if tokens else 0.0,
         first_errors=list(dict.fromkeys(failures))[:5],
     )
+
+
+def as_table(reports: Sequence[Report]) -> str:
+    """For people: one row for each concurrency."""
+    header = (
+        "clients",
+        "requests",
+        "errors",
+        "tok/s",
+        "TTFT p50",
+        "p90",
+        "p99",
+        "ITL p50",
+        "p90",
+        "p99",
+        "e2e p50",
+        "p90",
+        "p99 ms",
+    )
+    rows: list[list[str]] = []
+    for one in reports:
+        marks = [
+            f"{mark:.1f}" for part in (one.ttft_ms, one.itl_ms, one.e2e_ms) for mark in (part.p50, part.p90, part.p99)
+        ]
+        rows.append([str(one.concurrency), str(one.requests), str(one.errors), f"{one.tokens_per_s:.1f}", *marks])
+    return table(header, rows)
