@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from gateway.pool import mail
 from gateway.pool.effects import Effects, Process
-from gateway.pool.state import Limits
+from gateway.pool.state import Limits, ModelUnavailable
 from protocol.messages import WorkerSpec
 
 GREET_RETRY_S: Final = 0.05
@@ -49,7 +49,7 @@ class Chores:
     # -- one incarnation ---------------------------------------------------------------------------------------------
 
     def admit(self, spec: WorkerSpec) -> None:
-        """Wait for room, then report `Admitted`."""
+        """Wait for room, then report `Admitted`, or `Denied`."""
         self._greeting = None
         self._admission = self._run(self._admit(spec))
 
@@ -93,8 +93,12 @@ class Chores:
         self._post(mail.Alarm(token))
 
     async def _admit(self, spec: WorkerSpec) -> None:
-        await self._effects.admit(spec)
-        self._post(mail.Admitted(spec.epoch))
+        try:
+            share_bytes = await self._effects.admit(spec)
+        except ModelUnavailable as error:
+            self._post(mail.Denied(spec.epoch, error.failure))
+        else:
+            self._post(mail.Admitted(spec.epoch, share_bytes))
 
     async def _watch(self, epoch: int, process: Process) -> None:
         status = await process.wait()

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from gateway.flight import Flight, Peer
+from gateway.pool.state import State
 from protocol.failures import Failure
 from protocol.messages import Down, WorkerSpec
 
@@ -39,8 +40,15 @@ class Effects(Protocol):
     async def sleep(self, s: float) -> None: ...
     def random(self) -> float: ...
     def next_epoch(self) -> int: ...
-    async def admit(self, spec: WorkerSpec) -> None:
-        """Return when the machine has room for this worker. May be cancelled."""
+    async def admit(self, spec: WorkerSpec) -> int:
+        """Return when the machine has room for this worker: its share in bytes, 0 for no limit. May be cancelled.
+
+        Raises `ModelUnavailable` when there will never be room.
+        """
+        ...
+
+    def entered(self, model: str, state: State) -> None:
+        """A worker is in another state. In a settled one but `ready` it has no process."""
         ...
 
     def spawn(self, spec: WorkerSpec) -> Process:

@@ -43,6 +43,11 @@ class Front:
         self.loading: Loading | None = None
         # Requests that hold this worker: counted by `Pool.busy`.
         self.leases = 0
+        # Its share of the memory, 0 without a limit; and since when it has been ready.
+        self.share_bytes = 0
+        self.ready_at = 0.0
+        # Why new requests are refused although it is ready: there is no memory for more.
+        self.overload: Failure | None = None
 
         self._effects = effects
         self._inbox: asyncio.Queue[mail.Mail] = asyncio.Queue()
@@ -53,17 +58,24 @@ class Front:
         self._process: Process | None = None
         self._is_over = False
         self._is_suspect = False
+        # Another model is to have its memory: what runs goes on, what comes waits.
+        self._is_gated = False
         self._since = effects.now()
 
     # -- for everyone ------------------------------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
-        return self.state is State.READY and not self._is_suspect and not self._lot.is_trying
+        return self.state is State.READY and not self._is_suspect and not self._is_gated and not self._lot.is_trying
 
     @property
     def is_serving(self) -> bool:
         return self.state is State.READY
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the model is in memory, or on its way there."""
+        return self.state in (State.STARTING, State.LOADING, State.READY)
 
     @property
     def last_failure(self) -> Failure | None:
@@ -86,10 +98,17 @@ class Front:
         """Like `ensure_ready`, and an operator's fresh try after failures."""
         await self._ask(mail.Load)
 
-    async def stop(self, drain_s: float, *, is_closing: bool = False) -> None:
-        """Finish what runs until the deadline, then stop. `is_closing`: and never start again."""
+    async def stop(self, drain_s: float, *, is_closing: bool = False, reason: Failure | None = None) -> None:
+        """Finish what runs until the deadline, then stop. `is_closing`: and never start again.
+
+        `reason` is what those are told who wait for the model.
+        """
         if not self._is_over:
-            await self._ask(lambda waiter: mail.Stop(waiter, drain_s, is_closing))
+            await self._ask(lambda waiter: mail.Stop(waiter, drain_s, is_closing, reason))
+
+    def change(self, spec: WorkerSpec, load_timeout_s: float, *, is_preload: bool, is_reload: bool) -> None:
+        """Be another worker from now on. With `is_reload` one that runs is restarted, and its streams pause."""
+        self._inbox.put_nowait(mail.Change(spec, load_timeout_s, is_preload, is_reload))
 
     async def restart(self) -> None:
         """Stop and start again; what runs goes on at the successor. Returns when ready. Raises `ModelUnavailable`."""
@@ -109,8 +128,8 @@ class Front:
         self._inbox.put_nowait(mail.Suspect(self.epoch))
 
     def refusal(self, request: Generate) -> Failure | None:
-        """Why this request must not be sent: it is known to kill workers."""
-        return self._lot.refusal(request, self._effects.now())
+        """Why this request must not be sent: it is known to kill workers, or there is no memory for it."""
+        return self.overload or self._lot.refusal(request, self._effects.now())
 
     def park(self, flight: Flight) -> None:
         """A sequence that this worker has given up; the next one goes on with it."""
@@ -119,6 +138,32 @@ class Front:
     def acquit(self) -> None:
         """A watched sequence has its first token, or has ended."""
         self._inbox.put_nowait(mail.Acquit(self.epoch))
+
+    @property
+    def has_parked(self) -> bool:
+        """Whether sequences wait for a next worker, or for their turn at this one."""
+        return self._lot.has_any or self._lot.is_trying
+
+    def close_gate(self) -> None:
+        """Let new requests wait. Takes effect at once."""
+        self._is_gated = True
+
+    def open_gate(self) -> None:
+        if self._is_gated:
+            self._is_gated = False
+            self._inbox.put_nowait(mail.Reopen())
+
+    def evict(self) -> bool:
+        """End it to make room, if it is ready; nothing of it may run. Whoever asks next waits for room for it."""
+        if self.state is not State.READY or self.has_parked:
+            return False
+        self.close_gate()
+        self._inbox.put_nowait(mail.Evict(self.epoch))
+        return True
+
+    def recycle(self) -> None:
+        """Start it anew, without anybody waiting; what runs goes on at the successor."""
+        self._inbox.put_nowait(mail.Recycle(self.epoch))
 
     def kill(self) -> None:
         """SIGKILL, without grace: the last resort of a daemon that must go now."""

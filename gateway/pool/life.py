@@ -56,15 +56,16 @@ class Life(Front):
         self._blame: Failure | None = None
         self._is_wanted = False
         self._is_closing = False
-        self._ready_at = self._since
+        # Ended to make room: who waits then goes on when there is room again.
+        self._is_evicted = False
         self._pulse = Pulse(self._since, limits.blackout_s)
 
     # -- beginnings ----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self.loading = None
-        self._ready_at = self._effects.now()
-        self._pulse.answered(self._ready_at)
+        self.ready_at = self._effects.now()
+        self._pulse.answered(self.ready_at)
         self._enter(State.READY)
         self._serve()
 
@@ -82,22 +83,31 @@ class Life(Front):
         self.epoch = self._effects.next_epoch()
         self._forget()
         self._goodbye = self._blame = None
-        self._is_suspect = self._is_wanted = False
+        self._is_suspect = self._is_wanted = self._is_evicted = self._is_gated = False
+        self.overload = None
         self._enter(State.STARTING)
         self._chores.admit(replace(self.spec, epoch=self.epoch))
 
-    def _on_admitted(self, epoch: int) -> None:
+    def _on_admitted(self, epoch: int, share_bytes: int) -> None:
         if epoch != self.epoch or self.state is not State.STARTING:
             return
+        self.share_bytes = share_bytes
         self._wire.attach(self)
         try:
-            self._process = self._effects.spawn(replace(self.spec, epoch=epoch))
+            self._process = self._effects.spawn(replace(self.spec, epoch=epoch, memory_bytes=share_bytes))
         except OSError as error:
             self._wire.detach(epoch)
             self._settle_crashed(Failure(Code.INTERNAL, f"the worker of '{self.name}' cannot be started: {error}"))
             return
         self._chores.arm(self._load_timeout_s)
         self._chores.watch(epoch, self._process)
+
+    def _on_denied(self, epoch: int, failure: Failure) -> None:
+        """It does not fit, whatever is unloaded. The next request asks again: pins and budgets change."""
+        if epoch == self.epoch and self.state is State.STARTING:
+            self._retry.last_failure = failure
+            self._give_up(failure)
+            self._settle_stopped()
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +160,7 @@ class Life(Front):
         is_asked = self.state in (State.DRAINING, State.STOPPING) and (self._blame is None or self._stoppers.has_any())
         is_crash = not is_asked and not (is_clean and self._blame is None and self.ready is not None)
         self._lot.park(self._wire.detach(epoch), self._effects.now())
-        if is_asked and not self._is_wanted:
+        if is_asked and not self._is_wanted and not self._is_evicted:
             stopped = Failure(Code.DRAINING, f"model '{self.name}' was stopped")
             self._lot.fail(stopped if is_clean else report.stream_failure)
         elif is_crash and self.ready is not None:
@@ -192,7 +202,7 @@ class Life(Front):
             failure,
             now,
             self._effects.random(),
-            None if self.ready is None else now - self._ready_at,
+            None if self.ready is None else now - self.ready_at,
             is_useful=self.stats is not None and self.stats.generation_tokens > 0,
         )
         self._stoppers.wake()
@@ -233,6 +243,7 @@ class Life(Front):
         self._since = self._effects.now()
         self._chores.disarm()
         self._events.state(self.name, state)
+        self._effects.entered(self.name, state)
 
     def _try_send(self, message: Down) -> bool:
         try:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from gateway.pool.effects import Process
 from gateway.pool.waiters import Waiter
-from protocol.messages import Drained, Goodbye, Hello, Loading, Pong, Ready
+from protocol.failures import Failure
+from protocol.messages import Drained, Goodbye, Hello, Loading, Pong, Ready, WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,18 @@ class Stop:
     waiter: Waiter
     drain_s: float
     is_closing: bool
+    # What whoever waits is told, where it is neither of the ordinary reasons.
+    reason: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """From now on another specification; with `is_reload` what runs is started anew with it."""
+
+    spec: WorkerSpec
+    load_timeout_s: float
+    is_preload: bool
+    is_reload: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +49,30 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True)
+class Evict:
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reopen:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Recycle:
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Admitted:
     epoch: int
+    share_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    epoch: int
+    failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,4 +102,5 @@ class Beat:
 
 
 Message = Hello | Loading | Ready | Pong | Drained | Goodbye
-Mail = Ensure | Load | Restart | Stop | Adopt | Admitted | Exited | Suspect | Acquit | Alarm | Beat | Message
+Order = Ensure | Load | Restart | Stop | Change | Adopt | Evict | Reopen | Recycle
+Mail = Order | Admitted | Denied | Exited | Suspect | Acquit | Alarm | Beat | Message

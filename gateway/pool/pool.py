@@ -5,19 +5,20 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from gateway.config import Config, ModelConfig
 from gateway.link import Link
-from gateway.pool.effects import Process
-from gateway.pool.leftovers import Ledger, Record
+from gateway.pool.effects import Effects, Process
+from gateway.pool.leftovers import Ledger
 from gateway.pool.process import Worker
 from gateway.pool.spawn import Command, Spawner, default_command
-from gateway.pool.state import Events, Limits, ModelUnavailable, WorkerView
+from gateway.pool.state import Events, Limits, ModelUnavailable, State, WorkerView
 from protocol.failures import Code, Failure
 from protocol.messages import WorkerSpec
 
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 # What a leftover that nobody wants any more gets between SIGTERM and SIGKILL: its weights are unknown.
 LEFTOVER_GRACE_S = 30.0
 RELEASE_POLL_S = 0.02
+WAITING_MAX = 1 << 20
 _HANDED_OVER = Failure(Code.DRAINING, "the server is being restarted")
 
 
@@ -46,7 +48,12 @@ class Pool:
         self._events = events
         self._limits = limits or Limits()
         self._command = command
+        # All that there are; those of models that were removed stay until they have stopped.
         self._workers: dict[str, Worker] = {}
+        self._removed: set[str] = set()
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._effects: Effects | None = None
+        self._tasks: asyncio.TaskGroup | None = None
         self._is_cleared = asyncio.Event()
         self._is_started = asyncio.Event()
         self._root: asyncio.Task[None] | None = None
@@ -58,21 +65,13 @@ class Pool:
         """
         ledger = Ledger(self._config.run_dir)
         spawner = Spawner(self._config.home, ledger, self._command)
-        effects = _RealEffects(ledger, spawner, self._is_cleared)
+        self._effects = _RealEffects(ledger, spawner, self._is_cleared)
         for model in self._config.models.values():
-            self._workers[model.name] = Worker(
-                self._spec(model),
-                effects=effects,
-                wire=self._link,
-                events=self._events,
-                limits=self._limits,
-                load_timeout_s=model.load_timeout_s,
-                is_preload=model.preload,
-            )
+            self._workers[model.name] = self._make(model, self._effects)
         unwanted: list[Process] = []
         for record in ledger.survivors():
             worker = self._workers.get(record.spec.name)
-            if worker is not None and _is_same(record, worker.spec):
+            if worker is not None and loads_alike(record.spec, worker.spec):
                 log.info("adopting worker %s#%d (pid %d)", record.spec.name, record.epoch, record.pid)
                 worker.adopt(spawner.adopt(record), record.epoch)
             else:
@@ -122,7 +121,7 @@ class Pool:
 
     async def ensure_ready(self, model: str) -> Worker:
         """The worker of `model`, loaded. Without a task switch when it is. Raises `ModelUnavailable`."""
-        worker = self._workers[model]
+        worker = self._configured(model)
         if not worker.is_ready:
             await worker.ensure_ready()
         return worker
@@ -131,20 +130,38 @@ class Pool:
         """Hold the model from before `ensure_ready` to the end of the request."""
         return Lease(self._workers[model])
 
+    def apply(self, config: Config) -> "Applied":
+        """Make `config` the one in force. What must be started anew is, and what runs on it pauses meanwhile.
+
+        A model that was removed finishes what it does until the drain's deadline, and then stops.
+        """
+        old, self._config = self._config, config
+        removed = [name for name in old.models if name not in config.models]
+        added = [model for name, model in config.models.items() if name not in old.models]
+        kept = [(old.models[name], model) for name, model in config.models.items() if name in old.models]
+        for name in removed:
+            self._removed.add(name)
+            self._run_task(self._retire(name))
+        for model in added:
+            self._add(model)
+        restarted = [model.name for before, model in kept if self._change(old, before, model)]
+        return Applied([model.name for model in added], removed, restarted)
+
     async def load(self, model: str) -> None:
         """Load now, also after failures. Raises `ModelUnavailable`."""
-        await self._workers[model].load()
+        await self._configured(model).load()
 
     async def unload(self, model: str) -> None:
         """Finish what runs, then stop the worker. The next request loads it again."""
-        await self._workers[model].stop(self._config.server.drain_s)
+        await self._configured(model).stop(self._config.server.drain_s)
 
     async def restart(self, model: str) -> None:
         """Stop and start; what runs pauses meanwhile. Raises `ModelUnavailable`."""
-        await self._workers[model].restart()
+        await self._configured(model).restart()
 
     def workers(self) -> list[WorkerView]:
-        return [worker.view() for worker in self._workers.values()]
+        """Those of configured models."""
+        return [worker.view() for worker in self._workers.values() if worker.name not in self._removed]
 
     def worker(self, model: str) -> Worker:
         """The worker of a configured model, in whatever state it is."""
@@ -152,14 +169,69 @@ class Pool:
 
     async def _run(self, unwanted: Sequence[Process]) -> None:
         async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
             tasks.create_task(self._link.run())
             for worker in self._workers.values():
-                tasks.create_task(worker.run())
+                self._runs[worker.name] = tasks.create_task(worker.run())
             tasks.create_task(self._clear(unwanted))
             for worker in self._workers.values():
                 if worker.is_preload:
                     tasks.create_task(_preload(worker))
             self._is_started.set()
+
+    # -- changes of the configuration --------------------------------------------------------------------------------
+
+    def _configured(self, model: str) -> Worker:
+        """Raises `ModelUnavailable` for a model that was removed since its request came."""
+        if model in self._removed or model not in self._workers:
+            raise ModelUnavailable(_gone(model))
+        return self._workers[model]
+
+    def _add(self, model: ModelConfig) -> None:
+        worker = self._workers.get(model.name)
+        if worker is not None:
+            # It was removed a moment ago and has not stopped yet: two of one name never run.
+            self._removed.discard(model.name)
+            worker.change(self._spec(model), model.load_timeout_s, is_preload=model.preload, is_reload=True)
+        else:
+            assert self._effects is not None, "start() comes first"
+            worker = self._workers[model.name] = self._make(model, self._effects)
+            self._runs[model.name] = self._run_task(worker.run())
+        if model.preload:
+            self._run_task(_preload(worker))
+
+    def _change(self, old: Config, before: ModelConfig, model: ModelConfig) -> bool:
+        """Returns whether a resident worker is restarted."""
+        worker, spec = self._workers[model.name], self._spec(model)
+        is_other = before.cache != model.cache or not loads_alike(self._spec(before, old), spec)
+        worker.change(spec, model.load_timeout_s, is_preload=model.preload, is_reload=is_other)
+        if model.preload and not before.preload:
+            self._run_task(_preload(worker))
+        return is_other and worker.is_resident
+
+    async def _retire(self, name: str) -> None:
+        worker = self._workers[name]
+        await worker.stop(self._config.server.drain_s, reason=_gone(name))
+        # It may be wanted again by now.
+        if name in self._removed:
+            self._removed.discard(name)
+            del self._workers[name]
+            self._runs.pop(name).cancel()
+
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._tasks is not None, "start() comes first"
+        return self._tasks.create_task(work)
+
+    def _make(self, model: ModelConfig, effects: Effects) -> Worker:
+        return Worker(
+            self._spec(model),
+            effects=effects,
+            wire=self._link,
+            events=self._events,
+            limits=self._limits,
+            load_timeout_s=model.load_timeout_s,
+            is_preload=model.preload,
+        )
 
     async def _clear(self, unwanted: Sequence[Process]) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -171,7 +243,8 @@ class Pool:
         for worker in self._workers.values():
             worker.kill()
 
-    def _spec(self, model: ModelConfig) -> WorkerSpec:
+    def _spec(self, model: ModelConfig, config: Config | None = None) -> WorkerSpec:
+        config = config or self._config
         has_disk = model.cache.disk_bytes > 0 and model.cache.ram_bytes != 0
         return WorkerSpec(
             name=model.name,
@@ -182,18 +255,27 @@ class Pool:
             dtype=model.dtype,
             context=model.context,
             max_running=model.max_running,
-            # Admission is the bound; a successor is handed at once all that ran and waited.
-            max_waiting=model.max_waiting + model.max_running,
+            # Admission is the bound; a successor is handed at once all that ran and waited, under whatever bound.
+            max_waiting=WAITING_MAX,
             prefill_chunk=model.prefill_chunk,
             trust_remote_code=model.trust_remote_code,
-            log_level=model.log_level or self._config.server.log_level,
+            log_level=model.log_level or config.server.log_level,
             parser=model.parser,
             chat_template=model.chat_template,
             cache_bytes=-1 if model.cache.ram_bytes is None else model.cache.ram_bytes,
             kv_bytes=-1 if model.kv_bytes is None else model.kv_bytes,
-            disk_cache_dir=str(self._config.prefix_cache_dir) if has_disk else "",
-            disk_cache_bytes=self._config.prefix_cache_bytes if has_disk else 0,
+            disk_cache_dir=str(config.prefix_cache_dir) if has_disk else "",
+            disk_cache_bytes=config.prefix_cache_bytes if has_disk else 0,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The models that a new configuration added, removed and restarted."""
+
+    added: list[str]
+    removed: list[str]
+    restarted: list[str]
 
 
 class Lease:
@@ -234,16 +316,29 @@ class _RealEffects:
     def next_epoch(self) -> int:
         return self._ledger.next_epoch()
 
-    async def admit(self, spec: WorkerSpec) -> None:
+    async def admit(self, spec: WorkerSpec) -> int:
         """Leftovers may still hold the memory that this worker needs."""
         await self._is_cleared.wait()
+        return 0
+
+    def entered(self, model: str, state: State) -> None:
+        pass
 
     def spawn(self, spec: WorkerSpec) -> Process:
         return self._spawner.spawn(spec)
 
 
-def _is_same(record: Record, spec: WorkerSpec) -> bool:
-    return msgspec.structs.replace(record.spec, epoch=0) == spec
+def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
+    """Whether a worker of the one need not be started anew to be one of the other.
+
+    How much it logs, and the cap of the cache folder that all share, are no reason: they count from its next start.
+    """
+    changes = {"epoch": 0, "log_level": "", "disk_cache_bytes": 0, "memory_bytes": 0}
+    return msgspec.structs.replace(one, **changes) == msgspec.structs.replace(other, **changes)
+
+
+def _gone(model: str) -> Failure:
+    return Failure(Code.MODEL_MISSING, f"model '{model}' was removed from the configuration")
 
 
 async def _preload(worker: Worker) -> None:

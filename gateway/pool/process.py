@@ -86,10 +86,23 @@ class Worker(Life):
                 self._on_restart(waiter)
             case mail.Stop():
                 self._on_stop(item)
+            case mail.Change():
+                self._on_change(item)
             case mail.Adopt(process, epoch):
                 self._on_adopt(process, epoch)
-            case mail.Admitted(epoch):
-                self._on_admitted(epoch)
+            case mail.Evict(epoch):
+                if epoch == self.epoch and self.state is State.READY:
+                    self._is_evicted = True
+                    self._terminate()
+            case mail.Reopen():
+                self._serve()
+            case mail.Recycle(epoch):
+                if epoch == self.epoch and self.state is State.READY:
+                    self._renew()
+            case mail.Admitted(epoch, share_bytes):
+                self._on_admitted(epoch, share_bytes)
+            case mail.Denied(epoch, failure):
+                self._on_denied(epoch, failure)
             case mail.Exited(epoch, status):
                 self._on_exited(epoch, status)
             case mail.Suspect(epoch):
@@ -136,18 +149,15 @@ class Worker(Life):
         if not self._is_closing:
             # An operator's restart goes on when their connection does not.
             self._is_wanted = True
-            if self.state is State.READY:
-                self._lot.park(self._wire.detach(self.epoch), self._effects.now())
-                self._terminate()
-            elif self.state in (State.STARTING, State.LOADING):
-                self._terminate()
+            if self.state in (State.READY, State.STARTING, State.LOADING):
+                self._renew()
         self._on_load(waiter)
 
     def _on_stop(self, command: mail.Stop) -> None:
         self._stoppers.add(command.waiter)
         self._is_closing |= command.is_closing
         self._is_wanted = False
-        unloaded = Failure(Code.DRAINING, f"model '{self.name}' was unloaded")
+        unloaded = command.reason or Failure(Code.DRAINING, f"model '{self.name}' was unloaded")
         self._give_up(SHUTTING_DOWN if self._is_closing else unloaded)
         match self.state:
             case State.READY:
@@ -161,6 +171,29 @@ class Worker(Life):
             case State.STOPPED | State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
                 self._retry.forgive()
                 self._settle_stopped()
+
+    def _on_change(self, command: mail.Change) -> None:
+        self.spec, self.is_preload = command.spec, command.is_preload
+        self._load_timeout_s = command.load_timeout_s
+        if not command.is_reload:
+            return
+        match self.state:
+            case State.READY | State.STARTING | State.LOADING:
+                self._renew()
+            case State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
+                # What was wrong may be what was changed.
+                self._retry.forgive()
+                self._enter(State.STOPPED)
+                self._start_on_demand()
+            case State.STOPPED | State.STOPPING | State.DRAINING:
+                pass
+
+    def _renew(self) -> None:
+        """End this incarnation; what it does goes on at the next one."""
+        self._is_wanted = True
+        if self.state is State.READY:
+            self._lot.park(self._wire.detach(self.epoch), self._effects.now())
+        self._terminate()
 
     def _on_adopt(self, process: Process, epoch: int) -> None:
         self.epoch = epoch

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from gateway.flight import PARKED, Flight, Peer
 from gateway.link import WorkerGone
 from gateway.pool.process import Worker
-from gateway.pool.state import Limits, State
+from gateway.pool.state import Limits, ModelUnavailable, State
 from gateway.stream import Collector
 from protocol.failures import Code, Failure
 from protocol.messages import (
@@ -76,6 +76,10 @@ class FakeWorld:
         self.resumed: list[tuple[int, int]] = []
         self.is_unreachable = False
         self.spawn_error: OSError | None = None
+        self.share_bytes = 0
+        self.denial: Failure | None = None
+        self.entries: list[State] = []
+        self.specs: list[WorkerSpec] = []
         self.room = asyncio.Event()
         self.room.set()
         self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
@@ -98,12 +102,19 @@ class FakeWorld:
         self.epoch += 1
         return self.epoch
 
-    async def admit(self, spec: WorkerSpec) -> None:
+    async def admit(self, spec: WorkerSpec) -> int:
         await self.room.wait()
+        if self.denial is not None:
+            raise ModelUnavailable(self.denial)
+        return self.share_bytes
+
+    def entered(self, model: str, state: State) -> None:
+        self.entries.append(state)
 
     def spawn(self, spec: WorkerSpec) -> FakeProcess:
         if self.spawn_error is not None:
             raise self.spawn_error
+        self.specs.append(spec)
         process = FakeProcess(pid=100 + spec.epoch)
         self.processes.append(process)
         return process
