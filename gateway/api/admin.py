@@ -48,6 +48,7 @@ class StatusEndpoint:
         services = self._services
         model = services.config.models[view.name]
         stats, ready = view.stats, view.ready
+        numbers = services.metrics.model(view.name)
         return ModelStatus(
             name=view.name,
             path=view.path,
@@ -73,7 +74,9 @@ class StatusEndpoint:
             stage=view.stage,
             loaded_bytes=view.loaded_bytes,
             total_bytes=view.total_bytes,
-            generation_tokens=services.metrics.model(view.name).generation_tokens,
+            generation_tokens=numbers.generation_tokens,
+            prompt_tokens=numbers.prompt_tokens,
+            prompt_tokens_cached=numbers.prompt_tokens_cached,
             last_failure=view.last_failure.message if view.last_failure else "",
             retry_after_s=round(view.retry_after_s, 1),
         )

@@ -33,6 +33,8 @@ class ModelStatus(Struct, frozen=True):
     loaded_bytes: int
     total_bytes: int
     generation_tokens: int
+    prompt_tokens: int
+    prompt_tokens_cached: int
     last_failure: str
     retry_after_s: float
 
