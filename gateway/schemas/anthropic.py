@@ -297,7 +297,8 @@ def _tool_use(request: CountRequest) -> ToolUse:
     for spec in _shown(request):
         if not spec.name:
             raise BadRequest("tools: a tool needs a name.", "tools")
-        tools.append(Tool(spec.name, spec.description or "", spec.input_schema or {}, bool(spec.strict)))
+        schema = canonical.sendable(spec.input_schema or {}, "tools.input_schema")
+        tools.append(Tool(spec.name, spec.description or "", schema, bool(spec.strict)))
     choice = request.tool_choice or ToolChoice("auto")
     if choice.type not in CHOICES:
         raise BadRequest(f"tool_choice.type: {choice.type[:40]!r} is none of {', '.join(CHOICES)}.", "tool_choice.type")

@@ -6,13 +6,15 @@ Each dialect's lowering builds these; from here to `protocol.Generate` there is 
 import json
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from gateway.errors import BadRequest
 from protocol.messages import ChatPrompt
+
+T = TypeVar("T")
 
 TOOLS_MAX: Final = 512
 # OpenAI's effort words, then those of others, as templates know them; the first two mean: do not think.
@@ -116,6 +118,22 @@ def with_thinking(prompt: ChatPrompt, thinking: Thinking) -> ChatPrompt:
     return msgspec.structs.replace(prompt, thinking=thinking.is_enabled, effort=thinking.effort)
 
 
+def sendable(value: T, param: str) -> T:
+    """What a client has sent as it likes, if a worker can be told it. Raises `BadRequest`."""
+    if not _is_sendable(value):
+        raise BadRequest(f"'{param}' is too deep or holds too large a number.", param, "invalid_value")
+    return value
+
+
+def _is_sendable(value: object) -> bool:
+    """The wire knows neither numbers beyond 64 bits nor half a character, both of which JSON has."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (OverflowError, RecursionError, UnicodeEncodeError):
+        return False
+    return True
+
+
 def system(content: str) -> dict[str, Any]:
     return {"role": "system", "content": content}
 
@@ -184,10 +202,6 @@ def _arguments(call: Call) -> dict[str, Any]:
         decoded = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
         return {"arguments": call.arguments}
-    if not isinstance(decoded, dict):
-        return {"arguments": decoded}
-    try:
-        msgspec.msgpack.encode(decoded)
-    except (OverflowError, RecursionError):
+    if not _is_sendable(decoded):
         return {"arguments": call.arguments}
-    return decoded
+    return decoded if isinstance(decoded, dict) else {"arguments": decoded}

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import msgspec
-
 from gateway.config import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest, Unsupported
-from gateway.schemas.canonical import chat_prompt
+from gateway.schemas.canonical import chat_prompt, sendable
 from gateway.schemas.constraints import lower_constraint
 from gateway.schemas.openai import PROMPTS_MAX, ChatRequest, CompletionRequest, SamplingFields
 from gateway.schemas.openai_tools import lower_tools
@@ -213,10 +211,4 @@ def template_kwargs(asked: dict[str, Any] | None) -> dict[str, Any]:
     kwargs = dict(asked or {})
     if reserved := sorted(RESERVED_KWARGS & kwargs.keys()):
         raise BadRequest(f"'chat_template_kwargs' must not set {reserved[0]!r}.", "chat_template_kwargs")
-    try:
-        msgspec.msgpack.encode(kwargs)
-    except (OverflowError, RecursionError):
-        raise BadRequest(
-            "'chat_template_kwargs' is too deep or holds too large a number.", "chat_template_kwargs"
-        ) from None
-    return kwargs
+    return sendable(kwargs, "chat_template_kwargs")

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.errors import BadRequest, Unsupported
-from gateway.schemas.canonical import Choice, Tool, ToolUse
+from gateway.schemas.canonical import Choice, Tool, ToolUse, sendable
 from gateway.schemas.told import NAMED, NULL, TEXT, shape, typed, words
 
 T = TypeVar("T")
@@ -118,12 +118,8 @@ def _function(spec: FunctionSpec, where: str) -> Tool:
     if not _NAME.fullmatch(spec.name):
         message = f"Invalid value for '{where}.name': expected letters, digits, '_' and '-', at most 128."
         raise BadRequest(message, f"{where}.name", "invalid_value")
-    try:
-        msgspec.msgpack.encode(spec.parameters)
-    except (OverflowError, RecursionError):
-        message = f"'{where}.parameters' is too deep or holds too large a number."
-        raise BadRequest(message, f"{where}.parameters", "invalid_value") from None
-    return Tool(spec.name, spec.description or "", spec.parameters or {}, bool(spec.strict))
+    parameters = sendable(spec.parameters or {}, f"{where}.parameters")
+    return Tool(spec.name, spec.description or "", parameters, bool(spec.strict))
 
 
 def _choose(tools: list[Tool], choice: Any, is_parallel: bool) -> ToolUse:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.errors import BadRequest
-from gateway.schemas.canonical import Choice, Tool, ToolUse
+from gateway.schemas.canonical import Choice, Tool, ToolUse, sendable
 from gateway.schemas.responses import CountRequest
 
 # Between a namespace and the name of a function in it: names may hold letters, digits, `_` and `-` only.
@@ -120,7 +120,7 @@ def _collect(spec: ToolSpec, namespace: str, where: str, found: _Collected) -> N
         case "function" | "custom":
             if not spec.name:
                 raise BadRequest(f"Missing required parameter: '{where}.name'.", f"{where}.name")
-            tool = _function(spec, namespace) if spec.type == "function" else _custom(spec, namespace)
+            tool = _function(spec, namespace, where) if spec.type == "function" else _custom(spec, namespace)
             found.tools.append(tool)
             found.forms[tool.name] = Form(spec.name, namespace, spec.type == "custom")
         case "namespace" if not namespace:
@@ -133,8 +133,9 @@ def _collect(spec: ToolSpec, namespace: str, where: str, found: _Collected) -> N
             raise BadRequest(message, f"{where}.type", "invalid_value")
 
 
-def _function(spec: ToolSpec, namespace: str) -> Tool:
-    return Tool(flat_name(spec.name, namespace), spec.description or "", spec.parameters or {}, bool(spec.strict))
+def _function(spec: ToolSpec, namespace: str, where: str) -> Tool:
+    parameters = sendable(spec.parameters or {}, f"{where}.parameters")
+    return Tool(flat_name(spec.name, namespace), spec.description or "", parameters, bool(spec.strict))
 
 
 def _custom(spec: ToolSpec, namespace: str) -> Tool:
