@@ -1,4 +1,4 @@
-# make setup | serve | test | test-clients | test-systemd | lint | bench.  Needs Python 3.11+; uses uv when it is installed, venv + pip otherwise.
+# make setup | serve | test | test-clients | test-systemd | fuzz | lint | bench.  Needs Python 3.11+; uses uv when it is installed, venv + pip otherwise.
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PYTHON ?= python3
@@ -6,9 +6,10 @@ comma  := ,
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 STAMP  := $(VENV)/.ready
 ARGS   ?=
+FUZZ_S ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-clients test-systemd lint bench openblas clean
+.PHONY: help setup serve test test-clients test-systemd fuzz lint bench openblas clean
 
 help:
 	@echo "make setup   create $(VENV) with everything mlxd needs"
@@ -16,6 +17,7 @@ help:
 	@echo "make test    set up if needed, then run every test                  (ARGS='tests/worker -k stop')"
 	@echo "make test-clients   drive mlxd with agents and libraries from npm and PyPI (installs them into .cache/clients)"
 	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
+	@echo "make fuzz    ten minutes of made-up requests, from the published OpenAPI document (FUZZ_S=600)"
 	@echo "make lint    ruff and pyright"
 	@echo "make bench   mlxd beside a bare batch loop and mlx_lm.server, as ratios"
 
@@ -37,6 +39,10 @@ test-clients: $(STAMP)
 
 test-systemd: $(STAMP)
 	@MLXD_TEST_SYSTEMD=1 $(PY) -P -m pytest tests/deploy/test_systemd.py -rs $(ARGS)
+
+# Half of the time for scripted workers, half for the embedded model.
+fuzz: $(STAMP)
+	@MLXD_FUZZ_S=$$(( $(FUZZ_S) / 2 )) $(PY) -P -m pytest tests/integration/test_openapi_fuzz.py $(ARGS)
 
 lint: $(STAMP)
 	@$(VENV)/bin/ruff check .
