@@ -21,7 +21,7 @@ def main() -> None:
         own = [spec.name, "--spec", msgspec.json.encode(spec).decode(), "--step-ms", args.step_ms]
         return [sys.executable, "-P", "-m", "benchmarks.paced", *own]
 
-    sys.exit(serve(load_config(args.home), command=command))
+    sys.exit(serve(lambda: load_config(args.home), command=command))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ class Admission:
     def _admit(self, model: ModelConfig, sequences: int) -> _Queue:
         queue = self._queues.get(model.name)
         if queue is None:
-            queue = self._queues[model.name] = _Queue(model.max_running + model.max_waiting, model.max_running)
+            queue = self._queues[model.name] = _Queue(0, 0)
+        queue.bound, queue.slots = model.max_running + model.max_waiting, model.max_running
         if self.is_draining:
             self._reject(model, "draining")
             raise Unavailable("The server is shutting down.", DRAIN_RETRY_AFTER_S, "draining")

@@ -17,7 +17,8 @@ from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.middleware import Entry
 from gateway.origins import is_loopback
-from gateway.pool.pool import Pool
+from gateway.pool.pool import Applied, Pool
+from gateway.reload import Reloader
 from gateway.services import Services
 from gateway.store import Store
 
@@ -42,6 +43,15 @@ class App:
         """From now on new generations get a 503, and `/readyz` says so."""
         self.services.admission.is_draining = True
 
+    def apply(self, config: Config) -> Applied:
+        """Put a configuration into force, at once. Requests that run keep what they began with."""
+        server = config.server
+        self.services.live.apply(config)
+        self.services.metrics.declare(config.models)
+        if self._store is not None:
+            self._store.limit(server.response_store_bytes, server.response_store_age_s)
+        return self.services.pool.apply(config)
+
     def close(self) -> None:
         """Finish writing what is kept. The last call."""
         if self._store is not None:
@@ -51,16 +61,9 @@ class App:
 
 def _guarded(app: ASGIApp, services: Services) -> ASGIApp:
     """What every public request passes before it meets a route."""
-    server = services.config.server
-    guarded = Auth(
-        app,
-        services.keyring,
-        services.metrics,
-        is_loopback=is_loopback(server.host),
-        metrics_auth=server.metrics_auth,
-        origins=frozenset(server.cors),
-    )
-    return Cors(guarded, server.cors) if server.cors else guarded
+    # Where we listen is settled for good.
+    is_local = is_loopback(services.config.server.host)
+    return Cors(Auth(app, services.keyring, services.metrics, services.live, is_loopback=is_local), services.live)
 
 
 def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
@@ -94,20 +97,31 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
     )
 
 
-def create_admin_app(config: Config, pool: Pool, link: Link, metrics: Metrics, *, public: App | None = None) -> App:
+def create_admin_app(
+    config: Config,
+    pool: Pool,
+    link: Link,
+    metrics: Metrics,
+    *,
+    public: App | None = None,
+    reloader: Reloader | None = None,
+) -> App:
     """The admin app. Whoever can open its socket may do everything. It shows the queues of `public`."""
     services = public.services if public is not None else Services.make(config, pool, link, metrics)
+    reload = [] if reloader is None else [Route("/v1/config/reload", admin.ReloadConfig(reloader), methods=["POST"])]
     return App(
         services,
         [
             Route("/v1/status", admin.StatusEndpoint(services), methods=["GET"]),
             Route("/v1/keys/usage", admin.Usage(services), methods=["GET"]),
+            Route("/healthz", health.Healthy(services), methods=["GET"]),
             *requests.routes(services),
             # `mlxctl chat` needs no key: who owns the socket owns the models.
             Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
             Route("/v1/models/load", admin.Command(services, pool.load), methods=["POST"]),
             Route("/v1/models/unload", admin.Command(services, pool.unload), methods=["POST"]),
             Route("/v1/models/restart", admin.Command(services, pool.restart), methods=["POST"]),
+            *reload,
         ],
         is_public=False,
     )

@@ -20,6 +20,7 @@ from gateway.errors import Forbidden, Unauthorized
 from gateway.http import record_of
 from gateway.keys import PREFIX_CHARS, SECRET_CHARS_MAX, Key, KeyFile, KeysUnusable, Stamp, digest
 from gateway.limits import Limits, Meter
+from gateway.live import Live
 from gateway.metrics import Metrics
 from gateway.origins import is_own
 from gateway.patterns import Pattern
@@ -144,17 +145,15 @@ class Auth:
         app: ASGIApp,
         keyring: Keyring,
         metrics: Metrics,
+        live: Live,
         *,
         is_loopback: bool,
-        metrics_auth: bool = False,
-        origins: frozenset[str] = frozenset(),
     ) -> None:
         self._app = app
         self._keyring = keyring
         self._metrics = metrics
+        self._live = live
         self._is_loopback = is_loopback
-        self._metrics_auth = metrics_auth
-        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
@@ -171,7 +170,8 @@ class Auth:
         keyring = self._keyring
         keyring.refresh()
         path = scope["path"]
-        needs_none = path in HEALTH or (path == METRICS and not self._metrics_auth)
+        is_closed = self._live.config.server.metrics_auth
+        needs_none = path in HEALTH or (path == METRICS and not is_closed)
         if keyring.is_open and self._is_loopback:
             return self._owner(Headers(scope=scope))
         try:
@@ -181,7 +181,7 @@ class Auth:
                 return NOBODY
             self._metrics.auth_failures[_REASONS[error.code]] += 1
             raise
-        if path == METRICS and self._metrics_auth and not caller.is_admin:
+        if path == METRICS and is_closed and not caller.is_admin:
             raise Forbidden("Metrics tell of every model and key: they need an admin key.")
         return caller
 
@@ -201,7 +201,7 @@ class Auth:
         # Any page that a browser of this machine shows could ask, and, by a name that it makes resolve to the
         # loopback, also read the answer. The loopback is open to programs, not to them.
         origin = headers.get("origin")
-        if origin is None or origin in self._origins or is_own(origin):
+        if origin is None or origin in self._live.config.server.cors or is_own(origin):
             return OWNER
         self._metrics.auth_failures["origin"] += 1
         raise Forbidden("This web page may not use mlxd. Name its origin in [server] cors, or use an API key.")

@@ -4,13 +4,13 @@ Keys travel in headers, never in cookies, so credentials are never allowed, and 
 """
 
 import re
-from collections.abc import Collection
 from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http import Header, record_of
+from gateway.live import Live
 
 METHODS: Final = b"GET, POST, DELETE"
 MAX_AGE_S: Final = b"600"
@@ -25,17 +25,21 @@ _HEADER_NAMES: Final = re.compile(r"[A-Za-z0-9_\-, ]{0,2000}")
 class Cors:
     """Pure ASGI. A preflight is answered here, before a key is asked for: browsers send none with it."""
 
-    def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, live: Live) -> None:
         self._app = app
-        self._origins = frozenset(origins)
+        self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origins = self._live.config.server.cors
+        if not origins:
+            await self._app(scope, receive, send)
+            return
         headers = Headers(scope=scope)
         origin = headers.get("origin", "")
         record = record_of(scope)
         # Caches must not give one origin the answer to another.
         record.always.append((b"vary", b"Origin"))
-        if origin not in self._origins:
+        if origin not in origins:
             await self._app(scope, receive, send)
             return
         record.always.append((b"access-control-allow-origin", origin.encode()))

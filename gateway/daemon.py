@@ -4,21 +4,23 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Final
 
 import uvicorn
 
 from gateway.app import create_admin_app, create_app
-from gateway.config import Config
+from gateway.config import Config, ConfigError
 from gateway.guard import GuardedProtocol
 from gateway.link import Link
 from gateway.listen import BACKLOG, close_all, listen_tcp, listen_unix
 from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
 from gateway.pool.spawn import Command, default_command
+from gateway.reload import Reloader
 
 log = logging.getLogger(__name__)
 
@@ -31,19 +33,20 @@ KEEP_ALIVE_S: Final = 75
 
 
 class Daemon:
-    """One daemon in a locked home. SIGTERM, SIGINT or SIGHUP drains it; a second one ends it at once.
+    """One daemon in a locked home. SIGTERM or SIGINT drains it; a second one ends it at once.
 
+    SIGHUP reloads the configuration, unless it comes because the terminal closes that the daemon was started from.
     SIGUSR2 hands over: running requests finish, and the workers stay, with their models loaded, for the next daemon.
     """
 
-    def __init__(self, config: Config, *, command: Command = default_command) -> None:
-        """Raises `PathTooLong`, `CannotListen`, `KeysUnusable`."""
-        self._config = config
+    def __init__(self, config: Config, read: Callable[[], Config], *, command: Command = default_command) -> None:
+        """`read` is how a changed file is read. Raises `PathTooLong`, `CannotListen`, `KeysUnusable`."""
         metrics = Metrics()
         link = Link(config.run_dir, metrics)
         self._pool = Pool(config, link, metrics, command=command)
         self._app = create_app(config, self._pool, link, metrics)
-        admin = create_admin_app(config, self._pool, link, metrics, public=self._app)
+        self._reloader = Reloader(self._app, read)
+        admin = create_admin_app(config, self._pool, link, metrics, public=self._app, reloader=self._reloader)
         self._public_sockets = listen_tcp(config.server.host, config.server.port)
         try:
             self._admin_socket = listen_unix(config.admin_socket)
@@ -62,9 +65,10 @@ class Daemon:
         """Serve until told to stop. Raises what broke the pool or a server."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # nohup means it: a terminal that closes is no reason to stop then.
+            # nohup means it: a terminal that closes is no reason for anything then.
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 loop.add_signal_handler(signum, self._signals.put_nowait, signum)
+        had_terminal = _has_terminal()
         loop.add_signal_handler(signal.SIGUSR2, self._signals.put_nowait, signal.SIGUSR2)
         try:
             await self._pool.start()
@@ -73,16 +77,26 @@ class Daemon:
                 for server, sockets in zip(self._servers, self._sockets(), strict=True):
                     tasks.create_task(server.serve(sockets))
                 _settle_garbage_collector()
-                count = len(self._config.models)
+                count = len(self._app.services.config.models)
                 log.info("mlxd serves %d model%s on %s", count, "" if count == 1 else "s", self.url)
-                signum = await self._signals.get()
+                while (signum := await self._signals.get()) is signal.SIGHUP and _has_terminal() is had_terminal:
+                    await self._reload()
                 await (self._hand_over() if signum is signal.SIGUSR2 else self._drain(signum))
         finally:
             self._app.close()
-            self._config.admin_socket.unlink(missing_ok=True)
+            self._app.services.config.admin_socket.unlink(missing_ok=True)
+
+    async def _reload(self) -> None:
+        try:
+            await self._reloader.reload()
+        except ConfigError:
+            pass  # logged, and the old one stays
+        except Exception:  # The root of what a signal started; nothing else is waiting for it.
+            self._app.services.metrics.unhandled_errors += 1
+            log.exception("the configuration could not be reloaded")
 
     async def _drain(self, signum: signal.Signals) -> None:
-        drain_s = self._config.server.drain_s
+        drain_s = self._app.services.config.server.drain_s
         log.info("%s: draining for up to %g s; a second signal ends it at once", signum.name, drain_s)
         self._app.drain()
         impatience = asyncio.create_task(self._hurry())
@@ -95,10 +109,10 @@ class Daemon:
         log.info("mlxd has stopped")
 
     async def _hand_over(self) -> None:
-        drain_s = self._config.server.drain_s
+        drain_s = self._app.services.config.server.drain_s
         log.info("handing over within %g s: no new requests, and the workers stay; a signal ends the wait", drain_s)
         self._app.drain()
-        impatience = asyncio.create_task(self._signals.get())
+        impatience = asyncio.create_task(self._next_end())
         try:
             await self._pool.release(drain_s, impatience)
         finally:
@@ -108,11 +122,17 @@ class Daemon:
         log.info("mlxd has handed over")
 
     async def _hurry(self) -> None:
-        signum = await self._signals.get()
+        signum = await self._next_end()
         log.warning("%s again: stopping now", signum.name)
         for server in self._servers:
             server.force_exit = True
         await self._pool.stop_now()
+
+    async def _next_end(self) -> signal.Signals:
+        """The next signal that is no reload: there is nothing left to reload."""
+        while (signum := await self._signals.get()) is signal.SIGHUP:
+            log.info("SIGHUP while ending: the configuration is not reloaded")
+        return signum
 
     def _sockets(self) -> list[list[socket.socket]]:
         return [self._public_sockets, [self._admin_socket]]
@@ -141,6 +161,15 @@ def _settings(app: object) -> uvicorn.Config:
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=FLUSH_S,
     )
+
+
+def _has_terminal() -> bool:
+    """Whether there is a terminal that controls this process: a service has none, and one that was closed is none."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _settle_garbage_collector() -> None:

@@ -161,6 +161,12 @@ class Logs:
         self.stop()
 
 
+def set_level(level: str) -> None:
+    """From now on this one."""
+    for name in OURS:
+        logging.getLogger(name).setLevel(level.upper())
+
+
 def _is_life_or_death(record: logging.LogRecord) -> bool:
     return record.name in LIFE or record.levelno >= logging.CRITICAL
 

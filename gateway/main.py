@@ -8,7 +8,7 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Final
@@ -57,26 +57,30 @@ def run(
     log_level: str | None = None,
 ) -> int:
     """Serve until stopped, as `mlxd` and `mlxctl serve` do. Returns the exit status."""
+    home = default_home()
+    return serve(lambda: load_config(home, config, host=host, port=port, log_level=log_level))
+
+
+def serve(read: Callable[[], Config], *, command: Command = default_command) -> int:
+    """Serve the configuration that `read` reads, now and at a reload, until stopped; `command` starts a worker.
+
+    Returns the exit status.
+    """
     try:
-        loaded = load_config(default_home(), config, host=host, port=port, log_level=log_level)
+        config = read()
     except ConfigError as error:
         return _refuse(str(error), Status.BAD_CONFIG)
-    return serve(loaded)
-
-
-def serve(config: Config, *, command: Command = default_command) -> int:
-    """Serve a configuration until stopped; `command` starts a worker. Returns the exit status."""
     try:
         with RunDir(config.home), _logs(config):
             raise_file_limit()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_serve(config, command))
+                return runner.run(_serve(config, read, command))
     except (HomeUnusable, CannotListen, PathTooLong, KeysUnusable) as error:
         return _refuse(str(error), Status.CANNOT_USE)
 
 
-async def _serve(config: Config, command: Command) -> int:
-    daemon = Daemon(config, command=command)
+async def _serve(config: Config, read: Callable[[], Config], command: Command) -> int:
+    daemon = Daemon(config, read, command=command)
     try:
         await daemon.run()
     except Exception:

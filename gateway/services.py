@@ -8,6 +8,7 @@ from gateway.capture import Captures
 from gateway.config import Config
 from gateway.keys import KeyFile
 from gateway.link import Link
+from gateway.live import Live
 from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
 from gateway.requests import Requests
@@ -19,11 +20,10 @@ from gateway.tracing import Tracer
 class Services:
     """The parts of a running gateway."""
 
-    config: Config
+    live: Live
     pool: Pool
     link: Link
     metrics: Metrics
-    router: Router
     admission: Admission
     keyring: Keyring
     requests: Requests
@@ -34,19 +34,29 @@ class Services:
     def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics) -> "Services":
         """Raises `KeysUnusable`."""
         metrics.declare(config.models)
+        live = Live(config)
         keyring = Keyring(KeyFile(config.keys_path), metrics)
         return cls(
-            config=config,
+            live=live,
             pool=pool,
             link=link,
             metrics=metrics,
-            router=Router(config.models),
             admission=Admission(metrics.rejected),
             keyring=keyring,
             requests=Requests(),
-            captures=Captures(config.capture_dir, lambda: config.server),
+            captures=Captures(config.capture_dir, lambda: live.config.server),
             tracer=_tracer(config.server.otlp_endpoint),
         )
+
+    @property
+    def config(self) -> Config:
+        """The one in force now."""
+        return self.live.config
+
+    @property
+    def router(self) -> Router:
+        """The names in force now."""
+        return self.live.router
 
     def close(self) -> None:
         """Finish writing and sending. The last call."""

@@ -69,6 +69,12 @@ class Store:
     def is_on(self) -> bool:
         return self._max_bytes > 0
 
+    def limit(self, max_bytes: int, max_age_s: float) -> None:
+        """From now on these. What is over them goes, soon."""
+        self._max_bytes, self._max_age_s = max_bytes, max_age_s
+        if not self._is_closed:
+            self._thread.submit(self._shrink_or_log)
+
     def keep(self, stored: Stored) -> None:
         """Keep a response, soon. One that cannot be kept is logged: its client has it anyway."""
         if self.is_on and not self._is_closed:
@@ -144,6 +150,16 @@ class Store:
             self._keep(self._open(), stored)
         except (sqlite3.Error, OSError) as error:
             log.error("a response could not be kept: %s", error)
+
+    def _shrink_or_log(self) -> None:
+        try:
+            if self._path.exists():
+                database = self._open()
+                with database:
+                    database.execute("BEGIN")
+                    self._evict(database)
+        except (sqlite3.Error, OSError) as error:
+            log.error("the store of responses could not be made smaller: %s", error)
 
     def _keep(self, database: sqlite3.Connection, stored: Stored) -> None:
         size = len(stored.body) + len(stored.inputs)

@@ -9,9 +9,11 @@ from starlette.types import Receive, Scope, Send
 
 import protocol
 from gateway.caller import OWNER
+from gateway.config import ConfigError
 from gateway.errors import BadRequest, from_failure
 from gateway.http import read_body, send_body
 from gateway.pool.state import ModelUnavailable, WorkerView
+from gateway.reload import Reloader
 from gateway.schemas.admin import Done, KeyUsage, ModelRef, ModelStatus, Status, UsageReport
 from gateway.services import Services
 
@@ -80,6 +82,20 @@ class StatusEndpoint:
             last_failure=view.last_failure.message if view.last_failure else "",
             retry_after_s=round(view.retry_after_s, 1),
         )
+
+
+class ReloadConfig:
+    """`POST /v1/config/reload`: read the file again and apply what has changed. A bad one is a 400, and nothing else."""
+
+    def __init__(self, reloader: Reloader) -> None:
+        self._reloader = reloader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            done = await self._reloader.reload()
+        except ConfigError as error:
+            raise BadRequest(str(error), code="bad_config") from None
+        await send_body(send, 200, msgspec.json.encode(done))
 
 
 class Usage:

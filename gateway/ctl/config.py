@@ -1,14 +1,15 @@
-"""`mlxctl config`: what the file says, and whether it can be used. Needs no daemon."""
+"""`mlxctl config`: what the file says, and whether it can be used; and giving a changed one to the daemon."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from gateway.ctl.say import Json, print_json
+from gateway.ctl.say import Json, ask, print_json
 
 if TYPE_CHECKING:
     from gateway.config import Config
+    from gateway.schemas.admin import Reload
 
 BAD_CONFIG: Final = 2
 
@@ -65,6 +66,25 @@ def show(file: File = None, json: Json = False) -> None:
 
 
 @app.command()
+def reload(json: Json = False) -> None:
+    """Let the daemon read its file again and apply what has changed. With a bad file nothing changes; exit status 1.
+
+    Streams of a model that is restarted pause, and go on where they were; a removed model finishes its own first.
+
+    Example: mlxctl config reload
+    """
+    from gateway.ctl.client import post
+    from gateway.schemas.admin import Reload
+
+    done = ask(lambda: post("/v1/config/reload", {}, Reload))
+    if json:
+        print_json(done)
+        return
+    for what, name in _rows(done):
+        typer.echo(f"{what:<14} {name}")
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of the file, for editors that check TOML.
 
@@ -73,6 +93,17 @@ def schema() -> None:
     from gateway.configfile import schema as make
 
     print_json(make())
+
+
+def _rows(done: "Reload") -> list[tuple[str, str]]:
+    groups = (
+        ("added", done.added),
+        ("removed", done.removed),
+        ("restarted", done.restarted),
+        ("changed", done.changed),
+        ("needs restart", done.needs_restart),
+    )
+    return [(what, name) for what, names in groups for name in names] or [("unchanged", "")]
 
 
 def _load(file: Path | None) -> "Config":

@@ -149,3 +149,33 @@ class Cleared(Struct, frozen=True):
     """How many captured requests were deleted."""
 
     captured: int
+
+
+class Probe(Struct, frozen=True):
+    """What one model did when it was asked for a token. `busy`: it did not come to it, and served others meanwhile."""
+
+    model: str
+    ok: bool
+    state: str
+    ms: float
+    error: str
+
+
+class DeepHealth(Struct, frozen=True):
+    """`status` is `healthy` when all did what they should, `draining` when nobody was asked."""
+
+    status: str
+    models: list[Probe] = []
+
+
+class Reload(Struct, frozen=True):
+    """What a reload did: names of models, and keys such as `server.drain` and `models.NAME.sampling`.
+
+    A model that was restarted goes on with its streams where they were; one that was removed finishes them first.
+    """
+
+    added: list[str]
+    removed: list[str]
+    restarted: list[str]
+    changed: list[str]
+    needs_restart: list[str]

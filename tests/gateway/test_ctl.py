@@ -22,7 +22,7 @@ from gateway.configread import load_config
 from gateway.main import serve
 home, worker = Path(sys.argv[1]), sys.argv[2]
 command = lambda spec: [sys.executable, worker, spec.name, "--spec", msgspec.json.encode(spec).decode()]
-sys.exit(serve(load_config(home), command=command))
+sys.exit(serve(lambda: load_config(home), command=command))
 """
 CONFIG = """
 [server]

@@ -8,4 +8,4 @@ from gateway.main import serve
 from tests.support.pool import scripted
 
 if __name__ == "__main__":
-    sys.exit(serve(load_config(default_home()), command=scripted(*sys.argv[1:])))
+    sys.exit(serve(lambda: load_config(default_home()), command=scripted(*sys.argv[1:])))

@@ -1,0 +1,20 @@
+"""The configuration in force."""
+
+from gateway.config import Config
+from gateway.routing import Router
+
+
+class Live:
+    """A reload replaces it as a whole, between two steps of the event loop.
+
+    Whoever serves a request takes from it once what that request needs, so that what runs keeps what it began with.
+    """
+
+    __slots__ = ("config", "router")
+
+    def __init__(self, config: Config) -> None:
+        self.apply(config)
+
+    def apply(self, config: Config) -> None:
+        self.config = config
+        self.router = Router.of(config)

@@ -1,0 +1,102 @@
+"""Putting a changed configuration file into force: it is read and checked as a whole, and a bad one changes nothing."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
+
+from msgspec import Struct, structs
+
+from gateway.config import Config, ConfigError, ModelConfig, ServerConfig, file_key
+from gateway.logs import set_level
+from gateway.pool.pool import Applied
+from gateway.schemas.admin import Reload
+from gateway.services import Services
+
+log = logging.getLogger(__name__)
+
+# Settled when the daemon starts: sockets, files and threads depend on them.
+FIXED: Final = ("host", "port", "log_file", "log_max_bytes", "log_keep", "otlp_endpoint")
+
+
+class App(Protocol):
+    """What a configuration is given to."""
+
+    @property
+    def services(self) -> Services: ...
+    def apply(self, config: Config) -> Applied: ...
+
+
+class Reloader:
+    """Reads with `read`, which raises `ConfigError`, and applies what has changed. One reload at a time."""
+
+    def __init__(self, app: App, read: Callable[[], Config]) -> None:
+        self._app = app
+        self._read = read
+        self._lock = asyncio.Lock()
+
+    async def reload(self) -> Reload:
+        """Returns what it did. Models that it restarts or removes may still be at it. Raises `ConfigError`, logged."""
+        async with self._lock:
+            try:
+                wanted = await asyncio.to_thread(self._read)
+            except ConfigError as error:
+                log.error("the configuration stays as it was: %s", error)
+                raise
+            return self._apply(wanted)
+
+    def _apply(self, wanted: Config) -> Reload:
+        old = self._app.services.config
+        new = with_fixed(wanted, old.server)
+        applied = self._app.apply(new)
+        if new.server.log_level != old.server.log_level:
+            set_level(new.server.log_level)
+        done = Reload(
+            added=applied.added,
+            removed=applied.removed,
+            restarted=applied.restarted,
+            changed=[*changes(old, new)],
+            needs_restart=[*_differences(new.server, wanted.server, "server")],
+        )
+        log.info("%s: %s", wanted.config_path, describe(done))
+        if done.needs_restart:
+            log.warning("in force only after a restart of mlxd: %s", ", ".join(done.needs_restart))
+        return done
+
+
+def with_fixed(wanted: Config, server: ServerConfig) -> Config:
+    """`wanted`, with what cannot change in a running daemon as it is."""
+    return structs.replace(
+        wanted, server=structs.replace(wanted.server, **{name: getattr(server, name) for name in FIXED})
+    )
+
+
+def changes(old: Config, new: Config) -> Iterator[str]:
+    """The keys that differ, as `server.drain` and `models.NAME.sampling`, but of models that one of the two lacks."""
+    for name in ("server", "memory"):
+        yield from _differences(getattr(old, name), getattr(new, name), name)
+    for name, model in new.models.items():
+        before: ModelConfig | None = old.models.get(name)
+        if before is not None:
+            yield from _differences(before, model, f"models.{name}")
+
+
+def describe(done: Reload) -> str:
+    """In one line."""
+    parts = [
+        f"{what} {', '.join(names)}"
+        for what, names in (
+            ("added", done.added),
+            ("removed", done.removed),
+            ("restarted", done.restarted),
+            ("changed", done.changed),
+        )
+        if names
+    ]
+    return "; ".join(parts) or "nothing has changed"
+
+
+def _differences(old: Struct, new: Struct, table: str) -> Iterator[str]:
+    for name in new.__struct_fields__:
+        if getattr(old, name) != getattr(new, name):
+            yield f"{table}.{file_key(name)}"
