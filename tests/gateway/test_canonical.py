@@ -49,7 +49,7 @@ DIALECTS = [chat, messages, responses]
 
 
 @pytest.mark.parametrize("lower", DIALECTS)
-@pytest.mark.parametrize("parameters", [{"maximum": 1 << 64}, {"minimum": -(1 << 63) - 1})
+@pytest.mark.parametrize("parameters", [{"maximum": 1 << 64}, {"minimum": -(1 << 63) - 1}])
 def test_a_schema_that_no_message_can_hold_is_a_refusal(lower: Callable[[Any, str], Prompt], parameters: Any) -> None:
     with pytest.raises(BadRequest) as refused:
         codec.encode(Generate(1, lower(parameters, "{}"), Sampling()))

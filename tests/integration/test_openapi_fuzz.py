@@ -32,8 +32,11 @@ def fuzz(daemon: DaemonProcess, key: str, *options: str) -> None:
     """Fails with what schemathesis has found and how to see it again."""
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(SETTINGS), "run"]
     command += [f"{daemon.url}/openapi.json", "-H", f"Authorization: Bearer {key}", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    failed = [line for line in daemon.new_log().splitlines() if '"level":"error"' in line]
+    # It keeps what it has found where it runs.
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=daemon.home, env=env, capture_output=True, text=True, check=False)
+    log = daemon.home / "logs" / "mlxd.log"
+    failed = [line for line in log.read_text().splitlines() if '"level":"error"' in line]
     assert done.returncode == 0, "\n".join([done.stdout[-20_000:], done.stderr, *failed])
 
 
