@@ -1,4 +1,4 @@
-"""Which models the local Hugging Face cache holds, from its folders alone: nothing is imported, nothing is fetched."""
+"""Which models the local Hugging Face cache holds, from its folders alone: nothing is fetched."""
 
 import json
 import os
@@ -24,6 +24,45 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(hub).expanduser()
     default = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return (Path(environ.get("HF_HOME") or default) / "hub").expanduser()
+
+
+def is_cached(repository: str) -> bool:
+    """Whether anything of a repository is here, be it a part."""
+    return _folder(repository).is_dir()
+
+
+def repository_bytes(repository: str) -> int:
+    """What a repository takes on the disk, with what is left of broken downloads."""
+    return sum(_blobs(repository).values())
+
+
+def remove(repository: str) -> int:
+    """Delete all of a repository, broken downloads too. Returns the bytes that are free again."""
+    # Slow to import, and nobody else here needs it.
+    from huggingface_hub import DeleteCacheStrategy
+
+    blobs, nothing = _blobs(repository), frozenset[Path]()
+    # Not by its commits: of two repositories that share one, both would go.
+    DeleteCacheStrategy(
+        expected_freed_size=sum(blobs.values()),
+        blobs=nothing,
+        refs=nothing,
+        repos=frozenset({_folder(repository)}),
+        snapshots=nothing,
+        cache_dir=cache_dir(),
+    ).execute()
+    # What another repository shares is still there.
+    return sum(size for blob, size in blobs.items() if not blob.exists())
+
+
+def _blobs(repository: str) -> dict[Path, int]:
+    """Where the bytes of a repository really are, and how many."""
+    found = (path.resolve() for path in _folder(repository).glob("blobs/*"))
+    return {path: path.stat().st_size for path in found if path.is_file()}
+
+
+def _folder(repository: str) -> Path:
+    return cache_dir() / f"models--{repository.replace('/', '--')}"
 
 
 def _snapshots(folder: Path) -> Iterator[Path]:

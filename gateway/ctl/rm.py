@@ -1,0 +1,93 @@
+"""`mlxctl rm`: a downloaded model out of the Hugging Face cache."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.ctl.complete import complete_downloaded
+from gateway.ctl.say import Json, ask, print_json
+
+if TYPE_CHECKING:
+    from gateway.config import Config
+
+
+def rm(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model's name or alias, or a repository.", show_default=False, autocompletion=complete_downloaded
+        ),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: Json = False,
+) -> None:
+    """Remove a downloaded model from the disk. A folder of your own is left alone, as is a model that is loaded.
+
+    Example: mlxctl rm mlx-community/Qwen3-4B-4bit --yes
+    """
+    from gateway.ctl.local import read_config
+    from gateway.ctl.show import size
+    from gateway.hfcache import remove, repository_bytes
+
+    config = ask(read_config)
+    repository = ask(lambda: _find(config, model))
+    ask(lambda: _refuse_loaded(repository))
+    held = repository_bytes(repository)
+    if not yes:
+        if not sys.stdin.isatty():
+            typer.echo(f"mlxctl: {repository} holds {size(held)}; --yes removes it", err=True)
+            raise typer.Exit(1)
+        typer.confirm(f"Remove {repository}, {size(held)}?", abort=True, err=True)
+    freed = remove(repository)
+    if json:
+        print_json({"repository": repository, "freed_bytes": freed})
+        return
+    typer.echo(f"{repository} is removed: {size(freed)} are free again")
+    if named := [one.name for one in config.models.values() if one.path == repository]:
+        typer.echo(f"{config.config_path} still has it as {', '.join(named)}", err=True)
+
+
+def _find(config: "Config", name: str) -> str:
+    """The repository behind a name, which the cache must hold. Raises `Failed`."""
+    from gateway.caller import OWNER
+    from gateway.ctl.client import Failed
+    from gateway.errors import ModelNotFound
+    from gateway.hfcache import cache_dir, is_cached
+    from gateway.routing import Router
+
+    try:
+        path = Router(config.models).resolve(name, OWNER).path
+    except ModelNotFound:
+        path = name
+    if path == "demo":
+        raise Failed("the demo model is a part of mlxd, and cannot be removed")
+    if repository := _repository(path):
+        if not is_cached(repository):
+            raise Failed(f"{repository} is not in the Hugging Face cache ({cache_dir()})")
+        return repository
+    if Path(path).expanduser().is_dir():
+        raise Failed(f"{path} is a folder outside of the Hugging Face cache, which mlxctl leaves alone")
+    raise Failed(f"there is no model {name}")
+
+
+def _repository(path: str) -> str | None:
+    """What a model's path names, directly or by the folder of a snapshot."""
+    from gateway.hfcache import cache_dir
+
+    folder, hub = Path(path).expanduser(), cache_dir()
+    if folder.is_relative_to(hub) and folder != hub:
+        return folder.relative_to(hub).parts[0].removeprefix("models--").replace("--", "/")
+    is_name = not path.startswith((".", "/", "~")) and path.count("/") <= 1
+    return path if is_name and not folder.is_dir() else None
+
+
+def _refuse_loaded(repository: str) -> None:
+    """Raises `Failed`. Its files are mapped, and read again when it is loaded anew."""
+    from gateway.ctl.client import Failed
+    from gateway.ctl.local import running_models
+
+    for model in running_models() or ():
+        if model.pid and _repository(model.path) == repository:
+            raise Failed(f"{repository} is loaded as {model.name}; first: mlxctl unload {model.name}")
