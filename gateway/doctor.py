@@ -1,18 +1,19 @@
 """What can be wrong with a machine, a home or a daemon, and what to do about it. Pure: from facts to findings."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
 from msgspec import Struct
 
+from gateway.schemas.admin import Probe
 from gateway.service.description import FILES
 from protocol.sockets import PathTooLong, addresses
 
 DISK_LOW: Final = 10 * 1024**3
 DISK_FULL: Final = 1024**3
-SLOW_TOKEN_S: Final = 10.0
+SLOW_TOKEN_S: Final = 5.0
 
 Level = Literal["ok", "warn", "bad", "skip"]
 
@@ -126,12 +127,15 @@ def livez(status: int | None, url: str) -> Finding:
     return Finding("livez", "bad", f"{url}/livez: {status or 'no answer'}", "mlxctl logs")
 
 
-def completion(model: str, seconds: float, error: str) -> Finding:
-    """One token, asked for through the daemon."""
-    if error:
-        return Finding("completion", "bad", f"{model}: {error}", f"mlxctl logs {model}, mlxctl restart {model}")
-    if seconds > SLOW_TOKEN_S:
-        return Finding(
-            "completion", "warn", f"{model} took {seconds:.1f} s for one token", "mlxctl status shows its queue"
-        )
-    return Finding("completion", "ok", f"{model} said one token in {seconds * 1000:.0f} ms")
+def completion(probes: Sequence[Probe]) -> Finding:
+    """One token, asked of each loaded model through the daemon."""
+    bad = [probe for probe in probes if not probe.ok]
+    if bad:
+        text = "; ".join(f"{probe.model}: {probe.error or probe.state}" for probe in bad)
+        return Finding("completion", "bad", text, f"mlxctl logs {bad[0].model}, mlxctl restart {bad[0].model}")
+    slow = [probe for probe in probes if probe.ms > SLOW_TOKEN_S * 1000 and probe.state != "busy"]
+    if slow:
+        text = "; ".join(f"{probe.model} took {probe.ms / 1000:.1f} s for one token" for probe in slow)
+        return Finding("completion", "warn", text, "mlxctl requests shows what it does")
+    said = [f"{probe.model} is {probe.state} ({probe.ms:.0f} ms for one token)" for probe in probes]
+    return Finding("completion", "ok", "; ".join(said))

@@ -3,15 +3,15 @@
 import msgspec
 from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
 import protocol
+from gateway.api import deep
+from gateway.api.deep import BROKEN
 from gateway.http import record_of, send_body
 from gateway.pool.state import State, WorkerView
 from gateway.services import Services
-
-# A worker in one of these is broken; one that is stopped is merely not asked for.
-_BROKEN = frozenset({State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
 
 
 class Health(Struct, frozen=True):
@@ -58,17 +58,28 @@ class Readiness:
 
 
 class Healthy:
-    """For people and monitors: 200 while the gateway can serve anything, with what is wrong."""
+    """For people and monitors: 200 while the gateway can serve anything, with what is wrong.
+
+    `?deep=1` asks each loaded model for a token, or the one that `&model=` names; 503 when any does not give it.
+    """
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        query = QueryParams(scope["query_string"])
+        is_deep = query.get("deep", "0") not in ("", "0", "false")
+        if is_deep:
+            deep.require_admin(record_of(scope))
         if self._services.admission.is_draining:
             await send_body(send, 503, msgspec.json.encode(Health("draining")))
             return
+        if is_deep:
+            found = await deep.examine(self._services, query.get("model"))
+            await send_body(send, 200 if found.status == "healthy" else 503, msgspec.json.encode(found))
+            return
         views = self._services.pool.workers()
-        broken = [view for view in views if view.state in _BROKEN]
+        broken = [view for view in views if view.state in BROKEN]
         if not broken:
             await send_body(send, 200, msgspec.json.encode(Health("healthy")))
             return

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from gateway.config import default_home
+from gateway.schemas.admin import DeepHealth
 
 if TYPE_CHECKING:
     import httpx
@@ -20,6 +21,8 @@ NOT_RUNNING: Final = 3
 # A load may take long; it says itself when it gives up.
 COMMAND_TIMEOUT_S: Final = 3600.0
 STATUS_TIMEOUT_S: Final = 10.0
+# The daemon waits shorter for a token.
+PROBE_TIMEOUT_S: Final = 30.0
 
 
 class Failed(Exception):
@@ -39,6 +42,12 @@ def get(path: str, kind: type[T]) -> T:
     """Ask the admin API. Raises `Failed`."""
     with _admin(STATUS_TIMEOUT_S) as client:
         return _read(client.get(path), kind)
+
+
+def deep_health() -> DeepHealth:
+    """Let each loaded model say a token. Raises `Failed`, but not when one does not."""
+    with _admin(PROBE_TIMEOUT_S) as client:
+        return _read(client.get("/healthz?deep=1"), DeepHealth, (200, 503))
 
 
 def post(path: str, body: dict[str, Any], kind: type[T]) -> T:
@@ -92,8 +101,8 @@ def _admin(timeout_s: float | None) -> "Generator[httpx.Client, None, None]":
         raise Failed(f"the connection to mlxd was lost: {error}") from None
 
 
-def _read(response: "httpx.Response", kind: type[T]) -> T:
-    if response.status_code != 200:
+def _read(response: "httpx.Response", kind: type[T], good: tuple[int, ...] = (200,)) -> T:
+    if response.status_code not in good:
         raise Failed(_message(response))
     try:
         return msgspec.json.decode(response.content, type=kind)

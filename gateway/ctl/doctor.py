@@ -8,7 +8,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -19,7 +18,7 @@ import psutil
 from gateway import doctor
 from gateway.config import CONFIG_NAME, Config, ConfigError, ServerConfig
 from gateway.configread import load_config
-from gateway.ctl.client import Failed, get, stream_chat
+from gateway.ctl.client import Failed, deep_health, get
 from gateway.doctor import Finding
 from gateway.schemas.admin import Status
 from protocol import __version__
@@ -61,7 +60,7 @@ def daemon(server: ServerConfig) -> Iterator[Finding]:
     yield doctor.daemon(status.version if status else None, __version__)
     if status is not None:
         yield doctor.livez(_livez(status.url), status.url)
-        yield _completion(status)
+        yield completion(status)
 
 
 def say(argv: tuple[str, ...]) -> str | None:
@@ -72,20 +71,15 @@ def say(argv: tuple[str, ...]) -> str | None:
         return None
 
 
-def _completion(status: Status) -> Finding:
+def completion(status: Status) -> Finding:
+    """One token of each model that is loaded."""
     # Nothing is loaded for a check: that may take minutes, and the memory that others use.
-    ready = next((model.name for model in status.models if model.state == "ready"), None)
-    if ready is None:
+    if not any(model.state == "ready" for model in status.models):
         return Finding("completion", "skip", "no model is loaded", "mlxctl load MODEL")
-    began = time.monotonic()
-    error = ""
     try:
-        request = {"model": ready, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "stream": True}
-        for _ in stream_chat(request):
-            pass
+        return doctor.completion(deep_health().models)
     except Failed as failed:
-        error = str(failed)
-    return doctor.completion(ready, time.monotonic() - began, error)
+        return Finding("completion", "bad", str(failed), "mlxctl logs")
 
 
 def _version(name: str) -> str | None:

@@ -6,6 +6,7 @@ import pytest
 from gateway import doctor
 from gateway.ctl.doctor import machine
 from gateway.doctor import Finding
+from gateway.schemas.admin import Probe
 from tests.gateway.test_ctl import _free_port as free_port
 from tests.gateway.test_ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
@@ -47,9 +48,9 @@ HOME = Path("/h")
         (doctor.daemon(None, "2"), "warn", "serve"),
         (doctor.livez(200, "http://x"), "ok", ""),
         (doctor.livez(None, "http://x"), "bad", "logs"),
-        (doctor.completion("m", 0.1, ""), "ok", ""),
-        (doctor.completion("m", 60, ""), "warn", "status"),
-        (doctor.completion("m", 1, "it is gone"), "bad", "restart m"),
+        (doctor.completion([Probe("m", True, "ready", 100, ""), Probe("n", True, "busy", 9000, "")]), "ok", ""),
+        (doctor.completion([Probe("m", True, "ready", 9000, "")]), "warn", "requests"),
+        (doctor.completion([Probe("m", False, "failed", 1, "it is gone")]), "bad", "restart m"),
     ],
 )
 def test_each_fact_is_judged_and_what_is_wrong_comes_with_advice(finding: Finding, level: str, advice: str) -> None:

@@ -46,7 +46,8 @@ async def test_a_request_is_listed_while_it_is_served_and_no_longer(tmp_path: Pa
         body = {"model": "m", "prompt": "hi", "max_tokens": 100_000, "stream": True}
         headers = {"x-request-id": "mine"}
         async with gateway.client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
-            await anext(answer.aiter_lines())
+            lines = answer.aiter_lines()
+            await anext(lines)
             one = await one_in_state(admin, "decode")
 
             assert (one["id"], one["model"], one["path"]) == ("mine", "m", "/v1/completions")

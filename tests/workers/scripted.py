@@ -143,7 +143,7 @@ class Scripted:
 
     def generate(self, request: Generate) -> None:
         text = request.prompt.text if isinstance(request.prompt, TextPrompt) else ""
-        if text == "ignored":
+        if text in ("ignored", self.options.ignore_prompt):
             return
         if text == "refused":
             self.send(Rejected(request.rid, Failure(Code.INVALID_REQUEST, "refused")))
@@ -250,6 +250,7 @@ def main(kind: type[Scripted] = Scripted) -> int:
     parser.add_argument("--hang-on-load", action="store_true")
     parser.add_argument("--exit-on-load", type=int)
     parser.add_argument("--goodbye-code", type=int)
+    parser.add_argument("--ignore-prompt", help="as if it waited for others for ever")
     parser.add_argument("--ignore-sigterm", action="store_true", help="and Shutdown")
     parser.add_argument("--epoch-offset", type=int, default=0, help="claim another epoch")
     parser.add_argument("--major", type=int, default=MAJOR, help="claim another protocol")
