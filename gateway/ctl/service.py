@@ -1,27 +1,23 @@
 """`mlxctl service`: mlxd under launchd or systemd, before anybody logs in or with a user's session."""
 
 import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.ctl import logs
+from gateway.ctl import logs, upgrade
+from gateway.ctl.installed import DryRun, Kind, System, carry_out, find, manager_of, refuse_if
 from gateway.ctl.say import Json, ask, print_json
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from gateway.service.description import Action, Service
-
-Kind = Literal["launchd", "systemd"]
+    from gateway.service.description import Action, Facts, Service, Standing
 
 app = typer.Typer(help="Install mlxd as a service, start and end it.", no_args_is_help=True)
 app.command("logs")(logs.logs)
+app.command("upgrade")(upgrade.upgrade)
+app.command("rollback")(upgrade.rollback)
 
-System = Annotated[bool, typer.Option("--system", help="The machine's service, not this user's. Needs root.")]
 RunAs = Annotated[str | None, typer.Option("--run-as", help="The user that the machine's service runs as.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print what would be written and run.")]
 Manager = Annotated[Kind | None, typer.Option("--manager", help="With --dry-run: as on another system.")]
 
 
@@ -79,7 +75,7 @@ def status(system: System = False, json: Json = False) -> None:
     from gateway.ctl.client import NOT_RUNNING, Failed
     from gateway.service.machine import RealMachine
 
-    service, kind = ask(lambda: _service(system, None, needs_user=False)), _manager(None)
+    service, kind = ask(lambda: find(system, None, needs_user=False)), manager_of(None)
 
     def look() -> str:
         try:
@@ -87,12 +83,16 @@ def status(system: System = False, json: Json = False) -> None:
         except OSError as error:
             raise Failed(f"{kind.ask(service)[0]}: {error.strerror}") from None
 
-    facts = kind.facts(ask(look))
+    facts = _with_versions(kind.facts(ask(look)), service)
     if json:
         print_json(facts)
     else:
         pid = f", pid {facts.pid}" if facts.pid else ""
         typer.echo(f"{facts.state}{pid}" if facts.is_installed else "not installed")
+        if facts.version:
+            running = f" ({facts.running} runs)" if facts.running not in ("", facts.version) else ""
+            before = f"; rollback goes to {facts.previous}" if facts.previous else ""
+            typer.echo(f"version {facts.version}{running}{before}")
     if not facts.pid:
         raise typer.Exit(NOT_RUNNING)
 
@@ -116,97 +116,51 @@ def wired_limit(
     megabytes = round(gib * 1024)
     finding = judge(str(megabytes), psutil.virtual_memory().total)
     if not dry_run:
-        _refuse_if(sys.platform != "darwin", "wired-limit is for macOS; --dry-run shows what it would do")
-        _refuse_if(os.geteuid() != 0, "this needs root: sudo mlxctl service wired-limit ...")
-        _refuse_if(finding.level == "warn", f"{finding.text}: {finding.advice}")
+        refuse_if(sys.platform != "darwin", "wired-limit is for macOS; --dry-run shows what it would do")
+        refuse_if(os.geteuid() != 0, "this needs root: sudo mlxctl service wired-limit ...")
+        refuse_if(finding.level == "warn", f"{finding.text}: {finding.advice}")
     actions = launchd.set_wired_limit(megabytes) if megabytes else launchd.drop_wired_limit()
-    _carry_out(actions, dry_run)
-
-
-def _refuse_if(is_so: bool, why: str) -> None:
-    from gateway.ctl.client import Failed
-
-    def refuse() -> None:
-        if is_so:
-            raise Failed(why)
-
-    ask(refuse)
+    carry_out(actions, dry_run)
 
 
 def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kind | None) -> None:
     import os
+    from pathlib import Path
+
+    from gateway.service.releases import Owner, Releases
 
     if manager is not None and not dry_run:
         raise typer.BadParameter("another system's service can only be shown; add --dry-run", param_hint="--manager")
-    service = ask(lambda: _service(system, run_as, needs_user=verb == "install"))
-    actions: list[Action] = getattr(_manager(manager), verb)(service)
+    service = ask(lambda: find(system, run_as, needs_user=verb == "install"))
+    releases = Releases(service.prefix)
+    actions: list[Action] = getattr(manager_of(manager), verb)(service)
+    if verb == "install":
+        # The environment that this command runs from; an upgrade links another.
+        actions[:0] = releases.adopt(Path(sys.prefix), Owner(str(service.home), service.user))
+    elif verb == "uninstall":
+        actions += releases.forget()
     is_refused = system and not dry_run and os.geteuid() != 0
-    _refuse_if(is_refused, f"--system needs root: sudo mlxctl service {verb} --system")
-    _carry_out(actions, dry_run)
+    refuse_if(is_refused, f"--system needs root: sudo mlxctl service {verb} --system")
+    carry_out(actions, dry_run)
 
 
-def _carry_out(actions: "list[Action]", dry_run: bool) -> None:
-    from gateway.ctl.client import Failed
-    from gateway.service.machine import RealMachine, ServiceFailed, carry_out, describe
-
-    if dry_run:
-        typer.echo(describe(actions))
-        return
-
-    def run() -> None:
-        try:
-            carry_out(actions, RealMachine())
-        except ServiceFailed as error:
-            raise Failed(str(error)) from None
-
-    ask(run)
-
-
-def _manager(kind: Kind | None) -> ModuleType:
-    from gateway.service import launchd, systemd
-
-    found = kind or ("launchd" if sys.platform == "darwin" else "systemd")
-    return launchd if found == "launchd" else systemd
-
-
-def _service(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":
-    """Raises `Failed`."""
+def _with_versions(facts: "Facts", service: "Service") -> "Standing":
     import os
-    import pwd
-    from pathlib import Path
 
-    from gateway.config import default_home
-    from gateway.ctl.client import Failed
-    from gateway.service.description import Scope, Service
+    import msgspec
 
-    if run_as is not None and not system:
-        raise Failed("--run-as goes with --system; a user's service runs as that user")
-    if system and needs_user and run_as is None:
-        raise Failed("--system needs --run-as USER, a user without other rights (docs/service.md says how to make one)")
+    from gateway.ctl.client import Failed, get
+    from gateway.schemas.admin import Status
+    from gateway.service.description import Standing
+    from gateway.service.releases import Releases, version_of
+
+    releases = Releases(service.prefix)
+    os.environ["MLXD_HOME"] = str(service.home)
     try:
-        user = pwd.getpwnam(run_as) if run_as else pwd.getpwuid(os.getuid())
-    except KeyError:
-        raise Failed(f"there is no user {run_as!r} (docs/service.md says how to make one)") from None
-    user_home = Path(user.pw_dir)
-    home = default_home() if "MLXD_HOME" in os.environ or not run_as else user_home / ".mlxd"
-    return Service(
-        # The environment's own python: a wrapper such as uv would be the process that is signalled.
-        program=(sys.executable, "-P", "-m", "gateway.main"),
-        home=home,
-        user=user.pw_name,
-        uid=user.pw_uid,
-        user_home=user_home,
-        scope=Scope.SYSTEM if system else Scope.USER,
-        drain_s=_drain_s(home),
+        running = get("/v1/status", Status).version
+    except Failed:
+        running = ""
+    said = msgspec.structs.asdict(facts)
+    return Standing(
+        **said, version=version_of(releases.current), previous=version_of(releases.previous), running=running
     )
-
-
-def _drain_s(home: "Path") -> float:
-    """What the configuration says, if it can be read by now."""
-    from gateway.config import ConfigError, ServerConfig
-    from gateway.configread import load_config
-
-    try:
-        return load_config(home).server.drain_s
-    except ConfigError:
-        return ServerConfig().drain_s

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec import Struct
 
@@ -11,6 +11,9 @@ FILES: Final = 8192
 # Ending a large worker gently takes this long at worst; killing it may strand wired memory until the next boot.
 TEARDOWN_S: Final = 90
 STOP_S_MIN: Final = 120
+COMMAND_TIMEOUT_S: Final = 300.0
+# Of the machine's service. Not in its home: what root installs there, the service's user could change.
+SYSTEM_PREFIX: Final = Path("/opt/mlxd")
 # /usr/sbin for sysctl; a service has no shell profile.
 PATH: Final = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 
@@ -39,6 +42,11 @@ class Service(Struct, frozen=True):
         return max(STOP_S_MIN, round(self.drain_s) + TEARDOWN_S)
 
     @property
+    def prefix(self) -> Path:
+        """Where its versions are."""
+        return SYSTEM_PREFIX if self.scope is Scope.SYSTEM else self.home
+
+    @property
     def environment(self) -> dict[str, str]:
         """All of it; everything else belongs in the configuration file."""
         return {"HOME": str(self.user_home), "PATH": PATH, "MLXD_HOME": str(self.home)}
@@ -62,11 +70,23 @@ class Remove(Struct, frozen=True, tag=True):
     path: Path
 
 
+class RemoveTree(Struct, frozen=True, tag=True):
+    path: Path
+
+
+class Link(Struct, frozen=True, tag=True):
+    """A symbolic link, there at every moment: an older one is replaced in one step."""
+
+    path: Path
+    target: Path
+
+
 class Run(Struct, frozen=True, tag=True):
     """A command; `may_fail` when it is only there to make sure."""
 
     argv: tuple[str, ...]
     may_fail: bool = False
+    timeout_s: float = COMMAND_TIMEOUT_S
 
 
 class Wait(Struct, frozen=True, tag=True):
@@ -77,7 +97,7 @@ class Wait(Struct, frozen=True, tag=True):
     deadline_s: float
 
 
-Action = Write | Folder | Remove | Run | Wait
+Action = Write | Folder | Remove | RemoveTree | Link | Run | Wait
 
 
 class Facts(Struct, frozen=True):
@@ -87,3 +107,24 @@ class Facts(Struct, frozen=True):
     state: str
     pid: int = 0
     last_exit: str = ""
+
+
+class Standing(Facts, frozen=True):
+    """The same with the versions: installed and current, the one to go back to, and the one that answers."""
+
+    version: str = ""
+    previous: str = ""
+    running: str = ""
+
+
+class Manager(Protocol):
+    """launchd's module, or systemd's."""
+
+    def install(self, service: Service) -> list[Action]: ...
+    def uninstall(self, service: Service) -> list[Action]: ...
+    def start(self, service: Service) -> list[Action]: ...
+    def stop(self, service: Service) -> list[Action]: ...
+    def restart(self, service: Service) -> list[Action]: ...
+    def revive(self, service: Service) -> list[Action]: ...
+    def ask(self, service: Service) -> tuple[str, ...]: ...
+    def facts(self, said: str) -> Facts: ...

@@ -9,10 +9,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Protocol, assert_never
 
-from gateway.service.description import Action, Folder, Remove, Run, Wait, Write
+from gateway.service.description import (
+    COMMAND_TIMEOUT_S,
+    Action,
+    Folder,
+    Link,
+    Remove,
+    RemoveTree,
+    Run,
+    Wait,
+    Write,
+)
 
 POLL_S: Final = 0.2
-COMMAND_TIMEOUT_S: Final = 300.0
 
 
 class ServiceFailed(Exception):
@@ -22,13 +31,15 @@ class ServiceFailed(Exception):
 class Machine(Protocol):
     """What the actions need; tests have one of their own, for there is no launchd here."""
 
-    def run(self, argv: tuple[str, ...]) -> tuple[int, str]:
+    def run(self, argv: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S) -> tuple[int, str]:
         """Exit status, and what was printed."""
         ...
 
     def write(self, path: Path, content: str) -> None: ...
     def folder(self, path: Path, user: str) -> None: ...
     def remove(self, path: Path) -> None: ...
+    def remove_tree(self, path: Path) -> None: ...
+    def link(self, path: Path, target: Path) -> None: ...
     def pause(self) -> None: ...
 
 
@@ -51,8 +62,12 @@ def _carry_out(action: Action, machine: Machine) -> None:
             machine.folder(path, user)
         case Remove(path):
             machine.remove(path)
-        case Run(argv, may_fail):
-            status, said = machine.run(argv)
+        case RemoveTree(path):
+            machine.remove_tree(path)
+        case Link(path, target):
+            machine.link(path, target)
+        case Run(argv, may_fail, timeout_s):
+            status, said = machine.run(argv, timeout_s)
             if status != 0 and not may_fail:
                 raise ServiceFailed(f"{' '.join(argv)} ended with {status}: {said.strip()}")
         case Wait(argv, pattern, deadline_s):
@@ -76,6 +91,10 @@ def describe(actions: Iterable[Action]) -> str:
                 lines.append(f"make {path} for {user} alone")
             case Remove(path):
                 lines.append(f"remove {path}")
+            case RemoveTree(path):
+                lines.append(f"remove {path} and all in it")
+            case Link(path, target):
+                lines.append(f"link {path} to {target}")
             case Run(argv, may_fail):
                 lines.append(f"run {' '.join(argv)}" + (" (may fail)" if may_fail else ""))
             case Wait(argv, pattern, deadline_s):
@@ -88,9 +107,9 @@ def describe(actions: Iterable[Action]) -> str:
 class RealMachine:
     """This one."""
 
-    def run(self, argv: tuple[str, ...]) -> tuple[int, str]:
+    def run(self, argv: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S) -> tuple[int, str]:
         done = subprocess.run(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False
         )
         return done.returncode, done.stdout
 
@@ -107,6 +126,16 @@ class RealMachine:
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def remove_tree(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+    def link(self, path: Path, target: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(path.name + ".new")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(target)
+        fresh.replace(path)
 
     def pause(self) -> None:
         time.sleep(POLL_S)

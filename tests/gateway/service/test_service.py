@@ -40,7 +40,7 @@ class Recorded:
         self.did: list[str] = []
         self.pauses = 0
 
-    def run(self, argv: tuple[str, ...]) -> tuple[int, str]:
+    def run(self, argv: tuple[str, ...], timeout_s: float = 0) -> tuple[int, str]:
         self.did.append(" ".join(argv))
         return self.says.pop(0) if self.says else (0, "")
 
@@ -52,6 +52,12 @@ class Recorded:
 
     def remove(self, path: Path) -> None:
         self.did.append(f"remove {path}")
+
+    def remove_tree(self, path: Path) -> None:
+        self.did.append(f"remove all of {path}")
+
+    def link(self, path: Path, target: Path) -> None:
+        self.did.append(f"link {path} {target}")
 
     def pause(self) -> None:
         self.pauses += 1

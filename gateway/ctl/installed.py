@@ -1,0 +1,103 @@
+"""Which service a verb is about, and how its actions are carried out."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from gateway.ctl.say import ask
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gateway.service.description import Action, Manager, Service
+
+Kind = Literal["launchd", "systemd"]
+
+System = Annotated[bool, typer.Option("--system", help="The machine's service, not this user's. Needs root.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print what would be written and run.")]
+
+
+def refuse_if(is_so: bool, why: str) -> None:
+    """End the command with a sentence."""
+    from gateway.ctl.client import Failed
+
+    def refuse() -> None:
+        if is_so:
+            raise Failed(why)
+
+    ask(refuse)
+
+
+def carry_out(actions: "list[Action]", dry_run: bool) -> None:
+    """Do them, or with `--dry-run` print them."""
+    from gateway.ctl.client import Failed
+    from gateway.service import machine
+
+    if dry_run:
+        typer.echo(machine.describe(actions))
+        return
+
+    def run() -> None:
+        try:
+            machine.carry_out(actions, machine.RealMachine())
+        except machine.ServiceFailed as error:
+            raise Failed(str(error)) from None
+
+    ask(run)
+
+
+def manager_of(kind: Kind | None) -> "Manager":
+    """The named manager's module, or that of this system's."""
+    from gateway.service import launchd, systemd
+
+    found = kind or ("launchd" if sys.platform == "darwin" else "systemd")
+    return launchd if found == "launchd" else systemd
+
+
+def find(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":
+    """Raises `Failed`."""
+    import os
+    import pwd
+    from pathlib import Path
+
+    from gateway.config import default_home
+    from gateway.ctl.client import Failed
+    from gateway.service.description import SYSTEM_PREFIX, Scope, Service
+    from gateway.service.releases import Releases, launcher
+
+    if run_as is not None and not system:
+        raise Failed("--run-as goes with --system; a user's service runs as that user")
+    if system and needs_user and run_as is None:
+        raise Failed("--system needs --run-as USER, a user without other rights (docs/service.md says how to make one)")
+    scope = Scope.SYSTEM if system else Scope.USER
+    owner = Releases(SYSTEM_PREFIX).owner if system and run_as is None else None
+    name = run_as or (owner.user if owner else None)
+    try:
+        user = pwd.getpwnam(name) if name else pwd.getpwuid(os.getuid())
+    except KeyError:
+        raise Failed(f"there is no user {name!r} (docs/service.md says how to make one)") from None
+    user_home = Path(user.pw_dir)
+    home = default_home() if "MLXD_HOME" in os.environ or not run_as else user_home / ".mlxd"
+    if owner is not None:
+        home = Path(owner.home)
+    return Service(
+        program=launcher(SYSTEM_PREFIX if system else home),
+        home=home,
+        user=user.pw_name,
+        uid=user.pw_uid,
+        user_home=user_home,
+        scope=scope,
+        drain_s=_drain_s(home),
+    )
+
+
+def _drain_s(home: "Path") -> float:
+    """What the configuration says, if it can be read by now."""
+    from gateway.config import ConfigError, ServerConfig
+    from gateway.configread import load_config
+
+    try:
+        return load_config(home).server.drain_s
+    except ConfigError:
+        return ServerConfig().drain_s

@@ -1,0 +1,218 @@
+"""`mlxctl service upgrade` and `rollback`: another version, tried before it serves, and the way back."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from msgspec import Struct
+
+from gateway.ctl.installed import DryRun, System, find, manager_of, refuse_if
+from gateway.ctl.say import Json, ask, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gateway.schemas.admin import Status
+    from gateway.service.description import Service
+    from gateway.service.upgrade import Seen, Upgrade, Wanted
+
+DEADLINE_S: Final = 300.0
+READYZ_TIMEOUT_S: Final = 10.0
+
+Deadline = Annotated[float, typer.Option(min=1, help="Seconds until the new version must be ready, or is given up.")]
+
+
+class Changed(Struct, frozen=True):
+    """What `--json` prints."""
+
+    version: str
+    previous: str
+    environment: str
+
+
+def upgrade(
+    target: Annotated[
+        str | None,
+        typer.Argument(help="A version, a wheel, a checkout or an address; the newest if not given.", metavar="TARGET"),
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="A folder of wheels, an index' address, or pypi; remembered.")
+    ] = None,
+    system: System = False,
+    deadline: Deadline = DEADLINE_S,
+    keep: Annotated[int, typer.Option(min=1, help="How many versions stay on disk.")] = 3,
+    keep_workers: Annotated[
+        bool,
+        typer.Option("--keep-workers", help="Let loaded models go on with the old code until they are loaded anew."),
+    ] = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> None:
+    """Install another version beside this one, try it, switch to it with models kept, and back if it is not ready.
+
+    Example: mlxctl service upgrade 0.2.0 --from ./wheels
+    """
+    from gateway.service import releases
+    from gateway.service.upgrade import plan
+
+    service = _installed("upgrade", system, dry_run)
+    foreign = releases.foreign(Path(sys.prefix))
+    refuse_if(bool(foreign), foreign)
+    wanted = _wanted(service, target, source, keep=keep, deadline_s=deadline, keep_workers=keep_workers)
+    if dry_run:
+        from gateway.service.machine import describe
+
+        typer.echo(describe(plan(service, manager_of(None), wanted)))
+        return
+    _change(service, json, lambda change: change.run(wanted))
+
+
+def rollback(system: System = False, deadline: Deadline = DEADLINE_S, json: Json = False) -> None:
+    """Switch to the version before, with the same checks. A second time goes forth again.
+
+    Example: mlxctl service rollback
+    """
+    service = _installed("rollback", system, False)
+    _change(service, json, lambda change: change.back(deadline))
+
+
+class Daemon:
+    """The service's daemon, over its admin socket and its port."""
+
+    def look(self) -> "Seen | None":
+        from gateway.ctl.client import Failed
+        from gateway.service.upgrade import Seen
+
+        try:
+            status = _status()
+        except Failed:
+            return None
+        env = _env_of(status.pid)
+        return None if env is None else Seen(status.pid, status.version, env, _missing(status))
+
+    def complete(self) -> None:
+        from gateway.ctl.client import Failed
+        from gateway.ctl.doctor import completion
+        from gateway.service.machine import ServiceFailed
+
+        try:
+            finding = completion(_status())
+        except Failed as failed:
+            raise ServiceFailed(str(failed)) from None
+        if finding.level == "bad":
+            raise ServiceFailed(finding.text)
+
+    def roll(self, env: Path) -> list[str]:
+        from gateway.ctl.client import Failed, post
+        from gateway.schemas.admin import Done
+        from gateway.service.machine import ServiceFailed
+
+        try:
+            old = [model for model in _status().models if model.pid and _env_of(model.pid) != env]
+            for model in sorted(old, key=lambda model: model.running + model.waiting):
+                post("/v1/models/restart", {"model": model.name}, Done)
+        except Failed as failed:
+            raise ServiceFailed(str(failed)) from None
+        return [model.name for model in old]
+
+    def in_use(self) -> set[Path]:
+        import psutil
+
+        return {env for pid in psutil.pids() if (env := _env_of(pid)) is not None}
+
+
+def _change(service: "Service", json: bool, act: "Callable[[Upgrade], Path]") -> None:
+    from gateway.ctl.client import Failed
+    from gateway.service.machine import RealMachine, ServiceFailed
+    from gateway.service.releases import Releases, version_of
+    from gateway.service.upgrade import Upgrade
+
+    if os.geteuid() == 0:
+        # The service's user must be able to read what root installs, whatever root's own mask is.
+        os.umask(0o022)
+    # The client asks the daemon of this home.
+    os.environ["MLXD_HOME"] = str(service.home)
+
+    def run() -> Path:
+        change = Upgrade(service, manager_of(None), RealMachine(), Daemon(), lambda line: typer.echo(line, err=json))
+        try:
+            return act(change)
+        except ServiceFailed as failed:
+            raise Failed(str(failed)) from None
+
+    env = ask(run)
+    changed = Changed(version_of(env), version_of(Releases(service.prefix).previous), str(env))
+    if json:
+        print_json(changed)
+    else:
+        typer.echo(f"{changed.version} serves; mlxctl service rollback goes back to {changed.previous}")
+        if Path(sys.prefix).resolve() != env:
+            typer.echo(f"its mlxctl is {service.prefix}/current/bin/mlxctl")
+
+
+def _installed(verb: str, system: bool, dry_run: bool) -> "Service":
+    service = ask(lambda: find(system, None, needs_user=False))
+    flag = " --system" if system else ""
+    refuse_if(system and not dry_run and os.geteuid() != 0, f"--system needs root: sudo mlxctl service {verb} --system")
+    is_there = (service.prefix / "current").is_symlink()
+    refuse_if(not is_there, f"no service is installed (no {service.prefix}/current): mlxctl service install{flag}")
+    return service
+
+
+def _wanted(
+    service: "Service", target: str | None, find_at: str | None, *, keep: int, deadline_s: float, keep_workers: bool
+) -> "Wanted":
+    from importlib.metadata import distributions
+
+    from gateway.ctl.client import Failed
+    from gateway.service import fetch, releases
+    from gateway.service.upgrade import Wanted
+
+    known = releases.Releases(service.prefix)
+    last = releases.read(known.current) if known.current else None
+    extra = releases.extra({found.name for found in distributions()})
+
+    def source() -> fetch.Source:
+        try:
+            return fetch.source(target, find_at, last.find if last else "", extra)
+        except fetch.NoSource as error:
+            raise Failed(str(error)) from None
+
+    # The interpreter itself, not an environment's link to it, which may be removed some day.
+    base = Path(sys.executable).resolve()
+    return Wanted(ask(source), base, shutil.which("uv"), keep, deadline_s, keep_workers)
+
+
+def _status() -> "Status":
+    from gateway.ctl.client import get
+    from gateway.schemas.admin import Status
+
+    return get("/v1/status", Status)
+
+
+def _missing(status: "Status") -> str:
+    """Why it is not ready, as its own port says."""
+    import httpx
+
+    if status.is_draining:
+        return "draining"
+    try:
+        answer = httpx.get(f"{status.url}/readyz", timeout=READYZ_TIMEOUT_S, trust_env=False)
+    except httpx.HTTPError as error:
+        return f"{status.url}/readyz: {error}"
+    return "" if answer.status_code == 200 else answer.text[:200]
+
+
+def _env_of(pid: int) -> Path | None:
+    """The environment whose python runs a process; None when it is not one, or has ended."""
+    import psutil
+
+    try:
+        command = psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return None
+    program = Path(command[0]) if command else Path()
+    return program.parent.parent if program.is_absolute() and program.parent.name == "bin" else None
