@@ -52,6 +52,8 @@ class Generation:
     ) -> None:
         self._services = services
         self._model = model
+        # Kept, because a reload may take the model out of the pool.
+        self._worker = services.pool.worker(model.name)
         self._generates = [record.caller.bind(generate) for generate in generates]
         self.record = record
         self._bind = bind
@@ -120,8 +122,7 @@ class Generation:
 
     def open_now(self) -> bool:
         """Start on a worker that is ready. False when none is: then `open` waits for one."""
-        worker = self._services.pool.worker(self._model.name)
-        return worker.is_ready and self._submit(worker)
+        return self._worker.is_ready and self._submit(self._worker)
 
     async def open(self) -> None:
         """Wait until the model is ready, and start. Raises `ApiError`."""
@@ -200,7 +201,7 @@ class Generation:
     def state(self) -> str:
         """`queued`, `loading`, `prefill` or `decode`: where the sequence that is furthest stands."""
         if self._patience is not None:
-            return "queued" if self._services.pool.worker(self._model.name).is_ready else "loading"
+            return "queued" if self._worker.is_ready else "loading"
         if self.record.first_token_s is not None:
             return "decode"
         return "queued" if self._collector is None or self._collector.progress is None else "prefill"

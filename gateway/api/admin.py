@@ -85,7 +85,7 @@ class StatusEndpoint:
 
 
 class ReloadConfig:
-    """`POST /v1/config/reload`: read the file again and apply what has changed. A bad one is a 400, and nothing else."""
+    """`POST /v1/config/reload`: read the file again and apply what has changed. A bad file is a 400."""
 
     def __init__(self, reloader: Reloader) -> None:
         self._reloader = reloader
@@ -137,9 +137,9 @@ class Command:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f'The body must be {{"model": NAME}}: {error}.') from None
         name = self._services.router.resolve(ref.model, OWNER).name
+        worker = self._services.pool.worker(name)
         try:
             await self._run(name)
         except ModelUnavailable as error:
             raise from_failure(error.failure, error.retry_after_s) from None
-        state = self._services.pool.worker(name).view().state
-        await send_body(send, 200, msgspec.json.encode(Done(name, str(state))))
+        await send_body(send, 200, msgspec.json.encode(Done(name, str(worker.state))))

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
-from gateway.config import ModelConfig
 from gateway.http import record_of, send_body
 from gateway.pool.state import WorkerView
+from gateway.routing import Found
 from gateway.services import Services
 
 
@@ -29,6 +29,8 @@ class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
     lifecycle: str = "active"
     owned_by: str = "mlxd"
     root: str | UnsetType = UNSET
+    # The model of which this is a profile.
+    parent: str | UnsetType = UNSET
     context_length: int | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
     max_input_tokens: int | UnsetType = UNSET
@@ -53,20 +55,25 @@ class Models:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         views = {view.name: view for view in self._services.pool.workers()}
         models = record_of(scope).caller.usable(self._services.config.models.values())
-        cards = [self.card(model, views[model.name]) for model in models]
+        cards = [
+            self.card(Found(model, profile), views[model.name]) for model in models for profile in ("", *model.profiles)
+        ]
         ids = [card.id for card in cards] or [None]
         await send_body(send, 200, msgspec.json.encode(ModelList(cards, ids[0], ids[-1])))
 
-    def card(self, model: ModelConfig, view: WorkerView) -> ModelCard:
+    def card(self, found: Found, view: WorkerView) -> ModelCard:
+        model, profile = found.model, found.profile
+        name = f"{model.name}:{profile}" if profile else model.name
         context = view.ready.max_context if view.ready is not None else model.context or UNSET
         return ModelCard(
-            model.name,
+            name,
             self._created,
             datetime.fromtimestamp(self._created, UTC).isoformat(),
-            model.name,
-            model.aliases,
+            name,
+            tuple(f"{alias}:{profile}" for alias in model.aliases) if profile else model.aliases,
             str(view.state),
             root=model.path,
+            parent=model.name if profile else UNSET,
             context_length=context,
             max_model_len=context,
             max_input_tokens=context,
@@ -81,6 +88,6 @@ class OneModel:
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        model = self._services.router.resolve(scope["path_params"]["id"], record_of(scope).caller)
-        view = self._services.pool.worker(model.name).view()
-        await send_body(send, 200, msgspec.json.encode(self._models.card(model, view)))
+        found = self._services.router.locate(scope["path_params"]["id"], record_of(scope).caller)
+        view = self._services.pool.worker(found.model.name).view()
+        await send_body(send, 200, msgspec.json.encode(self._models.card(found, view)))

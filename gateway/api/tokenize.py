@@ -59,8 +59,9 @@ class TokenizeText:
         request, unknown = decode(_tokenize, body, TokenizeRequest, frozenset())
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
         prompt = _prompt(request, model.thinking)
+        worker = services.pool.worker(model.name)
         found = await serve.tokenize(services, model, prompt, want_ids=True)
-        ready = services.pool.worker(model.name).ready
+        ready = worker.ready
         answer = Tokens(found.ids, found.count, ready.max_context if ready is not None else 0)
         await send_body(send, 200, msgspec.json.encode(answer), record.headers)
 

@@ -160,8 +160,8 @@ class Pool:
         await self._configured(model).restart()
 
     def workers(self) -> list[WorkerView]:
-        """Those of configured models."""
-        return [worker.view() for worker in self._workers.values() if worker.name not in self._removed]
+        """Those of configured models, in the order of the configuration."""
+        return [self._workers[name].view() for name in self._config.models if name in self._workers]
 
     def worker(self, model: str) -> Worker:
         """The worker of a configured model, in whatever state it is."""
