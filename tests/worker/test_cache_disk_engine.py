@@ -18,11 +18,10 @@ from protocol.failures import Code
 from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt, WorkerSpec
 from tests.support import disk
 from tests.support.engine import EngineHarness, Result, spec
-from tests.support.models import ARCHITECTURES, VOCAB, build
+from tests.support.models import ARCHITECTURES, build
+from tests.support.prefixes import GREEDY, SHARED, cached, family, said, words
 from worker.errors import LoadFailed
 
-GREEDY = Sampling(temperature=0.0)
-SHARED = 150
 CAP = 1 << 28
 
 
@@ -30,38 +29,11 @@ def disk_spec(model: Path, folder: Path, **settings: Any) -> WorkerSpec:
     return spec(model, **{"disk_cache_dir": str(folder), "disk_cache_bytes": CAP, **settings})
 
 
-def words(seed: object, count: int) -> tuple[int, ...]:
-    rng = random.Random(str(seed))
-    return tuple(rng.randrange(10, VOCAB) for _ in range(count))
-
-
-def family(count: int) -> list[Generate]:
-    """Requests with a common beginning; every other one is sampled."""
-    return [
-        Generate(
-            rid,
-            TokensPrompt(words("shared", SHARED) + words(rid, 70 + 7 * rid)),
-            Sampling(temperature=0.9, top_p=0.95, seed=rid) if rid % 2 else GREEDY,
-            max_tokens=16,
-        )
-        for rid in range(1, count + 1)
-    ]
-
-
-def said(results: Sequence[Result]) -> list[tuple[list[int], str, Finish | None]]:
-    return [(result.ids, result.text, result.finish) for result in results]
-
-
-def cached(result: Result) -> int:
-    assert result.usage is not None
-    return result.usage.cached
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tokens_are_the_same_from_disk_after_a_restart(
     architecture: str, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    batch = family(4)
+    batch = family(4, own=70)
     with EngineHarness(spec(model_folder(architecture), cache_bytes=0)) as engine:
         cold = said([engine.run([request])[0] for request in batch])
     with EngineHarness(disk_spec(model_folder(architecture), tmp_path)) as engine:
@@ -97,7 +69,7 @@ def until(condition: Callable[[], object]) -> None:
 def test_a_conversation_is_on_disk_soon_after_its_answer_without_a_shutdown(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    model, batch = model_folder("qwen3_5"), family(1)
+    model, batch = model_folder("qwen3_5"), family(1, own=70)
     with EngineHarness(disk_spec(model, tmp_path)) as first:
         answer = said(run_all(first, batch))
         until(lambda: first.gauges.disk.writes >= 2)
@@ -111,13 +83,13 @@ def test_a_conversation_is_on_disk_soon_after_its_answer_without_a_shutdown(
 def test_a_killed_worker_leaves_its_conversation_to_the_next(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    model, batch = model_folder("gemma3_text"), family(1)
+    model, batch = model_folder("gemma3_text"), family(1, own=70)
     script = f"""
 from pathlib import Path
 from tests.support.engine import EngineHarness
 from tests.worker.test_cache_disk_engine import disk_spec, family
 with EngineHarness(disk_spec(Path({str(model)!r}), Path({str(tmp_path)!r}))) as engine:
-    engine.run(family(1))
+    engine.run(family(1, own=70))
     print("answered", flush=True)
     engine.wait(lambda: False)
 """
@@ -149,7 +121,7 @@ def test_long_prompts_are_on_disk_before_their_answer_ends(model_folder: Callabl
 def test_damaged_files_are_set_aside_and_the_answer_is_right(
     architecture: str, damage: str, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    model, batch = model_folder(architecture), family(1)
+    model, batch = model_folder(architecture), family(1, own=70)
     with EngineHarness(disk_spec(model, tmp_path)) as engine:
         expected = said(run_all(engine, batch))
     paths = disk.files(tmp_path)
@@ -182,7 +154,7 @@ def test_files_of_other_weights_are_never_used(model_folder: Callable[[str], Pat
     cache = tmp_path / "cache"
     model = tmp_path / "model"
     shutil.copytree(model_folder("qwen3"), model)
-    batch = family(2)
+    batch = family(2, own=70)
     with EngineHarness(disk_spec(model, cache)) as engine:
         run_all(engine, batch)
     other = build("qwen3", tmp_path / "other", seed=5)
@@ -209,7 +181,7 @@ def test_salts_stay_apart_on_disk(model_folder: Callable[[str], Path], tmp_path:
 
 
 def test_a_slow_disk_holds_up_only_the_row_that_wants_it(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    model, batch = model_folder("qwen3"), family(1)
+    model, batch = model_folder("qwen3"), family(1, own=70)
     with EngineHarness(disk_spec(model, tmp_path)) as engine:
         expected = said(run_all(engine, batch))
     with EngineHarness(disk_spec(model, tmp_path)) as engine:
@@ -236,7 +208,7 @@ def test_a_slow_disk_holds_up_only_the_row_that_wants_it(model_folder: Callable[
 
 
 def test_the_folder_can_be_cleared_while_the_worker_runs(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    model, cache, batch = model_folder("qwen3_5"), tmp_path / "cache", family(3)
+    model, cache, batch = model_folder("qwen3_5"), tmp_path / "cache", family(3, own=70)
     with EngineHarness(disk_spec(model, cache)) as engine:
         expected = said(run_all(engine, batch))
     with EngineHarness(disk_spec(model, cache)) as engine:

@@ -1,6 +1,5 @@
 """The prefix cache in the engine: what is found again is counted exactly, and never changes a token."""
 
-import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,42 +8,13 @@ import pytest
 
 from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
 from tests.support.conversations import TEMPLATES, Chat, with_template
-from tests.support.engine import EngineHarness, Result, spec
-from tests.support.models import ARCHITECTURES, VOCAB
+from tests.support.engine import EngineHarness, spec
+from tests.support.models import ARCHITECTURES
+from tests.support.prefixes import GREEDY, SHARED, cached, family, said, words
 
-GREEDY = Sampling(temperature=0.0)
-# The window of the sliding models is 32 tokens, so every one of these prompts is well beyond it.
-SHARED = 150
 # One of each: plain KV, sliding window, recurrent state.
 KINDS = ("qwen3", "gemma3_text", "qwen3_5")
 CUTTABLE = ("qwen3", "llama", "qwen3_moe")
-
-
-def words(seed: object, count: int) -> tuple[int, ...]:
-    rng = random.Random(str(seed))
-    return tuple(rng.randrange(10, VOCAB) for _ in range(count))
-
-
-def family(count: int, shared: int = SHARED) -> list[Generate]:
-    """Requests with a common beginning; every other one is sampled."""
-    return [
-        Generate(
-            rid,
-            TokensPrompt(words("shared", shared) + words(rid, 5 + 7 * rid)),
-            Sampling(temperature=0.9, top_p=0.95, seed=rid) if rid % 2 else GREEDY,
-            max_tokens=16,
-        )
-        for rid in range(1, count + 1)
-    ]
-
-
-def said(results: Sequence[Result]) -> list[tuple[list[int], str, Finish | None]]:
-    return [(result.ids, result.text, result.finish) for result in results]
-
-
-def cached(result: Result) -> int:
-    assert result.usage is not None
-    return result.usage.cached
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:
