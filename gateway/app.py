@@ -105,14 +105,16 @@ def create_admin_app(
     *,
     public: App | None = None,
     reloader: Reloader | None = None,
+    url: str | None = None,
 ) -> App:
-    """The admin app. Whoever can open its socket may do everything. It shows the queues of `public`."""
+    """The admin app. Whoever can open its socket may do everything. It shows the queues of `public`, and `url`, where
+    that really listens."""
     services = public.services if public is not None else Services.make(config, pool, link, metrics)
     reload = [] if reloader is None else [Route("/v1/config/reload", admin.ReloadConfig(reloader), methods=["POST"])]
     return App(
         services,
         [
-            Route("/v1/status", admin.StatusEndpoint(services), methods=["GET"]),
+            Route("/v1/status", admin.StatusEndpoint(services, url), methods=["GET"]),
             Route("/v1/keys/usage", admin.Usage(services), methods=["GET"]),
             Route("/healthz", health.Healthy(services), methods=["GET"]),
             *requests.routes(services),

@@ -30,6 +30,7 @@ T = TypeVar("T")
 BODY_BYTES_MAX: Final = 4 * 1024 * 1024
 # Captures that wait for the disk; what comes while there are as many is not kept.
 PENDING_MAX: Final = 64
+SWEEP_S: Final = 60.0
 REDACTED: Final = "[redacted]"
 _SECRET_WORDS: Final = ("auth", "cookie", "credential", "key", "password", "secret", "session", "token")
 
@@ -151,6 +152,12 @@ class Captures:
     async def find(self, request_id: str) -> Captured | None:
         """The newest of this id."""
         return await self._call(lambda: self._find(request_id))
+
+    async def run(self) -> None:
+        """Delete what is too old also while nobody comes, until cancelled."""
+        while True:
+            await self.sweep()
+            await asyncio.sleep(SWEEP_S)
 
     async def sweep(self) -> None:
         """Delete what is too old, or too much by now."""

@@ -46,8 +46,10 @@ class Daemon:
         self._pool = Pool(config, link, metrics, command=command)
         self._app = create_app(config, self._pool, link, metrics)
         self._reloader = Reloader(self._app, read)
-        admin = create_admin_app(config, self._pool, link, metrics, public=self._app, reloader=self._reloader)
         self._public_sockets = listen_tcp(config.server.host, config.server.port)
+        admin = create_admin_app(
+            config, self._pool, link, metrics, public=self._app, reloader=self._reloader, url=self.url
+        )
         try:
             self._admin_socket = listen_unix(config.admin_socket)
         except BaseException:
@@ -76,12 +78,16 @@ class Daemon:
                 tasks.create_task(self._pool.wait())
                 for server, sockets in zip(self._servers, self._sockets(), strict=True):
                     tasks.create_task(server.serve(sockets))
+                services = self._app.services
+                chores = [tasks.create_task(chore) for chore in (services.usage.run(), services.captures.run())]
                 _settle_garbage_collector()
                 count = len(self._app.services.config.models)
                 log.info("mlxd serves %d model%s on %s", count, "" if count == 1 else "s", self.url)
                 while (signum := await self._signals.get()) is signal.SIGHUP and _has_terminal() is had_terminal:
                     await self._reload()
                 await (self._hand_over() if signum is signal.SIGUSR2 else self._drain(signum))
+                for chore in chores:
+                    chore.cancel()
         finally:
             self._app.close()
             self._app.services.config.admin_socket.unlink(missing_ok=True)

@@ -20,6 +20,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
+from gateway.private import write_private
+
 # `sk-` because some clients look for it.
 SECRET_START: Final = "sk-mlxd-"
 SECRET_BYTES: Final = 32
@@ -174,21 +176,8 @@ class KeyFile:
 
     def _write(self, keys: tuple[Key, ...]) -> None:
         data = msgspec.json.format(msgspec.json.encode(_Contents(keys)), indent=2) + b"\n"
-        folder = self.path.parent
-        new = folder / f".keys-{secrets.token_hex(8)}"
         try:
-            # Born private: between open and chmod anybody could read it.
-            file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                with open(file, "wb") as out:
-                    out.write(data)
-                    out.flush()
-                    os.fsync(out.fileno())
-                new.replace(self.path)
-            except BaseException:
-                new.unlink(missing_ok=True)
-                raise
-            _sync_folder(folder)
+            write_private(self.path, data)
         except OSError as error:
             raise KeysUnusable(f"{self.path}: {error.strerror or error}") from None
 
@@ -225,11 +214,3 @@ def _check(key: Key) -> None:
         digest(key.salt, b"")
     except ValueError:
         raise KeyRefused(f"key {key.name!r}: the salt is damaged") from None
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

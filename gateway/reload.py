@@ -16,7 +16,7 @@ from gateway.services import Services
 log = logging.getLogger(__name__)
 
 # Settled when the daemon starts: sockets, files and threads depend on them.
-FIXED: Final = ("host", "port", "log_file", "log_max_bytes", "log_keep", "otlp_endpoint")
+FIXED: Final = ("host", "port", "log_format", "log_file", "log_max_bytes", "log_keep", "otlp_endpoint")
 
 
 class App(Protocol):

@@ -14,6 +14,7 @@ from gateway.pool.pool import Pool
 from gateway.requests import Requests
 from gateway.routing import Router
 from gateway.tracing import Tracer
+from gateway.usage import UsageFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Services:
     keyring: Keyring
     requests: Requests
     captures: Captures
+    usage: UsageFile
     tracer: Tracer | None
 
     @classmethod
@@ -45,6 +47,7 @@ class Services:
             keyring=keyring,
             requests=Requests(),
             captures=Captures(config.capture_dir, lambda: live.config.server),
+            usage=UsageFile(config.usage_path, metrics),
             tracer=_tracer(config.server.otlp_endpoint),
         )
 
@@ -60,6 +63,7 @@ class Services:
 
     def close(self) -> None:
         """Finish writing and sending. The last call."""
+        self.usage.close()
         self.captures.close()
         if self.tracer is not None:
             self.tracer.close()

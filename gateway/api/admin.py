@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 import protocol
 from gateway.caller import OWNER
-from gateway.config import ConfigError
+from gateway.config import ConfigError, ServerConfig
 from gateway.errors import BadRequest, from_failure
 from gateway.http import read_body, send_body
 from gateway.pool.state import ModelUnavailable, WorkerView
@@ -26,19 +26,18 @@ _model_ref = msgspec.json.Decoder(ModelRef)
 class StatusEndpoint:
     """`GET /v1/status`."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, url: str | None = None) -> None:
         self._services = services
+        self._url = url or _url(services.config.server)
         self._started = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services = self._services
-        server = services.config.server
-        host = f"[{server.host}]" if ":" in server.host else server.host
         status = Status(
             protocol.__version__,
             os.getpid(),
             round(time.monotonic() - self._started, 1),
-            f"http://{host}:{server.port}",
+            self._url,
             str(services.config.home),
             str(services.config.config_path),
             services.admission.is_draining,
@@ -99,11 +98,10 @@ class ReloadConfig:
 
 
 class Usage:
-    """`GET /v1/keys/usage`: what each key has used since the daemon started."""
+    """`GET /v1/keys/usage`: what each key has used, also before the daemon was started."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._started = time.time()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._services.keyring.refresh()
@@ -119,7 +117,7 @@ class Usage:
             )
             for name, numbers in metrics.keys.items()
         ]
-        usage = UsageReport(self._started, keys, dict(metrics.auth_failures))
+        usage = UsageReport(self._services.usage.since, keys, dict(metrics.auth_failures))
         await send_body(send, 200, msgspec.json.encode(usage))
 
 
@@ -143,3 +141,9 @@ class Command:
         except ModelUnavailable as error:
             raise from_failure(error.failure, error.retry_after_s) from None
         await send_body(send, 200, msgspec.json.encode(Done(name, str(worker.state))))
+
+
+def _url(server: ServerConfig) -> str:
+    """As configured, for an app whose sockets are not known."""
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    return f"http://{host}:{server.port}"

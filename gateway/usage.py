@@ -1,0 +1,102 @@
+"""What each key has used, kept over restarts: a small file, written now and then and at the end."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from gateway.metrics import Metrics
+from gateway.private import write_private
+
+log = logging.getLogger(__name__)
+
+# What a crash may lose.
+PERIOD_S: Final = 30.0
+
+
+class KeyTotals(Struct, frozen=True):
+    """One key's counters."""
+
+    requests: dict[str, int] = {}
+    rejections: dict[str, int] = {}
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class Totals(Struct, frozen=True):
+    """The file. `since` is when counting began, in seconds since 1970."""
+
+    since: float
+    keys: dict[str, KeyTotals] = {}
+
+
+class UsageFile:
+    """The counters of the keys in `metrics`, and their file. Owned by the event loop."""
+
+    def __init__(self, path: Path, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
+        """Goes on from the file, for the keys that there still are. One that cannot be read is begun anew."""
+        self._path = path
+        self._metrics = metrics
+        self._is_failing = False
+        self.since = clock()
+        self._written = b""
+        self._restore()
+
+    def _restore(self) -> None:
+        try:
+            totals = msgspec.json.decode(self._path.read_bytes(), type=Totals)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("%s: %s; usage is counted from now on", self._path, error)
+            return
+        self.since = totals.since
+        for name, kept in totals.keys.items():
+            # A key that is gone takes its counters with it, so that the file does not grow for ever.
+            if (numbers := self._metrics.keys.get(name)) is not None:
+                numbers.requests += Counter(kept.requests)
+                numbers.rejections += Counter(kept.rejections)
+                numbers.prompt_tokens += kept.prompt_tokens
+                numbers.generation_tokens += kept.generation_tokens
+
+    async def run(self) -> None:
+        """Write what has changed, until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            data = self._encoded()
+            if data != self._written:
+                await asyncio.to_thread(self._write, data)
+
+    def close(self) -> None:
+        """Write once more, now."""
+        data = self._encoded()
+        if data != self._written:
+            self._write(data)
+
+    def _encoded(self) -> bytes:
+        keys = {
+            name: KeyTotals(
+                dict(numbers.requests), dict(numbers.rejections), numbers.prompt_tokens, numbers.generation_tokens
+            )
+            for name, numbers in self._metrics.keys.items()
+        }
+        return msgspec.json.encode(Totals(self.since, keys)) if keys else b""
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(self._path, data)
+        except OSError as error:
+            # Once, not every half minute: what is counted stays in memory.
+            if not self._is_failing:
+                log.warning("usage is not kept: %s: %s", self._path, error.strerror or error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+            self._written = data

@@ -1,0 +1,99 @@
+import logging
+import stat
+from pathlib import Path
+
+import pytest
+
+from gateway.keys import Key, KeyFile
+from gateway.metrics import Metrics
+from gateway.private import write_private
+from gateway.usage import UsageFile
+from tests.gateway.harness import chat, running
+
+
+def metrics_of(*names: str) -> Metrics:
+    metrics = Metrics()
+    for name in names:
+        metrics.key(name)
+    return metrics
+
+
+def test_what_was_counted_goes_on_after_a_restart_and_so_does_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "usage.json"
+    before = metrics_of("alice")
+    numbers = before.key("alice")
+    numbers.requests["200"] = 3
+    numbers.rejections["tokens"] = 1
+    numbers.prompt_tokens, numbers.generation_tokens = 50, 7
+    UsageFile(path, before, lambda: 1000.0).close()
+
+    after = metrics_of("alice")
+    usage = UsageFile(path, after, lambda: 2000.0)
+    found = after.key("alice")
+    assert usage.since == 1000.0
+    assert (found.requests, found.rejections) == ({"200": 3}, {"tokens": 1})
+    assert (found.prompt_tokens, found.generation_tokens) == (50, 7)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_key_that_is_gone_takes_its_counters_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "usage.json"
+    before = metrics_of("alice", "bob")
+    before.key("bob").prompt_tokens = 5
+    UsageFile(path, before).close()
+    after = metrics_of("alice")
+    UsageFile(path, after).close()
+
+    assert "bob" not in after.keys
+    assert b"bob" not in path.read_bytes()
+
+
+def test_without_keys_there_is_no_file(tmp_path: Path) -> None:
+    UsageFile(tmp_path / "usage.json", metrics_of()).close()
+
+    assert not (tmp_path / "usage.json").exists()
+
+
+def test_a_damaged_file_is_begun_anew_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "usage.json").write_text("{")
+    usage = UsageFile(tmp_path / "usage.json", metrics_of("alice"), lambda: 5.0)
+
+    assert usage.since == 5.0
+    assert "usage is counted from now on" in caplog.text
+
+
+def test_a_file_that_cannot_be_written_is_said_once_and_costs_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "state").write_text("no folder")
+    metrics = metrics_of("alice")
+    usage = UsageFile(tmp_path / "state" / "usage.json", metrics)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            metrics.key("alice").prompt_tokens += 1
+            usage.close()
+
+    assert caplog.text.count("usage is not kept") == 1
+
+
+def test_a_private_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_private(path, b"old")
+    with pytest.raises(TypeError):
+        write_private(path, "not bytes")  # pyright: ignore[reportArgumentType]
+
+    assert path.read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.anyio
+async def test_a_gateway_goes_on_counting_where_the_one_before_it_ended(tmp_path: Path) -> None:
+    _, secret = KeyFile(tmp_path / "keys" / "keys.json").create(Key(name="alice", prefix="", salt="", hash=""))
+    for _ in range(2):
+        async with running(tmp_path, ["--step-ms", "1"]) as gateway:
+            headers = {"authorization": f"Bearer {secret}"}
+            await gateway.client.post("/v1/chat/completions", json=chat(), headers=headers)
+            numbers = gateway.metrics.key("alice")
+
+    assert numbers.requests["200"] == 2
+    assert numbers.generation_tokens == 10
