@@ -51,7 +51,11 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], int]], ...]] = (
     ("prefix_cache_disk_dropped", "Writes given up because the disk was too slow or full.", lambda s: s.disk_dropped),
     ("prefix_cache_disk_quarantined", "Files that were not what they should be.", lambda s: s.disk_quarantined),
     ("num_preemptions", "Running sequences that had to make room.", lambda s: s.preemptions),
-    ("malformed_tool_calls", "Tool calls that were no calls and became text.", lambda s: s.malformed_tool_calls),
+    (
+        "malformed_tool_calls",
+        "Tool calls that broke: made text, closed, or finished as `length`.",
+        lambda s: s.malformed_tool_calls,
+    ),
 )
 _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, int]]"], ...]] = (
     ("request_success", "Sequences by how they ended.", "finished_reason", lambda m: m.finished),

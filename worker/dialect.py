@@ -10,9 +10,12 @@ from worker.errors import LoadFailed
 from worker.loader import Loaded
 from worker.parsers import (
     FAMILIES,
+    NO_CONTROLS,
+    Controls,
     Parser,
     UnknownFamily,
     detect_family,
+    is_markup,
     make_parser,
     reasoning_end,
     resolve,
@@ -43,15 +46,24 @@ class Dialect:
         if following := next_message(self.family):
             self.calling_ids = tuple(tokenizer.encode(following, add_special_tokens=False))
         self.visible = self._visible(tokenizer, template or "", plain_chat)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        controls = {token: entry for token, entry in added.items() if is_markup(entry.content, entry.special)}
+        self._controls = Controls({entry.content: entry.special for entry in controls.values()})
+        # The ids that parsers are told of, and their texts.
+        self.controls: dict[int, str] = {token: entry.content for token, entry in controls.items()}
 
-    def parser(self, prompt: ChatPrompt, rendered: str) -> tuple[Parser, bool]:
-        """A parser for one answer, and whether the answer begins inside of reasoning."""
+    def parser(self, prompt: ChatPrompt, rendered: str, is_ruled: bool = False) -> tuple[Parser, bool]:
+        """A parser for one answer, and whether the answer begins inside of reasoning.
+
+        `is_ruled`: a grammar goes by characters, whatever tokens write them, and so must what reads its output.
+        """
         is_reasoning = start_in_reasoning(self.family, rendered)
         parser = make_parser(
             self.tool_family if prompt.tools else self.family,
             tools=prompt.tools,
             start_in_reasoning=is_reasoning,
             parse_tools=bool(prompt.tools),
+            controls=NO_CONTROLS if is_ruled else self._controls,
         )
         return parser, is_reasoning
 

@@ -54,7 +54,7 @@ class Intake:
         self._dialect = Dialect(loaded, opened, self._renderer.knows_tools, parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
-        self.writer = Writer(self.vocabulary)
+        self.writer = Writer(self.vocabulary, self._dialect.controls)
         self._rules = Rules(
             loaded.tokenizer, self._dialect.family, loaded.vocab_size, loaded.eos_ids, self.vocabulary.token_bytes
         )
@@ -94,7 +94,7 @@ class Intake:
             boundaries=self._boundaries(ids) if is_chat else [],
         )
         if isinstance(request.prompt, ChatPrompt):
-            row.parser, row.is_reasoning = self._dialect.parser(request.prompt, text or "")
+            row.parser, row.is_reasoning = self._dialect.parser(request.prompt, text or "", self.is_restricted(request))
             row.thinking_budget, row.closing_ids = request.thinking_budget, self._dialect.closing_ids
             row.is_one_call = request.prompt.one_call
         self.writer.replay(row, request.resume)

@@ -1,7 +1,7 @@
 """Sampled tokens to the events, logprobs and end that a row's next deltas carry."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.messages import Finish, Kind, Sampling, TokenLogprob
@@ -27,8 +27,10 @@ class Piece:
 class Writer:
     """Detokenizing, stop strings, parsing, and the alignment of logprobs with the text that is out."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, controls: Mapping[int, str] | None = None) -> None:
+        """`controls` are the tokens that parsers know apart from text that looks like them."""
         self._vocabulary = vocabulary
+        self._controls = controls or {}
         self.token_bytes = vocabulary.token_bytes
 
     def silent_row(self, prompt: list[int]) -> Row:
@@ -52,6 +54,8 @@ class Writer:
             row.output.append(token)
             row.held.append((row.text_seen, token, logprob))
             text = row.detokenizer.add(token)
+            if row.parser is not None and token in self._controls and text.endswith(self._controls[token]):
+                row.parser.note_control(row.text_seen + len(text) - len(self._controls[token]))
         if ended is not None:
             text += row.detokenizer.finish()
         row.text_seen += len(text)
@@ -64,12 +68,13 @@ class Writer:
             finish = Finish.STOP
         elif ended is not None:
             finish = Finish.LENGTH
-        events = self._parse(row, safe, is_end=finish is not None)
+        events = self._parse(row, safe, is_end=finish is not None, is_cut=not is_eos)
         if row.is_one_call and (at := _first_end(events)) is not None:
             # What comes after the call is not wanted, and neither is what this token may have said of it.
             events, finish = events[: at + 1], Finish.STOP
         if finish is Finish.STOP and row.parser is not None and row.parser.saw_tool_call:
-            finish = Finish.TOOL_CALLS
+            # A call that nobody can read must not look like one that is whole.
+            finish = Finish.LENGTH if row.parser.is_broken else Finish.TOOL_CALLS
         return Piece(events, self._release(row, is_stopped), finish)
 
     def replay(self, row: Row, ids: Sequence[int]) -> None:
@@ -78,14 +83,14 @@ class Writer:
             self.advance(row, token, None, None)
         row.unsent.clear()
 
-    def _parse(self, row: Row, text: str, is_end: bool) -> list[Event]:
+    def _parse(self, row: Row, text: str, is_end: bool, is_cut: bool) -> list[Event]:
         """Text to events; a token that opens or ends a block of reasoning counts as part of it."""
         if row.parser is None:
             return [Event(Kind.TEXT, text)] if text else []
         was_reasoning = row.is_reasoning
         events = row.parser.feed(text) if text else []
         if is_end:
-            events += row.parser.finish()
+            events += row.parser.finish(is_cut)
         row.is_reasoning = row.parser.in_reasoning
         row.reasoning += was_reasoning or row.is_reasoning
         return events

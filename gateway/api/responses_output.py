@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, assert_never
 
+import msgspec
 from msgspec import UNSET
 
 from gateway.api.custom_input import InputReader
@@ -40,6 +41,8 @@ class Output:
         self._is_sealed = is_sealed
         self._done: list[out.Item] = []
         self._open: _Open | None = None
+        # Of the newest call, as they were written.
+        self._arguments: list[str] = []
         # Of text that the parser still holds back.
         self._early_logprobs: list[ContentLogprob] = []
         self.finish: Finish | None = None
@@ -71,14 +74,24 @@ class Output:
             case Kind.REASONING:
                 return self._take_reasoning(delta.text) if delta.text else []
             case Kind.TOOL_BEGIN:
+                self._arguments = []
                 return self._finish(COMPLETED) + self._opened(self._call(_tool(delta)))
             case Kind.TOOL_ARGS:
                 assert isinstance(self._open, _Call | _CustomCall), "arguments come after the beginning of a call"
+                self._arguments.append(delta.text)
                 return self._open.add(delta.text) if delta.text else []
             case Kind.TOOL_END:
-                return self._finish(COMPLETED)
+                return self._finish(COMPLETED if self._is_call_whole() else INCOMPLETE)
             case _:
                 assert_never(delta.kind)
+
+    def _is_call_whole(self) -> bool:
+        """Whether the arguments are JSON; a call that broke off must not look as if it could be run."""
+        try:
+            msgspec.json.decode("".join(self._arguments), type=msgspec.Raw)
+        except msgspec.DecodeError:
+            return False
+        return True
 
     def _take_text(self, delta: Delta) -> Events:
         logprobs = [] if delta.logprobs is None else chat_logprobs(delta.logprobs)

@@ -221,6 +221,20 @@ def test_an_answer_cut_short_is_incomplete_with_its_last_item() -> None:
     assert last["response"]["output"][0]["status"] == "incomplete"
 
 
+@pytest.mark.parametrize("name", ["f", "patch", "ns__g"])
+@pytest.mark.parametrize(("arguments", "status"), [('{"input": "all"}', "completed"), ('{"input": "ha', "incomplete")])
+def test_a_call_that_broke_off_is_not_told_as_a_whole_one(name: str, arguments: str, status: str) -> None:
+    found = said(
+        Delta(RID, Kind.TOOL_BEGIN, tool=Tool(0, "call_1", name)),
+        Delta(RID, Kind.TOOL_ARGS, arguments, tool=Tool(0)),
+        Delta(RID, Kind.TOOL_END, tool=Tool(0)),
+        finish=Finish.LENGTH,
+    )
+    [done] = [event for event in found if event["type"] == "response.output_item.done"]
+
+    assert done["item"]["status"] == status
+
+
 def test_an_empty_answer_is_an_empty_message() -> None:
     [item] = said()[-1]["response"]["output"]
 

@@ -1,5 +1,6 @@
 """Generated text to events: reasoning, content and tool calls, for every model family. Imports no MLX."""
 
+from worker.parsers.controls import NO_CONTROLS, Controls, is_markup
 from worker.parsers.detect import detect_family, reasoning_end, start_in_reasoning
 from worker.parsers.events import Event, Parser
 from worker.parsers.families import ALIASES, FAMILIES, UnknownFamily, resolve
@@ -8,10 +9,13 @@ from worker.parsers.parser import make_parser
 __all__ = [
     "ALIASES",
     "FAMILIES",
+    "NO_CONTROLS",
+    "Controls",
     "Event",
     "Parser",
     "UnknownFamily",
     "detect_family",
+    "is_markup",
     "make_parser",
     "reasoning_end",
     "resolve",

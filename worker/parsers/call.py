@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from worker.parsers.literal import LOOSE, Dialect, is_string_start, quoted, scalar, value
 from worker.parsers.output import Output
-from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, markers
+from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, Unclosed, markers, stray
 from worker.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 
 NAME_LIMIT: Final = 256
@@ -52,14 +52,9 @@ def attempt(ctx: Context, form: Format, hit: str, text: Emit) -> Steps[bool]:
     r.trace = [hit]
     try:
         yield from form.calls(ctx, hit)
-    except Malformed:
+    except Malformed as error:
         if out.in_call:
-            out.malformed += 1
-            if form.ends:
-                # What is left of it is dropped: added to the arguments, it might make them valid again.
-                yield from r.until(markers(*form.ends, *form.starts), drop, keep=True)
-                yield from r.literal(markers(*form.ends))
-            out.end()
+            yield from _break_off(ctx, form, isinstance(error, Unclosed))
         else:
             raw = r.untrace()
             # A marker on its own is prose about markers, and a bracket is anything; more was meant as a call.
@@ -67,6 +62,22 @@ def attempt(ctx: Context, form: Format, hit: str, text: Emit) -> Steps[bool]:
             text(raw)
     r.trace = None
     return out.calls > before
+
+
+def _break_off(ctx: Context, form: Format, is_unclosed: bool) -> Steps[None]:
+    """Give up on a call that was announced. What is left of it is dropped: arguments are never put together anew.
+
+    Arguments that the model itself left without their last brackets, and with nothing in their place, get those.
+    """
+    r, left = ctx.r, list[str]()
+    ctx.out.malformed += 1
+    if form.ends:
+        hit = yield from r.until(markers(*form.ends, *form.starts), left.append, keep=True)
+        yield from r.literal(markers(*form.ends))
+        is_over = bool(hit) or not r.is_cut
+    else:
+        is_over = r.ended and not r.is_cut and r.at == len(r.buf)
+    ctx.out.break_off(is_closable=is_unclosed and is_over and not "".join(left).strip())
 
 
 def checked(name: str) -> str:
@@ -128,7 +139,7 @@ def members(
             r.take(1)
             char = yield from r.space()
         elif char != close and not is_first:
-            raise Malformed
+            raise stray(char)
         if char == close:
             r.take(1)
             emit("}")

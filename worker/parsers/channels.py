@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from worker.parsers.call import NAME_LIMIT, Context, Format, attempt, begin, checked, end, json_arguments
+from worker.parsers.call import NAME_LIMIT, Context, Format, attempt, begin, checked, drop, end, json_arguments
 from worker.parsers.reader import Malformed, Steps, markers
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -98,8 +98,15 @@ class _Call:
     ends: tuple[str, ...] = HARMONY.ends
 
     def calls(self, ctx: Context, hit: str) -> Steps[None]:
-        if (yield from ctx.r.space()) not in ("{", '"'):
+        r = ctx.r
+        char = yield from r.space()
+        name = checked(self.recipient.removeprefix("functions."))
+        if char in ("{", '"'):
+            yield from json_arguments(ctx, begin(ctx, name))
+        elif (yield from r.until(markers(*self.ends), drop, 0, keep=True)) or not (char or r.is_cut):
+            begin(ctx, name)
+            ctx.out.args("{}")
+        else:
             raise Malformed
-        yield from json_arguments(ctx, begin(ctx, checked(self.recipient.removeprefix("functions."))))
         end(ctx)
         yield from ctx.r.space()

@@ -69,7 +69,7 @@ class Conversation:
                 called = yield from attempt(ctx, form, hit, out.text)
                 out.muted = out.muted or (called and self._grammar.is_last)
             elif hit in self._starts:
-                if out.is_line_start or _is_special(hit):
+                if out.is_line_start or self._is_special(hit):
                     yield from self._read_reasoning()
                     yield from self._open()
                 else:
@@ -78,7 +78,7 @@ class Conversation:
                 # A close without an opening; in the middle of a text it is the user's subject.
                 if out.is_blank:
                     out.end_reasoning()
-                elif not _is_special(hit):
+                elif not self._is_special(hit):
                     out.text(hit)
             elif hit in self._grammar.drop:
                 out.close_section()
@@ -128,7 +128,6 @@ class Conversation:
         if self._grammar.think and self._grammar.think.prefix:
             yield from self._ctx.r.literal(markers(self._grammar.think.prefix))
 
-
-def _is_special(marker: str) -> bool:
-    """Whether only a model's special token looks like this, so that it cannot be part of a text."""
-    return "|" in marker or "｜" in marker or marker.startswith("[")
+    def _is_special(self, marker: str) -> bool:
+        """Whether only a model's special token looks like this, so that it cannot be part of a text."""
+        return "|" in marker or "｜" in marker or marker.startswith("[") or self._ctx.r.controls.are_special(marker)

@@ -19,8 +19,9 @@ class Parser(Protocol):
     """Turns generated text into events. Neither method ever raises on any text.
 
     A call that breaks before its name and arguments are certain becomes TEXT, as it was written. One that breaks after
-    it was announced keeps its arguments unclosed, so that they are no valid JSON and nobody runs half a command; either
-    way it counts as `malformed`.
+    it was announced gets the brackets that it lacks, if nothing else is missing and the model itself has ended it. If
+    not, its arguments stay unclosed, so that they are no JSON and nobody runs half a command, and the output is
+    `is_broken`. Either way it counts as `malformed`.
     """
 
     @property
@@ -34,14 +35,23 @@ class Parser(Protocol):
         ...
 
     @property
+    def is_broken(self) -> bool:
+        """Whether the arguments of a call are no JSON, so that the output must not finish as if it were whole."""
+        ...
+
+    @property
     def malformed(self) -> int:
         """How many calls broke."""
+        ...
+
+    def note_control(self, at: int) -> None:
+        """At this character of all that is fed, which comes after this, a control token begins."""
         ...
 
     def feed(self, text: str) -> list[Event]:
         """The events that `text` completes."""
         ...
 
-    def finish(self) -> list[Event]:
-        """The end of the output: everything that was held back."""
+    def finish(self, is_cut: bool = False) -> list[Event]:
+        """The end of the output: everything that was held back. `is_cut`: it is not the model that has ended it."""
         ...

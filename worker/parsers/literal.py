@@ -4,7 +4,7 @@ import json
 import re
 from typing import Final, NamedTuple
 
-from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, markers
+from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, markers, stray
 
 # Deeper than any tool needs, and shallow enough for every client's JSON parser.
 MAX_DEPTH: Final = 128
@@ -91,7 +91,7 @@ def value(r: Reader, emit: Emit, dialect: Dialect = LOOSE) -> Steps[None]:
             emit(target)
             continue
         if char != ",":
-            raise Malformed
+            raise stray(char)
         r.take(1)
         char = yield from r.space()
         if char != source:

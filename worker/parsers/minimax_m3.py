@@ -5,7 +5,7 @@ from typing import Final
 
 from worker.parsers.call import NAME_LIMIT, Context, begin, checked, end
 from worker.parsers.literal import quoted
-from worker.parsers.reader import Malformed, Reader, Steps, markers
+from worker.parsers.reader import Malformed, Reader, Steps, Unclosed, markers
 from worker.parsers.schema import ANY, Parameters, Types, coerced
 
 _NS: Final = "]<]minimax[>["
@@ -36,10 +36,14 @@ class MiniMaxM3Calls:
             params = begin(ctx, name)
             is_first = True
             while tag != "/invoke":
+                if tag.startswith("/"):
+                    raise Malformed
                 node = yield from _read(r, tag)
                 ctx.out.args(("{" if is_first else ", ") + quoted(tag) + ": ")
                 ctx.out.args(_json(node, params, params.types(tag)))
                 is_first = False
+                if not (yield from r.space()):
+                    raise Unclosed
                 tag = yield from _tag(r)
             ctx.out.args("{}" if is_first else "}")
             end(ctx)

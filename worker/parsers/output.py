@@ -1,9 +1,15 @@
 """The events of one parser: merges neighbours, numbers calls, and decides which white space is markup."""
 
+import json
+import re
 from collections.abc import Callable
+from typing import Final
 
 from protocol.messages import Kind, Tool
 from worker.parsers.events import Event
+
+_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]')
+_CLOSERS: Final = {"{": "}", "[": "]"}
 
 
 class Output:
@@ -23,6 +29,7 @@ class Output:
         self._parts: list[str] = []
         self._held: list[str] = []
         self._tool: Tool | None = None
+        self._args: list[str] = []
         self._calls = 0
         self._has_content = False
         self._after_block = False
@@ -31,6 +38,7 @@ class Output:
         self.in_reasoning = False
         self.is_reasoning_open = False
         self.malformed = 0
+        self.is_broken = False  # the arguments of a call are no JSON
         self.muted = False
 
     @property
@@ -88,11 +96,22 @@ class Output:
         self._flush()
         self._tool = Tool(index=self._calls, call_id=call_id or self._new_id(), name=name)
         self._events.append(Event(Kind.TOOL_BEGIN, tool=self._tool))
+        self._args.clear()
         self._calls += 1
 
     def args(self, text: str) -> None:
         if text:
+            self._args.append(text)
             self._put(Kind.TOOL_ARGS, text)
+
+    def break_off(self, is_closable: bool) -> None:
+        """End a call that went wrong, with the brackets that its arguments lack if they may be added."""
+        missing = _missing("".join(self._args))
+        if missing and is_closable:
+            self.args(missing)
+        elif missing != "":
+            self.is_broken = True
+        self.end()
 
     def end(self) -> None:
         self._flush()
@@ -142,3 +161,19 @@ class Output:
                 tool = Tool(index=self._tool.index, call_id=self._tool.call_id)
             self._events.append(Event(self._kind, "".join(self._parts), tool))
             self._parts.clear()
+
+
+def _missing(arguments: str) -> str | None:
+    """The brackets that make this JSON; None if others than these are missing."""
+    open_: list[str] = []
+    for found in _BRACKET.finditer(arguments):
+        if found[0] in _CLOSERS:
+            open_.append(_CLOSERS[found[0]])
+        elif found[0] in "]}" and open_:
+            open_.pop()
+    closing = "".join(reversed(open_))
+    try:
+        json.loads(arguments + closing)
+    except ValueError:
+        return None
+    return closing

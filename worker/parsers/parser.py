@@ -6,6 +6,7 @@ from typing import Any
 
 from worker.parsers.call import Context
 from worker.parsers.channels import Channels, Messages
+from worker.parsers.controls import NO_CONTROLS, Controls
 from worker.parsers.conversation import Conversation, Grammar
 from worker.parsers.events import Event, Parser
 from worker.parsers.families import FAMILIES, resolve
@@ -26,16 +27,18 @@ def make_parser(
     start_in_reasoning: bool | None = None,
     parse_tools: bool = True,
     parse_reasoning: bool = True,
+    controls: Controls = NO_CONTROLS,
     new_id: Callable[[], str] = new_call_id,
 ) -> Parser:
     """A parser for one output of a model of `family` (a name or an alias; raises `UnknownFamily`).
 
     `start_in_reasoning` None takes what the family's templates usually do. Without `parse_tools` or `parse_reasoning`,
-    that markup stays in the text; a family of channels has its reasoning in the text then.
+    that markup stays in the text; a family of channels has its reasoning in the text then. Of markup that has one of
+    `controls` in it, only what `note_control` was told of is markup.
     """
     row = FAMILIES[resolve(family)]
     in_reasoning = row.opens if start_in_reasoning is None else start_in_reasoning
-    ctx = Context(Reader(), Output(new_id, row.keep_gap, row.trim_before_tool, parse_reasoning), Tools(tools))
+    ctx = Context(Reader(controls), Output(new_id, row.keep_gap, row.trim_before_tool, parse_reasoning), Tools(tools))
     if isinstance(row.grammar, Channels):
         return _EventParser(ctx, Messages(ctx, row.grammar, parse_tools).read(in_reasoning))
     grammar = row.undeclared if row.undeclared and not tools else row.grammar
@@ -70,8 +73,15 @@ class _EventParser:
         return self._out.is_reasoning_open
 
     @property
+    def is_broken(self) -> bool:
+        return self._out.is_broken
+
+    @property
     def malformed(self) -> int:
         return self._out.malformed
+
+    def note_control(self, at: int) -> None:
+        self._r.note_control(at)
 
     def feed(self, text: str) -> list[Event]:
         if self._is_over or not text:
@@ -80,10 +90,10 @@ class _EventParser:
         self._advance()
         return self._out.drain()
 
-    def finish(self) -> list[Event]:
+    def finish(self, is_cut: bool = False) -> list[Event]:
         if self._is_over:
             return []
-        self._r.ended = True
+        self._r.ended, self._r.is_cut = True, is_cut
         self._advance()
         self._is_over = True
         self._out.finish()

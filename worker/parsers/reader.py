@@ -10,6 +10,8 @@ from collections.abc import Callable, Generator, Iterable
 from functools import lru_cache
 from typing import TypeVar
 
+from worker.parsers.controls import NO_CONTROLS, Controls
+
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 Emit = Callable[[str], None]
@@ -19,6 +21,15 @@ _NOT_SPACE = re.compile(r"\S")
 
 class Malformed(Exception):
     """The text does not follow the grammar, or ends inside of it. Never leaves the package."""
+
+
+class Unclosed(Malformed):
+    """Every value so far is whole: nothing but what closes them may be missing."""
+
+
+def stray(char: str) -> Malformed:
+    """For `char` where only a bracket or a comma may follow; at the end and before markup, it is the bracket."""
+    return Unclosed() if char in ("", "<") else Malformed()
 
 
 class Markers:
@@ -50,17 +61,31 @@ def markers(*words: str) -> Markers:
 
 
 class Reader:
-    """The text that is not consumed yet. `trace` keeps what was, for as long as a call may still degrade to text."""
+    """The text that is not consumed yet. `trace` keeps what was, for as long as a call may still degrade to text.
 
-    __slots__ = ("at", "buf", "ended", "trace")
+    `is_cut`: it has ended where the model would have gone on. A marker with tokens of `controls` in it is only found
+    where those were written.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_base", "_written", "at", "buf", "controls", "ended", "is_cut", "trace")
+
+    def __init__(self, controls: Controls = NO_CONTROLS) -> None:
+        self.controls = controls
+        # Where in the whole text `buf` begins, and control tokens do.
+        self._base = 0
+        self._written: set[int] = set()
         self.buf = ""
         self.at = 0
         self.ended = False
+        self.is_cut = False
         self.trace: list[str] | None = None
 
+    def note_control(self, at: int) -> None:
+        """A control token begins at this character of the whole text."""
+        self._written.add(at)
+
     def push(self, text: str) -> None:
+        self._base += self.at
         self.buf = self.buf[self.at :] + text if self.at < len(self.buf) else text
         self.at = 0
 
@@ -102,7 +127,8 @@ class Reader:
                 yield
                 continue
             found = words.pattern.match(self.buf, self.at)
-            return self.take(len(found[0])) if found else ""
+            word = self._genuine(words, found) if found else ""
+            return self.take(len(word)) if word else ""
 
     def until(self, words: Markers, emit: Emit, limit: int = -1, keep: bool = False) -> Steps[str]:
         """Give all text before the first of `words` to `emit`, as it comes, and consume that word unless `keep`.
@@ -111,8 +137,9 @@ class Reader:
         then exactly `limit` characters are consumed, so that the split of the input does not show.
         """
         while True:
-            found = words.pattern.search(self.buf, self.at)
-            end = found.start() if found else len(self.buf) if self.ended else words.held(self.buf, self.at)
+            end, word = self._find(words)
+            if not word:
+                end = len(self.buf) if self.ended else words.held(self.buf, self.at)
             if limit >= 0:
                 if end - self.at > limit:
                     emit(self.take(limit))
@@ -120,11 +147,32 @@ class Reader:
                 limit -= end - self.at
             if end > self.at:
                 emit(self.take(end - self.at))
-            if found and (self.ended or self.buf[end : end + words.longest] not in words.prefixes):
-                return found[0] if keep else self.take(len(found[0]))
-            if self.ended and not found:
+            if word and (self.ended or self.buf[end : end + words.longest] not in words.prefixes):
+                return word if keep else self.take(len(word))
+            if self.ended and not word:
                 return ""
             yield
+
+    def _find(self, words: Markers) -> tuple[int, str]:
+        """Where the first of `words` is, and which."""
+        found = words.pattern.search(self.buf, self.at)
+        while found:
+            if word := self._genuine(words, found):
+                return found.start(), word
+            found = words.pattern.search(self.buf, found.start() + 1)
+        return 0, ""
+
+    def _genuine(self, words: Markers, found: re.Match[str]) -> str:
+        """The longest of `words` at this place whose control tokens were written as such."""
+        if not self.controls:
+            return found[0]
+        start = found.start()
+        for word in words.words:
+            if self.buf.startswith(word, start) and all(
+                self._base + start + at in self._written for at in self.controls.offsets(word)
+            ):
+                return word
+        return ""
 
     def capture(self, words: Markers, limit: int = 1024, keep: bool = False) -> Steps[tuple[str, str]]:
         """The text before the first of `words` and that word. Raises `Malformed` when there is none within `limit`."""

@@ -7,7 +7,7 @@ from typing import Final
 from worker.parsers.call import NAME_LIMIT, Context, begin, checked, drop, end, json_arguments
 from worker.parsers.json_calls import JsonCalls
 from worker.parsers.literal import escaped, quoted
-from worker.parsers.reader import Malformed, Steps, markers
+from worker.parsers.reader import Malformed, Steps, Unclosed, markers
 from worker.parsers.schema import ANY, STRING, Parameters, Types, coerced, json_text
 
 _ATTRIBUTE = re.compile(r"([\w:]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)'|([^\s\"'>]+))")
@@ -102,10 +102,11 @@ class XmlCalls:
                 yield from r.capture(markers(self.key_end), NAME_LIMIT)
                 yield from json_arguments(ctx, params)
                 arguments.is_raw = True
-            # Stray text between parameters means nothing.
-            hit = yield from r.until(known, drop)
-        if not hit:
-            raise Malformed
+            # Stray text between parameters means nothing, unless nothing follows it.
+            stray = list[str]()
+            hit = yield from r.until(known, stray.append)
+            if not hit:
+                raise Malformed if "".join(stray).strip() else Unclosed
         arguments.close()
         end(ctx)
 
@@ -153,13 +154,13 @@ class _Arguments:
             out.args('"' if hit else "")
         else:
             parts: list[str] = []
-            hit = yield from r.until(stop, parts.append, keep=True)
-            self._emit(key, "".join(parts), types, params, lead, bool(hit))
+            if hit := (yield from r.until(stop, parts.append, keep=True)):
+                self._emit(key, "".join(parts), types, params, lead)
         if not hit:
             raise Malformed
         return hit
 
-    def _emit(self, key: str, text: str, types: Types, params: Parameters, lead: str, is_whole: bool) -> None:
+    def _emit(self, key: str, text: str, types: Types, params: Parameters, lead: str) -> None:
         out = self.ctx.out
         if key in _WRAPPERS and key not in params.names and not self.keys:
             # Some models wrap all arguments once more.
@@ -169,7 +170,7 @@ class _Arguments:
                 self.is_raw = True
                 return
         self.keys += 1
-        out.args(lead + (coerced(text, types) if is_whole else text))
+        out.args(lead + coerced(text, types))
 
     def close(self) -> None:
         if not self.is_raw:

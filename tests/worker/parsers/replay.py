@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from protocol.messages import Kind
-from worker.parsers import Event, make_parser
+from worker.parsers import NO_CONTROLS, Controls, Event, make_parser
 
 CASES = Path(__file__).parent / "cases"
 TOOL = (Kind.TOOL_BEGIN, Kind.TOOL_END)
@@ -34,6 +34,7 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] = []
     start_in_reasoning: bool | None = None
     malformed: int = 0
+    is_cut: bool = False
 
 
 def load_cases() -> list[Case]:
@@ -41,25 +42,45 @@ def load_cases() -> list[Case]:
     return [decoder.decode(line) for path in sorted(CASES.glob("*.jsonl")) for line in path.read_bytes().splitlines()]
 
 
-def replay(case: Case, cuts: Iterable[int] = ()) -> tuple[list[Event], int]:
-    """The events of the case's output cut at these places, neighbours merged, and how many calls were malformed."""
+def replay(
+    case: Case, cuts: Iterable[int] = (), controls: Controls = NO_CONTROLS, written: Iterable[int] = ()
+) -> tuple[list[Event], int]:
+    """The events of the case's output in pieces, neighbours merged, and how many calls were malformed.
+
+    It is split at `cuts`, and control tokens begin where `written` says.
+    """
     ids = (f"id{n}" for n in itertools.count())
     parser = make_parser(
-        case.family, tools=case.tools, start_in_reasoning=case.start_in_reasoning, new_id=lambda: next(ids)
+        case.family,
+        tools=case.tools,
+        start_in_reasoning=case.start_in_reasoning,
+        controls=controls,
+        new_id=lambda: next(ids),
     )
+    for at in written:
+        parser.note_control(at)
     ends = [*cuts, len(case.raw)]
     events: list[Event] = []
     for begin, end in itertools.pairwise([0, *ends]):
         events += parser.feed(case.raw[begin:end])
-    events += parser.finish()
+    events += parser.finish(case.is_cut)
     assert parser.finish() == []
     assert parser.saw_tool_call == any(event.kind is Kind.TOOL_BEGIN for event in events)
+    assert parser.is_broken != all(is_json(call.arguments) for call in calls_of(events))
     return list(merged(events)), parser.malformed
 
 
 def merged(events: Iterable[Event]) -> Iterator[Event]:
     for (kind, tool), group in itertools.groupby(events, lambda event: (event.kind, event.tool)):
         yield Event(kind, "".join(event.text for event in group), tool)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def text_of(events: list[Event], kind: Kind) -> str:
@@ -98,13 +119,9 @@ def check_shape(events: list[Event], malformed: int) -> None:
             assert open_index is None
             assert event.text
     assert open_index is None
-    broken = 0
-    for call in calls_of(events):
-        try:
-            assert isinstance(json.loads(call.arguments), dict)
-        except ValueError:
-            broken += 1
-    assert broken <= malformed
+    whole = [call.arguments for call in calls_of(events) if is_json(call.arguments)]
+    assert all(isinstance(json.loads(arguments), dict) for arguments in whole)
+    assert len(calls_of(events)) - len(whole) <= malformed
 
 
 def random_cuts(text: str, rng: random.Random) -> list[int]:
