@@ -3,7 +3,8 @@
 from starlette.types import Receive, Scope, Send
 
 from gateway.api import serve
-from gateway.api.chat_encoder import ChatFold, ChatStream, Heading
+from gateway.api.chat_encoder import ChatFold, ChatStream
+from gateway.api.choices import Heading
 from gateway.http import read_body, record_of
 from gateway.schemas.lowering import lower_chat
 from gateway.schemas.openai import decode_chat

@@ -3,7 +3,7 @@
 from starlette.types import Receive, Scope, Send
 
 from gateway.api import serve
-from gateway.api.chat_encoder import Heading
+from gateway.api.choices import Heading
 from gateway.api.completions_encoder import TextFold, TextStream
 from gateway.http import read_body, record_of
 from gateway.schemas.lowering import lower_completion

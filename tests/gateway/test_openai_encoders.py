@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.chat_encoder import ChatFold, ChatStream, Heading
+from gateway.api.chat_encoder import ChatFold, ChatStream
+from gateway.api.choices import Heading
 from gateway.api.completions_encoder import TextFold, TextStream
 from gateway.errors import Unavailable
 from gateway.schemas.openai_out import ChatChunk, ChatChunkChoice, ChatDelta, TextChoice, TextCompletion

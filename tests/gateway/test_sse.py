@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from starlette.types import Message
 
-from gateway.api.chat_encoder import ChatStream, Heading
+from gateway.api.chat_encoder import ChatStream
+from gateway.api.choices import Heading
 from gateway.errors import ApiError
 from gateway.generation import Generation
 from gateway.http import Record
