@@ -148,6 +148,7 @@ TABLE: Final[dict[Code, Answer]] = {
     Code.LOAD_TIMEOUT: Answer(503, OVERLOADED, "load_timeout", 10.0),
     Code.BAD_CONFIG: Answer(503, OVERLOADED, "bad_config"),
     Code.INCOMPATIBLE: Answer(503, OVERLOADED, "incompatible_worker"),
+    Code.DOES_NOT_FIT: Answer(503, OVERLOADED, "model_does_not_fit"),
 }
 
 

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 import protocol
 from gateway.histogram import Histogram
 from gateway.logs import dropped_records
+from gateway.memoryseries import memory_series
 from protocol.messages import Stats
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _HISTOGRAMS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], Histogram]"],
     ("request_generation_tokens", "Generated tokens of a sequence.", lambda m: m.request_generation_tokens),
     ("iteration_tokens", "Tokens generated in one engine step.", lambda m: m.iteration_tokens),
     ("model_load_seconds", "From the start of a worker to its model being ready.", lambda m: m.load),
+    ("model_load_wait_seconds", "A model that is asked for, until there is room for it.", lambda m: m.load_wait),
+    ("model_swap_seconds", "From asking for a model to its being ready, where others had to leave.", lambda m: m.swap),
 )
 _COUNTERS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], int]"], ...]] = (
     ("prompt_tokens", "Prompt tokens of finished sequences.", lambda m: m.prompt_tokens),
@@ -39,6 +42,8 @@ _COUNTERS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], int]"], ...]] =
     ("request_resumes", "Sequences that went on at another worker.", lambda m: m.resumes),
     ("requests_quarantined", "Requests found to kill workers.", lambda m: m.quarantined),
     ("worker_stuck", "Times that a worker's step did not end in time.", lambda m: m.stuck),
+    ("worker_trims", "Times that a worker was told to do with less memory.", lambda m: m.trims),
+    ("worker_recycles", "Workers started anew because their memory had grown.", lambda m: m.recycles),
 )
 # Counted by the worker since it started.
 _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], int]], ...]] = (
@@ -60,6 +65,8 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], int]], ...]] = (
 _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, int]]"], ...]] = (
     ("request_success", "Sequences by how they ended.", "finished_reason", lambda m: m.finished),
     ("admission_rejections", "Requests turned away.", "reason", lambda m: m.rejections),
+    ("model_loads", "Loads, because there was room or others had to leave.", "reason", lambda m: m.loads),
+    ("model_evictions", "Models unloaded without an order.", "reason", lambda m: m.evictions),
     ("worker_restarts", "Workers that ended unasked, by exit status.", "exit", lambda m: m.restarts),
 )
 _MEMORY: Final = ("active", "peak", "cache", "phys_footprint", "kv", "prefix_cache")
@@ -94,6 +101,7 @@ class Exposition(Collector):
                     counter.add_metric([model, value], count)
             yield counter
         yield from _gauges(models)
+        yield from memory_series(self._metrics)
         for name, text, read_histogram in _HISTOGRAMS:
             family = HistogramMetricFamily(f"mlxd_{name}", text, labels=["model"])
             for model, numbers in models:

@@ -131,6 +131,12 @@ class Link:
     def in_flight(self) -> int:
         return len(self._flights)
 
+    def is_busy(self, epoch: int) -> bool:
+        """Whether a worker incarnation has anything to do for us."""
+        return any(flight.epoch == epoch for flight in self._flights.values()) or any(
+            asked == epoch for asked, _ in self._questions.values()
+        )
+
     def submit(self, worker: Peer, requests: Sequence[Generate]) -> Collector:
         """Start the sequences of one request on `worker`. Raises `WorkerGone`, and then none of them has started."""
         if not worker.is_ready:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 from gateway.exposition import Exposition
 from gateway.histogram import BATCH_BUCKETS, ITL_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
+from gateway.pool.state import MemoryView
 from protocol.messages import Pong, Stats, Step, Usage
 
 
@@ -49,6 +50,14 @@ class ModelMetrics:
     request_generation_tokens: Histogram = field(default_factory=_tokens)
     iteration_tokens: Histogram = field(default_factory=lambda: Histogram(BATCH_BUCKETS))
     load: Histogram = field(default_factory=_latency)
+    load_wait: Histogram = field(default_factory=_latency)
+    swap: Histogram = field(default_factory=_latency)
+    loads: Counter[str] = field(default_factory=Counter[str])
+    evictions: Counter[str] = field(default_factory=Counter[str])
+    trims: int = 0
+    recycles: int = 0
+    # Of the newest unload: the part of the process's memory that the system had back in time.
+    returned_part: float | None = None
 
     def sequence_ended(self, reason: str, usage: Usage | None) -> None:
         """One sequence had its terminal event."""
@@ -91,6 +100,7 @@ class Metrics:
         self.auth_failures: Counter[str] = Counter()
         # Requests that ended before they had a model: bad bodies, unknown names and paths.
         self.requests_without_model: Counter[str] = Counter()
+        self.memory_view: MemoryView | None = None
         self.stale_messages = 0
         self.malformed_frames = 0
         self.unhandled_errors = 0
@@ -174,6 +184,36 @@ class Metrics:
     def quarantined(self, model: str) -> None:
         """A request was found to kill workers."""
         self.model(model).quarantined += 1
+
+    def granted(self, model: str, wait_s: float, reason: str) -> None:
+        """A model may be loaded, because there was room or others left."""
+        found = self.model(model)
+        found.loads[reason] += 1
+        found.load_wait.observe(wait_s)
+
+    def swapped(self, model: str, s: float) -> None:
+        """A model for which others had to leave is ready."""
+        self.model(model).swap.observe(s)
+
+    def evicted(self, model: str, reason: str) -> None:
+        """A model was unloaded without anybody having ordered it."""
+        self.model(model).evictions[reason] += 1
+
+    def memory_returned(self, model: str, part: float, s: float) -> None:
+        """What a process held is back, or what of it came back in time."""
+        self.model(model).returned_part = part
+
+    def trimmed(self, model: str) -> None:
+        """A worker was told to do with less."""
+        self.model(model).trims += 1
+
+    def recycled(self, model: str) -> None:
+        """A worker was started anew because its memory had grown."""
+        self.model(model).recycles += 1
+
+    def memory(self, view: MemoryView) -> None:
+        """How the memory is shared out now."""
+        self.memory_view = view
 
     # -- Requests ------------------------------------------------------------------------------------------------
 

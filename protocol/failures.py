@@ -27,6 +27,7 @@ class Code(IntEnum):
     LOAD_TIMEOUT = 24
     BAD_CONFIG = 25
     INCOMPATIBLE = 26
+    DOES_NOT_FIT = 27
 
 
 # Another attempt, on this worker later or on its successor, may succeed without any change to the request.

@@ -35,6 +35,10 @@ class Machine(Protocol):
         """Bytes that end with a process; 0 when there is none."""
         ...
 
+    def unreturned(self, pid: int, footprint: int, available_before: int) -> int:
+        """Bytes of a process that has ended which the system has not got back yet."""
+        ...
+
 
 class ThisMachine:
     """The real one."""
@@ -55,6 +59,12 @@ class ThisMachine:
 
     def footprint(self, pid: int) -> int:
         return _darwin_footprint(pid) if sys.platform == "darwin" else _linux_footprint(pid)
+
+    def unreturned(self, pid: int, footprint: int, available_before: int) -> int:
+        if sys.platform == "darwin":
+            # Wired memory of a process that was killed can stay behind when the process is gone.
+            return max(0, footprint - max(0, self.available() - available_before))
+        return self.footprint(pid)
 
 
 def linux_budget(limits: list[str | None], ram: int) -> int:

@@ -59,8 +59,10 @@ class Terms:
     max_loaded: int = 0
     min_residency_s: float = 0.0
     returning: int = 0
-    # How many processes these were.
+    # How many of these processes have not ended yet.
     leaving: int = 0
+    # What the machine has left now, as measured: no more than that is lent.
+    available: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,10 @@ def plan(claims: Sequence[Claim], tenants: Sequence[Tenant], terms: Terms, now: 
         floor = _floor(claim, tenants, terms)
         if floor <= free and places > 0:
             behind = sum(_floor(other, tenants, terms) for other in waiting[position + 1 :])
-            loan = int(max(0, free - floor - behind) * LENT_PART) if is_first else 0
+            spare = free - floor - behind
+            if terms.available is not None:
+                spare = min(spare, terms.available - floor)
+            loan = int(max(0, spare) * LENT_PART) if is_first else 0
             share = min(max(claim.most, floor), floor + loan)
             made.grants.append((claim.name, share))
             free -= share

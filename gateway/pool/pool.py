@@ -14,11 +14,14 @@ import msgspec
 
 from gateway.config import Config, ModelConfig
 from gateway.link import Link
+from gateway.pool.broker import Broker
 from gateway.pool.effects import Effects, Process
 from gateway.pool.leftovers import Ledger
+from gateway.pool.machine import Machine, ThisMachine
+from gateway.pool.memorywatch import MemoryWatch
 from gateway.pool.process import Worker
 from gateway.pool.spawn import Command, Spawner, default_command
-from gateway.pool.state import Events, Limits, ModelUnavailable, State, WorkerView
+from gateway.pool.state import Events, Limits, MemoryView, ModelUnavailable, State, WorkerView
 from protocol.failures import Code, Failure
 from protocol.messages import WorkerSpec
 
@@ -42,6 +45,7 @@ class Pool:
         *,
         command: Command = default_command,
         limits: Limits | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self._config = config
         self._link = link
@@ -52,6 +56,7 @@ class Pool:
         self._workers: dict[str, Worker] = {}
         self._removed: set[str] = set()
         self._runs: dict[str, asyncio.Task[None]] = {}
+        self._broker = Broker(config, self._workers, link, events, machine or ThisMachine(), time.monotonic)
         self._effects: Effects | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._is_cleared = asyncio.Event()
@@ -65,7 +70,7 @@ class Pool:
         """
         ledger = Ledger(self._config.run_dir)
         spawner = Spawner(self._config.home, ledger, self._command)
-        self._effects = _RealEffects(ledger, spawner, self._is_cleared)
+        self._effects = _RealEffects(ledger, spawner, self._is_cleared, self._broker)
         for model in self._config.models.values():
             self._workers[model.name] = self._make(model, self._effects)
         unwanted: list[Process] = []
@@ -73,6 +78,7 @@ class Pool:
             worker = self._workers.get(record.spec.name)
             if worker is not None and loads_alike(record.spec, worker.spec):
                 log.info("adopting worker %s#%d (pid %d)", record.spec.name, record.epoch, record.pid)
+                self._broker.adopt(worker.name, record.spec.memory_bytes)
                 worker.adopt(spawner.adopt(record), record.epoch)
             else:
                 log.info("stopping worker %s#%d (pid %d): not wanted", record.spec.name, record.epoch, record.pid)
@@ -128,7 +134,7 @@ class Pool:
 
     def busy(self, model: str) -> "Lease":
         """Hold the model from before `ensure_ready` to the end of the request."""
-        return Lease(self._workers[model])
+        return Lease(self._workers[model], self._broker)
 
     def apply(self, config: Config) -> "Applied":
         """Make `config` the one in force. What must be started anew is, and what runs on it pauses meanwhile.
@@ -136,6 +142,7 @@ class Pool:
         A model that was removed finishes what it does until the drain's deadline, and then stops.
         """
         old, self._config = self._config, config
+        self._broker.configure(config)
         removed = [name for name in old.models if name not in config.models]
         added = [model for name, model in config.models.items() if name not in old.models]
         kept = [(old.models[name], model) for name, model in config.models.items() if name in old.models]
@@ -159,6 +166,16 @@ class Pool:
         """Stop and start; what runs pauses meanwhile. Raises `ModelUnavailable`."""
         await self._configured(model).restart()
 
+    def pin(self, model: str, is_pinned: bool) -> None:
+        """Keep a model whoever else is asked for, or no longer; until the daemon ends."""
+        self._broker.pin(model, is_pinned)
+
+    def is_pinned(self, model: str) -> bool:
+        return self._broker.is_pinned(model)
+
+    def memory(self) -> MemoryView:
+        return self._broker.view()
+
     def workers(self) -> list[WorkerView]:
         """Those of configured models, in the order of the configuration."""
         return [self._workers[name].view() for name in self._config.models if name in self._workers]
@@ -174,7 +191,11 @@ class Pool:
             for worker in self._workers.values():
                 self._runs[worker.name] = tasks.create_task(worker.run())
             tasks.create_task(self._clear(unwanted))
-            for worker in self._workers.values():
+            tasks.create_task(self._broker.run())
+            watch = MemoryWatch(self._broker, self.worker, self._events, time.monotonic, asyncio.sleep)
+            tasks.create_task(watch.run())
+            # In the order of the file, those that nothing displaces first.
+            for worker in sorted(self._workers.values(), key=lambda worker: not self.is_pinned(worker.name)):
                 if worker.is_preload:
                     tasks.create_task(_preload(worker))
             self._is_started.set()
@@ -281,25 +302,29 @@ class Applied:
 class Lease:
     """A request's hold on a model: while one exists, the model is busy."""
 
-    __slots__ = ("_worker",)
+    __slots__ = ("_broker", "_worker")
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, broker: Broker) -> None:
         self._worker = worker
+        self._broker = broker
 
     def __enter__(self) -> Self:
         self._worker.leases += 1
+        self._broker.used(self._worker.name)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._worker.leases -= 1
+        self._broker.used(self._worker.name)
 
 
 class _RealEffects:
     """The real clock, chance and processes."""
 
-    def __init__(self, ledger: Ledger, spawner: Spawner, is_cleared: asyncio.Event) -> None:
+    def __init__(self, ledger: Ledger, spawner: Spawner, is_cleared: asyncio.Event, broker: Broker) -> None:
+        self._broker = broker
         self._ledger = ledger
         self._spawner = spawner
         self._is_cleared = is_cleared
@@ -319,10 +344,10 @@ class _RealEffects:
     async def admit(self, spec: WorkerSpec) -> int:
         """Leftovers may still hold the memory that this worker needs."""
         await self._is_cleared.wait()
-        return 0
+        return await self._broker.admit(spec.name)
 
     def entered(self, model: str, state: State) -> None:
-        pass
+        self._broker.entered(model, state)
 
     def spawn(self, spec: WorkerSpec) -> Process:
         return self._spawner.spawn(spec)

@@ -55,7 +55,39 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     retry_after_s: float = 0.0
 
 
-class Events(Protocol):
+class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one loaded model has of the memory; `floor_bytes` is what it cannot be without."""
+
+    share_bytes: int
+    floor_bytes: int
+    footprint_bytes: int
+    idle_s: float
+    is_gated: bool
+
+
+class MemoryView(msgspec.Struct, frozen=True):
+    """How the memory is shared out at one moment; `waiting` are models for which room is being made, in order."""
+
+    budget_bytes: int
+    granted_bytes: int
+    footprint_bytes: int
+    waiting: tuple[str, ...]
+    models: dict[str, ModelMemory]
+
+
+class MemoryEvents(Protocol):
+    """What the broker does. Called on the event loop."""
+
+    def granted(self, model: str, wait_s: float, reason: str) -> None: ...
+    def swapped(self, model: str, s: float) -> None: ...
+    def evicted(self, model: str, reason: str) -> None: ...
+    def memory_returned(self, model: str, part: float, s: float) -> None: ...
+    def trimmed(self, model: str) -> None: ...
+    def recycled(self, model: str) -> None: ...
+    def memory(self, view: MemoryView) -> None: ...
+
+
+class Events(MemoryEvents, Protocol):
     """What happens in the pool and on the link. Called on the event loop: cheap, and never raises."""
 
     def step(self, model: str, step: Step) -> None: ...

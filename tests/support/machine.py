@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from gateway.flight import PARKED, Flight, Peer
 from gateway.link import WorkerGone
 from gateway.pool.process import Worker
-from gateway.pool.state import Limits, ModelUnavailable, State
+from gateway.pool.state import Limits, MemoryView, ModelUnavailable, State
 from gateway.stream import Collector
 from protocol.failures import Code, Failure
 from protocol.messages import (
@@ -187,6 +187,13 @@ class Recorder:
         self.states: list[State] = []
         self.exits: list[int] = []
         self.loads: list[float] = []
+        self.grants: list[tuple[str, str]] = []
+        self.swaps: list[str] = []
+        self.evictions: list[tuple[str, str]] = []
+        self.returns: list[float] = []
+        self.trims: list[str] = []
+        self.recycles: list[str] = []
+        self.views = 0
         self.stale = self.malformed = self.resumes = self.quarantines = self.stuck_workers = self.steps = self.pongs = 0
 
     def step(self, model: str, step: Step) -> None:
@@ -218,6 +225,27 @@ class Recorder:
 
     def quarantined(self, model: str) -> None:
         self.quarantines += 1
+
+    def granted(self, model: str, wait_s: float, reason: str) -> None:
+        self.grants.append((model, reason))
+
+    def swapped(self, model: str, s: float) -> None:
+        self.swaps.append(model)
+
+    def evicted(self, model: str, reason: str) -> None:
+        self.evictions.append((model, reason))
+
+    def memory_returned(self, model: str, part: float, s: float) -> None:
+        self.returns.append(part)
+
+    def trimmed(self, model: str) -> None:
+        self.trims.append(model)
+
+    def recycled(self, model: str) -> None:
+        self.recycles.append(model)
+
+    def memory(self, view: MemoryView) -> None:
+        self.views += 1
 
 
 class Machine:
