@@ -124,10 +124,10 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
     content: Schema = {operation.media_type: {"schema": answer}}
     if operation.events:
         # 3.1 has no word for one event of many: `itemSchema` is 3.2's.
-        item: Schema = {"anyOf": [references[event] for event in operation.events]}
+        data: Schema = {"anyOf": [references[event] for event in operation.events]}
         if operation.is_numbered:
-            item |= {"properties": {"sequence_number": {"type": "integer"}}, "required": ["sequence_number"]}
-        content[EVENTS] = {"schema": {"type": "string"}, "x-itemSchema": item}
+            data |= {"properties": {"sequence_number": {"type": "integer"}}, "required": ["sequence_number"]}
+        content[EVENTS] = {"x-itemSchema": _event(data)}
     always = {"x-request-id": _header("Names this request, also in mlxd's log.", is_required=True)}
     told = {name: _header(text) for name, text in operation.headers.items()}
     made: Schema = {"200": {"description": "The answer.", "headers": always | told, "content": content}}
@@ -142,6 +142,12 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
         content = {JSON: {"schema": references[operation.error]}}
         made[str(status)] = {"description": MEANINGS[status], "headers": headers, "content": content}
     return made
+
+
+def _event(data: Schema) -> Schema:
+    """A server-sent event, as 3.2 describes it. The end mark of OpenAI's streams, `[DONE]`, is not JSON."""
+    coded = {"type": "string", "contentMediaType": JSON, "contentSchema": data}
+    return {"type": "object", "properties": {"event": {"type": "string"}, "data": coded}, "required": ["data"]}
 
 
 def _header(description: str, kind: str = "string", *, is_required: bool = False) -> Schema:

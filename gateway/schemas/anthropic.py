@@ -103,6 +103,7 @@ class CountRequest(Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingSpec | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -114,7 +115,6 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    output_format: OutputFormat | None = None
 
 
 _messages = msgspec.json.Decoder(MessagesRequest)
@@ -143,6 +143,7 @@ def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None)
         turns += _turns(message, f"messages.{index}")
     tool_use = _tool_use(request)
     thinking = _thinking(request, of_config(default))
+    _constraint(request)  # what could not be answered is not counted either
     # A last turn of the assistant is the beginning of the answer; one that says nothing is none.
     continues = request.messages[-1].role == "assistant" and "tool_calls" not in turns[-1]
     if continues and not turns[-1]["content"]:
@@ -179,7 +180,7 @@ def lower_messages(
         deadline_ms=deadline_ms,
         want_progress=True,
         thinking_budget=thinking.budget,
-        constraint=_format(request),
+        constraint=_constraint(request),
     )
 
 
@@ -357,7 +358,7 @@ def _thinking(request: CountRequest, default: Thinking) -> Thinking:
             raise BadRequest(f"thinking.type: {kind[:40]!r} is none of enabled, disabled, adaptive.", "thinking.type")
 
 
-def _format(request: MessagesRequest) -> Constraint | None:
+def _constraint(request: CountRequest) -> Constraint | None:
     """What the answer must match."""
     wanted = request.output_format or (request.output_config.format if request.output_config else None)
     if wanted is None or not wanted.type:

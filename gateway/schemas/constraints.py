@@ -20,7 +20,7 @@ _JSON: Final = {"type": ["object", "string"]}
 RESPONSE_FORMAT: Final = {
     "anyOf": [
         typed("text"),
-        typed("json_object", schema=_OBJECT),
+        typed("json_object", schema={"type": ["object", "null"]}),
         {
             **typed(
                 "json_schema",

@@ -84,6 +84,7 @@ def lower_prompt(request: CountRequest, box: Toolbox, history: Iterable[Item]) -
     if not messages:
         raise BadRequest("Missing required parameter: 'input'.", "input", "missing_required_parameter")
     kwargs = template_kwargs(request.chat_template_kwargs)
+    _constraint(request)  # what could not be answered is not counted either
     messages = canonical.named_results(messages)
     return canonical.chat_prompt(messages, box.use, lower_thinking(request), kwargs), turns.ignored
 
@@ -141,7 +142,7 @@ class _Wishes:
     guided_choice: Any = None
 
 
-def _constraint(request: ResponsesRequest) -> Constraint | None:
+def _constraint(request: CountRequest) -> Constraint | None:
     wanted = request.text.format if request.text is not None else None
     if wanted is None:
         return None

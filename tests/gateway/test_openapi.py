@@ -134,6 +134,24 @@ async def test_refusals_have_the_published_shape(
     check_answer("POST", path, status, answer.json())
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/messages/count_tokens", {"output_config": {"format": {"type": "AAA"}}}),
+        ("/v1/messages/count_tokens", {"output_format": {"type": "json_schema"}}),
+        ("/v1/responses/input_tokens", {"text": {"format": {"type": "AAA"}}}),
+        ("/v1/responses/compact", {"text": {"format": {"type": "json_schema"}}}),
+    ],
+)
+async def test_what_could_not_be_answered_is_not_counted_either(
+    gateway: Gateway, path: str, fields: dict[str, Any]
+) -> None:
+    answer = await gateway.client.post(path, json={"model": "m", "messages": MESSAGES, "input": "hi"} | fields)
+
+    assert answer.status_code == 400
+    check_answer("POST", path, 400, answer.json())
+
+
 @pytest.mark.parametrize("path", sorted({path for path, _ in ASKED}))
 async def test_an_error_amid_a_stream_has_the_published_shape(gateway: Gateway, path: str) -> None:
     said = json.dumps([["text", "a"], ["wait"], ["finish", "abort"]])

@@ -23,7 +23,7 @@ def check_answer(method: str, path: str, status: int, body: Any) -> None:
 
 def check_events(path: str, data: str) -> list[Any]:
     """The events of a stream, comments and the end mark left out. Fails unless each has the published shape."""
-    item = _content("POST", path, 200)["text/event-stream"]["x-itemSchema"]
+    item = _content("POST", path, 200)["text/event-stream"]["x-itemSchema"]["properties"]["data"]["contentSchema"]
     lines = [line[6:] for line in data.split("\n") if line.startswith("data: ") and line != "data: [DONE]"]
     events = [json.loads(line) for line in lines]
     for event in events:
