@@ -13,9 +13,13 @@ STATS = Stats(2, 3, 1, 500, 10, 20, 30, 40, 50)
 
 
 def values(metrics: Metrics) -> dict[str, float]:
+    return parsed(metrics.text().decode())
+
+
+def parsed(text: str) -> dict[str, float]:
     """Every sample, by its name and labels."""
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(metrics.text().decode()):
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
             found[f"{sample.name}{{{labels}}}"] = sample.value
