@@ -11,11 +11,11 @@ from gateway.service.releases import PACKAGE, python
 
 # A CUDA build of MLX is gigabytes.
 INSTALL_TIMEOUT_S: Final = 3600.0
-# Loads the demo model and generates with it.
+# Loads the demo model and generates a token with it.
 SMOKE_TIMEOUT_S: Final = 600.0
 PYPI: Final = "pypi"
 # `mlxctl`, without its script: that has a line that names the folder it was made in.
-CTL: Final = ("-P", "-c", "from gateway.ctl import main; main()")
+CTL: Final = "from gateway.ctl import main; main()"
 
 
 class NoSource(Exception):
@@ -65,15 +65,14 @@ def install(env: Path, wanted: Source, base: Path, uv: str | None) -> list[Run]:
     ]
 
 
-def check(env: Path, home: Path, scratch: Path) -> list[Run]:
-    """The new code reads the configuration that is to be served, and generates with the demo model."""
-    run = (str(python(env)), *CTL)
+def check(env: Path, home: Path) -> list[Run]:
+    """The new code starts, reads the configuration that is to be served, and generates with the demo model."""
+    run = (str(python(env)), "-P")
     return [
         # Everything that the daemon imports.
-        Run((str(python(env)), "-P", "-m", "gateway.main", "--version")),
-        Run(("/usr/bin/env", f"MLXD_HOME={home}", *run, "config", "check")),
-        # In a home of its own: nothing of the service's is read or written.
-        Run(("/usr/bin/env", f"MLXD_HOME={scratch}", *run, "verify", "demo", "--tokens", "4"), False, SMOKE_TIMEOUT_S),
+        Run((*run, "-m", "gateway.main", "--version")),
+        Run(("/usr/bin/env", f"MLXD_HOME={home}", *run, "-c", CTL, "config", "check")),
+        Run((*run, "-m", "worker.smoke"), timeout_s=SMOKE_TIMEOUT_S),
     ]
 
 

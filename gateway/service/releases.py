@@ -136,7 +136,9 @@ def fingerprint(env: Path) -> str:
     digest = hashlib.sha256()
     site = found[-1].parent
     for path in sorted(path for package in _OF_WORKERS for path in (site / package).rglob("*.py")):
-        digest.update(f"{path.relative_to(site)}\0".encode() + path.read_bytes())
+        # The version's own number is no reason to load a model anew.
+        lines = (line for line in path.read_bytes().splitlines() if not line.startswith(b"__version__"))
+        digest.update(f"{path.relative_to(site)}\0".encode() + b"\n".join(lines))
     # Distributions change by version; ours was looked into.
     others = (path.name for path in site.glob("*.dist-info") if not path.name.startswith(f"{PACKAGE}-"))
     digest.update("\n".join(sorted(others)).encode())

@@ -102,13 +102,12 @@ class Upgrade:
     def _fetch(self, wanted: Wanted) -> Path:
         env = self._releases.fresh()
         self._tell(f"installing {wanted.source.what} into {env}")
-        scratch = env / "smoke"
         try:
             carry_out(install(env, wanted.source, wanted.base, wanted.uv), self._machine)
             version = version_of(env)
             if not version:
                 raise ServiceFailed(f"{wanted.source.what} has no mlxd in it")
-            carry_out([*check(env, self._service.home, scratch), RemoveTree(scratch)], self._machine)
+            carry_out(check(env, self._service.home), self._machine)
         except BaseException:
             carry_out([RemoveTree(env)], self._machine)
             raise
@@ -199,7 +198,7 @@ def plan(service: Service, manager: Manager, wanted: Wanted) -> Iterator[Action]
     releases = Releases(service.prefix)
     env = releases.fresh()
     yield from install(env, wanted.source, wanted.base, wanted.uv)
-    yield from check(env, service.home, env / "smoke")
+    yield from check(env, service.home)
     yield Link(releases.current_link, env)
     yield from manager.restart(service)
     if (current := releases.current) is not None:

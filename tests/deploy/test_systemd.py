@@ -10,12 +10,12 @@ BOX_IMPOSSIBLE = 77
 
 
 @pytest.mark.skipif("MLXD_TEST_SYSTEMD" not in os.environ, reason="boots a systemd as root: make test-systemd")
-def test_the_service_survives_a_kill_of_its_daemon_under_a_real_systemd_with_its_models_still_loaded() -> None:
+def test_models_stay_loaded_under_a_real_systemd_through_a_kill_of_the_daemon_a_restart_and_upgrades() -> None:
     done = subprocess.run(
         ["sh", str(HERE / "systemd_box.sh"), sys.executable, str(HERE / "life_under_systemd.py")],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=580,
     )
 
     if done.returncode == BOX_IMPOSSIBLE:
@@ -27,6 +27,10 @@ def test_the_service_survives_a_kill_of_its_daemon_under_a_real_systemd_with_its
         "answers",
         "kill -9 of the daemon",
         "service restart",
+        "upgrade 9.9.1",
+        "upgrade 9.9.2",
+        "upgrade 9.9.3, which is broken",
+        "service rollback",
         "stop, start",
         "uninstalled",
     ]
