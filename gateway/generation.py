@@ -133,8 +133,12 @@ class Generation:
         self._numbers.opening += len(self._generates)
         try:
             async with asyncio.timeout(limit_s if limit_s < math.inf else None) as self._patience:
-                for _ in range(2):
-                    if self._submit(await self._services.pool.ensure_ready(self._model.name)):
+                losses = 0
+                while losses < 2:
+                    worker = await self._services.pool.ensure_ready(self._model.name)
+                    # Since then another model may have been given its memory: that is no loss, but a longer wait.
+                    losses += worker.is_ready
+                    if self._submit(worker):
                         return
             raise from_failure(_LOST)
         except ModelUnavailable as error:
