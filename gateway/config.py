@@ -17,6 +17,7 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bytes = Annotated[int, Meta(ge=1)] | Literal["auto"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+PreventSleep = Literal["busy", "always", "never"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -43,6 +44,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     log_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 16 * 1024 * 1024
     log_keep: Annotated[int, Meta(ge=0, le=1000)] = 8
     drain_s: Seconds = 30.0
+    # Whether a Mac is kept awake: while requests run or a model loads, always, or never.
+    prevent_sleep: PreventSleep = "busy"
     write_timeout_s: Seconds = 30.0
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
     request_timeout_s: Seconds = 0.0

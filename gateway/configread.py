@@ -6,6 +6,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct, structs
 
+from gateway import awake
 from gateway.caller import OWNER
 from gateway.config import (
     CONFIG_NAME,
@@ -27,8 +28,8 @@ from gateway.hfcache import cached_models
 from gateway.keys import KeyFile, KeysUnusable
 from gateway.origins import bad_origin, is_loopback
 from gateway.parsers import bad_parser
-from gateway.tracing import bad_endpoint
 from gateway.routing import Router
+from gateway.tracing import bad_endpoint
 
 # A chat template travels in a worker's argv as JSON, where Linux takes 128 KiB. The longest known are a fifth of this.
 TEMPLATE_BYTES_MAX: Final = 96 * 1024
@@ -78,6 +79,8 @@ def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig
     for origin in server.cors:
         if reason := bad_origin(origin):
             raise source.error(f"cors: {origin!r} {reason}", ("server", "cors"))
+    if server.prevent_sleep == "always" and not awake.IS_POSSIBLE:
+        raise source.error("prevent_sleep: 'always' is for macOS; set that in this system", ("server", "prevent_sleep"))
     if reason := bad_endpoint(server.otlp_endpoint):
         raise source.error(f"otlp_endpoint: {reason}", ("server", "otlp_endpoint"))
     return server

@@ -7,12 +7,14 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Final
 
 import uvicorn
 
+from gateway import awake
 from gateway.app import create_admin_app, create_app
+from gateway.awake import Awake
 from gateway.config import Config, ConfigError
 from gateway.guard import GuardedProtocol
 from gateway.link import Link
@@ -20,6 +22,7 @@ from gateway.listen import BACKLOG, close_all, listen_tcp, listen_unix
 from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
 from gateway.pool.spawn import Command, default_command
+from gateway.pool.state import State
 from gateway.reload import Reloader
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,9 @@ GC_ALLOCATIONS: Final = 20_000
 FLUSH_S: Final = 5
 # Longer than the idle time of the clients' pools, so that it is never us who closes as they send.
 KEEP_ALIVE_S: Final = 75
+
+
+_LOADING: Final = frozenset({State.STARTING, State.LOADING})
 
 
 class Daemon:
@@ -79,7 +85,8 @@ class Daemon:
                 for server, sockets in zip(self._servers, self._sockets(), strict=True):
                     tasks.create_task(server.serve(sockets))
                 services = self._app.services
-                chores = [tasks.create_task(chore) for chore in (services.usage.run(), services.captures.run())]
+                running = (services.usage.run(), services.captures.run(), *self._wakefulness())
+                chores = [tasks.create_task(chore) for chore in running]
                 _settle_garbage_collector()
                 count = len(self._app.services.config.models)
                 log.info("mlxd serves %d model%s on %s", count, "" if count == 1 else "s", self.url)
@@ -91,6 +98,15 @@ class Daemon:
         finally:
             self._app.close()
             self._app.services.config.admin_socket.unlink(missing_ok=True)
+
+    def _wakefulness(self) -> Iterator[Coroutine[None, None, None]]:
+        if awake.IS_POSSIBLE:
+            services = self._app.services
+            yield Awake(lambda: services.config.server.prevent_sleep, self._is_busy).run()
+
+    def _is_busy(self) -> bool:
+        services = self._app.services
+        return services.link.in_flight > 0 or any(view.state in _LOADING for view in services.pool.workers())
 
     async def _reload(self) -> None:
         try:

@@ -311,5 +311,14 @@ def test_a_place_for_traces_needs_opentelemetry(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="it can be done there")
+def test_a_machine_that_cannot_be_kept_awake_refuses_to_say_so(tmp_path: Path) -> None:
+    assert load(tmp_path, "[server]\nport = 1").server.prevent_sleep == "busy"
+
+    said = failure(tmp_path, '[server]\nprevent_sleep = "always"')
+
+    assert said == "/mlxd.toml:2: prevent_sleep: 'always' is for macOS; set that in this system"
+
+
 def test_a_model_may_have_a_log_level_of_its_own_in_any_case(tmp_path: Path) -> None:
     assert load(tmp_path, '[models.a]\nlog_level = "DEBUG"').models["a"].log_level == "debug"
