@@ -17,8 +17,16 @@ HEAD_TIMEOUT_S: Final = 75.0
 # For the rest of a body whose request was answered already: a client that would hear of it must first finish sending.
 LINGER_S: Final = 10.0
 
+# Between two looks at whether a client that closed its half is still there; the last one is repeated.
+PROBES_S: Final = (0.01, 0.05, 0.25, 1.0, 5.0)
+
 _TOO_LARGE: Final = b'{"error":{"message":"The request headers are too large.","type":"invalid_request_error",' \
     b'"param":null,"code":"headers_too_large"}}'  # fmt: skip
+
+
+# Every client skips as many of these as come before its answer, also http.client, which takes 102 for the answer.
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_COMMENT: Final = b"3\r\n:\n\n\r\n"
 
 
 class HeadTooLarge(Exception):
@@ -42,6 +50,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._has_ended_head = False
         self._has_request = False
         self._is_too_large = False
+        self._is_half_closed = False
+        self._prober: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -50,7 +60,36 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self._prober is not None:
+            self._prober.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that closed its half may still read the answer, and looks like one that has left.
+
+        What tells them apart is how they take something that means nothing: the machine of one that has left resets
+        the connection, and the write after that fails.
+        """
+        cycle = self.cycle if self._has_request else None
+        if cycle is None or cycle.response_complete or cycle.more_body or self.scope["http_version"] != "1.1":
+            return False
+        self._is_half_closed = True
+        self._probe(0)
+        return True
+
+    def _probe(self, number: int) -> None:
+        cycle = self.cycle
+        if cycle.response_complete or self.transport.is_closing():
+            return
+        # While one waits for the answer before its own, nothing can be put in between.
+        if not self.pipeline:
+            if not cycle.response_started:
+                self.transport.write(_CONTINUE)
+            elif cycle.chunked_encoding:
+                # Only streams of events are chunked, and each chunk is whole events.
+                self.transport.write(_COMMENT)
+        delay_s = PROBES_S[min(number, len(PROBES_S) - 1)]
+        self._prober = self.loop.call_later(delay_s, self._probe, number + 1)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -87,7 +126,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self._arm(self.head_timeout_s)
 
     def on_response_complete(self) -> None:
+        has_more = bool(self.pipeline)
         super().on_response_complete()
+        if self._is_half_closed and not has_more and not self.transport.is_closing():
+            self.transport.close()
+            return
         if self.cycle.response_complete and self.cycle.more_body and not self.transport.is_closing():
             self._arm(self.linger_s)
 
