@@ -41,7 +41,11 @@ class Machine(Protocol):
 
 
 class ThisMachine:
-    """The real one."""
+    """The real one. What cannot be read, because we have too many files open, is as it was at the last look."""
+
+    def __init__(self) -> None:
+        self._free = 0
+        self._footprints: dict[int, int] = {}
 
     def budget(self) -> int:
         if sys.platform == "darwin":
@@ -49,16 +53,30 @@ class ThisMachine:
         return linux_budget([_read(path) for path in _CGROUP_LIMITS], psutil.virtual_memory().total)
 
     def available(self) -> int:
-        free = psutil.virtual_memory().available
+        try:
+            free = psutil.virtual_memory().available
+        except OSError:
+            return self._free
         for limit_path, use_path in zip(_CGROUP_LIMITS, _CGROUP_USES, strict=True):
             limit, use = _number(_read(limit_path)), _number(_read(use_path))
             if limit is not None and use is not None:
                 # The kernel drops file pages before anybody is refused memory.
                 free = min(free, limit - use + _reclaimable(Path(use_path).parent / "memory.stat"))
-        return max(0, free)
+        self._free = max(0, free)
+        return self._free
 
     def footprint(self, pid: int) -> int:
-        return _darwin_footprint(pid) if sys.platform == "darwin" else _linux_footprint(pid)
+        if sys.platform == "darwin":
+            return _darwin_footprint(pid)
+        try:
+            found = _linux_footprint(pid)
+        except OSError:
+            return self._footprints.get(pid, 0)
+        if found:
+            self._footprints[pid] = found
+        else:
+            self._footprints.pop(pid, None)
+        return found
 
     def unreturned(self, pid: int, footprint: int, available_before: int) -> int:
         if sys.platform == "darwin":
