@@ -283,8 +283,9 @@ class CacheDisk:
             for _, nbytes, path in sorted(files):
                 if total + size <= self._cap * KEEP_RATIO:
                     break
-                path.unlink(missing_ok=True)
-                total -= nbytes
+                if path.suffix != _TEMP:  # another worker is writing that one
+                    path.unlink(missing_ok=True)
+                    total -= nbytes
         here = {path.name.removesuffix(SUFFIX) for path in self._own_files()}
         for entry in [entry for key, entry in list(self._entries.items()) if key not in here]:
             self._lose(entry)
