@@ -46,6 +46,8 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
 
 def extract(caches: Sequence[Any], row: int) -> list[Any]:
     """One row of a batch's caches. Plain KV comes as views: whoever keeps a part copies that part, not all of it."""
+    # Together: one wait for the device, not one for each layer.
+    mx.eval([leaf.left_padding for leaf in leaves(caches) if type(leaf) is BatchKVCache])
 
     def take(cache: Any) -> Any:
         if isinstance(cache, CacheList):
@@ -61,11 +63,13 @@ def extract(caches: Sequence[Any], row: int) -> list[Any]:
 
 def slice_span(caches: Sequence[Any], begin: int, end: int) -> Span:
     """Own copies of the sliceable layers' entries for tokens [begin, end); evaluated later, in order."""
-    return [
-        (mx.contiguous(leaf.keys[..., begin:end, :]), mx.contiguous(leaf.values[..., begin:end, :]))
-        for leaf in leaves(caches)
-        if is_sliceable(leaf)
-    ]
+    return _pack(
+        [
+            (leaf.keys[..., begin:end, :], leaf.values[..., begin:end, :])
+            for leaf in leaves(caches)
+            if is_sliceable(leaf)
+        ]
+    )
 
 
 def view_span(span: Span, begin: int, end: int) -> Span:
@@ -76,9 +80,21 @@ def view_span(span: Span, begin: int, end: int) -> Span:
 def cut_span(span: Span, at: int) -> tuple[Span, Span]:
     """Two spans with memory of their own, so that each can be freed alone."""
     return (
-        [(mx.contiguous(keys[..., :at, :]), mx.contiguous(values[..., :at, :])) for keys, values in span],
-        [(mx.contiguous(keys[..., at:, :]), mx.contiguous(values[..., at:, :])) for keys, values in span],
+        _pack([(keys[..., :at, :], values[..., :at, :]) for keys, values in span]),
+        _pack([(keys[..., at:, :], values[..., at:, :]) for keys, values in span]),
     )
+
+
+def _pack(span: Span) -> Span:
+    """A copy in memory of its own, in one piece for all arrays of a shape: an allocation costs more than a copy."""
+    groups: dict[tuple[tuple[int, ...], mx.Dtype], list[mx.array]] = {}
+    flat = [array for pair in span for array in pair]
+    for array in flat:
+        groups.setdefault((array.shape, array.dtype), []).append(array)
+    # `contiguous` is what copies a group of one.
+    packed = {kind: iter(mx.split(mx.contiguous(mx.concatenate(same)), len(same))) for kind, same in groups.items()}
+    copies = iter([next(packed[array.shape, array.dtype]) for array in flat])
+    return list(zip(copies, copies, strict=True))
 
 
 def copy_state(caches: Sequence[Any]) -> list[Any]:
