@@ -85,6 +85,11 @@ def files(hard: int) -> Finding:
     return Finding("open files", "ok", "no limit" if hard < 0 else f"up to {hard}")
 
 
+def wired_max(ram_bytes: int) -> int:
+    """As much as the GPU may hold without leaving the system too little."""
+    return max(0, ram_bytes - max(8 * 1024**3, ram_bytes // 16))
+
+
 def wired_limit(said: str | None, ram_bytes: int) -> Finding:
     """`said`: what `sysctl -n iogpu.wired_limit_mb` prints; 0 is the system's own choice."""
     if said is None or not said.strip().isdecimal():
@@ -92,7 +97,7 @@ def wired_limit(said: str | None, ram_bytes: int) -> Finding:
     limit = int(said) * 1024**2
     if limit == 0:
         return Finding("wired limit", "ok", "the system's own share of memory")
-    if limit > ram_bytes - max(8 * 1024**3, ram_bytes // 16):
+    if limit > wired_max(ram_bytes):
         text = f"{limit / 1024**3:.0f} of {ram_bytes / 1024**3:.0f} GiB leaves the system too little"
         return Finding("wired limit", "warn", text, "lower iogpu.wired_limit_mb: a full machine panics")
     return Finding("wired limit", "ok", f"{limit / 1024**3:.0f} GiB; lost at each boot unless something sets it again")

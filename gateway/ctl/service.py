@@ -99,10 +99,17 @@ def status(system: System = False, json: Json = False) -> None:
 
 @app.command("wired-limit")
 def wired_limit(
-    gib: Annotated[float, typer.Argument(min=0, help="GiB of memory for the GPU; 0 leaves it to the system.")],
+    gib: Annotated[
+        float | None,
+        typer.Argument(
+            min=0, help="GiB of memory for the GPU; 0 leaves it to the system.", show_default="the memory budget"
+        ),
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Set how much memory the GPU may hold on a Mac, now and at each boot.
+
+    Without a number: the configured memory budget, or the most that leaves the system enough.
 
     Example: sudo mlxctl service wired-limit 96
     """
@@ -113,14 +120,31 @@ def wired_limit(
     from gateway.doctor import wired_limit as judge
     from gateway.service import launchd
 
-    megabytes = round(gib * 1024)
-    finding = judge(str(megabytes), psutil.virtual_memory().total)
+    ram = psutil.virtual_memory().total
+    megabytes = (_wanted_wired(ram) if gib is None else round(gib * 1024**3)) // 1024**2
+    finding = judge(str(megabytes), ram)
     if not dry_run:
         refuse_if(sys.platform != "darwin", "wired-limit is for macOS; --dry-run shows what it would do")
         refuse_if(os.geteuid() != 0, "this needs root: sudo mlxctl service wired-limit ...")
         refuse_if(finding.level == "warn", f"{finding.text}: {finding.advice}")
     actions = launchd.set_wired_limit(megabytes) if megabytes else launchd.drop_wired_limit()
     carry_out(actions, dry_run)
+
+
+def _wanted_wired(ram: int) -> int:
+    from gateway.config import ConfigError, default_home
+    from gateway.configread import load_config
+    from gateway.ctl.client import Failed
+    from gateway.doctor import wired_max
+
+    def read() -> int:
+        try:
+            budget = load_config(default_home()).memory.budget_bytes
+        except ConfigError as error:
+            raise Failed(str(error)) from None
+        return wired_max(ram) if budget == "auto" else budget
+
+    return ask(read)
 
 
 def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kind | None) -> None:

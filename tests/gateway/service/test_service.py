@@ -1,13 +1,16 @@
 import configparser
 import os
 import plistlib
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from gateway.doctor import wired_limit, wired_max
 from gateway.service import launchd, systemd
 from gateway.service.description import Facts, Run, Scope, Service, Write
 from gateway.service.machine import ServiceFailed, carry_out, describe
@@ -30,6 +33,24 @@ AGENT = Service(
     Scope.USER,
     drain_s=600,
 )
+
+
+# launchd.plist(5)
+LAUNCHD_KEYS = {
+    "Label": str,
+    "ProgramArguments": list,
+    "EnvironmentVariables": dict,
+    "KeepAlive": dict,
+    "ExitTimeOut": int,
+    "ProcessType": str,
+    "SoftResourceLimits": dict,
+    "HardResourceLimits": dict,
+    "Umask": int,
+    "StandardOutPath": str,
+    "StandardErrorPath": str,
+    "UserName": str,
+    "LimitLoadToSessionType": list,
+}
 
 
 class Recorded:
@@ -90,6 +111,18 @@ def test_launchd_is_told_of_success_when_trying_again_would_not_help(tmp_path: P
     done = start("--launchd")
     assert done.returncode == 0
     assert "mlxd.toml:2" in done.stderr
+
+
+@pytest.mark.parametrize("service", [DAEMON, AGENT])
+def test_a_property_list_has_only_keys_that_launchd_knows_with_values_of_their_types(service: Service) -> None:
+    plist = plistlib.loads(launchd.render(service).encode())
+
+    assert {key: type(value) for key, value in plist.items()} == {key: LAUNCHD_KEYS[key] for key in plist}
+    assert set(plist["KeepAlive"]) == {"SuccessfulExit"}
+    assert plist["ProcessType"] in ("Standard", "Interactive")
+    # Whoever may read the list, or the arguments of a process, finds no secret there.
+    words = [*plist["ProgramArguments"], *plist["EnvironmentVariables"].values()]
+    assert not [word for word in words if re.search("key|token|secret|password", word, re.IGNORECASE)]
 
 
 def test_a_launch_daemon_has_a_user_and_an_agent_its_sessions() -> None:
@@ -193,6 +226,19 @@ def test_the_wired_limit_is_set_now_and_at_each_boot(tmp_path: Path) -> None:
 
     assert "iogpu.wired_limit_mb=98304" in ctl(tmp_path, "service", "wired-limit", "96", "--dry-run").stdout
     assert f"remove {write.path}" in ctl(tmp_path, "service", "wired-limit", "0", "--dry-run").stdout
+
+
+def test_without_a_number_the_wired_limit_is_the_budget_or_what_leaves_the_system_enough(tmp_path: Path) -> None:
+    def limit() -> int:
+        said = ctl(tmp_path, "service", "wired-limit", "--dry-run").stdout
+        return int(re.findall(r"iogpu\.wired_limit_mb=(\d+)", said)[0])
+
+    (tmp_path / "mlxd.toml").write_text('[memory]\nbudget = "96GiB"\n')
+    assert limit() == 96 * 1024
+    (tmp_path / "mlxd.toml").write_text("")
+    ram = psutil.virtual_memory().total
+    assert limit() == wired_max(ram) // 1024**2
+    assert wired_limit(str(limit()), ram).level == "ok"
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="it would be done")
