@@ -172,9 +172,9 @@ class Batch:
 
     @property
     def longest_prefill(self) -> int:
-        """Tokens that the row furthest from its first token still has to prefill."""
+        """Tokens that the longest prefill takes from its beginning to its end."""
         rows = (self._rows[uid] for uid in self._prefilling)
-        return max((len(row.prompt) + len(row.output) - row.prefilled for row in rows), default=0)
+        return max((len(row.prompt) + len(row.output) - row.reused for row in rows), default=0)
 
     @property
     def decoding(self) -> int:

@@ -11,7 +11,8 @@ FIRST_CHUNK: Final = 32
 STALL_RATIO: Final = 2.2
 # … unless that step is so short that nobody notices.
 MIN_STALL_S: Final = 0.003
-# A prompt that is nearly done may stall longer: once or twice, and a full batch is worth more than it costs.
+# A short prompt may stall longer: once or twice, and a full batch is worth more than it costs. The end of a long one not:
+# it would be the worst for those who have waited in small steps all along.
 SHORT_PROMPT: Final = 256
 SHORT_PROMPT_FACTOR: Final = 2.5
 # Alone, prefill runs in ticks of about this long, so that commands are seen in between.
@@ -44,7 +45,7 @@ class ChunkPolicy:
         self._chunks = 0
 
     def chunk(self, prefilling: int, decoding: int, longest: int = SHORT_PROMPT + 1) -> int:
-        """Prompt tokens for each prefilling row in the next tick; `longest` is what the longest of them still lacks."""
+        """Prompt tokens for each prefilling row in the next tick; `longest` is what the longest of them has in all."""
         if prefilling == 0:
             return self._max
         if not self._times:

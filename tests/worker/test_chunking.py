@@ -99,7 +99,7 @@ def test_a_growing_context_makes_chunks_smaller() -> None:
     assert settle(policy, 0.02, 0.001, 0.0004) < before
 
 
-def test_a_prompt_that_is_nearly_done_may_stall_longer_once() -> None:
+def test_a_short_prompt_may_stall_longer_once() -> None:
     policy = learned(0.02, 0.0004)
     long, short = policy.chunk(1, 4, longest=5000), policy.chunk(1, 4, longest=SHORT_PROMPT)
     assert long < short <= long * 2 * SHORT_PROMPT_FACTOR

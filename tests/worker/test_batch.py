@@ -1,0 +1,41 @@
+"""What the batch says of itself."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from protocol.messages import Generate, Sampling, TokensPrompt
+from tests.support.engine import spec
+from worker.batch import Batch
+from worker.intake import Intake
+from worker.kv import Layout
+from worker.loader import Loaded, load
+from worker.prefix_cache import PrefixCache
+from worker.rows import Row
+
+
+def nothing(_stage: str, _done_bytes: int, _total_bytes: int) -> None:
+    pass
+
+
+def row(loaded: Loaded, rid: int, prompt: int) -> Row:
+    ids = tuple(20 + (rid + at) % 400 for at in range(prompt))
+    return Intake(loaded).row(Generate(rid, TokensPrompt(ids), Sampling(temperature=0.0), max_tokens=4), 0.0)
+
+
+def test_a_long_prompt_stays_a_long_one_to_its_end(model_folder: Callable[[str], Path]) -> None:
+    loaded = load(spec(model_folder("qwen3")), nothing)
+    cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 24)
+    batch = Batch(loaded.model, loaded.eos_ids, 4, 512, cache)
+    batch.insert(row(loaded, 1, 300))
+    seen: list[int] = []
+    while batch.prefilling:
+        seen.append(batch.longest_prefill)
+        batch.tick(64)
+    assert len(seen) > 4
+    assert set(seen) == {300}
+
+    batch.insert(row(loaded, 1, 340))
+    assert batch.longest_prefill == 40, "what the cache holds does not count"
+    batch.abandon()
