@@ -79,6 +79,17 @@ def words_in_reasoning(messages: Messages) -> Messages:
     ]
 
 
+def words_apart(messages: Messages) -> Messages:
+    """For templates that drop what was said beside calls: the words are a message of their own, before them."""
+    split: Messages = []
+    for message in messages:
+        if message.get("tool_calls") and message.get("content"):
+            split.append({key: value for key, value in message.items() if key != "tool_calls"})
+            message = {"role": message["role"], "content": "", "tool_calls": message["tool_calls"]}
+        split.append(message)
+    return split
+
+
 def nine_character_ids(messages: Messages) -> Messages:
     """For templates that want Mistral's ids, nine letters and digits: the same id stays the same."""
 
@@ -132,6 +143,8 @@ CALL_SHAPES: Final[tuple[Callable[[Messages], Messages], ...]] = (
     one_call_each,
     words_in_reasoning,
     lambda messages: one_call_each(words_in_reasoning(messages)),
+    words_apart,
+    lambda messages: one_call_each(words_apart(messages)),
 )
 """In the order in which they are tried, for turns with more than one call, or with words beside them."""
 
@@ -142,6 +155,7 @@ ADAPTATIONS: Final[tuple[Callable[[Messages], Messages], ...]] = (
     without_system,
     nine_character_ids,
     lambda messages: nine_character_ids(alternating(messages)),
+    lambda messages: nine_character_ids(without_system(messages)),
 )
 """In the order in which they are tried, the least change first."""
 

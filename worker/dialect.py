@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Final
+
+from msgspec import structs
 
 from protocol.failures import Code
 from protocol.messages import ChatPrompt
@@ -23,6 +25,9 @@ from worker.parsers import (
 )
 from worker.parsers.channels import Channels
 from worker.tool_grammar import has_calls, next_message
+
+# What models that can only think less are told when they are not to think.
+_LEAST_EFFORT: Final = {"harmony": "low", "solar_open": "low"}
 
 
 class Dialect:
@@ -51,6 +56,20 @@ class Dialect:
         self._controls = Controls({entry.content: entry.special for entry in controls.values()})
         # The ids that parsers are told of, and their texts.
         self.controls: dict[int, str] = {token: entry.content for token, entry in controls.items()}
+
+    def asked(self, prompt: ChatPrompt) -> ChatPrompt:
+        """A prompt in the words that this family's templates know."""
+        least = _LEAST_EFFORT.get(self.family, "") if prompt.thinking is False and not prompt.effort else ""
+        return structs.replace(prompt, effort=least) if least else prompt
+
+    def thinking_budget(self, prompt: ChatPrompt, wanted: int | None) -> int | None:
+        """How long it may think. Whose template cannot keep it from thinking has its block closed at once.
+
+        Not where a message of thoughts may come before one to a tool: closing it would choose between them.
+        """
+        if prompt.thinking is not False or (prompt.tools and isinstance(FAMILIES[self.family].grammar, Channels)):
+            return wanted
+        return 0
 
     def parser(self, prompt: ChatPrompt, rendered: str, is_ruled: bool = False) -> tuple[Parser, bool]:
         """A parser for one answer, and whether the answer begins inside of reasoning.

@@ -95,7 +95,8 @@ class Intake:
         )
         if isinstance(request.prompt, ChatPrompt):
             row.parser, row.is_reasoning = self._dialect.parser(request.prompt, text or "", self.is_restricted(request))
-            row.thinking_budget, row.closing_ids = request.thinking_budget, self._dialect.closing_ids
+            row.thinking_budget = self._dialect.thinking_budget(request.prompt, request.thinking_budget)
+            row.closing_ids = self._dialect.closing_ids
             row.is_one_call = request.prompt.one_call
         self.writer.replay(row, request.resume)
         return row
@@ -141,7 +142,7 @@ class Intake:
     def _encode(self, prompt: Prompt, *, must_fit: bool = True) -> tuple[list[int], str | None]:
         match prompt:
             case ChatPrompt():
-                text = self._renderer.render(prompt)
+                text = self._renderer.render(self._dialect.asked(prompt))
                 ids = self._encode_text(text, prompt, must_fit)
             case TextPrompt(text=text):
                 ids = self._encode_text(text, prompt, must_fit)

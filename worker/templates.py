@@ -1,8 +1,10 @@
 """Chat messages to prompt text, by the model's own template."""
 
 import inspect
+import json
 import re
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any, Final, cast
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -29,6 +31,14 @@ _PROBE_TOOL: Final[dict[str, Any]] = {
     "type": "function",
     "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
+_LISTED_TOOL: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"listed": {"type": "string", "description": ""}}},
+    },
+}
 _PROBE_CALL: Final[dict[str, Any]] = {
     "id": "call00000",
     "type": "function",
@@ -47,16 +57,17 @@ class Renderer:
         # None: a renderer in code, which mlx-lm's wrapper calls.
         self._templates = _templates(tokenizer.chat_template)
         self.has_template = bool(tokenizer.has_chat_template)
-        self.knows_tools = not self._templates or any(
-            re.search(r"\btools\b", template) for template in self._templates.values()
-        )
+        # FireFunction's template has its tools as text, and wants the time.
+        self._wants_functions = self._mentions("functions") and not self._mentions("tools")
+        self.knows_tools = not self._templates or self._mentions("tools") or self._wants_functions
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
         # Most templates test whether there are tools; a few go through them in any case.
         self._no_tools: list[Any] | None = None
         self._no_tools = [] if self._templates and not self._renders_plain() else None
+        self.knows_tools = self.knows_tools and self._renders_tools()
         self._write_calls = self._choose_calls()
         self._shape_calls = self._choose_shape()
-        self._adaptations = ADAPTATIONS[1:] if self._loses_system() else ADAPTATIONS
+        self._adaptations = tuple(adapt for adapt in ADAPTATIONS if not self._loses_system(adapt)) or ADAPTATIONS
 
     def render(self, prompt: ChatPrompt, *, opens_answer: bool = True) -> str:
         """The prompt's text, special tokens included. Raises `RequestInvalid`."""
@@ -102,6 +113,8 @@ class Renderer:
     def _render(self, messages: Messages, prompt: ChatPrompt, opens_answer: bool) -> str:
         tools = prompt.tools or self._no_tools if self.knows_tools else self._no_tools
         variables = {**_thinking_variables(prompt), **prompt.template_kwargs}
+        if self._wants_functions:
+            variables = {**_functions(prompt), **variables}
         if not self._templates:
             return self._render_in_code(messages, tools, opens_answer, prompt.continue_final, variables)
         name = "tool_use" if tools and "tool_use" in self._templates else next(iter(self._templates))
@@ -157,9 +170,14 @@ class Renderer:
         """How this template is given turns of several calls, so that none is refused or lost."""
         if not self._templates or not self.knows_tools:
             return CALL_SHAPES[0]
-        return next((shape for shape in CALL_SHAPES if self._holds_two_calls(shape)), CALL_SHAPES[0])
+        for words in (("word1", "word2", "said"), ("word1", "word2")):
+            for shape in CALL_SHAPES:
+                if self._holds(shape, words):
+                    return shape
+        return CALL_SHAPES[0]
 
-    def _holds_two_calls(self, shape: Callable[[Messages], Messages]) -> bool:
+    def _holds(self, shape: Callable[[Messages], Messages], words: tuple[str, ...]) -> bool:
+        """Whether these words of two calls, and of what was said beside them, come out; an answer follows."""
         calls = [
             {**_PROBE_CALL, "id": f"call0000{n}", "function": {"name": "probe", "arguments": {"n": f"word{n}"}}}
             for n in (1, 2)
@@ -169,13 +187,32 @@ class Renderer:
             {"role": "assistant", "content": "said", "reasoning_content": "thought", "tool_calls": calls},
             *({"role": "tool", "tool_call_id": call["id"], "name": "probe", "content": "y"} for call in calls),
         ]
+        answered: Messages = [*messages, {"role": "assistant", "content": "z"}, {"role": "user", "content": "x"}]
         try:
-            text = self._render(
-                self._write_calls(shape(messages)), ChatPrompt(messages, [_PROBE_TOOL]), opens_answer=True
-            )
+            prompt = ChatPrompt(messages, [_PROBE_TOOL])
+            text = self._render(self._write_calls(shape(messages)), prompt, opens_answer=True)
+            # Earlier turns may lose their reasoning, and what was said with it; they may not be refused.
+            self._render(self._write_calls(shape(answered)), prompt, opens_answer=True)
         except _REFUSALS:
             return False
-        return "word1" in text and "word2" in text
+        return all(word in text for word in words)
+
+    def _mentions(self, name: str) -> bool:
+        return any(re.search(rf"\b{name}\b", template) for template in self._templates.values())
+
+    def _renders_tools(self) -> bool:
+        """Whether tools come out, in some shape of the messages: a template may raise on them, or ignore them."""
+        if not self._templates:
+            return True
+        messages: Messages = [{"role": "system", "content": "w"}, {"role": "user", "content": "x"}]
+        for tools in ([_LISTED_TOOL], simple_tools([_LISTED_TOOL])):
+            for adapt in ADAPTATIONS:
+                try:
+                    text = self._render(adapt(messages), ChatPrompt(messages, tools), opens_answer=True)
+                except _REFUSALS:
+                    continue
+                return "probe" in text or "listed" in text
+        return False
 
     def _renders_plain(self) -> bool:
         messages: Messages = [{"role": "user", "content": "x"}]
@@ -184,17 +221,25 @@ class Renderer:
         except _REFUSALS:
             return False
 
-    def _loses_system(self) -> bool:
-        """Whether the template silently drops a system message that does not come first."""
-        messages: Messages = [
-            {"role": "user", "content": "x"},
-            {"role": "system", "content": "between"},
-            {"role": "user", "content": "y"},
-        ]
+    def _loses_system(self, adapt: Callable[[Messages], Messages]) -> bool:
+        """Whether the template silently drops a system message: not the only one, or not before a question."""
+        system, user = {"role": "system", "content": "words1"}, {"role": "user", "content": "x"}
+        later = [{"role": "system", "content": "words2"}, {"role": "user", "content": "y"}]
+        result = {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "z"}
+        called = [{"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}, result]
+        turns: list[Messages] = [[user, *later], [system, user, *later]]
+        if self.knows_tools:
+            turns.append([system, user, *self._write_calls(called)])
+        return bool(self._templates) and any(self._loses_word(adapt(messages)) for messages in turns)
+
+    def _loses_word(self, messages: Messages) -> bool:
+        words = {str(message["content"]) for message in messages if "words" in str(message["content"])}
+        tools = [_PROBE_TOOL] if messages[-1]["role"] == "tool" else []
         try:
-            return bool(self._templates) and "between" not in self._render(messages, ChatPrompt(messages), True)
+            text = self._render(messages, ChatPrompt(messages, tools), opens_answer=True)
         except _REFUSALS:
             return False
+        return any(word not in text for word in words)
 
 
 def check_template(template: str) -> None:
@@ -222,6 +267,12 @@ def _mentions_tools(prompt: ChatPrompt) -> bool:
     return bool(prompt.tools) or any(
         message["role"] == "tool" or message.get("tool_calls") for message in prompt.messages
     )
+
+
+def _functions(prompt: ChatPrompt) -> dict[str, Any]:
+    """As FireFunction's model card gives them; a date without a time, so that a prompt is the same all day."""
+    specs = [tool["function"] for tool in prompt.tools]
+    return {"functions": json.dumps(specs, indent=4, ensure_ascii=False), "datetime": f"{datetime.now(UTC):%Y-%m-%d}"}
 
 
 def _thinking_variables(prompt: ChatPrompt) -> dict[str, Any]:

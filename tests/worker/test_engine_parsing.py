@@ -65,6 +65,44 @@ def test_a_budget_larger_than_max_tokens_changes_nothing(thinking_model: Path) -
     assert free.ids == bound.ids
 
 
+def test_a_block_that_the_template_opens_in_any_case_is_closed_at_once_when_none_is_wanted(
+    thinking_model: Path,
+) -> None:
+    prompt = ChatPrompt([{"role": "user", "content": "kato mira sen"}], thinking=False)
+    with EngineHarness(spec(thinking_model)) as engine:
+        (result,) = engine.run([chat(1, prompt=prompt)])
+        assert engine.intake.vocabulary.decode(result.ids).startswith("\n</think>\n\n")
+    assert {kind for kind, _ in result.events} == {Kind.TEXT}
+
+
+HARMONY_TEMPLATE = r"""
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
+{%- for m in messages %}{{- '<|start|>' + m.role + '<|message|>' + (m.content or '') + '<|end|>' }}{%- endfor %}
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+
+
+def test_a_model_of_channels_that_is_not_to_think_thinks_least_and_goes_on_to_its_answer(tmp_path: Path) -> None:
+    markers = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>", "<|return|>"]
+    folder = build("gpt_oss", tmp_path, markers=markers)
+    (folder / "chat_template.jinja").write_text(HARMONY_TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    messages = [{"role": "user", "content": "kato"}]
+    with EngineHarness(spec(folder, parser="harmony")) as engine:
+        rows = [
+            engine.intake.row(Generate(1, ChatPrompt(messages, *more, thinking=thinking), Sampling()), 0.0)
+            for more, thinking in (((), None), ((), False), ((tools,), False))
+        ]
+        prompts = [engine.intake.vocabulary.decode(row.prompt) for row in rows]
+        opening = engine.loaded.tokenizer.encode("<|channel|>analysis<|message|>", add_special_tokens=False)
+        for row in rows:
+            for token in opening:
+                engine.intake.writer.advance(row, token, None, None)
+    assert ["Reasoning: low" in prompt for prompt in prompts] == [False, True, True]
+    # Beside tools the next message may be a call as well as an answer.
+    assert [row.has_thought_enough for row in rows] == [False, True, False]
+
+
 def test_a_completion_has_no_parser(model_folder: Callable[[str], Path]) -> None:
     from protocol.messages import TextPrompt
 

@@ -198,3 +198,51 @@ def test_calls_and_results_that_do_not_match_are_kept_in_order() -> None:
     messages = [*_parallel()[:2], {"role": "tool", "tool_call_id": "gone", "content": "lost"}]
 
     assert render(template, messages, tools=[WEATHER]).endswith('{"city": "Rome"}[tool]lost')
+
+
+def test_tools_as_text_are_given_where_a_template_wants_them_so() -> None:
+    wants = "{{- 'FUNCTIONS ' + functions + ' ON ' + datetime }}" + PLAIN
+    text = render(wants, CONVERSATION[:2], tools=[WEATHER])
+    assert '"name": "get_weather"' in text
+    assert render(wants, CONVERSATION[:2]).startswith("FUNCTIONS [] ON 20")
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        "{{ raise_exception('no tools') if tools }}",
+        "{{ (tools | map(attribute='function')) | tojson if tools }}",
+        "{% if tools %}{% endif %}",
+    ],
+)
+def test_a_template_that_raises_on_tools_or_ignores_them_gets_them_as_text(tools: str) -> None:
+    text = render(tools + PLAIN, CONVERSATION, tools=[WEATHER])
+    assert text.startswith("[system]be kind\n\nYou may call functions")
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in text
+
+
+def test_a_system_message_that_is_only_shown_before_a_question_is_kept_behind_a_result() -> None:
+    asks = """
+    {%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set messages = messages[1:] %}
+    {%- endif %}
+    {%- for t in tools or [] %}{{- t.function.name }}{%- endfor %}
+    {%- for m in messages %}{{- '[' + m.role + ']' }}
+    {%- if loop.last and m.role == 'user' %}{{- system or '' }}{% endif %}{{- m.content }}
+    {%- for c in m.tool_calls or [] %}{{- c.function.arguments | tojson }}{%- endfor %}{%- endfor %}"""
+    assert "be kind" in render(asks, CONVERSATION, tools=[WEATHER])
+    assert "be kind" in render(asks, CONVERSATION[:2])
+
+
+def test_the_first_of_two_system_messages_is_kept_where_only_the_last_counts() -> None:
+    last = """{%- set ns = namespace(s='') %}
+    {%- for m in messages %}{%- if m.role == 'system' %}{%- set ns.s = m.content %}{%- endif %}{%- endfor %}{{- ns.s }}
+    {%- for m in messages if m.role != 'system' %}{{- '[' + m.role + ']' + m.content }}{%- endfor %}"""
+    text = render(last, [*CONVERSATION[:2], {"role": "system", "content": "be brief"}])
+    assert "be kind" in text
+    assert "be brief" in text
+
+
+def test_words_that_a_template_drops_beside_calls_are_a_message_of_their_own() -> None:
+    drops = f"{ONE_CALL}{{%- if not m.tool_calls %}}{{{{- m.content }}}}{{%- endif %}}{ONE_CALL_END}"
+    text = render(drops, _parallel(content="I ask."), tools=[WEATHER])
+    assert text.startswith('get_weather[user]q[assistant]I ask.[assistant]{"city": "Oslo"}[tool]cold')
