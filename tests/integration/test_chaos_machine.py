@@ -1,0 +1,143 @@
+"""A machine that is short of something: descriptors, time, patience. Nothing dies of it that could have gone on."""
+
+import asyncio
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from msgspec.structs import replace
+
+from gateway.pool.spawn import default_command
+from gateway.pool.state import Limits, State
+from protocol.messages import TextPrompt, Tokenize
+from tests.gateway.test_metrics import parsed
+from tests.support.daemon import DaemonProcess, stream_text, write_config
+from tests.support.pool import Running, config, read_all, short_home, text_of, tokens
+
+pytestmark = pytest.mark.anyio
+ModelFolder = Callable[[str], Path]
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with short_home() as path:
+        yield path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets one process limit another")
+def test_a_shortage_of_descriptors_costs_new_connections_only_and_can_be_seen(home: Path) -> None:
+    write_config(home)
+    with DaemonProcess(home, "--step-ms 5") as daemon:
+        assert daemon.complete().status_code == 200
+        process = psutil.Process(daemon.process.pid)
+        body = {"model": "a", "prompt": "hi", "max_tokens": 400, "stream": True}
+        with daemon.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            begun = [next(lines)]
+            most = process.num_fds() + 5
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most, most))
+            used = process.cpu_times()
+            address = ("127.0.0.1", int(daemon.url.rpartition(":")[2]))
+            # They are in the system's queue: whoever connects now waits for a descriptor.
+            waiting = [socket.create_connection(address) for _ in range(30)]
+            began = time.monotonic()
+            # Two seconds of tokens, in which all that looks at the machine looks.
+            text = stream_text([*begun, *lines])
+            spent = process.cpu_times()
+        busy = (spent.user + spent.system - used.user - used.system) / (time.monotonic() - began)
+        for connection in waiting:
+            connection.close()
+
+        assert text == tokens(400)
+        # An accept that fails is not tried again at once, for ever.
+        assert busy < 0.8
+        assert daemon.complete().status_code == 200
+        found = parsed(daemon.client.get("/metrics").text)
+        assert found["process_max_fds{}"] == most
+        assert 0 < found["process_open_fds{}"] <= most
+
+
+async def test_a_worker_that_is_starved_for_a_moment_is_left_alone(home: Path) -> None:
+    async with Running(config(home), limits=Limits(heartbeat_s=0.05)) as running:
+        worker = await running.ready()
+        stream = running.generate(worker, max_tokens=100)
+        begun = await stream.next()
+        pid, heard = worker.pid, worker.stats
+        os.kill(pid, signal.SIGSTOP)
+        # What had been said already, and then nothing.
+        begun += await stream.next(0.5)
+        assert not await stream.next(0.5)
+        os.kill(pid, signal.SIGCONT)
+
+        rest = await read_all(stream)
+        assert text_of(begun + rest) == tokens(100)
+        assert (worker.pid, worker.state, running.events.stuck_workers) == (pid, State.READY, 0)
+        assert worker.stats is not heard
+
+
+async def test_a_gateway_that_did_not_run_for_a_while_blames_nobody(home: Path) -> None:
+    limits = Limits(heartbeat_s=0.05, pong_s=0.5, step_s=0.5, blackout_s=0.3)
+    async with Running(config(home), limits=limits) as running:
+        worker = await running.ready()
+        stream = running.generate(worker, max_tokens=300)
+        pid = worker.pid
+        # The machine sleeps, or this process gets no time: the very thing that is tested.
+        time.sleep(1.5)  # noqa: ASYNC251
+
+        assert text_of(await read_all(stream)) == tokens(300)
+        assert (worker.pid, running.events.stuck_workers) == (pid, 0)
+
+
+async def test_an_aborted_process_leaves_its_stacks_in_the_log_and_its_stream_goes_on(
+    home: Path, model_folder: ModelFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Running(config(home, path=str(model_folder("qwen3"))), command=default_command) as running:
+        whole = text_of(await running.complete(text="one", max_tokens=300))
+        worker = await running.ready()
+        stream = running.generate(worker, "one", 300)
+        begun = await stream.next()
+        with caplog.at_level("INFO", "worker"):
+            os.kill(worker.pid, signal.SIGABRT)
+            assert text_of(begun + await read_all(stream)) == whole
+        assert running.events.exits == [-signal.SIGABRT]
+        assert "Fatal Python error: Aborted" in caplog.text
+        assert "engine.py" in caplog.text
+
+
+async def test_a_long_prefill_is_no_stuck_step(home: Path, model_folder: ModelFolder) -> None:
+    limits = Limits(heartbeat_s=0.02, step_s=0.25)
+    cold = config(home, path=str(model_folder("qwen3")), prefill_chunk=16)
+    async with Running(cold, command=default_command, limits=limits) as running:
+        worker = await running.ready()
+        request = replace(running.request("lorem ipsum dolor " * 220, 3), want_progress=True)
+        deltas = await read_all(running.link.submit(worker, [request]))
+
+        usage = deltas[-1].usage
+        assert usage is not None
+        assert usage.prompt > 2000
+        # Longer than a step may take, in steps that each are shorter.
+        assert usage.prefill_ms > 250
+        assert running.events.stuck_workers == 0
+
+
+async def test_a_huge_prompt_is_tokenized_beside_the_stream_that_runs(home: Path, model_folder: ModelFolder) -> None:
+    async with Running(config(home, path=str(model_folder("qwen3"))), command=default_command) as running:
+        worker = await running.ready()
+        stream = running.generate(worker, "one", 3000)
+        await stream.next()
+        question = Tokenize(running.link.next_rid(), TextPrompt("lorem ipsum dolor sit amet " * 60_000))
+        asking = asyncio.create_task(running.link.ask(worker, question))
+        said = 0
+        while not asking.done():
+            said += len(await stream.next(0.05))
+        running.link.abort(stream.rids, "client")
+
+        assert (await asking).count > 256_000
+        assert said > 5
