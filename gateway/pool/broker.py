@@ -16,8 +16,9 @@ from gateway.pool import policy
 from gateway.pool.machine import Machine
 from gateway.pool.need import Need, estimate
 from gateway.pool.policy import Never, Plan, Tenant, Terms
+from gateway.pool.pressure import Pressure
 from gateway.pool.process import Worker
-from gateway.pool.state import MemoryEvents, MemoryView, ModelMemory, ModelUnavailable, State
+from gateway.pool.state import Limits, MemoryEvents, MemoryView, ModelMemory, ModelUnavailable, State
 from gateway.pool.tenancy import Asking, Return, Tenancy
 from protocol.failures import Code, Failure
 from protocol.messages import SetMemory
@@ -31,7 +32,9 @@ RETURNED_PART: Final = 0.95
 RETURN_DEADLINE_S: Final = 2.0
 RETURN_POLL_S: Final = 0.02
 SHRINK_DEADLINE_S: Final = 5.0
-SHRINK_POLL_S: Final = 0.05
+ROOM_POLL_S: Final = 0.05
+# Whatever the operator says: those who waited for a model are served before it may leave again.
+TURN_S: Final = 0.5
 
 
 class Broker:
@@ -44,12 +47,14 @@ class Broker:
         link: Link,
         events: MemoryEvents,
         machine: Machine,
+        limits: Limits,
         clock: Callable[[], float],
     ) -> None:
         self._workers = workers
         self._link = link
         self._events = events
         self.machine = machine
+        self._limits = limits
         self._clock = clock
         self.tenancies: dict[str, Tenancy] = {}
         self._asking: dict[str, Asking] = {}
@@ -179,8 +184,9 @@ class Broker:
     def _delay_s(self, wake_at: float | None) -> float | None:
         if self._returns:
             return RETURN_POLL_S
-        if any(tenancy.shrinking_to is not None for tenancy in self.tenancies.values()):
-            return SHRINK_POLL_S
+        # A worker that makes room is not done at an event of ours alone: what it still says comes by the link.
+        if any(t.shrinking_to is not None or t.gated_at is not None for t in self.tenancies.values()):
+            return ROOM_POLL_S
         return None if wake_at is None else max(0.0, wake_at - self._clock())
 
     def _settle(self) -> float | None:
@@ -207,7 +213,7 @@ class Broker:
         return Terms(
             self.budget,
             memory.max_loaded,
-            memory.min_residency_s,
+            max(memory.min_residency_s, TURN_S),
             returning,
             len(leaving),
             self.machine.available(),
@@ -283,7 +289,7 @@ class Broker:
         log.info("model %s gets %d MiB (%s)", asking.name, share >> 20, reason)
 
     def _tenancy(self, name: str, share: int, need: Need) -> Tenancy:
-        return Tenancy(name, share, min(share, need.floor), need.most, self._clock())
+        return Tenancy(name, share, min(share, need.floor), need.most, self._clock(), Pressure(self._limits))
 
     def _refuse(self, never: Never) -> None:
         asking = self._asking[never.name]

@@ -7,15 +7,13 @@ from typing import Final
 
 from gateway.pool.broker import Broker
 from gateway.pool.policy import LENT_PART
-from gateway.pool.pressure import RECYCLE_EVERY_S, RECYCLE_GAP_S
 from gateway.pool.process import Worker
-from gateway.pool.state import MemoryEvents, State
+from gateway.pool.state import Limits, MemoryEvents, State
 from gateway.pool.tenancy import Tenancy
 from protocol.failures import Code, Failure
 
 log = logging.getLogger(__name__)
 
-EVERY_S: Final = 1.0
 # The machine is short of memory when less than this part of the budget is to be had.
 SHORT_PART: Final = 0.01
 SHORT_MIN: Final = 256 << 20
@@ -33,12 +31,14 @@ class MemoryWatch:
         broker: Broker,
         worker_of: Callable[[str], Worker],
         events: MemoryEvents,
+        limits: Limits,
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
         self._broker = broker
         self._worker_of = worker_of
         self._events = events
+        self._limits = limits
         self._clock = clock
         self._sleep = sleep
         self._recycled: dict[str, float] = {}
@@ -46,7 +46,7 @@ class MemoryWatch:
 
     async def run(self) -> None:
         while True:
-            await self._sleep(EVERY_S)
+            await self._sleep(self._limits.look_s)
             await self.look()
 
     async def look(self) -> None:
@@ -108,7 +108,7 @@ class MemoryWatch:
     def _may_recycle(self, name: str, now: float) -> bool:
         newest = max(self._recycled.values(), default=float("-inf"))
         own = self._recycled.get(name, float("-inf"))
-        return now - own >= RECYCLE_EVERY_S and now - newest >= RECYCLE_GAP_S
+        return now - own >= self._limits.recycle_s and now - newest >= self._limits.recycle_gap_s
 
     def _expire(self, tenancy: Tenancy, worker: Worker, now: float) -> None:
         ttl_s = self._broker.ttl_s(tenancy.name)

@@ -56,7 +56,9 @@ class Pool:
         self._workers: dict[str, Worker] = {}
         self._removed: set[str] = set()
         self._runs: dict[str, asyncio.Task[None]] = {}
-        self._broker = Broker(config, self._workers, link, events, machine or ThisMachine(), time.monotonic)
+        self._broker = Broker(
+            config, self._workers, link, events, machine or ThisMachine(), self._limits, time.monotonic
+        )
         self._effects: Effects | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._is_cleared = asyncio.Event()
@@ -192,7 +194,7 @@ class Pool:
                 self._runs[worker.name] = tasks.create_task(worker.run())
             tasks.create_task(self._clear(unwanted))
             tasks.create_task(self._broker.run())
-            watch = MemoryWatch(self._broker, self.worker, self._events, time.monotonic, asyncio.sleep)
+            watch = MemoryWatch(self._broker, self.worker, self._events, self._limits, time.monotonic, asyncio.sleep)
             tasks.create_task(watch.run())
             # In the order of the file, those that nothing displaces first.
             for worker in sorted(self._workers.values(), key=lambda worker: not self.is_pinned(worker.name)):
@@ -287,6 +289,7 @@ class Pool:
             kv_bytes=-1 if model.kv_bytes is None else model.kv_bytes,
             disk_cache_dir=str(config.prefix_cache_dir) if has_disk else "",
             disk_cache_bytes=config.prefix_cache_bytes if has_disk else 0,
+            disk_cache_tokens=model.cache.disk_min_tokens if has_disk else 0,
         )
 
 

@@ -3,19 +3,14 @@
 from dataclasses import dataclass
 from typing import Final
 
+from gateway.pool.state import Limits
+
 MIB: Final = 1 << 20
 # Pages are not returned the moment that they are free.
 TOLERANCE: Final = 0.02
-# How long one measure gets before the next, and how long all must be well before it is taken back.
-STEP_S: Final = 3.0
-RELAX_S: Final = 30.0
-# A worker that stays this much above its share for this long, in spite of all measures, is started anew.
+# A worker that stays this much above its share, in spite of all measures, is started anew.
 CREEP_BYTES: Final = 64 * MIB
 CREEP_PART: Final = 0.1
-CREEP_S: Final = 10.0
-# Of one model, and of any.
-RECYCLE_EVERY_S: Final = 600.0
-RECYCLE_GAP_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +30,7 @@ MEASURES: Final = (Measure(), Measure(1.0, 0.25), Measure(0.5, 0.1), Measure(0.2
 class Pressure:
     """One worker's. Owned by the broker; times are monotonic seconds."""
 
+    limits: Limits
     level: int = 0
     _changed_at: float = float("-inf")
     _well_since: float | None = None
@@ -47,19 +43,22 @@ class Pressure:
     def observe(self, now: float, footprint: int, share: int, *, is_short: bool) -> bool:
         """One look at it; returns whether the measure is another now. `is_short`: the whole machine lacks memory."""
         is_creeping = footprint > share + max(CREEP_BYTES, int(share * CREEP_PART))
-        self._creeps_since = (self._creeps_since or now) if is_creeping else None
+        if not is_creeping:
+            self._creeps_since = None
+        elif self._creeps_since is None:
+            self._creeps_since = now
         before = self.level
         if is_short or footprint > share * (1 + TOLERANCE):
             self._well_since = None
             # It may keep a few bytes too many for ever, but not turn away those whom there is memory for.
             most = len(MEASURES) - 1 if is_short else len(MEASURES) - 2
-            if self.level < most and now - self._changed_at >= STEP_S:
+            if self.level < most and now - self._changed_at >= self.limits.squeeze_s:
                 self.level += 1
             elif self.level > most:
                 self.level = most
         elif self.level:
             self._well_since = now if self._well_since is None else self._well_since
-            if now - self._well_since >= RELAX_S:
+            if now - self._well_since >= self.limits.relax_s:
                 self.level -= 1
                 self._well_since = now
         if self.level != before:
@@ -68,4 +67,4 @@ class Pressure:
 
     def is_hopeless(self, now: float) -> bool:
         """Whether only another process can help."""
-        return self._creeps_since is not None and self.level > 0 and now - self._creeps_since >= CREEP_S
+        return self._creeps_since is not None and self.level > 0 and now - self._creeps_since >= self.limits.creep_s

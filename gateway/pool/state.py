@@ -131,6 +131,15 @@ class Limits:
     resumes: int = 20
     # How long the others wait for the first token of one that is suspected of killing workers.
     trial_s: float = 30.0
+    # How often memory is looked at; how long one measure gets before the next, and how long all must be well before
+    # one is taken back.
+    look_s: float = 1.0
+    squeeze_s: float = 3.0
+    relax_s: float = 30.0
+    # A worker that stays above its share for this long in spite of all is started anew: one model, and any, so often.
+    creep_s: float = 10.0
+    recycle_s: float = 600.0
+    recycle_gap_s: float = 60.0
 
     def stop_grace_s(self, weights_bytes: int) -> float:
         """From Shutdown to SIGKILL: freeing wired memory takes time, and killing amid it strands it."""

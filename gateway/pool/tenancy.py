@@ -1,7 +1,7 @@
 """What the broker remembers of each model that asks for memory, has it, or has just given it back."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gateway.pool.need import Need
 from gateway.pool.policy import Claim
@@ -35,6 +35,7 @@ class Tenancy:
     floor: int
     most: int
     used_at: float
+    pressure: Pressure
     # When it was asked for; None once it is ready, and for an adopted one.
     asked_at: float | None = None
     is_swap: bool = False
@@ -48,7 +49,6 @@ class Tenancy:
     footprint: int = 0
     # What the machine had left when it was told to go.
     available: int = 0
-    pressure: Pressure = field(default_factory=Pressure)
 
     @property
     def held(self) -> int:

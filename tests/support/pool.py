@@ -15,6 +15,7 @@ import psutil
 
 from gateway.config import Config, ModelConfig, ServerConfig
 from gateway.link import Link
+from gateway.pool.machine import Machine
 from gateway.pool.pool import Pool
 from gateway.pool.process import Worker
 from gateway.pool.spawn import Command
@@ -61,10 +62,19 @@ def short_home() -> Iterator[Path]:
 class Running:
     """A started pool and its link. Stops both at the end, and checks that no process is left."""
 
-    def __init__(self, config: Config, *options: str, command: Command | None = None, limits: Limits | None = None):
+    def __init__(
+        self,
+        config: Config,
+        *options: str,
+        command: Command | None = None,
+        limits: Limits | None = None,
+        machine: Machine | None = None,
+    ) -> None:
         self.events = Recorder()
         self.link = Link(config.run_dir, self.events)
-        self.pool = Pool(config, self.link, self.events, command=command or scripted(*options), limits=limits)
+        self.pool = Pool(
+            config, self.link, self.events, command=command or scripted(*options), limits=limits, machine=machine
+        )
         self.pids: set[int] = set()
 
     async def __aenter__(self) -> Self:
@@ -94,7 +104,8 @@ class Running:
         return Generate(self.link.next_rid(), TextPrompt(text), sampling, max_tokens=max_tokens)
 
     async def complete(self, model: str = "m", text: str = "", max_tokens: int = 5) -> list[Delta]:
-        return await read_all(self.generate(await self.ready(model), text, max_tokens))
+        with self.pool.busy(model):
+            return await read_all(self.generate(await self.ready(model), text, max_tokens))
 
 
 async def read_all(collector: Collector) -> list[Delta]:

@@ -38,6 +38,7 @@ from protocol.messages import (
     Pong,
     Ready,
     Rejected,
+    SetMemory,
     Shutdown,
     Stats,
     Step,
@@ -79,6 +80,9 @@ class Scripted:
         self.boot = 0
         self.is_ready = False
         self.stuck_since = 0.0
+        self.orders = [SetMemory(spec.memory_bytes)]
+        # What it holds for nothing.
+        self.ballast = b""
         self.status: int | None = None
         self.drain_at = float("inf")
 
@@ -140,6 +144,9 @@ class Scripted:
                     self.status = 0
             case Dump():
                 print("dumped", flush=True)
+            case SetMemory():
+                self.orders.append(message)
+                print(f"told {message}", flush=True)
 
     def generate(self, request: Generate) -> None:
         text = request.prompt.text if isinstance(request.prompt, TextPrompt) else ""
@@ -166,6 +173,8 @@ class Scripted:
                 self.send_step([Delta(rid, finish=Finish.ERROR, failure=failure) for rid in self.rows])
                 self.send(Goodbye(self.epoch, "fault", failure))
                 self.status = int(status)
+            case ["grow", mebibytes]:
+                self.ballast = os.urandom(int(mebibytes) << 20)
             case ["garbage"]:
                 for frame in (b"", b"\xc1", b"\x93\x25", os.urandom(64), b"\x92\xcc\xff\x01", b"\xdd\xff\xff\xff\xff"):
                     self.up.send(frame)
@@ -228,7 +237,8 @@ class Scripted:
 
     def stats(self) -> Stats:
         age_ms = int((time.monotonic() - self.stuck_since) * 1000) if self.stuck_since else 0
-        return Stats(len(self.rows), 0, self.seq, age_ms, 0, 0, 0, 0)
+        share = self.orders[-1].share_bytes
+        return Stats(len(self.rows), 0, self.seq, age_ms, 0, 0, 0, 0, share_bytes=share)
 
     def send(self, message: Up) -> None:
         # Without a gateway a send times out: another one may come.

@@ -1,0 +1,244 @@
+"""The memory broker over real processes without a model: who is loaded, who makes room, what is recycled."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.config import Config, MemoryConfig
+from gateway.pool.broker import TURN_S
+from gateway.pool.machine import ThisMachine
+from gateway.pool.state import Limits, ModelUnavailable, State
+from protocol.failures import Code
+from protocol.messages import Delta, Finish
+from tests.support.pool import DEADLINE_S, Running, config, finish_of, read_all, short_home, text_of, tokens, until
+
+pytestmark = pytest.mark.anyio
+
+MIB = 1 << 20
+QUICK = Limits(
+    heartbeat_s=0.05,
+    term_s=0.2,
+    grace_s=0.5,
+    look_s=0.05,
+    squeeze_s=0.1,
+    relax_s=0.2,
+    creep_s=0.4,
+    recycle_gap_s=0.2,
+)
+# A scripted worker holds about 25 MiB.
+SHARE = 64
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with short_home() as path:
+        yield path
+
+
+class SmallMachine(ThisMachine):
+    """This one, with as little left as the test says."""
+
+    left = 1 << 40
+
+    def available(self) -> int:
+        return self.left
+
+
+def shared(
+    home: Path, names: str, places: float, *, max_loaded: int = 0, residency_s: float = 0.0, **fields: object
+) -> Config:
+    """Models of one size, and a budget for `places` of them."""
+    from msgspec.structs import replace
+
+    made = config(home, names.split(), **({"memory_bytes": SHARE * MIB} | fields))
+    memory = MemoryConfig(int(places * SHARE * MIB), max_loaded, residency_s)
+    return replace(made, memory=memory)
+
+
+def running(config: Config, *options: str) -> Running:
+    return Running(config, *options, limits=QUICK)
+
+
+def resident(pool: Running) -> set[str]:
+    return {view.name for view in pool.pool.workers() if view.state is State.READY}
+
+
+async def had_its_turn(r: Running, name: str) -> None:
+    ready_at = r.pool.worker(name).ready_at
+    await until(lambda: time.monotonic() - ready_at > TURN_S)
+
+
+async def test_the_least_recently_used_model_leaves_for_a_new_one(home: Path) -> None:
+    async with running(shared(home, "a b c", 2.5)) as r:
+        for name in ("a", "b", "a"):
+            await r.complete(name)
+        await had_its_turn(r, "b")
+        await r.complete("c")
+        assert resident(r) == {"a", "c"}
+        assert r.events.evictions == [("b", "memory")]
+        assert r.events.swaps == ["c"]
+        assert r.events.returns == [1.0]
+        assert r.pool.memory().granted_bytes == 2 * SHARE * MIB
+
+
+async def test_a_model_that_can_never_fit_is_refused_at_once_with_the_numbers(home: Path) -> None:
+    async with running(shared(home, "a", 0.5)) as r:
+        with pytest.raises(ModelUnavailable) as caught:
+            await r.ready("a")
+        assert caught.value.failure.code is Code.DOES_NOT_FIT
+        assert not caught.value.failure.is_retryable
+        assert caught.value.retry_after_s == 0
+        assert "it needs 64 MiB, and the memory budget is 32 MiB" in caught.value.failure.message
+        assert r.pool.worker("a").state is State.STOPPED
+
+
+async def test_a_pinned_model_stays_and_who_does_not_fit_beside_it_is_told_so(home: Path) -> None:
+    async with running(shared(home, "a b", 1.5)) as r:
+        r.pool.pin("a", True)
+        await r.complete("a")
+        with pytest.raises(ModelUnavailable) as caught:
+            await r.ready("b")
+        assert "64 MiB of it for pinned models (a)" in caught.value.failure.message
+        assert resident(r) == {"a"}
+        r.pool.pin("a", False)
+        await r.complete("b")
+        assert resident(r) == {"b"}
+
+
+async def test_no_more_models_are_loaded_than_the_operator_allows(home: Path) -> None:
+    async with running(shared(home, "a b c", 100, max_loaded=1)) as r:
+        for name in ("a", "b", "c", "a"):
+            await r.complete(name)
+            assert resident(r) == {name}
+        assert r.events.evictions == [("a", "memory"), ("b", "memory"), ("c", "memory")]
+
+
+async def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time(home: Path) -> None:
+    async with running(shared(home, "a", 2, ttl_s=0.1)) as r:
+        worker = await r.ready("a")
+        with r.pool.busy("a"):
+            stream = r.generate(worker, max_tokens=400)
+            await read_all(stream)
+            assert worker.state is State.READY, "it was busy for two seconds"
+        await until(lambda: worker.state is State.STOPPED)
+        assert r.events.evictions == [("a", "ttl")]
+        await r.complete("a")
+
+
+async def test_what_runs_is_finished_while_new_requests_wait_and_nobody_is_lost(home: Path) -> None:
+    async with running(shared(home, "a b", 1.5)) as r:
+        first = await r.ready("a")
+        long = r.generate(first, max_tokens=100)
+        begun = await long.next()
+        other = asyncio.create_task(r.complete("b", max_tokens=3))
+        await until(lambda: not first.is_ready)
+        assert first.state is State.READY, "it still runs"
+        late = asyncio.create_task(r.complete("a", max_tokens=3))
+        assert text_of(begun + await read_all(long)) == tokens(100)
+        assert finish_of(await other) is Finish.LENGTH
+        assert finish_of(await late) is Finish.LENGTH
+        assert first.epoch == 3
+        assert r.events.evictions == [("a", "memory"), ("b", "memory")]
+
+
+async def test_a_gate_opens_again_when_nobody_waits_any_more(home: Path) -> None:
+    async with running(shared(home, "a b", 1.5)) as r:
+        worker = await r.ready("a")
+        long = r.generate(worker, max_tokens=300)
+        waiting = asyncio.create_task(r.pool.ensure_ready("b"))
+        await until(lambda: not worker.is_ready)
+        late = asyncio.create_task(r.complete("a", max_tokens=3))
+        waiting.cancel()
+        await r.pool.unload("b")
+        assert finish_of(await late) is Finish.LENGTH
+        assert worker.epoch == 1
+        await read_all(long)
+
+
+async def test_a_loan_is_called_back_before_a_model_is_unloaded(home: Path) -> None:
+    # The demo model's floor is 0.9 GiB: three fit into 4 GiB, of which the first gets half of the rest as well.
+    async with running(shared(home, "a b c", 64, memory_bytes="auto")) as r:
+        first = await r.ready("a")
+        alone = r.pool.memory().models["a"]
+        assert alone.share_bytes == first.share_bytes > alone.floor_bytes
+        for name in ("b", "c"):
+            await r.complete(name)
+        memory = r.pool.memory()
+        assert resident(r) == {"a", "b", "c"}
+        assert r.events.evictions == []
+        assert memory.granted_bytes <= memory.budget_bytes
+        assert memory.models["a"].share_bytes < alone.share_bytes
+        assert first.stats is not None
+        assert first.stats.share_bytes == memory.models["a"].share_bytes == first.share_bytes
+
+
+async def test_a_worker_that_grows_is_asked_for_less_and_at_last_started_anew_without_losing_a_stream(
+    home: Path,
+) -> None:
+    async with running(shared(home, "a", 10), "--step-ms 40") as r:
+        worker = await r.ready("a")
+        with r.pool.busy("a"):
+            streams = [r.generate(worker, max_tokens=200), r.generate(worker, "grow 140", max_tokens=3)]
+            async with asyncio.timeout(60):
+                deltas: list[Delta] = []
+                while not streams[0].is_done:
+                    deltas += await streams[0].next()
+        assert text_of(deltas) == tokens(200)
+        assert finish_of(deltas) is Finish.LENGTH
+        assert r.events.trims[0] == "a"
+        assert r.events.recycles == ["a"]
+        assert (worker.epoch, worker.restarts) == (2, 0)
+
+
+async def test_a_short_machine_refuses_new_requests_at_last_and_takes_them_again(home: Path) -> None:
+    machine = SmallMachine()
+    async with Running(shared(home, "a", 10), limits=QUICK, machine=machine) as r:
+        worker = await r.ready("a")
+        stream = r.generate(worker, max_tokens=500)
+        machine.left = 0
+        await until(lambda: worker.overload is not None, 30)
+        (refused,) = await read_all(r.generate(worker))
+        assert refused.failure is not None
+        assert refused.failure.code is Code.OUT_OF_MEMORY
+        assert refused.failure.is_retryable
+        assert worker.stats is not None
+        machine.left = 1 << 40
+        assert finish_of(await read_all(stream)) is Finish.LENGTH
+
+
+async def test_continuous_traffic_on_two_models_does_not_starve_a_third(home: Path) -> None:
+    async with running(shared(home, "a b c", 2.5, residency_s=0.2)) as r:
+        counts = dict.fromkeys("ab", 0)
+
+        async def traffic(name: str) -> None:
+            while True:
+                with r.pool.busy(name):
+                    assert finish_of(await r.complete(name, max_tokens=10)) is Finish.LENGTH
+                counts[name] += 1
+
+        clients = [asyncio.create_task(traffic(name)) for name in "aabb"]
+        await until(lambda: min(counts.values()) > 2)
+        for _ in range(3):
+            async with asyncio.timeout(DEADLINE_S):
+                await r.complete("c", max_tokens=3)
+            before = dict(counts)
+            await until(lambda before=before: all(counts[name] > before[name] for name in counts))
+        for client in clients:
+            assert not client.done()
+            client.cancel()
+        await asyncio.wait(clients)
+
+
+async def test_a_crash_gives_its_memory_back(home: Path) -> None:
+    async with running(shared(home, "a b", 1.5)) as r:
+        worker = await r.ready("a")
+        await until(lambda: r.pool.memory().models["a"].footprint_bytes > 0)
+        os.kill(worker.pid, signal.SIGKILL)
+        await r.complete("b")
+        assert resident(r) == {"b"}
+        assert r.events.returns == [1.0]
