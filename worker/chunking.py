@@ -11,8 +11,8 @@ FIRST_CHUNK: Final = 32
 STALL_RATIO: Final = 2.2
 # … unless that step is so short that nobody notices.
 MIN_STALL_S: Final = 0.003
-# A short prompt may stall longer: once or twice, and a full batch is worth more than it costs. The end of a long one not:
-# it would be the worst for those who have waited in small steps all along.
+# A short prompt may stall longer: once or twice, and a full batch is worth more than it costs. Not so the end of a long
+# one: it would be the worst for those who have waited in small steps all along.
 SHORT_PROMPT: Final = 256
 SHORT_PROMPT_FACTOR: Final = 2.5
 # Alone, prefill runs in ticks of about this long, so that commands are seen in between.
