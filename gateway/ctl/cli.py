@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.ctl import cache, info, inspect, keys, logs, pull, requests, rm, service
+from gateway.ctl import cache, info, inspect, keys, logs, models, pull, requests, rm, service
 from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
 from gateway.ctl.say import Json, ask, print_json
@@ -72,7 +72,8 @@ app.command("bench")(bench.bench)
 app.command("info")(info.info)
 app.command("pull")(pull.pull)
 app.command("rm")(rm.rm)
-app.command("ps", hidden=True, help="The same as status.")(status)
+app.command("models")(models.models)
+app.command("ps")(models.ps)
 
 
 @app.command()

@@ -57,16 +57,10 @@ def say(name: str, found: "Info") -> None:
         typer.secho(f"cannot be loaded: {obstacle}", fg="red")
 
 
-def available_bytes() -> int:
-    """Memory that a model could take now."""
-    import psutil
-
-    return psutil.virtual_memory().available
-
-
 def _look(name: str) -> "Info":
     """Here, or else on the hub. Raises `Failed`."""
     from gateway.ctl.client import Failed
+    from gateway.ctl.local import available_bytes
     from gateway.modelinfo import Unreadable, find, inspect
 
     model = _configured(name)
@@ -81,6 +75,7 @@ def _look(name: str) -> "Info":
 def _on_hub(model: "ModelConfig", here: Exception) -> "Info":
     from gateway import hub
     from gateway.ctl.client import Failed
+    from gateway.ctl.local import available_bytes
 
     try:
         repository = hub.look(*hub.split(model.path))

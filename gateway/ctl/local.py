@@ -33,6 +33,33 @@ def running_models() -> "list[ModelStatus] | None":
         return None
 
 
+def readable_config() -> "Config | None":
+    """The same, where a broken file is no reason to say nothing."""
+    from gateway.ctl.client import Failed
+
+    try:
+        return read_config()
+    except Failed:
+        return None
+
+
+def budget_bytes() -> int:
+    """What all models may take together."""
+    from gateway.pool.machine import ThisMachine
+
+    config = readable_config()
+    budget = "auto" if config is None else config.memory.budget_bytes
+    return ThisMachine().budget() if budget == "auto" else budget
+
+
+def available_bytes() -> int:
+    """What a model could take if those of the daemon made room for it."""
+    from gateway.pool.machine import ThisMachine
+
+    held = sum(model.memory_bytes for model in running_models() or ())
+    return min(budget_bytes(), ThisMachine().available() + held)
+
+
 def console() -> "Console":
     """For tables: a pipe has no width, so nothing is cut off there."""
     from rich.console import Console

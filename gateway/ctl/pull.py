@@ -12,7 +12,6 @@ import typer
 from gateway.ctl.say import Json, ask, print_json
 
 if TYPE_CHECKING:
-    from gateway.config import Config
     from gateway.download import Plan
     from gateway.modelinfo import Info
 
@@ -58,7 +57,7 @@ def _consider(name: str, include: list[str] | None) -> "tuple[Plan, Info | None,
     """What there is to download, what it needs, and what speaks against it. Raises `Failed`."""
     from gateway import hub
     from gateway.ctl.client import Failed
-    from gateway.ctl.info import available_bytes
+    from gateway.ctl.local import available_bytes
     from gateway.download import plan
 
     try:
@@ -167,7 +166,7 @@ def _tell(plan: "Plan", path: Path, took_s: float) -> None:
 
 def how_to_serve(plan: "Plan", path: Path) -> str:
     """The next command."""
-    from gateway.ctl.local import running_models
+    from gateway.ctl.local import readable_config, running_models
     from gateway.hub import MAIN
 
     repository = plan.repository
@@ -176,21 +175,10 @@ def how_to_serve(plan: "Plan", path: Path) -> str:
     running = running_models()
     if model := next((one for one in running or () if one.path == served), None):
         return f"Load it now: mlxctl load {model.name}"
-    config = _config()
+    config = readable_config()
     next_step = "mlxctl serve" if running is None else "mlxctl config reload"
     if config is not None and any(model.path == served for model in config.models.values()):
         return f"Serve it: {next_step}"
     name = repository.id.rpartition("/")[2].lower()
     file = "mlxd.toml" if config is None else config.config_path
     return f'To serve it, write into {file}:\n\n[models."{name}"]\npath = "{served}"\n\nand then: {next_step}'
-
-
-def _config() -> "Config | None":
-    """A broken one is no reason to say nothing."""
-    from gateway.ctl.client import Failed
-    from gateway.ctl.local import read_config
-
-    try:
-        return read_config()
-    except Failed:
-        return None

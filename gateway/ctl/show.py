@@ -10,7 +10,14 @@ from gateway.keys import Key
 from gateway.prefixcache import Folder
 from gateway.schemas.admin import ModelStatus, Status, UsageReport
 
-_COLORS = {"ready": "green", "loading": "yellow", "starting": "yellow", "draining": "yellow", "stopped": "dim"}
+STATE_COLORS = {
+    "ready": "green",
+    "loading": "yellow",
+    "starting": "yellow",
+    "draining": "yellow",
+    "stopped": "dim",
+    "not configured": "dim",
+}
 
 
 def status(status: Status, console: Console) -> None:
@@ -44,7 +51,7 @@ def _row(model: ModelStatus) -> list[str | Text]:
     return [
         # Names are data: never markup.
         Text(model.name),
-        Text(state, style=_COLORS.get(model.state, "red")),
+        Text(state, style=STATE_COLORS.get(model.state, "red")),
         str(model.pid) if model.pid else "-",
         f"{model.running}/{model.slots}",
         str(max(model.waiting, model.inside - model.running)),
@@ -78,13 +85,13 @@ def duration(seconds: float) -> str:
 
 def keys(found: Sequence[Key], now: float, console: Console) -> None:
     """One row for each API key."""
-    table = _table(("NAME", "KEY", "MODELS"), ("RPM", "TPM", "AT ONCE", "PRIORITY", "EXPIRES", "AGE"))
+    made = table(("NAME", "KEY", "MODELS"), ("RPM", "TPM", "AT ONCE", "PRIORITY", "EXPIRES", "AGE"))
     for key in found:
         left = "never" if key.expires is None else f"in {duration(key.expires - now)}"
         if key.is_expired(now):
             left = "expired"
         models = "all (admin)" if key.is_admin else ", ".join(key.models) or "all"
-        table.add_row(
+        made.add_row(
             Text(key.name),
             f"{key.prefix}…",
             Text(models),
@@ -93,17 +100,17 @@ def keys(found: Sequence[Key], now: float, console: Console) -> None:
             Text(left, style="red" if left == "expired" else ""),
             duration(now - key.created),
         )
-    console.print(table)
+    console.print(made)
 
 
 def usage(report: UsageReport, console: Console) -> None:
     """One row for each API key that was in force since the daemon started."""
-    table = _table(("NAME",), ("REQUESTS", "RUNNING", "PROMPT", "COMPLETION", "REJECTED"))
+    made = table(("NAME",), ("REQUESTS", "RUNNING", "PROMPT", "COMPLETION", "REJECTED"))
     for key in report.keys:
         rejected = ", ".join(f"{reason} {count}" for reason, count in sorted(key.rejections.items()))
         numbers = (key.requests, key.running, key.prompt_tokens, key.completion_tokens)
-        table.add_row(Text(key.name), *map(str, numbers), rejected or "-")
-    console.print(table)
+        made.add_row(Text(key.name), *map(str, numbers), rejected or "-")
+    console.print(made)
     if report.failures:
         failed = ", ".join(f"{reason} {count}" for reason, count in sorted(report.failures.items()))
         console.print(f"without a valid key: {failed}", highlight=False)
@@ -111,17 +118,20 @@ def usage(report: UsageReport, console: Console) -> None:
 
 def cache(folders: Sequence[Folder], now: float, console: Console) -> None:
     """One row for each folder of the prefix cache on disk."""
-    table = _table(("MODEL", "FOLDER"), ("FILES", "SIZE", "LAST USED"))
+    made = table(("MODEL", "FOLDER"), ("FILES", "SIZE", "LAST USED"))
     for folder in folders:
         used = f"{duration(max(0.0, now - folder.used))} ago"
-        table.add_row(Text(folder.model or "?"), folder.key[:12], str(folder.files), size(folder.size_bytes), used)
-    console.print(table)
+        made.add_row(Text(folder.model or "?"), folder.key[:12], str(folder.files), size(folder.size_bytes), used)
+    console.print(made)
 
 
-def _table(texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+def table(texts: Sequence[str], numbers: Sequence[str], more: Sequence[str] = ()) -> Table:
+    """An empty one: columns of text, of numbers, and of text again."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
     for name in texts:
-        table.add_column(name, overflow="fold")
+        made.add_column(name, overflow="fold")
     for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+        made.add_column(name, justify="right", no_wrap=True)
+    for name in more:
+        made.add_column(name, overflow="fold")
+    return made

@@ -1,0 +1,146 @@
+"""`mlxctl models`: what is configured and what the Hugging Face cache holds. `mlxctl ps`: what runs."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from msgspec import Struct
+
+from gateway.ctl.say import Json, ask, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gateway.config import ModelConfig
+    from gateway.ctl.sample import Sample
+    from gateway.schemas.admin import ModelStatus
+
+
+class Listed(Struct, frozen=True):
+    """One model. `state` is `stopped` without a daemon, and `not configured` where only the cache has it."""
+
+    name: str
+    aliases: tuple[str, ...]
+    path: str
+    state: str
+    size_bytes: int
+    memory_bytes: int
+    context: int
+    fits: bool | None
+    verdict: str
+
+
+def models(json: Json = False) -> None:
+    """Show every model that is configured or downloaded, what it needs and whether it would fit now.
+
+    Example: mlxctl models
+    """
+    from gateway.ctl.local import console
+
+    found = ask(_list)
+    if json:
+        print_json(found)
+    else:
+        console().print(_models_table(found))
+
+
+def ps(
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds over which tokens are counted.")] = 0.5,
+    json: Json = False,
+) -> None:
+    """Show the models that have a process: what it holds and what it does.
+
+    Example: mlxctl ps
+    """
+    from gateway.ctl.client import get
+    from gateway.ctl.local import console
+    from gateway.ctl.sample import take
+    from gateway.schemas.admin import Status
+
+    found: Sample = ask(lambda: take(lambda: get("/v1/status", Status), interval))
+    if json:
+        print_json(found.models)
+    elif not found.models:
+        typer.echo("No model has a process. One is started by the first request for it, or by: mlxctl load MODEL")
+    else:
+        console().print(ps_table(found))
+
+
+def _list() -> list[Listed]:
+    """Those of the daemon, or else of the configuration, and those that are only in the cache. Raises `Failed`."""
+    from gateway.config import ModelConfig
+    from gateway.ctl.local import available_bytes, read_config, running_models
+    from gateway.hfcache import cached_models
+
+    running, available = running_models(), available_bytes()
+    if running is not None:
+        found = [_listed(_as_configured(model), model.state, available, is_loaded=model.pid != 0) for model in running]
+    else:
+        found = [_listed(model, "stopped", available) for model in read_config().models.values()]
+    known = {model.path for model in found}
+    more = (ModelConfig(name=name, path=name) for name in cached_models() if name not in known)
+    return [*found, *(_listed(model, "not configured", available) for model in more)]
+
+
+def _as_configured(model: "ModelStatus") -> "ModelConfig":
+    """The daemon's word: the file may have changed since it was read."""
+    from gateway.config import ModelConfig
+
+    return ModelConfig(name=model.name, path=model.path, aliases=model.aliases, context=model.context)
+
+
+def _listed(model: "ModelConfig", state: str, available: int, *, is_loaded: bool = False) -> Listed:
+    from gateway.modelinfo import Unreadable, find, inspect
+
+    name, aliases, path = model.name, model.aliases, model.path
+    try:
+        info = inspect(find(path), model.dtype, model.context, available)
+    except Unreadable as error:
+        return Listed(name, aliases, path, state, 0, 0, model.context, None, str(error))
+    fits, verdict = (True, "is loaded") if is_loaded else (info.fits, info.verdict)
+    return Listed(name, aliases, path, state, info.disk_bytes, info.weights_bytes, info.context or 0, fits, verdict)
+
+
+def _models_table(found: list[Listed]) -> "Table":
+    from rich.text import Text
+
+    from gateway.ctl.show import STATE_COLORS, size, table
+
+    made = table(("MODEL", "STATE"), ("DISK", "MEMORY", "CONTEXT"), ("FITS", "ALIASES", "PATH"))
+    for model in found:
+        fits = {True: "yes", False: "no", None: "?"}[model.fits]
+        # Names are data: never markup.
+        made.add_row(
+            Text(model.name),
+            Text(model.state, style=STATE_COLORS.get(model.state, "red")),
+            size(model.size_bytes) if model.size_bytes else "-",
+            size(model.memory_bytes) if model.memory_bytes else "-",
+            str(model.context or "-"),
+            Text(fits, style="" if model.fits else "red"),
+            Text(", ".join(model.aliases) or "-"),
+            Text("" if model.path == model.name else model.path),
+        )
+    return made
+
+
+def ps_table(found: "Sample") -> "Table":
+    """One row for each process; `top` shows it too."""
+    from rich.text import Text
+
+    from gateway.ctl.show import STATE_COLORS, duration, size, table
+
+    made = table(("MODEL", "STATE"), ("PID", "MEMORY", "KV", "RUN", "WAIT", "TOK/S", "CACHED", "UP"))
+    for model in found.models:
+        state = f"loading {model.loaded:.0%}" if model.state == "loading" and model.loaded else model.state
+        made.add_row(
+            Text(model.name),
+            Text(state, style=STATE_COLORS.get(model.state, "red")),
+            str(model.pid),
+            size(model.memory_bytes) if model.memory_bytes else "-",
+            size(model.kv_bytes) if model.kv_bytes else "-",
+            f"{model.running}/{model.slots}",
+            str(model.waiting),
+            f"{model.tokens_per_s:.1f}",
+            "-" if model.cache_hit_rate is None else f"{model.cache_hit_rate:.0%}",
+            duration(model.uptime_s),
+        )
+    return made
