@@ -8,6 +8,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Collection
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -148,8 +149,8 @@ def fingerprint(env: Path) -> str:
 def foreign(prefix: Path) -> str:
     """How to upgrade an environment that a package manager keeps; empty when it is ours to replace."""
     parts = prefix.resolve().parts
-    if "Cellar" in parts or "homebrew" in parts:
-        return "this mlxd belongs to Homebrew: brew upgrade mlxd, then brew services restart mlxd"
+    if ("Cellar", PACKAGE) in pairwise(parts):
+        return f"this mlxd belongs to Homebrew: brew upgrade {PACKAGE}, then mlxctl service install"
     if parts[1:3] == ("nix", "store"):
         return "this mlxd belongs to Nix: upgrade it there, then mlxctl service install"
     return ""

@@ -1,0 +1,62 @@
+import hashlib
+import re
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from gateway.service import launchd
+from gateway.service.description import Scope, Service
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "homebrew"
+ROOT = FOLDER.parents[1]
+
+
+def update(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["sh", str(FOLDER / "update.sh"), *words], capture_output=True, text=True, timeout=30)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    path = tmp_path / "mlxd-0.2.0.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(ROOT / "pyproject.toml", "mlxd-0.2.0/pyproject.toml")
+    return path
+
+
+def test_the_formula_has_the_checksum_of_what_its_address_gives(archive: Path) -> None:
+    done = update("0.2.0", archive.as_uri(), "https://example.com/mlxd")
+
+    assert done.returncode == 0, done.stderr
+    assert "@" not in re.sub(r"python@3|@\w+\.", "", done.stdout)
+    assert f'sha256 "{hashlib.sha256(archive.read_bytes()).hexdigest()}"' in done.stdout
+    assert f'url "{archive.as_uri()}"' in done.stdout
+
+
+def test_no_formula_is_made_of_what_is_not_there_or_is_something_else(tmp_path: Path) -> None:
+    assert update("0.2.0", (tmp_path / "none.tar.gz").as_uri(), "https://example.com").stdout == ""
+    (tmp_path / "page.html").write_text("<html>")
+    done = update("0.2.0", (tmp_path / "page.html").as_uri(), "https://example.com")
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.skipif(not shutil.which("ruby"), reason="needs ruby")
+def test_ruby_can_read_the_formula(archive: Path) -> None:
+    formula = update("0.2.0", archive.as_uri(), "https://example.com/mlxd").stdout
+
+    done = subprocess.run(["ruby", "-wc"], input=formula, capture_output=True, text=True, timeout=30)
+
+    assert (done.stdout.strip(), done.stderr) == ("Syntax OK", "")
+
+
+def test_the_formulas_service_is_that_of_our_own_description() -> None:
+    service = Service(("x",), Path("/h"), "u", 501, Path("/u"), Scope.USER)
+    text = (FOLDER / "mlxd.rb.in").read_text()
+    plist = launchd.render(service)
+
+    assert '"-P", "-m", "gateway.main", "--launchd"' in text
+    assert "keep_alive successful_exit: false" in text
+    assert "<key>SuccessfulExit</key>" in plist
+    assert f"process_type :{'standard' if '<string>Standard</string>' in plist else '?'}" in text
