@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from gateway.api.messages_encoder import MessageFold, MessageStream
 from gateway.errors import ApiError, Unavailable
 from protocol.messages import Delta, Finish, Kind, Tool, Usage
+from tests.support.merged import merge_blocks
 
 RID = 10
 _published: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -36,53 +37,6 @@ def encode(*batches: list[Delta]) -> tuple[list[Any], Any]:
         data += stream.encode(batch)
         fold.add(batch)
     return events(data + stream.end()), json.loads(fold.result())
-
-
-def blocks(stream: list[Any]) -> list[dict[str, Any]]:
-    """What a client makes of the events. Asserts their grammar: blocks one after the other, in order, between the
-    start and the end of the message, and nothing else."""
-    assert stream[0]["type"] == "message_start"
-    assert [event["type"] for event in stream[-2:]] == ["message_delta", "message_stop"]
-    made: list[dict[str, Any]] = []
-    partial = ""
-    is_open = False
-    for event in stream[1:-2]:
-        if event["type"] == "content_block_start":
-            assert not is_open
-            assert event["index"] == len(made)
-            made.append(dict(event["content_block"]))
-            is_open, partial = True, ""
-            continue
-        assert is_open
-        assert event["index"] == len(made) - 1
-        if event["type"] == "content_block_stop":
-            is_open = False
-            if made[-1]["type"] == "tool_use":
-                made[-1]["input"] = _object(partial)
-            continue
-        delta = event["delta"]
-        match delta["type"], made[-1]["type"]:
-            case "text_delta", "text":
-                made[-1]["text"] += delta["text"]
-            case "thinking_delta", "thinking":
-                assert not made[-1]["signature"]
-                made[-1]["thinking"] += delta["thinking"]
-            case "signature_delta", "thinking":
-                made[-1]["signature"] = delta["signature"]
-            case "input_json_delta", "tool_use":
-                partial += delta["partial_json"]
-            case pair:
-                raise AssertionError(pair)
-    assert not is_open
-    return made
-
-
-def _object(text: str) -> Any:
-    """Arguments that were cut off are none."""
-    try:
-        return json.loads(text or "{}")
-    except ValueError:
-        return {}
 
 
 # -- any sequence of events ------------------------------------------------------------------------------------------
@@ -117,7 +71,7 @@ def _sequence(draw: st.DrawFn) -> list[Delta]:
 def test_the_whole_message_is_the_fold_of_its_stream(deltas: list[Delta], size: int) -> None:
     stream, whole = encode(*[deltas[at : at + size] for at in range(0, len(deltas), size)])
 
-    assert blocks(stream) == whole["content"]
+    assert merge_blocks(stream) == whole["content"]
     assert stream[-2]["delta"] == {key: whole[key] for key in ("stop_reason", "stop_sequence")}
     assert stream[-2]["usage"] == whole["usage"]
     start = stream[0]["message"]
@@ -189,7 +143,7 @@ def test_each_block_of_thinking_has_a_signature_of_its_own() -> None:
 def test_an_answer_of_nothing_has_one_empty_text() -> None:
     stream, whole = encode([_end()])
 
-    assert whole["content"] == blocks(stream) == [{"type": "text", "text": ""}]
+    assert whole["content"] == merge_blocks(stream) == [{"type": "text", "text": ""}]
 
 
 def test_pings_and_errors_are_events() -> None:

@@ -12,6 +12,7 @@ from gateway.api.completions_encoder import TextFold, TextStream
 from gateway.errors import Unavailable
 from gateway.schemas.openai_out import ChatChunk, ChatChunkChoice, ChatDelta, TextChoice, TextCompletion
 from protocol.messages import Delta, Finish, Kind, TokenLogprob, Tool, Usage
+from tests.support.merged import merge_chat, merge_text
 
 HEADING = Heading("id-1", 1234, 'a "quoted" model', choices=2)
 RIDS = (10, 11)
@@ -69,36 +70,6 @@ def _batches(draw: st.DrawFn) -> list[list[Delta]]:
     return batches
 
 
-def merge_chat(chunks: list[Any]) -> dict[int, dict[str, Any]]:
-    """What a client makes of the chunks."""
-    choices: dict[int, dict[str, Any]] = {}
-    for chunk in chunks:
-        for part in chunk["choices"]:
-            choice = choices.setdefault(
-                part["index"],
-                {
-                    "content": "",
-                    "reasoning": "",
-                    "reasoning_content": "",
-                    "calls": {},
-                    "logprobs": None,
-                    "finish": None,
-                },
-            )
-            delta = part["delta"]
-            for key in ("content", "reasoning", "reasoning_content"):
-                choice[key] += delta.get(key) or ""
-            for call in delta.get("tool_calls", []):
-                slot = choice["calls"].setdefault(call["index"], {"id": "", "name": "", "arguments": ""})
-                slot["id"] += call.get("id", "")
-                slot["name"] += call["function"].get("name", "")
-                slot["arguments"] += call["function"].get("arguments", "")
-            if part["logprobs"] is not None:
-                choice["logprobs"] = (choice["logprobs"] or []) + part["logprobs"]["content"]
-            choice["finish"] = part["finish_reason"] or choice["finish"]
-    return choices
-
-
 @given(_batches(), st.booleans())
 def test_a_chat_answer_is_the_fold_of_its_stream(batches: list[list[Delta]], include_usage: bool) -> None:
     stream, fold = ChatStream(HEADING, include_usage), ChatFold(HEADING)
@@ -143,14 +114,11 @@ def test_a_text_answer_is_the_fold_of_its_stream(batches: list[list[Delta]]) -> 
     chunks = events(data + stream.end())
     whole = json.loads(fold.result())
 
+    merged = merge_text(chunks)
     for choice in whole["choices"]:
-        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
-        assert "".join(part["text"] for part in parts) == choice["text"]
-        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
-        streamed = [part["logprobs"] for part in parts if part["logprobs"] is not None]
-        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            told = [value for logprobs in streamed for value in logprobs[key]]
-            assert told == (choice["logprobs"][key] if choice["logprobs"] else [])
+        told = merged[choice["index"]]
+        assert (told["text"], told["logprobs"]) == (choice["text"], choice["logprobs"])
+        assert told["finish"] == choice["finish_reason"]
     assert chunks[-1]["usage"] == whole["usage"]
 
 

@@ -19,6 +19,7 @@ from gateway.schemas.responses_echo import echo
 from gateway.schemas.responses_tools import toolbox
 from protocol.failures import Code, Failure
 from protocol.messages import Delta, Finish, Kind, TokenLogprob, Tool, Usage
+from tests.support.merged import merge_items
 
 RID = 5
 TOOLS = [
@@ -46,34 +47,6 @@ def events(data: bytes) -> list[dict[str, Any]]:
         found.append(event)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
-
-
-def merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a client makes of the deltas, and that what is done says the same."""
-    items: dict[int, dict[str, Any]] = {}
-    texts: dict[int, str] = {}
-    open_index: int | None = None
-    for event in found:
-        kind, index = event["type"], event.get("output_index")
-        if kind == "response.output_item.added":
-            assert open_index is None
-            assert index == len(items)
-            open_index = index
-            items[index] = event["item"]
-            texts[index] = ""
-        elif kind.endswith(".delta"):
-            assert index == open_index
-            assert event["item_id"] == items[index]["id"]
-            texts[index] += event["delta"]
-        elif kind == "response.output_item.done":
-            assert index == open_index
-            assert event["item"]["id"] == items[index]["id"]
-            items[index], open_index = event["item"], None
-        elif kind.endswith(".done") and "part" not in event:
-            whole = {event.get(key) for key in ("text", "arguments", "input")} - {None}
-            assert whole == {texts[index]}
-    assert open_index is None
-    return list(items.values())
 
 
 # -- any sequence of events ------------------------------------------------------------------------------------------
@@ -126,7 +99,7 @@ def test_a_response_is_the_fold_of_its_stream(batches: list[list[Delta]], sealed
     whole = json.loads(fold.result())
 
     assert found[-1]["response"] == whole
-    assert merged(found) == whole["output"]
+    assert merge_items(found) == whole["output"]
     assert found[0]["type"] == "response.created"
     assert found[1]["type"] == "response.in_progress"
     expected = "response.incomplete" if whole["status"] == "incomplete" else "response.completed"

@@ -1,7 +1,8 @@
 """A scripted worker that says what it is told: a last message that is a JSON list of events is generated as such.
 
 `[["text", "Hi"], ["reasoning", "hm"], ["tool", "f", "{}"], ["logprobs", "Hi"], ["finish", "stop"]]`, one step each;
-`["wait"]` pauses, `["progress"]` only tells that the prompt is being processed, `["deadline"]` says what is left in ms.
+A third word of `finish` is the stop string that was found. `["wait"]` pauses, `["progress"]` only tells that the
+prompt is being processed, `["deadline"]` says what is left in ms.
 """
 
 import json
@@ -11,6 +12,7 @@ from typing import Any
 
 from scripted import PROMPT_TOKENS, Scripted, main
 
+from protocol.failures import Code, Failure
 from protocol.messages import (
     Accepted,
     ChatPrompt,
@@ -73,9 +75,11 @@ def events(rid: int, event: list[Any], tools: int, index: int) -> tuple[list[Del
         case ["logprobs", text]:
             logprob = TokenLogprob(text.encode(), -0.5, ((text.encode(), -0.5), (b"other", -1.5)))
             return [Delta(rid, text=text, token_ids=(index,), logprobs=(logprob,))], tools
-        case ["finish", name]:
+        case ["finish", name, *stop]:
             usage = Usage(PROMPT_TOKENS, 1, index, reasoning=1, queue_ms=1.0, prefill_ms=2.0, decode_ms=3.0)
-            return [Delta(rid, finish=Finish[name.upper()], usage=usage)], tools
+            failure = Failure(Code.ROW_FAILED, "it failed") if name == "error" else None
+            finish = Finish[name.upper()]
+            return [Delta(rid, finish=finish, usage=usage, failure=failure, stop="".join(stop))], tools
         case _:
             raise ValueError(f"unknown event {event}")
 
