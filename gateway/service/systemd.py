@@ -15,6 +15,8 @@ After=network.target
 [Service]
 Type=exec
 ExecStart={program}
+# `systemctl reload`: the configuration is read again.
+ExecReload=/bin/kill -HUP $MAINPID
 {user}{environment}
 # The workers outlive a crash of the gateway, and the next one adopts them. Asked to stop, it ends them itself.
 KillMode=process

@@ -151,6 +151,7 @@ def test_the_unit_lets_workers_outlive_a_crash_and_gives_time_to_stop() -> None:
     text = systemd.render(AGENT)
     assert "User=" not in text
     assert 'ExecStart="/Users/a b/100%%/python" -P -m gateway.main\n' in text
+    assert "ExecReload=/bin/kill -HUP $MAINPID\n" in text
     assert 'Environment="HOME=/Users/a b"\n' in text
     assert "WantedBy=default.target" in text
 
