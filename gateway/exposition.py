@@ -152,9 +152,11 @@ class Exposition(Collector):
             ("stale_messages", "Messages of old worker incarnations, dropped.", metrics.stale_messages),
             ("malformed_frames", "Frames that are no message, dropped.", metrics.malformed_frames),
             ("unhandled_errors", "Requests that failed by a fault of the gateway.", metrics.unhandled_errors),
-            ("log_records_dropped", "Log lines lost because stderr did not keep up.", dropped_records()),
+            ("log_records_dropped", "Log lines lost because stderr or the disk did not keep up.", dropped_records()),
         ):
             yield CounterMetricFamily(f"mlxd_{name}", text, value=value)
+        text, value = "Aborted sequences that their worker has not ended yet.", metrics.unacked_aborts()
+        yield GaugeMetricFamily("mlxd_unacked_aborts", text, value=value)
 
 
 def _gauges(models: "Iterable[tuple[str, ModelMetrics]]") -> Iterator[Metric]:

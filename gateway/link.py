@@ -11,6 +11,7 @@ from typing import Final
 import zmq
 import zmq.asyncio
 
+from gateway.aborts import Aborts
 from gateway.flight import PARKED, Flight, Peer
 from gateway.pool.state import Events
 from gateway.stream import Collector
@@ -76,6 +77,7 @@ class Link:
 
     def __init__(self, run_dir: Path, events: Events, *, boot: int | None = None) -> None:
         self.boot = secrets.randbits(31) | 1 if boot is None else boot
+        self.aborts = Aborts()
         self.down, self.up = sockets.addresses(run_dir)
         self._events = events
         self._peers: dict[int, Peer] = {}
@@ -104,7 +106,7 @@ class Link:
         try:
             while True:
                 deltas = self._handle(await awaitable.recv())
-                while (frame := _receive(pull)) is not None:
+                while (frame := sockets.receive_now(pull)) is not None:
                     deltas += self._handle(frame)
                     if deltas >= BATCH_DELTAS:
                         deltas = 0
@@ -196,6 +198,7 @@ class Link:
             by_worker.setdefault(flight.epoch, (flight.peer, []))[1].append(rid)
         for epoch, (peer, own) in by_worker.items():
             if peer.epoch == epoch:
+                self.aborts.sent(epoch, own)
                 self._try_send(peer, Abort(tuple(own), reason))
 
     def stop(self, rids: Iterable[int], reason: str, failure: Failure | None = None) -> None:
@@ -215,6 +218,7 @@ class Link:
     def detach(self, epoch: int) -> list[Flight]:
         """Fence an epoch off. Returns its unfinished sequences, parked: the caller resumes or fails each."""
         self._peers.pop(epoch, None)
+        self.aborts.forget(epoch)
         for asked_epoch, answer in self._questions.values():
             if asked_epoch == epoch and not answer.done():
                 answer.set_exception(Refused(_LOST))
@@ -291,6 +295,8 @@ class Link:
             rid = delta.rid
             flight = flights.get(rid)
             if flight is None or flight.epoch != epoch:
+                if delta.finish is not None:
+                    self.aborts.ended(epoch, rid)
                 # Just aborted, or begun by an earlier gateway: then nobody else will ever stop it.
                 if rid >> RID_BITS != self.boot and delta.finish is None:
                     strangers = [*(strangers or ()), rid]
@@ -380,7 +386,7 @@ class Link:
     def _on_hello(self, hello: Hello) -> None:
         # A DEALER's first frame only makes it routable; nothing else ever comes up this way.
         if self._router is not None:
-            while _receive(self._router) is not None:
+            while sockets.receive_now(self._router) is not None:
                 pass
         peer = self._peers.get(hello.epoch)
         if peer is not None and peer.name == hello.worker:
@@ -395,10 +401,3 @@ class Link:
         if now >= self._next_malformed_log:
             self._next_malformed_log = now + MALFORMED_LOG_S
             log.warning("dropped a malformed frame of %d bytes: %s", len(frame), error)
-
-
-def _receive(socket: zmq.Socket[bytes]) -> bytes | None:
-    try:
-        return socket.recv(zmq.NOBLOCK)
-    except zmq.Again:
-        return None

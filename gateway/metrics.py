@@ -1,7 +1,7 @@
 """What is counted, in plain numbers that cost nothing to add to. `exposition.py` turns them into Prometheus series."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -104,6 +104,8 @@ class Metrics:
         self.stale_messages = 0
         self.malformed_frames = 0
         self.unhandled_errors = 0
+        # Read when scraped; the link knows.
+        self.unacked_aborts: Callable[[], int] = int
         self.registry = CollectorRegistry()
         self.registry.register(Exposition(self))
         ProcessCollector(registry=self.registry)

@@ -36,6 +36,7 @@ class Services:
     def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics) -> "Services":
         """Raises `KeysUnusable`."""
         metrics.declare(config.models)
+        metrics.unacked_aborts = lambda: link.aborts.count
         live = Live(config)
         keyring = Keyring(KeyFile(config.keys_path), metrics)
         return cls(

@@ -65,6 +65,14 @@ def connect_push(context: zmq.Context[Any], address: str) -> Any:
     return socket
 
 
+def receive_now(socket: "zmq.Socket[bytes]") -> bytes | None:
+    """A frame that is there already, or None."""
+    try:
+        return socket.recv(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
 def _make(context: zmq.Context[Any], kind: int) -> Any:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)

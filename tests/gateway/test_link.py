@@ -352,12 +352,23 @@ async def test_abort_goes_down_once_and_what_follows_is_ignored(home: Path) -> N
         wire.link.abort([request.rid, 999], "client")
         wire.link.abort([request.rid], "client")
         wire.link.ping(wire.peer, 1)
+        assert wire.link.aborts.count == 1
         wire.say(Step(3, 1, [Delta(request.rid, finish=Finish.ABORT)]))
         await until(lambda: wire.events.steps == 1)
+        assert wire.link.aborts.count == 0
         assert wire.hear() == request
         assert wire.hear() == Abort((request.rid,), "client")
         assert isinstance(wire.hear(), Ping)
         assert not collector.is_done
+
+
+async def test_aborts_of_a_worker_that_is_gone_are_not_waited_for(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = wire.request()
+        wire.link.submit(wire.peer, [request])
+        wire.link.abort([request.rid], "client")
+        wire.link.detach(wire.peer.epoch)
+        assert wire.link.aborts.count == 0
 
 
 async def test_submit_to_a_worker_that_is_gone_registers_nothing(home: Path) -> None:
