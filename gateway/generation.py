@@ -67,6 +67,7 @@ class Generation:
         self._numbers = services.metrics.model(model.name)
         self._collector: Collector | None = None
         self._seen_activity = 0.0
+        self._seen_step = 0
         self._observe_gap = self._numbers.itl.observe
         self._newest_token: dict[int, float] = {}
         self._ended: set[int] = set()
@@ -166,6 +167,7 @@ class Generation:
             return False
         self.record.rids = self._collector.rids
         self.record.phases.sent_at = self._elapsed()
+        self._seen_step = self._newest_step()
         self._bind(self._collector.rids)
         return True
 
@@ -241,11 +243,18 @@ class Generation:
         return deltas
 
     def shows_life(self) -> bool:
-        """Whether the worker did anything for this request since this was last asked."""
-        newest = self._opened().last_activity
-        is_new = newest > self._seen_activity
-        self._seen_activity = newest
+        """Whether the worker did anything since this was last asked.
+
+        A step for others counts: this request may wait behind them, or have output that the parser still holds back.
+        """
+        newest, step = self._opened().last_activity, self._newest_step()
+        is_new = newest > self._seen_activity or step != self._seen_step
+        self._seen_activity, self._seen_step = newest, step
         return is_new
+
+    def _newest_step(self) -> int:
+        stats = self._numbers.stats
+        return 0 if stats is None else stats.step_seq
 
     def _opened(self) -> Collector:
         assert self._collector is not None, "open comes first"

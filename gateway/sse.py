@@ -189,6 +189,9 @@ class _Stream:
             headers = [*HEADERS, *self._headers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             data = self._encoder.begin(self._generation.prompt_tokens) + data
+            if not data and more:
+                # Headers alone are no sign of life to a client that reads events.
+                data = self._encoder.keepalive()
             # Nothing above us looks at the body: one call less for each event.
             if isinstance(self._send, Answer):
                 self._send = self._send.inner

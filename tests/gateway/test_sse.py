@@ -114,11 +114,13 @@ async def test_sends_that_go_on_are_never_cut_off() -> None:
 PACE = Pace(hold_s=0.02, keepalive_s=0.01)
 
 
-async def respond(gateway: Gateway, client: Client, said: str) -> Record:
+async def respond(gateway: Gateway, client: Client, said: str, max_tokens: int = 3) -> Record:
     """Answer one request of the text prompt `said`."""
     record = Record("id", "POST", "/v1/chat/completions")
     encoder = ChatStream(Heading("id", 0, "m", 1), False)
-    generate = Generate(gateway.link.next_rid(), TextPrompt(said), Sampling(), max_tokens=3, want_progress=True)
+    generate = Generate(
+        gateway.link.next_rid(), TextPrompt(said), Sampling(), max_tokens=max_tokens, want_progress=True
+    )
     services = gateway.app.services
     with Generation(services, services.config.models["m"], [generate], record, encoder.bind) as generation:
         await respond_stream(generation, encoder, record, client.receive, client.send, 0, PACE)
@@ -188,6 +190,21 @@ async def test_a_worker_that_shows_no_life_is_not_kept_alive(tmp_path: Path) -> 
         # The role, and at most the sign of life that accepting it was.
         assert len(contents(client)) <= 2
         assert record.outcome == "disconnect"
+
+
+async def test_steps_for_others_keep_a_client_waiting_whose_turn_has_not_come(tmp_path: Path) -> None:
+    async with running(tmp_path, ["--step-ms", "5"], worker="talkative") as gateway:
+        await warm(gateway)
+        waiting, busy = Client(), Client()
+        others = asyncio.create_task(respond(gateway, busy, "talk", max_tokens=2000))
+        task = asyncio.create_task(respond(gateway, waiting, "ignored"))
+        await until(lambda: len(contents(waiting)) > 5)
+        busy.left.set()
+        await others
+        waiting.left.set()
+        await task
+
+        assert set(contents(waiting)) == {""}
 
 
 async def test_a_loading_model_keeps_the_client_waiting(tmp_path: Path) -> None:
