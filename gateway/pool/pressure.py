@@ -5,11 +5,9 @@ from typing import Final
 
 from gateway.pool.state import Limits
 
-MIB: Final = 1 << 20
 # Pages are not returned the moment that they are free.
 TOLERANCE: Final = 0.02
 # A worker that stays this much above its share, in spite of all measures, is started anew.
-CREEP_BYTES: Final = 64 * MIB
 CREEP_PART: Final = 0.1
 
 
@@ -42,7 +40,7 @@ class Pressure:
 
     def observe(self, now: float, footprint: int, share: int, *, is_short: bool) -> bool:
         """One look at it; returns whether the measure is another now. `is_short`: the whole machine lacks memory."""
-        is_creeping = footprint > share + max(CREEP_BYTES, int(share * CREEP_PART))
+        is_creeping = footprint > share + max(self.limits.creep_bytes, int(share * CREEP_PART))
         if not is_creeping:
             self._creeps_since = None
         elif self._creeps_since is None:

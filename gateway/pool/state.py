@@ -138,6 +138,7 @@ class Limits:
     relax_s: float = 30.0
     # A worker that stays above its share for this long in spite of all is started anew: one model, and any, so often.
     creep_s: float = 10.0
+    creep_bytes: int = 64 << 20
     recycle_s: float = 600.0
     recycle_gap_s: float = 60.0
 

@@ -1,0 +1,171 @@
+"""The memory broker with real models under real HTTP clients: more models than memory."""
+
+import asyncio
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.daemon import DaemonProcess
+from tests.support.pool import short_home
+
+pytestmark = pytest.mark.anyio
+ModelFolder = Callable[[str], Path]
+
+MIB = 1 << 20
+DEADLINE_S = 120.0
+ARCHITECTURES = {"plain": "qwen3", "window": "gpt_oss", "hybrid": "qwen3_5"}
+# A worker of such a model was measured to hold 60 to 75 MiB at work.
+SHARE = 88 * MIB
+WORDS = ["ka", "to", "mi", "ra", "sen", "lu", "por", "vi", "de", "an"]
+
+
+class Daemon(DaemonProcess):
+    """With real workers, and a look at its books."""
+
+    def status(self) -> dict[str, Any]:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.home / "run" / "admin.sock"))) as admin:
+            return admin.get("http://mlxd/v1/status").json()
+
+    def model(self, name: str) -> dict[str, Any]:
+        return next(model for model in self.status()["models"] if model["name"] == name)
+
+    def series(self, name: str) -> dict[str, float]:
+        """The values of a series by its labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        found = [line.rsplit(" ", 1) for line in lines if line.startswith((f"mlxd_{name}{{", f"mlxd_{name} "))]
+        return {key.removeprefix(f"mlxd_{name}"): float(value) for key, value in found}
+
+
+class Footprints:
+    """Samples what all workers of a daemon hold together, from outside, in a thread of its own."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self.samples: list[int] = []
+        self.most_processes = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    @property
+    def peak(self) -> int:
+        return max(self.samples)
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(0.02):
+            held = [_footprint(pid) for pid in self._daemon.worker_pids()]
+            self.samples.append(sum(held))
+            self.most_processes = max(self.most_processes, sum(each > 0 for each in held))
+
+
+def _footprint(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_full_info().uss)
+    except psutil.Error:
+        return 0
+
+
+def write(home: Path, model_folder: ModelFolder, names: Sequence[str], memory: str, **extra: str) -> None:
+    tables = "".join(
+        f'[models.{name}]\npath = "{model_folder(ARCHITECTURES[name])}"\nmemory = {SHARE}\n{extra.get(name, "")}\n'
+        for name in names
+    )
+    (home / "mlxd.toml").write_text(f"[server]\nport = 0\n[memory]\n{memory}\n{tables}")
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with short_home() as path:
+        yield path
+
+
+def bodies(count: int, models: Sequence[str], seed: int = 5) -> list[dict[str, Any]]:
+    """Chat and completions, streamed and whole, short and long, over the models at random."""
+    rng = random.Random(seed)
+    made: list[dict[str, Any]] = []
+    for index in range(count):
+        text = " ".join(rng.choices(WORDS, k=rng.choice([3, 30, 120])))
+        body: dict[str, Any] = {"model": rng.choice(models), "max_tokens": rng.randint(5, 40), "temperature": 0}
+        body |= {"messages": [{"role": "user", "content": text}]} if index % 2 else {"prompt": text}
+        made.append(body | {"stream": True} if index % 3 else body)
+    return made
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, str]:
+    """Status and text of one request; its stream must have ended as it should."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    if not body.get("stream"):
+        response = await client.post(path, json=body)
+        parts = response.json().get("choices", [])
+        return response.status_code, "".join(_text(part) for part in parts)
+    text, is_done = "", False
+    async with client.stream("POST", path, json=body) as response:
+        async for line in response.aiter_lines():
+            is_done |= line == "data: [DONE]"
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += "".join(_text(part) for part in event["choices"])
+    assert is_done, "a stream was cut off"
+    return response.status_code, text
+
+
+def _text(choice: dict[str, Any]) -> str:
+    part = choice.get("delta", choice.get("message", choice))
+    return part.get("content") or part.get("text") or ""
+
+
+async def ask_all(url: str, requests: Sequence[dict[str, Any]], concurrency: int) -> list[tuple[int, str]]:
+    turn = asyncio.Semaphore(concurrency)
+
+    async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[int, str]:
+        async with turn:
+            return await ask(client, body)
+
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+    ):
+        return list(await asyncio.gather(*(one(client, body) for body in requests)))
+
+
+async def test_three_models_and_memory_for_two_serve_two_hundred_mixed_requests(
+    home: Path, model_folder: ModelFolder
+) -> None:
+    budget = int(2.4 * SHARE)
+    write(home, model_folder, list(ARCHITECTURES), f'budget = {budget}\nmin_residency = "2s"')
+    with Daemon(home, module="gateway.main") as daemon, Footprints(daemon) as footprints:
+        requests = bodies(200, list(ARCHITECTURES))
+        answers = await ask_all(daemon.url, requests, concurrency=16)
+
+        assert Counter(status for status, _ in answers) == {200: 200}
+        loads, evictions = daemon.series("model_loads_total"), daemon.series("model_evictions_total")
+        asked = Counter(body["model"] for body in requests)
+        assert min(asked.values()) > 40
+        assert sum(daemon.series("worker_restarts_total").values()) == 0
+        assert sum(daemon.series("worker_recycles_total").values()) == 0
+        for name in ARCHITECTURES:
+            own_loads = sum(count for labels, count in loads.items() if f'model="{name}"' in labels)
+            own_evictions = sum(count for labels, count in evictions.items() if f'model="{name}"' in labels)
+            is_resident = daemon.model(name)["state"] == "ready"
+            assert own_loads == own_evictions + is_resident, name
+        assert sum(loads.values()) > 3
+        assert footprints.most_processes == 2
+        assert footprints.peak <= budget
+        assert min(daemon.series("model_memory_returned_ratio").values()) >= 0.95
+        print(f"loads {loads}, peak {footprints.peak / budget:.2f} of the budget, {len(footprints.samples)} samples")
