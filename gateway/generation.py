@@ -71,6 +71,8 @@ class Generation:
         self._observe_gap = self._numbers.itl.observe
         self._newest_token: dict[int, float] = {}
         self._ended: set[int] = set()
+        # Sequences of which the worker has told what they cost.
+        self._told = 0
         # While it waits for its model: what `cancel` cuts short.
         self._patience: asyncio.Timeout | None = None
         self._cancelled: Cancelled | None = None
@@ -101,17 +103,24 @@ class Generation:
         if self._bill is not None:
             self._charge(self._bill)
         self._held.close()
-        if self._collector is not None and len(self._ended) < len(self._generates):
-            left = [rid for rid in self._collector.rids if rid not in self._ended]
+        if self._collector is not None:
+            self._leave(self._collector)
+        self._numbers.e2e.observe(time.perf_counter() - self.record.started)
+
+    def _leave(self, collector: Collector) -> None:
+        """Abort what has not ended, and note of what ended without its usage what was seen of it."""
+        record = self.record
+        left = [rid for rid in collector.rids if rid not in self._ended]
+        if left:
             self._services.link.abort(left, "client")
             for _ in left:
                 self._numbers.sequence_ended("abort", None)
-                self.record.finishes.append("abort")
-            self.record.prompt_tokens = max(self.record.prompt_tokens, self.prompt_tokens)
-            self.record.cached_tokens = max(self.record.cached_tokens, self.cached_tokens)
-            self.record.completion_tokens = max(self.record.completion_tokens, self._tokens)
-            self._cut_phases(self._collector)
-        self._numbers.e2e.observe(time.perf_counter() - self.record.started)
+                record.finishes.append("abort")
+        if self._told < len(self._generates):
+            record.prompt_tokens = max(record.prompt_tokens, self.prompt_tokens)
+            record.cached_tokens = max(record.cached_tokens, self.cached_tokens)
+            record.completion_tokens = max(record.completion_tokens, self._tokens)
+            self._cut_phases(collector)
 
     def _charge(self, bill: Bill) -> None:
         """Usage comes with the end; of what did not end, what is known counts."""
@@ -290,6 +299,7 @@ class Generation:
         record = self.record
         record.finishes.append(_FINISHES[finish])
         if delta.usage is not None:
+            self._told += 1
             record.prompt_tokens += delta.usage.prompt
             record.cached_tokens += delta.usage.cached
             record.completion_tokens += delta.usage.completion

@@ -1,3 +1,4 @@
+import asyncio
 import io
 import json
 import logging
@@ -148,4 +149,24 @@ async def test_a_request_that_was_cut_off_tells_what_was_seen_of_it(tmp_path: Pa
     [line] = [line for line in map(json.loads, stream.getvalue().splitlines()) if line["logger"] == "gateway.accesslog"]
     assert (line["outcome"], line["finish"], line["prompt_tokens"]) == ("disconnect", "abort", 3)
     assert line["completion_tokens"] > 0
+    assert line["decode_ms"] > 0
+
+
+@pytest.mark.anyio
+async def test_a_request_that_was_cancelled_tells_what_was_seen_of_it(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with Logs("info", json=True, stream=stream):
+        async with running(tmp_path, ["--step-ms", "5"]) as gateway:
+            requests = gateway.app.services.requests
+            body = chat(max_tokens=100_000)
+            asking = asyncio.create_task(
+                gateway.client.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine"})
+            )
+            await until(lambda: any(view.generated_tokens > 3 for view in requests.views()))
+            assert requests.cancel("mine")
+            await asking
+
+    [line] = [line for line in map(json.loads, stream.getvalue().splitlines()) if line["logger"] == "gateway.accesslog"]
+    assert (line["outcome"], line["finish"], line["prompt_tokens"], line["status"]) == ("cancelled", "abort", 3, 499)
+    assert line["completion_tokens"] > 3
     assert line["decode_ms"] > 0
