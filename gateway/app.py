@@ -1,5 +1,7 @@
 """The two ASGI apps: the public one over TCP, the admin one over a unix socket."""
 
+from collections.abc import Awaitable, Callable
+
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -106,6 +108,7 @@ def create_admin_app(
     public: App | None = None,
     reloader: Reloader | None = None,
     url: str | None = None,
+    drain: Callable[[float | None], Awaitable[int]] | None = None,
 ) -> App:
     """The admin app. Whoever can open its socket may do everything. It shows the queues of `public`, and `url`, where
     that really listens."""
@@ -124,6 +127,7 @@ def create_admin_app(
             Route("/v1/models/unload", admin.Command(services, pool.unload), methods=["POST"]),
             Route("/v1/models/restart", admin.Command(services, pool.restart), methods=["POST"]),
             *reload,
+            *([] if drain is None else [Route("/v1/drain", admin.Drain(drain), methods=["POST"])]),
         ],
         is_public=False,
     )

@@ -54,7 +54,7 @@ class Daemon:
         self._reloader = Reloader(self._app, read)
         self._public_sockets = listen_tcp(config.server.host, config.server.port)
         admin = create_admin_app(
-            config, self._pool, link, metrics, public=self._app, reloader=self._reloader, url=self.url
+            config, self._pool, link, metrics, public=self._app, reloader=self._reloader, url=self.url, drain=self.drain
         )
         try:
             self._admin_socket = listen_unix(config.admin_socket)
@@ -63,11 +63,25 @@ class Daemon:
             raise
         self._servers = [_Server(_settings(self._app)), _Server(_settings(admin))]
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        # Of this end, where it was asked for with one of its own.
+        self._drain_s: float | None = None
+        self._drained = asyncio.Event()
+        self._cut_off = 0
 
     @property
     def url(self) -> str:
         host, port = self._public_sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def drain(self, timeout_s: float | None) -> int:
+        """End as SIGTERM does, with another deadline for what runs. Returns how many requests it cut off."""
+        # Twice is no impatience here: that is for signals.
+        if not self._app.services.admission.is_draining:
+            self._app.drain()
+            self._drain_s = timeout_s
+            self._signals.put_nowait(signal.SIGTERM)
+        await self._drained.wait()
+        return self._cut_off
 
     async def run(self) -> None:
         """Serve until told to stop. Raises what broke the pool or a server."""
@@ -118,17 +132,24 @@ class Daemon:
             log.exception("the configuration could not be reloaded")
 
     async def _drain(self, signum: signal.Signals) -> None:
-        drain_s = self._app.services.config.server.drain_s
+        drain_s = self._app.services.config.server.drain_s if self._drain_s is None else self._drain_s
         log.info("%s: draining for up to %g s; a second signal ends it at once", signum.name, drain_s)
         self._app.drain()
         impatience = asyncio.create_task(self._hurry())
+        overdue = asyncio.get_running_loop().call_later(drain_s, self._count_cut_off)
         try:
             await self._pool.stop(drain_s)
         finally:
             impatience.cancel()
+            overdue.cancel()
+        self._drained.set()
         for server in self._servers:
             server.should_exit = True
         log.info("mlxd has stopped")
+
+    def _count_cut_off(self) -> None:
+        services = self._app.services
+        self._cut_off = sum(services.admission.inside(view.name) for view in services.pool.workers())
 
     async def _hand_over(self) -> None:
         drain_s = self._app.services.config.server.drain_s

@@ -14,13 +14,14 @@ from gateway.errors import BadRequest, from_failure
 from gateway.http import read_body, send_body
 from gateway.pool.state import ModelUnavailable, WorkerView
 from gateway.reload import Reloader
-from gateway.schemas.admin import Done, KeyUsage, ModelRef, ModelStatus, Status, UsageReport
+from gateway.schemas.admin import Done, Drained, DrainOrder, KeyUsage, ModelRef, ModelStatus, Status, UsageReport
 from gateway.services import Services
 
 BODY_MAX = 64 * 1024
 
 
 _model_ref = msgspec.json.Decoder(ModelRef)
+_drain_order = msgspec.json.Decoder(DrainOrder)
 
 
 class StatusEndpoint:
@@ -95,6 +96,21 @@ class ReloadConfig:
         except ConfigError as error:
             raise BadRequest(str(error), code="bad_config") from None
         await send_body(send, 200, msgspec.json.encode(done))
+
+
+class Drain:
+    """`POST /v1/drain`: the end of the daemon, as SIGTERM begins it. Answers when every request has ended."""
+
+    def __init__(self, drain: Callable[[float | None], Awaitable[int]]) -> None:
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive, BODY_MAX)
+        try:
+            order = _drain_order.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequest(f'The body must be {{"timeout_s": SECONDS}}: {error}.') from None
+        await send_body(send, 200, msgspec.json.encode(Drained(await self._drain(order.timeout_s))))
 
 
 class Usage:

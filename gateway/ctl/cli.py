@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.ctl import cache, info, inspect, keys, logs, models, pull, requests, rm, service
+from gateway.ctl import cache, drain, info, inspect, keys, logs, models, pull, requests, rm, service
 from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
 from gateway.ctl.say import Json, ask, print_json
@@ -69,6 +69,7 @@ app.command("logs")(logs.logs)
 app.command("cancel")(requests.cancel)
 app.command("doctor")(inspect.doctor)
 app.command("bench")(bench.bench)
+app.command("drain")(drain.drain)
 app.command("info")(info.info)
 app.command("pull")(pull.pull)
 app.command("rm")(rm.rm)
@@ -195,16 +196,12 @@ def handover() -> None:
     import signal
     import time
 
+    from gateway.ctl.local import is_running
+
     pid = ask(_status).pid
     os.kill(pid, signal.SIGUSR2)
-    while _is_alive(pid):
+    while is_running(pid):
         time.sleep(0.05)
-
-
-def _is_alive(pid: int) -> bool:
-    import psutil
-
-    return psutil.pid_exists(pid)
 
 
 @app.command()

@@ -43,6 +43,16 @@ def readable_config() -> "Config | None":
         return None
 
 
+def is_running(pid: int) -> bool:
+    """One that has ended, and that nobody has asked about yet, does not run."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def budget_bytes() -> int:
     """What all models may take together."""
     from gateway.pool.machine import ThisMachine

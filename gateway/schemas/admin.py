@@ -59,6 +59,18 @@ class Done(Struct, frozen=True):
     state: str
 
 
+class DrainOrder(Struct, frozen=True, forbid_unknown_fields=True):
+    """`timeout_s` is what running requests get; None is what the configuration gives them."""
+
+    timeout_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
+
+
+class Drained(Struct, frozen=True):
+    """How many requests had not finished when the time was over."""
+
+    cut_off: int
+
+
 class KeyUsage(Struct, frozen=True):
     """What one API key has used; `rejections` by reason."""
 

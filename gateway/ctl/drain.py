@@ -1,0 +1,73 @@
+"""`mlxctl drain`: the end of the daemon, after the last answer."""
+
+import time
+from typing import Annotated, Final
+
+import typer
+from msgspec import Struct
+
+from gateway.ctl.say import Json, ask, print_json
+
+POLL_S: Final = 0.05
+# After the last request: workers with much memory take their time.
+STOP_S: Final = 600.0
+
+
+class Result(Struct, frozen=True):
+    """`cut_off`: requests that were still running when the time was over."""
+
+    pid: int
+    took_s: float
+    cut_off: int
+
+
+def drain(
+    timeout: Annotated[
+        str | None,
+        typer.Option(help="What running requests get, such as 5m. Default: drain of [server].", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Refuse new requests, let the running ones finish, and end the daemon. Exit status 1 if some did not finish.
+
+    Example: mlxctl drain --timeout 5m
+    """
+    seconds = _seconds(timeout)
+    done = ask(lambda: _drain(seconds, is_quiet=json))
+    if json:
+        print_json(done)
+    elif done.cut_off:
+        typer.echo(f"mlxd has stopped; requests that did not finish in time: {done.cut_off}", err=True)
+    else:
+        typer.echo(f"mlxd has stopped after {done.took_s:.1f} s; every request finished")
+    if done.cut_off:
+        raise typer.Exit(1)
+
+
+def _drain(timeout_s: float | None, *, is_quiet: bool) -> Result:
+    """Raises `Failed`."""
+    from gateway.ctl.client import Failed, get, post
+    from gateway.ctl.local import is_running
+    from gateway.schemas.admin import Drained, Status
+
+    status = get("/v1/status", Status)
+    if (inside := sum(model.inside for model in status.models)) and not is_quiet:
+        typer.echo(f"{inside} requests are running; new ones are refused from now on", err=True)
+    began = time.monotonic()
+    done = post("/v1/drain", {"timeout_s": timeout_s}, Drained)
+    while is_running(status.pid):
+        if time.monotonic() - began > (timeout_s or 0) + STOP_S:
+            raise Failed(f"mlxd (pid {status.pid}) has finished its requests, and does not end")
+        time.sleep(POLL_S)
+    return Result(status.pid, round(time.monotonic() - began, 2), done.cut_off)
+
+
+def _seconds(text: str | None) -> float | None:
+    from gateway.configtext import parse_duration
+
+    if text is None:
+        return None
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--timeout") from None
