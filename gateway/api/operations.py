@@ -168,14 +168,29 @@ _MLXD: Final = (
         media_type="text/plain",
     ),
 )
+_DEEP: Final = (
+    Parameter("deep", "query", {"enum": ["0", "1"], "default": "0"}, "Ask each loaded model for a token."),
+    Parameter("model", "query", {"type": "string"}, "Ask this one only."),
+)
 _HEALTH: Final = tuple(
     Operation("GET", path, summary, Health, ErrorBody, (403, 431, 500), needs_key=False, also=also)
     for path, summary, also in (
         ("/livez", "Whether the daemon answers.", {}),
         ("/readyz", "Whether it may be asked.", {503: "Not ready."}),
-        ("/health", "What is wrong.", {503: "Nothing can be served."}),
-        ("/healthz", "The same as `/health`.", {503: "Nothing can be served."}),
     )
+) + tuple(
+    Operation(
+        "GET",
+        path,
+        "What is wrong. With `deep`, for which an admin key is needed, `models` tells what each model did.",
+        Health,
+        ErrorBody,
+        (401, 403, 404, 431, 500),
+        needs_key=False,
+        parameters=_DEEP,
+        also={503: "Nothing can be served, or a model that was asked did not answer."},
+    )
+    for path in ("/health", "/healthz")
 )
 OPERATIONS: Final = (*_OPENAI, *_ANTHROPIC, *_RESPONSES, *_MLXD, *_HEALTH)
 
