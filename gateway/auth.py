@@ -82,6 +82,8 @@ class Keyring:
         try:
             self._apply(stamp)
         except KeysUnusable as error:
+            # There is a key by now, whichever it is: a door that was open is not left so.
+            self.is_open = False
             log.error("the keys stay as they were: %s", error)
 
     def caller(self, secret: bytes) -> Caller | None:

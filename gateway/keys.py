@@ -165,6 +165,7 @@ class KeyFile:
         except OSError as error:
             raise KeysUnusable(f"{folder}: {error.strerror or error}") from None
         try:
+            _belong_to_owner(folder)
             fcntl.flock(lock, fcntl.LOCK_EX)
             keys = {key.name: key for key in self.read()}
             before = dict(keys)
@@ -180,6 +181,15 @@ class KeyFile:
             write_private(self.path, data)
         except OSError as error:
             raise KeysUnusable(f"{self.path}: {error.strerror or error}") from None
+
+
+def _belong_to_owner(folder: Path) -> None:
+    """What root made in a service's home, the service's user must be able to read."""
+    if os.geteuid() != 0:
+        return
+    home = folder.parent.stat()
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, home.st_uid, home.st_gid, follow_symlinks=False)
 
 
 def _with_secret(key: Key) -> tuple[Key, str]:

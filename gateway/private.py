@@ -13,6 +13,9 @@ def write_private(path: Path, data: bytes) -> None:
     file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(file, "wb") as out:
+            if os.geteuid() == 0:
+                # Root works in the homes of others, and whose folder it is must be able to read it.
+                os.fchown(file, folder.stat().st_uid, folder.stat().st_gid)
             out.write(data)
             out.flush()
             os.fsync(out.fileno())

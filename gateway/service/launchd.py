@@ -75,7 +75,8 @@ def stop(service: Service, *, may_fail: bool = False) -> list[Action]:
 def restart(service: Service) -> list[Action]:
     """The workers keep their models: the daemon hands them over to the next one."""
     return [
-        Run(("launchctl", "kill", "SIGUSR2", _target(service))),
+        # One that has ended has nothing to hand over.
+        Run(("launchctl", "kill", "SIGUSR2", _target(service)), may_fail=True),
         Wait(("launchctl", "print", _target(service)), r"\bpid = \d", service.stop_s),
         Run(("launchctl", "kickstart", _target(service))),
     ]

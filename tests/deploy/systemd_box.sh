@@ -25,7 +25,8 @@ outside() {
     wait_for boots
     # Everything but the user namespace; `-m` enters at the box's own root.
     status=0
-    nsenter -t "$init" -m -u -i -n -p -C sh -c 'cd / && exec "$@"' sh "$@" || status=$?
+    # In a session of its own: `kill 0` inside is not for those who wait outside.
+    setsid --wait nsenter -t "$init" -m -u -i -n -p -C sh -c 'cd / && exec "$@"' sh "$@" || status=$?
     exit $status
 }
 

@@ -232,6 +232,15 @@ async def test_a_damaged_file_leaves_the_keys_as_they_were(
     assert sum("keys stay as they were" in line.getMessage() for line in lines) == 1
 
 
+async def test_a_first_key_that_the_daemon_cannot_read_closes_the_door(tmp_path: Path) -> None:
+    async with running(tmp_path, ["--step-ms", "1"]) as gateway:
+        assert (await gateway.client.get("/v1/models")).status_code == 200
+        (tmp_path / "keys").mkdir(exist_ok=True)
+        (tmp_path / "keys" / "keys.json").write_bytes(b"{")
+
+        assert (await gateway.client.get("/v1/models")).status_code == 401
+
+
 async def test_a_daemon_does_not_start_on_keys_that_it_cannot_read(tmp_path: Path) -> None:
     make(tmp_path)
     path = tmp_path / "keys" / "keys.json"

@@ -1,3 +1,4 @@
+import os
 import stat
 import threading
 from pathlib import Path
@@ -144,3 +145,14 @@ def test_changes_at_once_are_all_kept(file: KeyFile) -> None:
         thread.join()
 
     assert sorted(found.name for found in file.read()) == sorted(f"k{n}" for n in range(12))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file for others")
+def test_a_key_that_root_makes_in_a_services_home_is_the_services(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    os.chown(home, 12345, 12345)
+
+    KeyFile(home / "keys" / "keys.json").create(key())
+
+    assert {path.stat().st_uid for path in (home / "keys", *(home / "keys").iterdir())} == {12345}

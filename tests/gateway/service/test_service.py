@@ -12,7 +12,7 @@ import pytest
 
 from gateway.doctor import wired_limit, wired_max
 from gateway.service import launchd, systemd
-from gateway.service.description import Facts, Run, Scope, Service, Write
+from gateway.service.description import Facts, Manager, Run, Scope, Service, Write
 from gateway.service.machine import ServiceFailed, carry_out, describe
 from tests.gateway.test_ctl import ctl
 
@@ -198,6 +198,15 @@ def test_a_restart_hands_the_workers_over() -> None:
     carry_out(launchd.restart(AGENT), machine)
     target = "gui/502/dev.mlxd.gateway"
     assert (machine.did[0], machine.did[-1]) == (f"launchctl kill SIGUSR2 {target}", f"launchctl kickstart {target}")
+
+
+@pytest.mark.parametrize("manager", [launchd, systemd])
+def test_a_restart_starts_a_daemon_that_has_ended(manager: Manager) -> None:
+    machine = Recorded((1, "No main process to kill"), (3, "inactive"))
+
+    carry_out(manager.restart(AGENT), machine)
+
+    assert "start" in machine.did[-1]
 
 
 def test_what_fails_ends_it_and_is_said_with_the_commands_own_words() -> None:
