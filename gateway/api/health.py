@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 import protocol
 from gateway.api import deep
 from gateway.api.deep import BROKEN
+from gateway.errors import BadRequest
 from gateway.http import record_of, send_body
 from gateway.pool.state import State, WorkerView
 from gateway.services import Services
@@ -68,7 +69,10 @@ class Healthy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         query = QueryParams(scope["query_string"])
-        is_deep = query.get("deep", "0") not in ("", "0", "false")
+        depth = query.get("deep", "0")
+        if depth not in ("0", "1"):
+            raise BadRequest(f"'deep' is 0 or 1, not {depth[:40]!r}.", "deep", "invalid_value")
+        is_deep = depth == "1"
         if is_deep:
             deep.require_admin(record_of(scope))
         if self._services.admission.is_draining:

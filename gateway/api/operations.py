@@ -185,7 +185,7 @@ _HEALTH: Final = tuple(
         "What is wrong. With `deep`, for which an admin key is needed, `models` tells what each model did.",
         Health,
         ErrorBody,
-        (401, 403, 404, 431, 500),
+        (400, 401, 403, 404, 431, 500),
         needs_key=False,
         parameters=_DEEP,
         also={503: "Nothing can be served, or a model that was asked did not answer."},

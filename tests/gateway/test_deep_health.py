@@ -48,6 +48,7 @@ async def test_a_model_can_be_named_and_one_that_is_not_loaded_is_not_sick(tmp_p
         assert (status, found["models"][0]["state"]) == (200, "stopped")
         assert gateway.pool.worker("two").pid == 0
         assert (await deep_health(gateway, "&model=three"))[0] == 404
+        assert (await gateway.client.get("/healthz?deep=yes")).status_code == 400
 
 
 async def test_it_is_nobodys_traffic(tmp_path: Path) -> None:
