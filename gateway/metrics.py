@@ -183,6 +183,10 @@ class Metrics:
         """These went on at another worker."""
         self.model(model).resumes += sequences
 
+    def removed(self, model: str) -> None:
+        """A model that was taken out of the configuration has stopped: its series end."""
+        self.models.pop(model, None)
+
     def quarantined(self, model: str) -> None:
         """A request was found to kill workers."""
         self.model(model).quarantined += 1

@@ -240,6 +240,7 @@ class Pool:
             self._removed.discard(name)
             del self._workers[name]
             self._runs.pop(name).cancel()
+            self._events.removed(name)
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None, "start() comes first"

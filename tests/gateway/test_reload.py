@@ -231,6 +231,7 @@ async def test_a_removed_model_finishes_its_streams_and_is_gone_for_new_requests
         text, ends = words(await stream)
         assert (len(text.split()), ends) == (400, ["length"])
         await until(lambda: not (tmp_path / "run" / "workers" / "b.json").exists())
+        await until(lambda: b'model="b"' not in r.gateway.metrics.text())
         assert (await r.answer("a")).status_code == 200
 
 

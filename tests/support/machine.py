@@ -223,6 +223,9 @@ class Recorder:
     def resumed(self, model: str, sequences: int) -> None:
         self.resumes += sequences
 
+    def removed(self, model: str) -> None:
+        raise AssertionError("the pool's, not a worker's")
+
     def quarantined(self, model: str) -> None:
         self.quarantines += 1
 
