@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.ctl import cache, drain, info, inspect, keys, logs, models, pull, requests, rm, service
+from gateway.ctl import cache, drain, info, inspect, keys, logs, models, pull, requests, rm, service, top
 from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
 from gateway.ctl.say import Json, ask, print_json
@@ -73,6 +73,7 @@ app.command("drain")(drain.drain)
 app.command("info")(info.info)
 app.command("pull")(pull.pull)
 app.command("rm")(rm.rm)
+app.command("top")(top.top)
 app.command("models")(models.models)
 app.command("ps")(models.ps)
 
@@ -132,6 +133,24 @@ def restart(model: Model, json: Json = False) -> None:
     Example: mlxctl restart coder
     """
     _command("restart", model, json)
+
+
+@app.command()
+def pin(model: Model, json: Json = False) -> None:
+    """Never unload a model to make room for another, until the daemon ends or `mlxctl unpin`. Does not load it.
+
+    Example: mlxctl pin coder
+    """
+    _command("pin", model, json)
+
+
+@app.command()
+def unpin(model: Model, json: Json = False) -> None:
+    """Let a model be unloaded again when another needs its memory, also one that the configuration pins.
+
+    Example: mlxctl unpin coder
+    """
+    _command("unpin", model, json)
 
 
 @app.command(

@@ -122,13 +122,14 @@ def _models_table(found: list[Listed]) -> "Table":
     return made
 
 
-def ps_table(found: "Sample") -> "Table":
-    """One row for each process; `top` shows it too."""
+def ps_table(found: "Sample", budget_bytes: int = 0) -> "Table":
+    """One row for each process, with its part of a budget as a bar where there is one."""
     from rich.text import Text
 
-    from gateway.ctl.show import STATE_COLORS, duration, size, table
+    from gateway.ctl.show import STATE_COLORS, bar, duration, size, table
 
-    made = table(("MODEL", "STATE"), ("PID", "MEMORY", "KV", "RUN", "WAIT", "TOK/S", "CACHED", "UP"))
+    bars = ("OF BUDGET",) if budget_bytes else ()
+    made = table(("MODEL", "STATE"), ("PID", "MEMORY", "KV", "RUN", "WAIT", "TOK/S", "CACHED", "UP"), bars)
     for model in found.models:
         state = f"loading {model.loaded:.0%}" if model.state == "loading" and model.loaded else model.state
         made.add_row(
@@ -142,5 +143,6 @@ def ps_table(found: "Sample") -> "Table":
             f"{model.tokens_per_s:.1f}",
             "-" if model.cache_hit_rate is None else f"{model.cache_hit_rate:.0%}",
             duration(model.uptime_s),
+            *(bar(model.memory_bytes, budget_bytes, 20) for _ in bars),
         )
     return made

@@ -68,7 +68,7 @@ def daemon(cache: Path, tmp_path: Path) -> Generator[DaemonProcess, None, None]:
 def test_the_daemon_tells_what_runs_and_how_fast(daemon: DaemonProcess) -> None:
     assert "No model has a process" in ctl(daemon.home, "ps").stdout
     assert json.loads(ctl(daemon.home, "ps", "--json").stdout) == []
-    client = threading.Thread(target=daemon.complete, kwargs={"max_tokens": 400})
+    client = threading.Thread(target=daemon.complete, kwargs={"max_tokens": 250})
     client.start()
     found: list[dict[str, object]] = []
     end = time.monotonic() + DEADLINE_S

@@ -1,0 +1,173 @@
+"""`mlxctl top`: models, requests, tokens and memory as they change."""
+
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from msgspec import Struct
+
+from gateway.ctl.say import Json, ask, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+    from rich.table import Table
+
+    from gateway.ctl.sample import Sample
+    from gateway.schemas.admin import RequestView, Status
+
+# Of requests, the oldest: a screen is no list.
+STREAMS_MAX: Final = 20
+
+
+class View(Struct, frozen=True):
+    """What `top` shows at one moment."""
+
+    budget_bytes: int
+    sample: "Sample"
+    requests: "list[RequestView]"
+
+
+def top(
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one look and exit; so does whatever is no terminal.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Watch models, requests, tokens per second and memory. q or Ctrl-C ends it.
+
+    Example: mlxctl top --interval 2
+    """
+    from gateway.ctl.local import console
+
+    if json:
+        print_json(ask(lambda: look(interval)))
+    elif once or not sys.stdout.isatty():
+        console().print(render(ask(lambda: look(interval))))
+    else:
+        ask(lambda: _live(interval))
+
+
+def look(span_s: float) -> View:
+    """Two looks at the daemon. Raises `Failed`."""
+    from gateway.ctl.local import budget_bytes
+    from gateway.ctl.sample import take
+
+    return View(budget_bytes(), take(_status, span_s), _requests())
+
+
+def render(view: View) -> "Group":
+    """For people."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from gateway.ctl.models import ps_table
+    from gateway.ctl.show import bar, duration, size
+
+    sample = view.sample
+    draining = " · draining" if sample.is_draining else ""
+    memory = f"{size(sample.memory_bytes)} of {size(view.budget_bytes)}"
+    waiting = f", {sample.waiting} waiting" if sample.waiting else ""
+    parts: list[RenderableType] = [
+        Text(f"mlxd {sample.version} at {sample.url} · pid {sample.pid} · up {duration(sample.uptime_s)}{draining}"),
+        Text(f"memory   {bar(sample.memory_bytes, view.budget_bytes)} {memory}"),
+        Text(f"requests {sample.running} running{waiting} · {sample.tokens_per_s:.1f} tokens/s"),
+        Text(""),
+        ps_table(sample, view.budget_bytes) if sample.models else Text("no model has a process", style="dim"),
+    ]
+    if view.requests:
+        parts += [Text(""), _streams(view.requests[:STREAMS_MAX])]
+    if (more := len(view.requests) - STREAMS_MAX) > 0:
+        parts.append(Text(f"and {more} more: mlxctl requests", style="dim"))
+    return Group(*parts)
+
+
+def _streams(requests: "list[RequestView]") -> "Table":
+    from rich.text import Text
+
+    from gateway.ctl.show import duration, table
+
+    made = table(("REQUEST", "MODEL", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
+    for one in requests:
+        # Ids may be a client's: never markup.
+        made.add_row(
+            Text(one.id),
+            Text(one.model),
+            Text(one.state),
+            duration(one.age_s),
+            *map(str, (one.prompt_tokens, one.cached_tokens, one.generated_tokens)),
+            f"{one.tokens_per_s:.1f}",
+        )
+    return made
+
+
+def _live(interval: float) -> None:
+    """Until somebody ends it. Raises `Failed` when the daemon ends, or does not run."""
+    from rich.live import Live
+
+    from gateway.ctl.local import budget_bytes
+    from gateway.ctl.sample import compare
+
+    budget = budget_bytes()
+    before, began = _status(), time.monotonic()
+    view = View(budget, compare(before, before, 0.0), _requests())
+    with _keys() as is_over, Live(render(view), screen=True, auto_refresh=False) as live:
+        while not is_over(interval):
+            after, now = _status(), time.monotonic()
+            live.update(render(View(budget, compare(before, after, now - began), _requests())), refresh=True)
+            before, began = after, now
+
+
+@contextmanager
+def _keys() -> Generator[Callable[[float], bool], None, None]:
+    """A function that waits for so many seconds, or until q or Ctrl-C: then it is true."""
+    if not sys.stdin.isatty():
+        yield _interrupted
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    try:
+        # Keys at once, and unseen; Ctrl-C stays what it is.
+        tty.setcbreak(terminal)
+        yield _pressed
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _pressed(seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    try:
+        while (left := end - time.monotonic()) > 0:
+            if select.select([sys.stdin], [], [], left)[0] and sys.stdin.read(1) in ("q", "Q", ""):
+                return True
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _interrupted(seconds: float) -> bool:
+    try:
+        time.sleep(seconds)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _status() -> "Status":
+    from gateway.ctl.client import get
+    from gateway.schemas.admin import Status
+
+    return get("/v1/status", Status)
+
+
+def _requests() -> "list[RequestView]":
+    from gateway.ctl.client import get
+    from gateway.schemas.admin import RequestList
+
+    return get("/v1/requests", RequestList).requests
