@@ -1,7 +1,7 @@
 """No client gives up on a request that is being worked on: each API's stream begins at once and shows signs of life."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +28,7 @@ def user(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-APIS: Final[dict[str, Any]] = {
+APIS: Final[dict[str, Callable[[str], dict[str, Any]]]] = {
     "/v1/chat/completions": lambda text: {"messages": user(text)},
     "/v1/completions": lambda text: {"prompt": text},
     "/v1/responses": lambda text: {"input": text},
@@ -38,7 +38,7 @@ each_api = pytest.mark.parametrize("path", APIS)
 
 
 @asynccontextmanager
-async def streaming(gateway: Gateway, path: str, text: str) -> AsyncIterator[httpx.Response]:
+async def streaming(gateway: Gateway, path: str, text: str) -> AsyncGenerator[httpx.Response]:
     body = {"model": "m", "stream": True, **APIS[path](text)}
     async with gateway.client.stream("POST", path, json=body, timeout=DEADLINE_S) as answer:
         assert answer.status_code == 200

@@ -12,6 +12,8 @@ from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, Unclo
 from worker.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 
 NAME_LIMIT: Final = 256
+# A key may follow although the comma is missing.
+_QUOTES: Final = ("'", '"')
 _NAME = re.compile(r"[\w.\-:/@$]+")
 
 
@@ -139,7 +141,8 @@ def members(
             r.take(1)
             char = yield from r.space()
         elif char != close and not is_first:
-            raise stray(char)
+            if char not in _QUOTES or close != "}":
+                raise stray(char)
         if char == close:
             r.take(1)
             emit("}")

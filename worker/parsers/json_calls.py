@@ -11,6 +11,7 @@ from worker.parsers.reader import Malformed, Steps, markers
 _NAMES: Final = frozenset({"name", "tool_name", "function_name", "function"})
 _ARGUMENTS: Final = frozenset({"arguments", "parameters", "args", "params"})
 _IDS: Final = frozenset({"id", "tool_call_id", "call_id"})
+_FENCES: Final = markers("```json", "```")
 _KNOWN: Final = _NAMES | _ARGUMENTS | _IDS | {"type"}
 
 
@@ -40,6 +41,8 @@ class JsonCalls:
             elif char == "[" and is_first and not is_list:
                 r.take(1)
                 is_list = True
+            elif char == "`" and is_first and (yield from r.literal(_FENCES)):
+                continue
             elif char == "]" and is_list and not (is_first and self.bare):
                 r.take(1)
                 break
@@ -60,7 +63,7 @@ class JsonCalls:
         ends = markers(*self.ends)
         while True:
             char = yield from ctx.r.space()
-            if not char or (yield from ctx.r.literal(ends)) or char not in "]})":
+            if not char or (yield from ctx.r.literal(ends)) or char not in "]})`":
                 return
             ctx.r.take(1)
 

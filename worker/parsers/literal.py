@@ -90,10 +90,11 @@ def value(r: Reader, emit: Emit, dialect: Dialect = LOOSE) -> Steps[None]:
             open_.pop()
             emit(target)
             continue
-        if char != ",":
+        if char == ",":
+            r.take(1)
+            char = yield from r.space()
+        elif target != "}" or char not in _RUNS:
             raise stray(char)
-        r.take(1)
-        char = yield from r.space()
         if char != source:
             emit(", ")
             if target == "}":

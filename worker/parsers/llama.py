@@ -15,7 +15,7 @@ _JSON: Final = JsonCalls((), bare=True)
 class LlamaCalls:
     """Text after `<|python_tag|>` that is no call is code, for a declared tool `python` or `code_interpreter`."""
 
-    starts: tuple[str, ...] = ("<|python_tag|>", "functools[", "{")
+    starts: tuple[str, ...] = ("<|python_tag|>", "functools[", "{", "[")
     ends: tuple[str, ...] = ()
 
     def calls(self, ctx: Context, hit: str) -> Steps[None]:

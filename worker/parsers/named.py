@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from worker.parsers.call import NAME_LIMIT, Context, begin, checked, end, json_arguments, read_name
+from worker.parsers.call import NAME_LIMIT, Context, begin, checked, drop, end, json_arguments, read_name
 from worker.parsers.json_calls import JsonCalls
 from worker.parsers.reader import Malformed, Steps, markers
 
@@ -83,13 +83,20 @@ class SectionCalls:
         elif ":" in header:
             call_id = header
         if (yield from r.space()) not in ("{", '"'):
+            if (yield from r.until(markers(*self.ends), drop, 0, keep=True)):
+                begin(ctx, self._name(header, call_id), call_id)
+                ctx.out.args("{}")
+                end(ctx)
+                return
             header, _ = yield from r.capture(markers("\n", "{"), NAME_LIMIT, keep=True)
             yield from r.space()
             yield from r.literal(markers("```json"))
-        name = header.strip().removeprefix("functions.")
-        name = name.rpartition(":")[0] or name if call_id and not self.id_separator else name
-        yield from json_arguments(ctx, begin(ctx, checked(name), call_id))
+        yield from json_arguments(ctx, begin(ctx, self._name(header, call_id), call_id))
         end(ctx)
+
+    def _name(self, header: str, call_id: str) -> str:
+        name = header.strip().removeprefix("functions.")
+        return checked(name.rpartition(":")[0] or name if call_id and not self.id_separator else name)
 
 
 @dataclass(frozen=True, slots=True)
