@@ -172,7 +172,8 @@ class Life(Front):
             self._settle_stopped()
             return
         failure = self._blame or report.failure
-        log.error("worker %s#%d ended: %s\n%s", self.name, epoch, failure.message, "\n".join(lines[-20:]))
+        where = postmortem.crash_report(status)
+        log.error("worker %s#%d ended: %s%s\n%s", self.name, epoch, failure.message, where, "\n".join(lines[-20:]))
         if report.kind is postmortem.Kind.INCOMPATIBLE or failure.code is Code.INCOMPATIBLE:
             self._settle_final(State.INCOMPATIBLE, failure)
         elif report.kind is postmortem.Kind.FINAL:

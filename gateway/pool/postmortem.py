@@ -1,5 +1,7 @@
 """Why a worker process ended, for its waiters, its clients and the log."""
 
+import signal
+import sys
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
@@ -17,6 +19,9 @@ _CODES: Final[dict[int | None, Code]] = {
     Exit.INCOMPATIBLE: Code.INCOMPATIBLE,
     Exit.OUT_OF_MEMORY: Code.OUT_OF_MEMORY,
 }
+
+# Of an abort in Metal or C++, of a segmentation fault, and the like.
+_REPORTED: Final = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGTRAP})
 
 
 class Kind(Enum):
@@ -49,6 +54,13 @@ def examine(name: str, status: int | None, goodbye: Goodbye | None, lines: list[
     elif status in _CODES:
         failure = Failure(_CODES[status], f"model '{name}' cannot be loaded: {meaning}", detail)
     return Postmortem(_kind(status, goodbye), failure, died)
+
+
+def crash_report(status: int | None, platform: str = sys.platform) -> str:
+    """Where the system keeps its report of a crash, on a Mac; it is written some seconds later. Empty without one."""
+    if platform != "darwin" or status not in _REPORTED:
+        return ""
+    return "; crash report: in ~/Library/Logs/DiagnosticReports, of a service in /Library/Logs/DiagnosticReports"
 
 
 def _kind(status: int | None, goodbye: Goodbye | None) -> Kind:

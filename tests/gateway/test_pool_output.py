@@ -7,10 +7,9 @@ import pytest
 
 from gateway.config import ModelConfig
 from gateway.logs import Logs
+from gateway.pool.postmortem import crash_report
 from gateway.pool.spawn import Output
 from tests.gateway.harness import chat, running, until
-
-pytestmark = pytest.mark.anyio
 
 
 async def lines_of(level: str, data: bytes, count: int) -> list[tuple[str, str]]:
@@ -26,6 +25,7 @@ async def lines_of(level: str, data: bytes, count: int) -> list[tuple[str, str]]
     return [(line["level"], line["message"]) for line in map(json.loads, stream.getvalue().splitlines())]
 
 
+@pytest.mark.anyio
 async def test_a_workers_line_has_the_level_that_the_worker_gave_it() -> None:
     data = b"INFO loaded\nERROR broke\nprinted by a library\n"
 
@@ -36,12 +36,14 @@ async def test_a_workers_line_has_the_level_that_the_worker_gave_it() -> None:
     ]
 
 
+@pytest.mark.anyio
 async def test_what_the_worker_chose_to_say_is_not_chosen_again_by_our_own_level() -> None:
     data = b"DEBUG detail\nprinted by a library\n"
 
     assert await lines_of("warning", data, 2) == [("debug", "m#1: detail")]
 
 
+@pytest.mark.anyio
 async def test_a_model_has_its_own_log_level_and_the_others_have_the_servers(tmp_path: Path) -> None:
     seen: dict[str, str] = {}
     models = [ModelConfig(name="m", path="m", log_level="debug"), ModelConfig(name="other", path="m")]
@@ -52,3 +54,11 @@ async def test_a_model_has_its_own_log_level_and_the_others_have_the_servers(tmp
             seen[model.name] = gateway.pool.worker(model.name).spec.log_level
 
     assert seen == {"m": "debug", "other": "info"}
+
+
+def test_on_a_mac_the_log_says_where_the_report_of_a_crash_is() -> None:
+    for status in (-6, -11):
+        assert "/Library/Logs/DiagnosticReports" in crash_report(status, "darwin")
+        assert crash_report(status, "linux") == ""
+    # SIGKILL, a status of ours, and one that nobody knows.
+    assert [crash_report(status, "darwin") for status in (-9, 70, None)] == ["", "", ""]
