@@ -135,24 +135,6 @@ def restart(model: Model, json: Json = False) -> None:
     _command("restart", model, json)
 
 
-@app.command()
-def pin(model: Model, json: Json = False) -> None:
-    """Never unload a model to make room for another, until the daemon ends or `mlxctl unpin`. Does not load it.
-
-    Example: mlxctl pin coder
-    """
-    _command("pin", model, json)
-
-
-@app.command()
-def unpin(model: Model, json: Json = False) -> None:
-    """Let a model be unloaded again when another needs its memory, also one that the configuration pins.
-
-    Example: mlxctl unpin coder
-    """
-    _command("unpin", model, json)
-
-
 @app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
