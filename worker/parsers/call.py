@@ -140,9 +140,8 @@ def members(
         if char == "," and not is_first:
             r.take(1)
             char = yield from r.space()
-        elif char != close and not is_first:
-            if char not in _QUOTES or close != "}":
-                raise stray(char)
+        elif char != close and not is_first and (char not in _QUOTES or close != "}"):
+            raise stray(char)
         if char == close:
             r.take(1)
             emit("}")
