@@ -99,11 +99,13 @@ class ProfileConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`cache` of a model: bytes of prefix cache in memory and on disk; 0 is off, None a part of its share of memory.
 
-    On disk all models share one folder, whose cap is the largest that any of them names.
+    On disk all models share one folder, whose cap is the largest that any of them names. Prefixes of fewer tokens than
+    `disk_min_tokens` are not written: computing them anew takes no longer, and every write wears the disk.
     """
 
     ram_bytes: Annotated[int, Meta(ge=0)] | None = None
     disk_bytes: Annotated[int, Meta(ge=0)] = 10 * 1024**3
+    disk_min_tokens: Annotated[int, Meta(ge=0)] = 512
 
 
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

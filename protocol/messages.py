@@ -50,6 +50,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # The folder that all workers keep their prefix caches in, and its size in bytes; empty is off.
     disk_cache_dir: str = ""
     disk_cache_bytes: int = 0
+    # Shorter prefixes than this stay in memory.
+    disk_cache_tokens: int = 0
     # All that this process may take, its weights among it; 0 is no limit but the machine's.
     memory_bytes: int = 0
     # Jinja in place of the model's own chat template; empty is its own.

@@ -6,9 +6,6 @@ Every row that enters leaves through `_finish`, exactly once.
 import logging
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from enum import Enum, auto
-from queue import Empty, SimpleQueue
 from typing import Final, assert_never
 
 from mlx_lm.models.cache import make_prompt_cache
@@ -38,6 +35,7 @@ from worker.cache_key import open_disk
 from worker.chunking import ChunkPolicy
 from worker.errors import StepFailed
 from worker.gauges import Gauges
+from worker.inbox import Inbox, Wake
 from worker.kv import Layout
 from worker.kv_budget import KvBudget
 from worker.loader import Loaded
@@ -51,18 +49,8 @@ from worker.scheduler import Queue
 log = logging.getLogger("mlxd.worker")
 
 
-class Wake(Enum):
-    """Has the engine look again: something that a row waits for is there."""
-
-    UP = auto()
-
-
-Command = Row | Abort | Drain | Shutdown | SetMemory | Wake
-
 _STATS_EVERY_S: Final = 0.1
 _MEMORY_EVERY_S: Final = 1.0
-# How long to sleep, at most, while all rows wait for the disk; deadlines are looked at in between.
-_WAIT_S: Final = 0.05
 # An abort can overtake its request on the way here.
 _TOMBSTONE_S: Final = 30.0
 # A second failure of the step loop within this time is not bad luck.
@@ -80,7 +68,7 @@ class Engine:
         self,
         loaded: Loaded,
         spec: WorkerSpec,
-        inbox: "SimpleQueue[Command]",
+        inbox: Inbox,
         send: Callable[[Up], None],
         gauges: Gauges,
         writer: Writer,
@@ -94,7 +82,8 @@ class Engine:
         self._layout = Layout.of(lambda: make_prompt_cache(loaded.model))
         disk = open_disk(spec, loaded, self._layout, lambda: inbox.put(Wake.UP))
         self._share = memory.Share(spec, loaded.weights_bytes)
-        self._cache = PrefixCache(self._layout, self._share.enforce().prefixes, disk=disk)
+        prefixes = self._share.enforce().prefixes
+        self._cache = PrefixCache(self._layout, prefixes, disk=disk, disk_min_tokens=spec.disk_cache_tokens)
         self._is_waiting = False
         self._batch = self._new_batch()
         self._kv: KvBudget | None = None
@@ -165,18 +154,10 @@ class Engine:
 
     def _take_commands(self) -> None:
         """Everything in the inbox, aborts first; blocks only when there is nothing else to do."""
-        commands: list[Command] = []
-        if not self._rows and self._drain_until is None:
+        is_idle = not self._rows and self._drain_until is None
+        if is_idle:
             self._idle()
-            commands.append(self._inbox.get())
-        elif self._is_waiting:
-            with suppress(Empty):
-                commands.append(self._inbox.get(timeout=_WAIT_S))
-        while not self._inbox.empty():
-            try:
-                commands.append(self._inbox.get_nowait())
-            except Empty:
-                break
+        commands = self._inbox.take(is_idle=is_idle, is_waiting=self._is_waiting)
         self._gauges.busy_since = time.monotonic()
         for command in sorted(commands, key=lambda command: not isinstance(command, Abort)):
             match command:
@@ -391,6 +372,8 @@ class Engine:
         assert not row.is_finished
         row.is_finished = True
         del self._rows[row.rid]
+        if finish in (Finish.STOP, Finish.LENGTH):
+            self._inbox.answered(time.monotonic())
         if row.uid is not None:
             self._batch.remove(row)
         else:

@@ -34,7 +34,8 @@ from worker.gauges import Gauges
 from worker.link import Link
 
 if TYPE_CHECKING:
-    from worker.engine import Command, Engine
+    from worker.engine import Engine
+    from worker.inbox import Inbox
     from worker.intake import Intake
     from worker.loader import Loaded
     from worker.rows import Row
@@ -131,11 +132,12 @@ class Process:
 
     def _start(self, loaded: "Loaded", started: float) -> "Engine":
         from worker import memory
-        from worker.engine import Command, Engine
+        from worker.engine import Engine
         from worker.errors import LoadFailed
+        from worker.inbox import Inbox
         from worker.intake import Intake
 
-        inbox: SimpleQueue[Command] = SimpleQueue()
+        inbox = Inbox()
         intake = Intake(loaded, self._spec.parser)
         engine = Engine(loaded, self._spec, inbox, self._link.send, self._gauges, intake.writer)
         self._link.send(Loading(self._spec.epoch, "warmup", loaded.weights_bytes, loaded.weights_bytes))
@@ -178,7 +180,7 @@ class Process:
         self,
         intake: "Intake",
         requests: "SimpleQueue[tuple[Question, float]]",
-        inbox: "SimpleQueue[Command]",
+        inbox: "Inbox",
     ) -> None:
         """Requests become rows in order, but for those that wait for the compiler of their grammar."""
         compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="compiler")

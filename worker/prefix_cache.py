@@ -50,13 +50,19 @@ class PrefixCache:
     """Owned by the engine thread. What it holds is never above its budgets between calls."""
 
     def __init__(
-        self, layout: Layout, budget: int, max_arrays: int = MAX_ARRAYS, disk: CacheDisk | None = None
+        self,
+        layout: Layout,
+        budget: int,
+        max_arrays: int = MAX_ARRAYS,
+        disk: CacheDisk | None = None,
+        disk_min_tokens: int = 0,
     ) -> None:
         self._layout = layout
         self._budget = budget
         self._max_arrays = max_arrays
         self._tree = Tree(layout)
         self._disk = disk
+        self._disk_min_tokens = max(MIN_TOKENS, disk_min_tokens)
         # What `persist` chose in this tick and in the one before.
         self._chosen: list[_Write] = []
         self._due: list[_Write] = []
@@ -177,7 +183,7 @@ class PrefixCache:
 
     def persist(self, tokens: Tokens, checkpoints: Collection[int], salt: str = "") -> None:
         """Write the path of `tokens`, parents first, with the checkpoints at these positions; `hand_over` starts it."""
-        if self._disk is None or len(tokens) < MIN_TOKENS:
+        if self._disk is None or len(tokens) < self._disk_min_tokens:
             return
         key = salt_key(salt)
         above: Entry | None = None

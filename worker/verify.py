@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Final
 
 import msgspec
@@ -37,9 +36,10 @@ from protocol.messages import (
 )
 from protocol.verify import Check, Difference
 from worker import memory
-from worker.engine import Command, Engine
+from worker.engine import Engine
 from worker.errors import LoadFailed, RequestInvalid
 from worker.gauges import Gauges
+from worker.inbox import Inbox
 from worker.intake import Intake
 from worker.kv_budget import KvCost
 from worker.loader import Loaded, load
@@ -90,7 +90,7 @@ class Session:
     def __init__(self, loaded: Loaded, intake: Intake, spec: WorkerSpec) -> None:
         self.gauges = Gauges()
         self._intake = intake
-        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._inbox = Inbox()
         self._engine = Engine(loaded, spec, self._inbox, self._receive, self.gauges, intake.writer)
         self._outputs: dict[int, Output] = {}
         self._waves: list[Sequence[Generate]] = []

@@ -90,7 +90,7 @@ def kinds(count: int, rng: random.Random) -> list[dict[str, Any]]:
 async def test_five_hundred_requests_with_aborts_and_kills_stay_within_small_budgets(model_folder: ModelFolder) -> None:
     path = model_folder("qwen3_5")  # it keeps KV and checkpoints
     tables = (
-        f'[models.m]\npath = "{path}"\ncache = {{ ram = {RAM}, disk = {DISK} }}\n'
+        f'[models.m]\npath = "{path}"\ncache = {{ ram = {RAM}, disk = {DISK}, disk_min_tokens = 0 }}\n'
         f'[models.plain]\npath = "{path}"\ncache = {{ ram = 0, disk = 0 }}\n'
     )
     rng = random.Random(5)

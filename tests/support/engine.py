@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Self
 
 from protocol.failures import Code, Failure
@@ -25,9 +24,10 @@ from protocol.messages import (
     Usage,
     WorkerSpec,
 )
-from worker.engine import Command, Engine
+from worker.engine import Engine
 from worker.errors import RequestInvalid
 from worker.gauges import Gauges
+from worker.inbox import Command, Inbox
 from worker.intake import Intake
 from worker.loader import load
 from worker.rows import Row
@@ -69,7 +69,7 @@ class EngineHarness:
         self.ended: list[int] = []  # rids, in the order of their terminal events
         self.drained: list[int] = []  # how many rows each drain aborted
         self.error: Exception | None = None
-        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._inbox = Inbox()
         self._changed = threading.Condition()
         self._is_loaded = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)

@@ -106,6 +106,19 @@ with EngineHarness(disk_spec(Path({str(model)!r}), Path({str(tmp_path)!r}))) as 
     assert cached(again[0]) == len(words("shared", SHARED)) + 70 + 7 - 1
 
 
+def test_short_prefixes_stay_in_memory(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    settings = {"disk_cache_tokens": 200}
+    with EngineHarness(disk_spec(model_folder("qwen3"), tmp_path, **settings)) as engine:
+        short, long = family(1, shared=20, own=70), family(1, shared=20, own=300)
+        run_all(engine, short)
+        run_all(engine, short)
+        assert engine.gauges.cache.hits == 1
+    assert not list(tmp_path.glob("*/*.safetensors"))
+    with EngineHarness(disk_spec(model_folder("qwen3"), tmp_path, **settings)) as engine:
+        run_all(engine, long)
+    assert list(tmp_path.glob("*/*.safetensors"))
+
+
 def test_long_prompts_are_on_disk_before_their_answer_ends(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
     request = Generate(1, TokensPrompt(words("long", 1100)), Sampling(ignore_eos=True, seed=1), max_tokens=2000)
     with EngineHarness(disk_spec(model_folder("qwen3"), tmp_path)) as engine:
