@@ -126,6 +126,8 @@ def create_admin_app(
             Route("/v1/models/load", admin.Command(services, pool.load), methods=["POST"]),
             Route("/v1/models/unload", admin.Command(services, pool.unload), methods=["POST"]),
             Route("/v1/models/restart", admin.Command(services, pool.restart), methods=["POST"]),
+            Route("/v1/models/pin", admin.Command(services, pool.pin), methods=["POST"]),
+            Route("/v1/models/unpin", admin.Command(services, pool.unpin), methods=["POST"]),
             *reload,
             *([] if drain is None else [Route("/v1/drain", admin.Drain(drain), methods=["POST"])]),
         ],

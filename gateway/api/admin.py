@@ -12,9 +12,19 @@ from gateway.caller import OWNER
 from gateway.config import ConfigError, ServerConfig
 from gateway.errors import BadRequest, from_failure
 from gateway.http import read_body, send_body
-from gateway.pool.state import ModelUnavailable, WorkerView
+from gateway.pool.state import MemoryView, ModelUnavailable, WorkerView
 from gateway.reload import Reloader
-from gateway.schemas.admin import Done, Drained, DrainOrder, KeyUsage, ModelRef, ModelStatus, Status, UsageReport
+from gateway.schemas.admin import (
+    Done,
+    Drained,
+    DrainOrder,
+    KeyUsage,
+    MemoryStatus,
+    ModelRef,
+    ModelStatus,
+    Status,
+    UsageReport,
+)
 from gateway.services import Services
 
 BODY_MAX = 64 * 1024
@@ -34,6 +44,7 @@ class StatusEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services = self._services
+        memory = services.pool.memory()
         status = Status(
             protocol.__version__,
             os.getpid(),
@@ -42,15 +53,17 @@ class StatusEndpoint:
             str(services.config.home),
             str(services.config.config_path),
             services.admission.is_draining,
-            [self._model(view) for view in services.pool.workers()],
+            [self._model(view, memory) for view in services.pool.workers()],
+            MemoryStatus(memory.budget_bytes, memory.granted_bytes, memory.footprint_bytes, memory.waiting),
         )
         await send_body(send, 200, msgspec.json.encode(status))
 
-    def _model(self, view: WorkerView) -> ModelStatus:
+    def _model(self, view: WorkerView, memory: MemoryView) -> ModelStatus:
         services = self._services
         model = services.config.models[view.name]
         stats, ready = view.stats, view.ready
         numbers = services.metrics.model(view.name)
+        own = memory.models.get(view.name)
         return ModelStatus(
             name=view.name,
             path=view.path,
@@ -81,6 +94,13 @@ class StatusEndpoint:
             prompt_tokens_cached=numbers.prompt_tokens_cached,
             last_failure=view.last_failure.message if view.last_failure else "",
             retry_after_s=round(view.retry_after_s, 1),
+            share_bytes=own.share_bytes if own else 0,
+            floor_bytes=own.floor_bytes if own else 0,
+            footprint_bytes=own.footprint_bytes if own else 0,
+            is_pinned=services.pool.is_pinned(view.name),
+            idle_s=round(own.idle_s, 1) if own else None,
+            is_gated=own is not None and own.is_gated,
+            is_waiting=view.name in memory.waiting,
         )
 
 

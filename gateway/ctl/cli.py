@@ -135,6 +135,24 @@ def restart(model: Model, json: Json = False) -> None:
     _command("restart", model, json)
 
 
+@app.command()
+def pin(model: Model, json: Json = False) -> None:
+    """Never unload a model to make room for another, until the daemon ends or `mlxctl unpin`. Does not load it.
+
+    Example: mlxctl pin coder
+    """
+    _command("pin", model, json, "pinned")
+
+
+@app.command()
+def unpin(model: Model, json: Json = False) -> None:
+    """Let a model be unloaded again when another needs its memory, also one that the configuration pins.
+
+    Example: mlxctl unpin coder
+    """
+    _command("unpin", model, json, "no longer pinned")
+
+
 @app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
@@ -223,7 +241,7 @@ def _status() -> "Status":
     return get("/v1/status", Status)
 
 
-def _command(verb: str, model: str, json: bool) -> None:
+def _command(verb: str, model: str, json: bool, said: str = "") -> None:
     from gateway.ctl.client import post
     from gateway.schemas.admin import Done
 
@@ -231,4 +249,4 @@ def _command(verb: str, model: str, json: bool) -> None:
     if json:
         print_json(done)
     else:
-        typer.echo(f"{done.model} is {done.state}")
+        typer.echo(f"{done.model} is {said or done.state}")

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from gateway.keys import Key
 from gateway.prefixcache import Folder
-from gateway.schemas.admin import ModelStatus, Status, UsageReport
+from gateway.schemas.admin import MemoryStatus, ModelStatus, Status, UsageReport
 
 STATE_COLORS = {
     "ready": "green",
@@ -28,11 +28,13 @@ def status(status: Status, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if status.memory is not None:
+        console.print(_memory(status.memory), highlight=False, soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("MODEL", overflow="fold", min_width=12)
     for name in ("STATE", "PID"):
         table.add_column(name, no_wrap=True)
-    for name in ("RUN", "WAIT", "MEMORY", "CONTEXT", "TOKENS", "CRASHES"):
+    for name in ("RUN", "WAIT", "MEMORY", "SHARE", "IDLE", "CONTEXT", "TOKENS", "CRASHES"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("ALIASES", no_wrap=True, overflow="ellipsis")
     for model in status.models:
@@ -44,10 +46,22 @@ def status(status: Status, console: Console) -> None:
             console.print(f"{model.name}: {model.last_failure}{again}", style="red", highlight=False, markup=False)
 
 
+def _memory(memory: MemoryStatus) -> str:
+    waiting = f" · room is being made for {', '.join(memory.waiting)}" if memory.waiting else ""
+    granted, budget = size(memory.granted_bytes), size(memory.budget_bytes)
+    return f"memory: {granted} of {budget} granted, {size(memory.footprint_bytes)} in use{waiting}"
+
+
 def _row(model: ModelStatus) -> list[str | Text]:
     state = model.state
     if state == "loading" and model.total_bytes:
         state = f"loading {100 * model.loaded_bytes // model.total_bytes}%"
+    elif model.is_waiting:
+        state = "waiting for memory"
+    elif model.is_gated:
+        state = "making room"
+    if model.is_pinned:
+        state += ", pinned"
     return [
         # Names are data: never markup.
         Text(model.name),
@@ -55,7 +69,9 @@ def _row(model: ModelStatus) -> list[str | Text]:
         str(model.pid) if model.pid else "-",
         f"{model.running}/{model.slots}",
         str(max(model.waiting, model.inside - model.running)),
-        size(model.memory_bytes) if model.memory_bytes else "-",
+        size(model.footprint_bytes or model.memory_bytes) if model.memory_bytes else "-",
+        size(model.share_bytes) if model.share_bytes else "-",
+        "-" if model.idle_s is None else duration(model.idle_s),
         str(model.context) if model.context else "-",
         str(model.generation_tokens),
         str(model.restarts),

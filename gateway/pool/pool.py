@@ -168,9 +168,12 @@ class Pool:
         """Stop and start; what runs pauses meanwhile. Raises `ModelUnavailable`."""
         await self._configured(model).restart()
 
-    def pin(self, model: str, is_pinned: bool) -> None:
-        """Keep a model whoever else is asked for, or no longer; until the daemon ends."""
-        self._broker.pin(model, is_pinned)
+    async def pin(self, model: str) -> None:
+        """Keep a model whoever else is asked for, until the daemon ends or it is unpinned."""
+        self._broker.pin(model, True)
+
+    async def unpin(self, model: str) -> None:
+        self._broker.pin(model, False)
 
     def is_pinned(self, model: str) -> bool:
         return self._broker.is_pinned(model)

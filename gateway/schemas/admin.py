@@ -37,6 +37,25 @@ class ModelStatus(Struct, frozen=True):
     prompt_tokens_cached: int
     last_failure: str
     retry_after_s: float
+    # Its part of the memory budget, what it cannot be without, and what was measured from outside.
+    share_bytes: int = 0
+    floor_bytes: int = 0
+    footprint_bytes: int = 0
+    is_pinned: bool = False
+    # Since anybody asked for it; None while it is not loaded.
+    idle_s: float | None = None
+    # It takes no new requests until it has made room, or room is being made for it.
+    is_gated: bool = False
+    is_waiting: bool = False
+
+
+class MemoryStatus(Struct, frozen=True):
+    """The memory of all models together; `waiting` are those for which room is being made, in order."""
+
+    budget_bytes: int
+    granted_bytes: int
+    footprint_bytes: int
+    waiting: tuple[str, ...]
 
 
 class Status(Struct, frozen=True):
@@ -48,6 +67,7 @@ class Status(Struct, frozen=True):
     config_path: str
     is_draining: bool
     models: list[ModelStatus]
+    memory: MemoryStatus | None = None
 
 
 class ModelRef(Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,7 +103,7 @@ class KeyUsage(Struct, frozen=True):
 
 
 class UsageReport(Struct, frozen=True):
-    """`since` is when the daemon started, in seconds since 1970; `failures` are requests without a valid key."""
+    """`since` is when counting began, in seconds since 1970; `failures` are requests without a valid key."""
 
     since: float
     keys: list[KeyUsage]

@@ -142,6 +142,23 @@ def test_a_model_is_loaded_restarted_and_unloaded(home: Path) -> None:
     assert _state(home, "other")["pid"] == 0
 
 
+def test_a_model_is_pinned_and_unpinned_and_status_tells_of_its_memory(home: Path) -> None:
+    assert ctl(home, "pin", "other").stdout == "other is pinned\n"
+    assert ctl(home, "load", "other").returncode == 0
+    pinned = _state(home, "other")
+    assert pinned["is_pinned"] is True
+    assert isinstance(pinned["share_bytes"], int)
+    assert isinstance(pinned["floor_bytes"], int)
+    assert pinned["share_bytes"] >= pinned["floor_bytes"] > 0
+    table = ctl(home, "status").stdout
+    assert "ready, pinned" in table
+    assert " granted, " in table
+
+    assert json.loads(ctl(home, "unpin", "other", "--json").stdout) == {"model": "other", "state": "ready"}
+    assert _state(home, "other")["is_pinned"] is False
+    assert ctl(home, "pin", "nope").returncode == 1
+
+
 def test_an_unknown_model_is_refused_with_the_names_that_exist(home: Path) -> None:
     done = ctl(home, "load", "nope")
 

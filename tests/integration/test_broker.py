@@ -99,13 +99,13 @@ async def test_a_model_that_can_never_fit_is_refused_at_once_with_the_numbers(ho
 
 async def test_a_pinned_model_stays_and_who_does_not_fit_beside_it_is_told_so(home: Path) -> None:
     async with running(shared(home, "a b", 1.5)) as r:
-        r.pool.pin("a", True)
+        await r.pool.pin("a")
         await r.complete("a")
         with pytest.raises(ModelUnavailable) as caught:
             await r.ready("b")
         assert "64 MiB of it for pinned models (a)" in caught.value.failure.message
         assert resident(r) == {"a"}
-        r.pool.pin("a", False)
+        await r.pool.unpin("a")
         await r.complete("b")
         assert resident(r) == {"b"}
 
