@@ -26,6 +26,18 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
     assert admission.inside("m") == 0
 
 
+def test_other_limits_of_a_model_hold_from_the_next_request_on() -> None:
+    admission = Admission()
+    narrow = ModelConfig(name="m", path="m", max_running=1, max_waiting=0)
+    wide = ModelConfig(name="m", path="m", max_running=1, max_waiting=9)
+
+    with admission.lease(MODEL), admission.lease(MODEL):
+        with pytest.raises(Overloaded, match="2 of 1"), admission.lease(narrow):
+            pass
+        with admission.lease(wide):
+            assert admission.inside("m") == 3
+
+
 def test_one_models_queue_does_not_fill_anothers() -> None:
     admission = Admission()
     other = ModelConfig(name="o", path="o", max_running=1, max_waiting=0)

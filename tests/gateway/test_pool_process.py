@@ -2,7 +2,9 @@ import asyncio
 import signal
 
 import pytest
+from msgspec.structs import replace
 
+from gateway.flight import PARKED
 from gateway.pool.state import Limits, ModelUnavailable, State
 from protocol.failures import Code, Failure
 from protocol.messages import Drain, Drained, Dump, Goodbye, Shutdown, Welcome
@@ -277,6 +279,87 @@ async def test_restart_starts_again_even_when_its_caller_has_left() -> None:
         await m.crash(0)
         assert m.worker.state is State.STARTING
         assert m.worker.epoch == 2
+
+
+# -- another specification -------------------------------------------------------------------------------------------
+
+
+def change(m: Machine, *, is_reload: bool = True, context: int = 99) -> None:
+    m.worker.change(replace(m.worker.spec, context=context), 60.0, is_preload=False, is_reload=is_reload)
+
+
+async def test_a_ready_worker_is_replaced_by_one_of_the_new_specification_and_its_sequences_go_on() -> None:
+    async with Machine() as m:
+        await m.bring_up()
+        flight = m.run(tokens=3)
+        change(m)
+        await settle()
+        assert (m.worker.state, flight.epoch) == (State.STOPPING, PARKED)
+        await m.crash(0)
+        await m.succeed()
+        assert (m.worker.state, flight.epoch, flight.is_over) == (State.READY, 2, False)
+        assert [spec.context for spec in m.world.specs] == [0, 99]
+        assert m.worker.restarts == 0
+
+
+async def test_a_change_that_needs_no_other_worker_waits_for_the_next_one() -> None:
+    async with Machine() as m:
+        await m.bring_up()
+        change(m, is_reload=False)
+        await settle()
+        assert (m.worker.state, m.worker.epoch) == (State.READY, 1)
+        await m.crash()
+        await m.ask()
+        assert [spec.context for spec in m.world.specs] == [0, 99]
+
+
+async def test_whoever_waits_for_a_load_gets_the_new_specification() -> None:
+    async with Machine() as m:
+        waiting = await m.ask()
+        m.hello()
+        await settle()
+        change(m)
+        await settle()
+        await m.crash(0)
+        await m.succeed()
+        await waiting
+        assert m.world.specs[-1].context == 99
+
+
+async def test_a_model_that_waits_for_room_begins_anew_with_the_new_specification() -> None:
+    async with Machine() as m:
+        m.world.room.clear()
+        waiting = await m.ask()
+        change(m)
+        await settle()
+        m.world.room.set()
+        await settle()
+        await m.succeed()
+        await waiting
+        assert [spec.context for spec in m.world.specs] == [99]
+
+
+async def test_a_stopped_worker_stays_stopped() -> None:
+    async with Machine() as m:
+        change(m)
+        await settle()
+        assert (m.worker.state, m.world.processes) == (State.STOPPED, [])
+
+
+async def test_a_model_that_could_not_be_loaded_may_be_tried_again_after_a_change() -> None:
+    async with Machine() as m:
+        waiting = await m.ask()
+        m.hello()
+        await settle()
+        m.worker.post(Goodbye(1, "load failed", Failure(Code.BAD_CONFIG, "a bad template")))
+        await m.crash(64)
+        assert (await unavailable(waiting)).failure.code is Code.BAD_CONFIG
+        assert m.worker.state is State.FAILED
+        change(m)
+        again = await m.ask()
+        await m.succeed()
+        await again
+        assert m.world.specs[-1].context == 99
 
 
 # -- crashes ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from collections.abc import Coroutine
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gateway.flight import PARKED
 from gateway.pool.state import ModelUnavailable, State
@@ -13,12 +14,27 @@ from protocol.messages import Drained, Goodbye
 from tests.support.machine import Machine, settle
 
 # Weighted towards what moves the machine on: a story of refusals tells little.
-ORDERS = ("up", "up", "ask", "ask", "run", "run", "speak", "stop", "stop", "drain", "load", "restart")
+ORDERS = (
+    "up",
+    "up",
+    "ask",
+    "ask",
+    "run",
+    "run",
+    "speak",
+    "stop",
+    "stop",
+    "drain",
+    "load",
+    "restart",
+    "respec",
+    "rename",
+)
 WORDS = ("hello", "ready", "drained", "stuck", "alien", "old")
 WORLD = ("toggle room", "toggle room", "toggle reach", "toggle spawn", "suspect")
 EXITS = (-9, -9, -6, 0, 1, 64, 69, 70)
 WAITS = (0.1, 1.0, 2.5, 16.0, 301.0, 700.0)
-ACTIONS = st.sampled_from([*ORDERS, *WORDS, *WORLD, *EXITS, *WAITS])
+ACTIONS = st.sampled_from([*ORDERS, *CHANGES, *WORDS, *WORLD, *EXITS, *WAITS])
 
 
 class Story:
@@ -55,6 +71,12 @@ class Story:
                 self.wait(worker.load())
             case "restart":
                 self.wait(worker.restart())
+            case "respec":
+                worker.change(
+                    replace(worker.spec, context=worker.spec.context + 1), 60.0, is_preload=False, is_reload=True
+                )
+            case "rename":
+                worker.change(worker.spec, 60.0, is_preload=worker.is_preload, is_reload=False)
             case "stop":
                 self.wait(worker.stop(0.0))
             case "drain":

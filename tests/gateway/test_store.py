@@ -108,6 +108,24 @@ def test_the_least_used_go_when_there_is_too_much(store: Store) -> None:
     assert found == ["c", "d", "e"]
 
 
+def test_a_smaller_limit_holds_at_once_and_makes_no_file(path: Path, clock: Clock, tmp_path: Path) -> None:
+    store = Store(path, 1000, 500.0, clock)
+    for name in ("a", "b"):
+        store.keep(stored(name, body=b"x" * 300))
+    store.limit(400, 500.0)
+    assert asyncio.run(store.get("", "a")) is None
+    assert asyncio.run(store.get("", "b")) is not None
+    store.limit(0, 500.0)
+    assert not store.is_on
+    assert asyncio.run(store.get("", "b")) is None
+    store.close()
+
+    unused = Store(tmp_path / "unused" / "responses.sqlite", 1000, 500.0, clock)
+    unused.limit(10, 1.0)
+    unused.close()
+    assert not (tmp_path / "unused").exists()
+
+
 def test_the_file_is_private(store: Store, path: Path) -> None:
     store.keep(stored("a"))
     asyncio.run(store.get("", "a"))
