@@ -86,7 +86,13 @@ class Upgrade:
         with locked(self._service.prefix):
             env = self._fetch(wanted)
             self._tell(f"{version_of(env)} reads the configuration and generates")
-            self._switch(env, wanted.deadline_s, keep_workers=wanted.keep_workers)
+            try:
+                self._switch(env, wanted.deadline_s, keep_workers=wanted.keep_workers)
+            except ServiceFailed:
+                # A worker may run from it by now.
+                if env not in {*self._observer.in_use(), self._releases.current}:
+                    carry_out([RemoveTree(env)], self._machine)
+                raise
             self._prune(wanted.keep)
             return env
 
