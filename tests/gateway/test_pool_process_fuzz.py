@@ -14,22 +14,8 @@ from protocol.messages import Drained, Goodbye
 from tests.support.machine import Machine, settle
 
 # Weighted towards what moves the machine on: a story of refusals tells little.
-ORDERS = (
-    "up",
-    "up",
-    "ask",
-    "ask",
-    "run",
-    "run",
-    "speak",
-    "stop",
-    "stop",
-    "drain",
-    "load",
-    "restart",
-    "respec",
-    "rename",
-)
+ORDERS = ("up", "up", "ask", "ask", "run", "run", "speak", "stop", "stop", "drain", "load", "restart")
+CHANGES = ("respec", "rename")
 WORDS = ("hello", "ready", "drained", "stuck", "alien", "old")
 WORLD = ("toggle room", "toggle room", "toggle reach", "toggle spawn", "suspect")
 EXITS = (-9, -9, -6, 0, 1, 64, 69, 70)
