@@ -1,7 +1,7 @@
 """What one request may say: its grammar, and the reasoning that may come before it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ class Rule:
     """The constraint of one request. `anything` is what a free block allows: every token but those that end it all.
 
     With `haste`, an answer that has all but `reserve` of its `room` in tokens behind it takes the shortest way to its
-    end. A lazy rule begins behind its prologue's marker whenever that is written; all other text is free.
+    end. A lazy rule begins behind its prologue's marker whenever that is written; all other text is free. What begins
+    there may depend on the marker: `by_marker`.
     """
 
     grammar: Grammar
@@ -42,6 +43,7 @@ class Rule:
     token_bytes: Callable[[int], bytes]
     ignore_eos: bool = False
     is_lazy: bool = False
+    by_marker: Mapping[bytes, Grammar] = field(default_factory=dict[bytes, Grammar])
     haste: Haste | None = None
     room: int = 0
     reserve: int = 0
@@ -104,6 +106,8 @@ class Guide:
             self._tail = text[-self._keep :] if self._keep else b""
             return
         at, end = min(hits)
+        if end in self._rule.by_marker:
+            self._walk = self._rule.by_marker[end].walk()
         self._is_free, self._has_opened = False, not self._rule.is_lazy
         rest = text[at + len(end) :]
         if rest := rest if self._rule.is_lazy else rest.lstrip():

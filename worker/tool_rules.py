@@ -14,7 +14,7 @@ from worker.guides import Prologue, Rule, Rules
 from worker.hurry import Haste
 from worker.parsers import FAMILIES
 from worker.parsers.channels import Channels
-from worker.tool_grammar import CallGrammar, Calls, Marks, call_grammar, strict_grammar
+from worker.tool_grammar import HEADS, CallGrammar, Calls, Marks, call_grammar, rest_of_call, strict_grammar
 
 log = logging.getLogger("mlxd.worker")
 
@@ -68,10 +68,22 @@ class ToolRules:
         calls = Calls(prompt.tools, is_parallel=not prompt.one_call, loose_names=loose)
         found = strict_grammar(self._family, calls, marks)
         if found is None:
-            return None
+            return self._strict_by_head(prompt) if self._family in HEADS else None
         compiled = self._compile(lambda calls: strict_grammar(self._family, calls, marks) or found, calls)
         rule = self._rules.of_grammar(compiled.grammar, Prologue((found.trigger.encode(),), is_open=True))
         return replace(rule, is_lazy=True)
+
+    def _strict_by_head(self, prompt: ChatPrompt) -> Rule:
+        """Nothing but the head of a call tells that it has begun, and that has the tool's name in it."""
+        marks, family = self._known_marks(), self._family
+        by_marker: dict[bytes, Grammar] = {}
+        for tool in prompt.tools:
+            if (name := _name(tool)) not in prompt.strict_tools:
+                continue
+            compiled = self._compile(lambda calls: rest_of_call(family, calls, marks), Calls([tool]))
+            by_marker |= {marker.encode(): compiled.grammar for marker in HEADS[family].triggers(name)}
+        rule = self._rules.of_grammar(next(iter(by_marker.values())), Prologue(tuple(by_marker), is_open=True))
+        return replace(rule, is_lazy=True, by_marker=by_marker)
 
     def _compile(self, write: Callable[[Calls], CallGrammar], calls: Calls) -> _Compiled:
         written = write(calls)

@@ -13,6 +13,7 @@ from tests.support.calls import CALLING, TOOLS, Called, check, markers, reasonin
 from tests.support.models import tiny_tokenizer
 from worker.detokenize import Vocabulary
 from worker.guides import Guide, Rule, Rules
+from worker.tool_grammar import HEADS
 from worker.tool_rules import ToolRules
 
 ROOM = 800
@@ -87,7 +88,9 @@ def test_a_schema_that_no_grammar_can_hold_leaves_the_arguments_free(family: str
     assert [name for name, _ in called.calls] == ["f"]
 
 
-@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45", "mistral", "kimi_k2", "gemma4", "deepseek_v31"])
+@pytest.mark.parametrize(
+    "family", ["hermes", "qwen3_coder", "glm45", "mistral", "kimi_k2", "gemma4", "deepseek_v31", "muse"]
+)
 def test_strict_arguments_fit_once_a_call_has_begun_and_text_is_free(family: str) -> None:
     prompt = ChatPrompt([], STRICT, strict_tools=("f",))
     rule = make(family, prompt)
@@ -99,3 +102,38 @@ def test_strict_arguments_fit_once_a_call_has_begun_and_text_is_free(family: str
         called = Called.read(family, text or "", STRICT)
         check(called.calls, STRICT)
         assert called.content.startswith("Well <b> then")
+
+
+BEGINNINGS = {
+    "llama3_json": '{"name": "NAME", "parameters":',
+    "xlam": '[{"name": "NAME", "arguments":',
+    "llama4_pythonic": "[NAME(",
+    "pythonic": "[NAME(",
+    "functionary_v32": "all\nWell.>>>NAME\n",
+    "harmony": "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+}
+ENDS = {"llama3_json": "}", "xlam": "}]", "llama4_pythonic": "]", "pythonic": "]", "harmony": "<|call|>"}
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_strict_arguments_fit_where_only_the_head_of_a_call_tells_that_it_has_begun(family: str) -> None:
+    other = tool("g", {"type": "object", "properties": {"s": {"const": "only this"}}, "required": ["s"]})
+    tools = [*STRICT, other, tool("loose")]
+    rule = make(family, ChatPrompt([], tools, strict_tools=("f", "g")))
+    assert Guide(rule).allowed() is None
+    for name in ("f", "g"):
+        for seed in range(3):
+            text = walk(rule, seed, start=BEGINNINGS[family].replace("NAME", name), room=2000)
+            called = Called.read(family, (text or "") + ENDS.get(family, ""), tools)
+            check(called.calls, tools)
+            assert [found for found, _ in called.calls] == [name]
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_calls_of_tools_that_are_not_strict_and_answers_that_look_like_calls_stay_free(family: str) -> None:
+    rule = make(family, ChatPrompt([], [*STRICT, tool("loose")], strict_tools=("f",)))
+    guide = Guide(rule)
+    said = '{"name": "Bob", "parameters": 1} [loose(x=1)] to=functions.loose f(x) >>>all\n'
+    for token in tokenizer(True).encode(said):
+        guide.take(token)
+        assert guide.allowed() is None

@@ -1,6 +1,25 @@
 """Grammars that make a model call tools, in its family's own markup. Imports no MLX."""
 
-from worker.tool_grammar.build import CallGrammar, Calls, call_grammar, has_calls, next_message, strict_grammar
+from worker.tool_grammar.build import (
+    CallGrammar,
+    Calls,
+    call_grammar,
+    has_calls,
+    next_message,
+    rest_of_call,
+    strict_grammar,
+)
+from worker.tool_grammar.heads import HEADS
 from worker.tool_grammar.lark import Marks
 
-__all__ = ["CallGrammar", "Calls", "Marks", "call_grammar", "has_calls", "next_message", "strict_grammar"]
+__all__ = [
+    "HEADS",
+    "CallGrammar",
+    "Calls",
+    "Marks",
+    "call_grammar",
+    "has_calls",
+    "next_message",
+    "rest_of_call",
+    "strict_grammar",
+]

@@ -15,6 +15,7 @@ from worker.parsers.named import MistralCalls, RecipientJson, SectionCalls, Tagg
 from worker.parsers.pythonic import PythonCalls
 from worker.parsers.xml_calls import XmlCalls
 from worker.tool_grammar import shapes, tagged
+from worker.tool_grammar.heads import HEADS
 from worker.tool_grammar.lark import Lark, Marks, either
 from worker.tool_grammar.schemas import Tool, anything, tool_of
 from worker.tool_grammar.shape import Shape
@@ -66,14 +67,22 @@ def call_grammar(family: str, calls: Calls, marks: Marks, prompt_end: str = "") 
 
 def strict_grammar(family: str, calls: Calls, marks: Marks) -> CallGrammar | None:
     """The rest of a call once it has begun; None where nothing but a call's shape tells that it has."""
-    if isinstance(FAMILIES[family].grammar, Channels):
+    lark, grammar = Lark(marks), FAMILIES[family].grammar
+    form = grammar.body if isinstance(grammar, Channels) else _format(family, marks)
+    if form is None or family in HEADS:
         return None
-    lark = Lark(marks)
-    shape = _shape(lark, _format(family, marks), family, calls.checked())
+    shape = _shape(lark, form, family, calls.checked())
     if len(shape.start) < _TRIGGER_MIN:
         return None
     text = lark.source(_all(shape, calls.is_parallel and bool(shape.tail), family))
     return CallGrammar(text, shape.value_ends, shape.ends, shape.start)
+
+
+def rest_of_call(family: str, calls: Calls, marks: Marks) -> CallGrammar:
+    """What follows the head of a call of the one tool among `calls`, in a family of `HEADS`."""
+    lark = Lark(marks)
+    [tool] = calls.checked()
+    return CallGrammar(lark.source(HEADS[family].rest(lark, tool)))
 
 
 # Shorter ones are ordinary punctuation.
