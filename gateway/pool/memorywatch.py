@@ -45,6 +45,7 @@ class MemoryWatch:
         self._lent_at = float("-inf")
 
     async def run(self) -> None:
+        self._events.memory(self._broker.view())
         while True:
             await self._sleep(self._limits.look_s)
             await self.look()

@@ -13,8 +13,12 @@ import httpx
 import psutil
 import pytest
 
+from gateway.pool.spawn import default_command
+from gateway.pool.state import Limits
+from gateway.stream import Collector
+from protocol.messages import Delta
 from tests.support.daemon import DaemonProcess
-from tests.support.pool import short_home
+from tests.support.pool import Running, config, short_home
 
 pytestmark = pytest.mark.anyio
 ModelFolder = Callable[[str], Path]
@@ -169,3 +173,62 @@ async def test_three_models_and_memory_for_two_serve_two_hundred_mixed_requests(
         assert footprints.peak <= budget
         assert min(daemon.series("model_memory_returned_ratio").values()) >= 0.95
         print(f"loads {loads}, peak {footprints.peak / budget:.2f} of the budget, {len(footprints.samples)} samples")
+
+
+async def test_streams_of_a_worker_that_is_started_anew_for_its_memory_equal_their_undisturbed_runs(
+    home: Path, model_folder: ModelFolder
+) -> None:
+    texts = [" ".join(WORDS[i:] * 4) for i in range(4)]
+    fields: dict[str, object] = {
+        "path": str(model_folder("qwen3")),
+        "kv_bytes": 16 * MIB,
+        "cache": {"ram_bytes": 0, "disk_bytes": 0},
+    }
+
+    async def ids(limits: Limits, memory: int) -> tuple[list[list[int]], Running]:
+        command = default_command
+        async with Running(config(home, ("m",), memory_bytes=memory, **fields), command=command, limits=limits) as r:
+            async with asyncio.timeout(DEADLINE_S):
+                worker = await r.pool.ensure_ready("m")
+                streams = [r.generate(worker, text, max_tokens=400) for text in texts]
+                found = [[t for delta in await read(stream) for t in delta.token_ids] for stream in streams]
+            r.note_pids()
+        return found, r
+
+    expected, calm = await ids(Limits(), SHARE)
+    assert calm.events.recycles == []
+    # Less than Python alone takes: nothing that the worker can do will help.
+    eager = Limits(look_s=0.05, squeeze_s=0.1, creep_s=0.3, creep_bytes=0)
+    found, pressed = await ids(eager, 8 * MIB)
+
+    assert pressed.events.recycles == ["m"]
+    assert pressed.events.resumes == len(texts)
+    assert [len(each) for each in found] == [400] * len(texts)
+    assert found == expected
+
+
+async def read(collector: Collector) -> list[Delta]:
+    deltas: list[Delta] = []
+    while not collector.is_done:
+        deltas += await collector.next()
+    return deltas
+
+
+def test_a_model_that_can_never_fit_is_refused_in_each_dialect_with_numbers(home: Path) -> None:
+    (home / "mlxd.toml").write_text(
+        '[server]\nport = 0\n[memory]\nbudget = "100MiB"\n[models.big]\npath = "demo"\nmemory = "3GiB"\n'
+    )
+    ask = {"model": "big", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    with Daemon(home) as daemon:
+        for stream in (False, True):
+            refused = daemon.client.post("/v1/chat/completions", json=ask | {"stream": stream})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "model_does_not_fit"
+            assert "it needs 3.0 GiB, and the memory budget is 100 MiB" in refused.json()["error"]["message"]
+            assert "retry-after" not in refused.headers
+        claude = daemon.client.post("/v1/messages", json=ask)
+        assert claude.status_code in (503, 529)
+        assert claude.json()["type"] == "error"
+        assert "3.0 GiB" in claude.json()["error"]["message"]
+        assert daemon.model("big")["state"] == "stopped"
+        assert daemon.series("memory_budget_bytes") == {"": 100.0 * MIB}
