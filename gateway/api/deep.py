@@ -20,6 +20,7 @@ from gateway.stream import Collector
 from protocol.messages import Finish, Generate, Sampling, TextPrompt
 
 DEADLINE_S: Final = 10.0
+POLL_S: Final = 0.05
 # Before everything that any key may ask for.
 PRIORITY: Final = -1_000_000
 # In one of these a model is broken; one that is stopped is merely not asked for.
@@ -51,13 +52,17 @@ async def examine(services: Services, model: str | None = None, deadline_s: floa
 
 
 async def _probe(services: Services, worker: Worker, deadline_s: float) -> Probe:
-    state = worker.state
-    if state is not State.READY:
-        return Probe(worker.name, state not in BROKEN, str(state), 0.0, "")
     began = time.perf_counter()
     steps = _steps(worker)
+    error = ""
     try:
-        error = await _one_token(services, worker, deadline_s)
+        async with asyncio.timeout(deadline_s):
+            # It may be held back for a moment, because its memory is wanted or another request is on trial.
+            while worker.state is State.READY and not worker.is_ready:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(POLL_S)
+            if worker.state is not State.READY:
+                return Probe(worker.name, worker.state not in BROKEN, str(worker.state), 0.0, "")
+            error = await _one_token(services, worker)
     except WorkerGone:
         error = "its worker cannot be reached"
     except TimeoutError:
@@ -68,8 +73,8 @@ async def _probe(services: Services, worker: Worker, deadline_s: float) -> Probe
     return Probe(worker.name, not error, "failed" if error else "ready", _ms(began), error)
 
 
-async def _one_token(services: Services, worker: Worker, deadline_s: float) -> str:
-    """What went wrong, or nothing. Raises `WorkerGone` or `TimeoutError`."""
+async def _one_token(services: Services, worker: Worker) -> str:
+    """What went wrong, or nothing. Raises `WorkerGone`."""
     link = services.link
     request = Generate(
         link.next_rid(),
@@ -81,8 +86,7 @@ async def _one_token(services: Services, worker: Worker, deadline_s: float) -> s
     )
     collector = link.submit(worker, [request])
     try:
-        async with asyncio.timeout(deadline_s):
-            return await _ending(collector)
+        return await _ending(collector)
     finally:
         link.abort(collector.rids, "health")
 

@@ -44,6 +44,10 @@ class Spawner:
 
     def spawn(self, spec: WorkerSpec) -> "Child":
         """Start a worker in a session of its own, so that no signal to our group reaches it. Raises `OSError`."""
+        down = Path(spec.down.removeprefix("ipc://"))
+        if not down.exists():
+            # It would never hear of us, and we would wait for it until the load's deadline.
+            raise FileNotFoundError(f"{down} is gone: somebody removed the run folder; restart mlxd")
         argv = self._command(spec)
         read_fd, write_fd = os.pipe()
         try:

@@ -1,3 +1,4 @@
+import asyncio
 import os
 import signal
 from collections.abc import AsyncGenerator
@@ -91,6 +92,17 @@ async def test_a_model_that_serves_others_meanwhile_is_busy_and_not_sick(tmp_pat
             found = await deep.examine(gateway.app.services, deadline_s=0.5)
 
         assert (found.status, found.models[0].state) == ("healthy", "busy")
+
+
+async def test_a_model_that_is_held_back_for_a_moment_is_asked_when_it_may(tmp_path: Path) -> None:
+    async with with_one_loaded(tmp_path) as gateway:
+        worker = gateway.pool.worker("one")
+        worker.close_gate()
+        assert (await deep.examine(gateway.app.services, deadline_s=0.2)).models[0].error == "no token within 0.2 s"
+        asking = asyncio.create_task(deep.examine(gateway.app.services))
+        worker.open_gate()
+
+        assert (await asking).status == "healthy"
 
 
 async def test_once_there_are_keys_only_an_admins_opens_it(tmp_path: Path) -> None:

@@ -114,6 +114,18 @@ async def test_a_cancelled_stream_ends_with_an_error_of_its_dialect(
         assert gateway.app.services.admission.inside("m") == 0
 
 
+async def test_a_stream_that_is_cancelled_while_its_model_loads_ends_with_an_error_event(tmp_path: Path) -> None:
+    async with running(tmp_path, ["--load-s", "60"]) as gateway, admin_of(gateway) as admin:
+        async with gateway.client.stream("POST", "/v1/chat/completions", json=chat(stream=True)) as answer:
+            # The status has come, with nothing but a sign of life.
+            one = await one_in_state(admin, "loading")
+            assert await cancel(admin, one["id"]) == 200
+            text = "".join([piece async for piece in answer.aiter_text()])
+
+        assert answer.status_code == 200
+        assert chat_error(text)[0] == "cancelled"
+
+
 async def test_a_cancelled_whole_answer_is_a_status_that_no_client_tries_again(tmp_path: Path) -> None:
     async with running(tmp_path, ["--step-ms", "5"]) as gateway, admin_of(gateway) as admin:
         asking = asyncio.create_task(gateway.client.post("/v1/chat/completions", json=chat(max_tokens=100_000)))

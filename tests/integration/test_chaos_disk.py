@@ -136,6 +136,9 @@ def test_a_run_folder_that_is_removed_ends_no_stream_and_refuses_what_needs_it(h
         workers = daemon.worker_pids()
         shutil.rmtree(home / "run")
         assert [daemon.complete(model="a").status_code for _ in range(3)] == [200] * 3
+        cold = daemon.complete(model="b")
+        assert cold.status_code == 500
+        assert "somebody removed the run folder; restart mlxd" in cold.json()["error"]["message"]
         assert daemon.client.get("/livez").status_code == 200
         daemon.process.terminate()
         assert daemon.wait() == 0

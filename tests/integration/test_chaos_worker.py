@@ -44,16 +44,16 @@ async def test_tokens_arrive_in_order_and_end_once(home: Path) -> None:
 async def test_streams_of_a_killed_worker_go_on_at_its_successor_and_others_do_not_notice(home: Path) -> None:
     async with Running(config(home, ("a", "b"))) as running:
         doomed = await running.ready("a")
-        streams = [running.generate(doomed, max_tokens=150) for _ in range(3)]
+        streams = [running.generate(doomed, max_tokens=400) for _ in range(3)]
         neighbour = running.generate(await running.ready("b"), max_tokens=60)
         begun = [await stream.next() for stream in streams]
         os.kill(doomed.pid, signal.SIGKILL)
         for start, stream in zip(begun, streams, strict=True):
             deltas = start + await read_all(stream)
-            assert text_of(deltas) == tokens(150)
-            assert [t for d in deltas for t in d.token_ids] == list(range(150))
+            assert text_of(deltas) == tokens(400)
+            assert [t for d in deltas for t in d.token_ids] == list(range(400))
             assert finish_of(deltas) is Finish.LENGTH
-            assert deltas[-1].usage == Usage(3, 0, 150)
+            assert deltas[-1].usage == Usage(3, 0, 400)
         assert text_of(await read_all(neighbour)) == tokens(60)
         assert running.events.exits == [-9]
         assert (doomed.restarts, running.events.resumes) == (1, 3)
