@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for piece in _pieces(text, options.split, options.seed):
         _print(parser.feed(piece))
     _print(parser.finish())
-    reason = "tool_calls" if parser.saw_tool_call else "stop"
+    reason = "length" if parser.is_broken else "tool_calls" if parser.saw_tool_call else "stop"
     print(json.dumps({"type": "finish", "text": reason, "malformed": parser.malformed}))
     return 0
 

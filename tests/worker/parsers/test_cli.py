@@ -61,6 +61,13 @@ def test_tools_give_the_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert lines(capsys.readouterr().out)[1]["text"] == '{"s": "1"}'
 
 
+def test_a_call_that_cannot_be_read_does_not_finish_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = tmp_path / "raw.txt"
+    raw.write_text('<tool_call>{"name": "f", "arguments": {"s": "ha')
+    main(["--parser", "hermes", str(raw)])
+    assert lines(capsys.readouterr().out)[-1] == {"type": "finish", "text": "length", "malformed": 1}
+
+
 @pytest.mark.parametrize("argv", [["--parser", "unheard-of"], ["--parser", "hermes", "/no/such/file"]])
 def test_a_mistake_is_told_and_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
