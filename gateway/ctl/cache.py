@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gateway.ctl.complete import complete_models
 from gateway.ctl.local import console, read_config
 from gateway.ctl.say import Json, ask, print_json
 
@@ -38,7 +39,13 @@ def stats(json: Json = False) -> None:
 @app.command()
 def clear(
     model: Annotated[
-        str | None, typer.Argument(help="Only what was kept for this model.", show_default=False, metavar="MODEL")
+        str | None,
+        typer.Argument(
+            help="Only what was kept for this model.",
+            show_default=False,
+            metavar="MODEL",
+            autocompletion=complete_models,
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

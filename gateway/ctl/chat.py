@@ -3,11 +3,27 @@
 import sys
 from typing import Any, TextIO
 
+from msgspec import Struct
+
 from gateway.ctl.client import Failed, stream_chat
 from gateway.ctl.say import harmless
 
 DIM = "\x1b[2m"
 RESET = "\x1b[0m"
+
+
+class Answer(Struct, frozen=True):
+    """One answer. `reasoning` is empty for a model that does not think aloud."""
+
+    content: str
+    reasoning: str
+
+
+def whole(request: dict[str, Any]) -> Answer:
+    """One answer, when it is complete. Raises `Failed`."""
+    deltas = list(stream_chat(request))
+    content, reasoning = ("".join(delta.get(key) or "" for delta in deltas) for key in ("content", "reasoning_content"))
+    return Answer(content, reasoning)
 
 
 def answer(request: dict[str, Any], out: TextIO) -> str:

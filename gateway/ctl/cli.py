@@ -9,6 +9,7 @@ import typer
 from gateway.ctl import cache, drain, info, inspect, keys, logs, models, pull, requests, rm, service, top
 from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
+from gateway.ctl.complete import complete_models
 from gateway.ctl.say import Json, ask, print_json
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(requests.app, name="requests")
 app.add_typer(service.app, name="service")
 
-Model = Annotated[str, typer.Argument(help="A model's name or alias.", show_default=False)]
+Model = Annotated[
+    str, typer.Argument(help="A model's name or alias.", show_default=False, autocompletion=complete_models)
+]
 
 
 @app.command()
@@ -85,6 +88,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="The longest answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 always answers alike.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one answer as JSON, with its reasoning.")] = False,
 ) -> None:
     """Talk to a model. Without a prompt: a conversation, or what is piped in.
 
@@ -99,12 +103,15 @@ def chat(
     if temperature is not None:
         request["temperature"] = temperature
     messages = [{"role": "system", "content": system}] if system else []
-    if prompt is None and not sys.stdin.isatty():
+    if prompt is None and (json or not sys.stdin.isatty()):
         prompt = sys.stdin.read()
     if prompt is None:
         talk.converse(request, messages)
         return
     messages.append({"role": "user", "content": prompt})
+    if json:
+        print_json(ask(lambda: talk.whole(request | {"messages": messages})))
+        return
     ask(lambda: talk.answer(request | {"messages": messages}, sys.stdout))
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from gateway.ctl.say import ask
+from gateway.ctl.say import ask, print_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,13 +29,20 @@ def refuse_if(is_so: bool, why: str) -> None:
     ask(refuse)
 
 
-def carry_out(actions: "list[Action]", dry_run: bool) -> None:
+def carry_out(actions: "list[Action]", dry_run: bool, json: bool) -> None:
     """Do them, or with `--dry-run` print them."""
+    import msgspec
+
     from gateway.ctl.client import Failed
     from gateway.service import machine
 
+    # Paths are nothing that JSON knows.
+    told = {"done": not dry_run, "actions": msgspec.to_builtins(actions, enc_hook=str)}
     if dry_run:
-        typer.echo(machine.describe(actions))
+        if json:
+            print_json(told)
+        else:
+            typer.echo(machine.describe(actions))
         return
 
     def run() -> None:
@@ -45,6 +52,8 @@ def carry_out(actions: "list[Action]", dry_run: bool) -> None:
             raise Failed(str(error)) from None
 
     ask(run)
+    if json:
+        print_json(told)
 
 
 def manager_of(kind: Kind | None) -> "Manager":

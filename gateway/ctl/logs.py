@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from gateway.ctl.complete import complete_models
 from gateway.ctl.say import Json
 
 POLL_S: Final = 0.2
@@ -14,7 +15,13 @@ _HEAD: Final = ("time", "level", "logger", "message", "exception")
 
 def logs(
     model: Annotated[
-        str | None, typer.Argument(help="Only lines about this model.", show_default=False, metavar="MODEL")
+        str | None,
+        typer.Argument(
+            help="Only lines about this model.",
+            show_default=False,
+            metavar="MODEL",
+            autocompletion=complete_models,
+        ),
     ] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,

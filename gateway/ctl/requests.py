@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Id = Annotated[str, typer.Argument(help="A request's id, as mlxctl requests and the log show it.", show_default=False)]
 
-app = typer.Typer(invoke_without_command=True, help="Show the requests that are being served.")
+app = typer.Typer(invoke_without_command=True)
 
 
 @app.callback()

@@ -22,48 +22,50 @@ Manager = Annotated[Kind | None, typer.Option("--manager", help="With --dry-run:
 
 
 @app.command()
-def install(system: System = False, run_as: RunAs = None, dry_run: DryRun = False, manager: Manager = None) -> None:
+def install(
+    system: System = False, run_as: RunAs = None, dry_run: DryRun = False, manager: Manager = None, json: Json = False
+) -> None:
     """Install the service and start it, now and at each boot (or login, without --system).
 
     Example: sudo mlxctl service install --system --run-as mlxd
     """
-    _do("install", system, run_as, dry_run, manager)
+    _do("install", system, run_as, dry_run, manager, json)
 
 
 @app.command()
-def uninstall(system: System = False, dry_run: DryRun = False, manager: Manager = None) -> None:
+def uninstall(system: System = False, dry_run: DryRun = False, manager: Manager = None, json: Json = False) -> None:
     """End the service and remove it. Its home stays as it is.
 
     Example: mlxctl service uninstall
     """
-    _do("uninstall", system, None, dry_run, manager)
+    _do("uninstall", system, None, dry_run, manager, json)
 
 
 @app.command()
-def start(system: System = False, dry_run: DryRun = False, manager: Manager = None) -> None:
+def start(system: System = False, dry_run: DryRun = False, manager: Manager = None, json: Json = False) -> None:
     """Start the service.
 
     Example: mlxctl service start
     """
-    _do("start", system, None, dry_run, manager)
+    _do("start", system, None, dry_run, manager, json)
 
 
 @app.command()
-def stop(system: System = False, dry_run: DryRun = False, manager: Manager = None) -> None:
+def stop(system: System = False, dry_run: DryRun = False, manager: Manager = None, json: Json = False) -> None:
     """Let running requests finish, end all workers and the service.
 
     Example: mlxctl service stop
     """
-    _do("stop", system, None, dry_run, manager)
+    _do("stop", system, None, dry_run, manager, json)
 
 
 @app.command()
-def restart(system: System = False, dry_run: DryRun = False, manager: Manager = None) -> None:
+def restart(system: System = False, dry_run: DryRun = False, manager: Manager = None, json: Json = False) -> None:
     """Restart the gateway alone: requests finish first, and the workers keep their models.
 
     Example: mlxctl service restart
     """
-    _do("restart", system, None, dry_run, manager)
+    _do("restart", system, None, dry_run, manager, json)
 
 
 @app.command()
@@ -106,6 +108,7 @@ def wired_limit(
         ),
     ] = None,
     dry_run: DryRun = False,
+    json: Json = False,
 ) -> None:
     """Set how much memory the GPU may hold on a Mac, now and at each boot.
 
@@ -128,7 +131,7 @@ def wired_limit(
         refuse_if(os.geteuid() != 0, "this needs root: sudo mlxctl service wired-limit ...")
         refuse_if(finding.level == "warn", f"{finding.text}: {finding.advice}")
     actions = launchd.set_wired_limit(megabytes) if megabytes else launchd.drop_wired_limit()
-    carry_out(actions, dry_run)
+    carry_out(actions, dry_run, json)
 
 
 def _wanted_wired(ram: int) -> int:
@@ -147,7 +150,7 @@ def _wanted_wired(ram: int) -> int:
     return ask(read)
 
 
-def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kind | None) -> None:
+def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kind | None, json: bool) -> None:
     import os
     from pathlib import Path
 
@@ -165,7 +168,7 @@ def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kin
         actions += releases.forget()
     is_refused = system and not dry_run and os.geteuid() != 0
     refuse_if(is_refused, f"--system needs root: sudo mlxctl service {verb} --system")
-    carry_out(actions, dry_run)
+    carry_out(actions, dry_run, json)
 
 
 def _with_versions(facts: "Facts", service: "Service") -> "Standing":

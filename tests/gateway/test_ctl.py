@@ -180,6 +180,15 @@ def test_chat_streams_the_answer(home: Path) -> None:
     assert done.stdout == "Hello there\n"
 
 
+def test_chat_gives_a_script_the_reasoning_too(home: Path) -> None:
+    said = json.dumps([["reasoning", "hm"], ["text", "Hello "], ["text", "there"], ["finish", "stop"]])
+
+    assert json.loads(ctl(home, "chat", "default", said, "--json").stdout) == {
+        "content": "Hello there", "reasoning": "hm",
+    }  # fmt: skip
+    assert json.loads(ctl(home, "chat", "default", "--json", stdin=said).stdout)["reasoning"] == "hm"
+
+
 def test_chat_takes_what_is_piped_in_and_its_options(home: Path) -> None:
     assert ctl(home, "chat", "org/m", "--max-tokens", "3", stdin="hi").stdout == "t0 t1 t2 \n"
 

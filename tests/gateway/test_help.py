@@ -2,18 +2,20 @@ from collections.abc import Iterator
 
 import pytest
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from gateway.ctl.cli import app
 
 
-def helps(group: TyperGroup, words: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Every command that does something: what is typed for it, and its help."""
+def commands(group: TyperGroup, words: tuple[str, ...] = ()) -> Iterator[tuple[str, TyperCommand | TyperGroup]]:
+    """Every command that does something: what is typed for it, and what it is."""
     for name, command in group.commands.items():
-        if isinstance(command, TyperGroup):
-            yield from helps(command, (*words, name))
-        else:
-            yield " ".join((*words, name)), command.help or ""
+        if not isinstance(command, TyperGroup):
+            yield " ".join((*words, name)), command
+            continue
+        if command.invoke_without_command:
+            yield " ".join((*words, name)), command
+        yield from commands(command, (*words, name))
 
 
 def root() -> TyperGroup:
@@ -22,7 +24,7 @@ def root() -> TyperGroup:
     return command
 
 
-HELPS = dict(helps(root()))
+HELPS = {verb: command.help or "" for verb, command in commands(root())}
 
 
 @pytest.mark.parametrize("verb", HELPS)
