@@ -165,6 +165,8 @@ def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Sche
     found, schemas = msgspec.json.schema_components([*asked, *told], ref_template=_REF + "{name}")
     names = {_given_name(struct, schemas): struct for struct in (*inputs, *outputs)}
     for name, struct in names.items():
+        if hasattr(struct, "told"):
+            schemas[name]["allOf"] = [getattr(struct, "told")]  # noqa: B009 - most structs have none
         if struct not in inputs:
             schemas[name]["required"] = _sent(struct)
     for operation in operations:

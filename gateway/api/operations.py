@@ -44,8 +44,8 @@ DESCRIPTION: Final = """\
 OpenAI's chat completions, completions and Responses, Anthropic's Messages, and a few routes of mlxd's own.
 
 Where mlxd has no key yet, it asks for none on the loopback. Fields that are not named here are ignored, and told in
-the header `x-mlxd-ignored`. With the header `anthropic-version` errors have Anthropic's shape on every path. An error
-after the first byte of a stream is an event of the stream.
+the header `x-mlxd-ignored`. Whole numbers are written without a fraction. With the header `anthropic-version` errors
+have Anthropic's shape on every path. An error after the first byte of a stream is an event of the stream.
 """
 
 

@@ -1,6 +1,6 @@
 """`POST /tokenize` and `POST /detokenize`, as vLLM and SGLang have them."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Struct
@@ -15,12 +15,20 @@ from gateway.schemas.decode import decode
 from gateway.schemas.openai import Message, TokenId
 from gateway.schemas.openai_turns import turns
 from gateway.schemas.thinking import of_config
+from gateway.schemas.told import NULL, TEXT, case
 from gateway.services import Services
 from protocol.messages import ChatPrompt, TextPrompt
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
     """Either `prompt` or `messages`."""
+
+    told: ClassVar = {
+        "anyOf": [
+            case(("prompt",), prompt=TEXT, messages=NULL),
+            case(("messages",), messages={"type": "array", "minItems": 1}),
+        ]
+    }
 
     model: str = ""
     prompt: str | None = None

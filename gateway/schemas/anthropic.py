@@ -1,7 +1,7 @@
 """Anthropic's Messages API: the request, and its lowering. As lenient as the real API with what clients send along."""
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 from msgspec import Meta, Struct
@@ -13,13 +13,17 @@ from gateway.schemas.canonical import EFFORTS, Call, Choice, Thinking, Tool, Too
 from gateway.schemas.decode import decode
 from gateway.schemas.lowering import derive_seed
 from gateway.schemas.thinking import of_config
-from gateway.schemas.told import words
+from gateway.schemas.told import TEXT, words
 from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling
 
 # Claude Code's first system block; its value changes with every session and would spoil every cached prefix.
 VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"
 # Blocks and messages are joined the same way whether they come as a list or as a string.
 JOINT: Final = "\n\n"
+BLOCKS: Final = (
+    *("text", "document", "search_result", "tool_reference", "tool_use", "tool_result", "thinking"),
+    "redacted_thinking",
+)
 CHOICES: Final = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "tool": Choice.NAMED, "none": Choice.NONE}
 
 # Accepted because they ask for nothing that a local server does.
@@ -38,10 +42,14 @@ NO_ACTION: Final = frozenset(
 )
 
 
+Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
 class Block(Struct, frozen=True):
     """A content block of any type: which fields it has depends on `type`."""
 
-    type: str
+    # Others are an error of the user's, and nothing in what the assistant has said.
+    type: Annotated[str, words(*BLOCKS)]
     text: str | None = None
     id: str | None = None
     name: str | None = None
@@ -64,6 +72,8 @@ class Message(Struct, frozen=True):
 class ToolSpec(Struct, frozen=True):
     """A client tool, or by its `type` one that Anthropic's servers run."""
 
+    told: ClassVar = {"required": ["name"], "properties": {"name": TEXT}}
+
     name: str = ""
     type: str | None = None
     description: str | None = None
@@ -80,7 +90,7 @@ class ToolChoice(Struct, frozen=True):
 
 class ThinkingSpec(Struct, frozen=True):
     type: Annotated[str, words("enabled", "disabled", "adaptive")]
-    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+    budget_tokens: Tokens | None = None
 
 
 class OutputFormat(Struct, frozen=True):
@@ -109,7 +119,7 @@ class CountRequest(Struct, frozen=True, kw_only=True):
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     """`POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: Tokens
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None

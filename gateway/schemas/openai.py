@@ -1,6 +1,6 @@
 """The request bodies of OpenAI's chat completions and completions: typed, ranged, and honest about what is unknown."""
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 from msgspec import Meta, Struct
@@ -11,7 +11,7 @@ from gateway.schemas.constraints import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from gateway.schemas.decode import decode
 from gateway.schemas.openai_tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
 from gateway.schemas.thinking import ReasoningSpec, ThinkingSpec
-from gateway.schemas.told import NULL, TEXT, UNSERVED, shape, words
+from gateway.schemas.told import NULL, TEXT, UNSERVED, case, shape, words
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
@@ -33,11 +33,12 @@ Stop = StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)]
 Effort = Annotated[str, Meta(max_length=32), words(*EFFORTS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 # Several texts, the ids of one prompt, or those of several.
-_IDS: Final = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_ID: Final = {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}
+_IDS: Final = {"type": "array", "items": _ID, "minItems": 1}
 PROMPTS: Final = {
     "minItems": 1,
     "maxItems": PROMPTS_MAX,
-    "anyOf": [{"items": TEXT}, {"items": {"type": "integer"}}, {"items": _IDS}],
+    "anyOf": [{"items": TEXT}, {"items": _ID}, {"items": _IDS}],
 }
 
 
@@ -47,6 +48,13 @@ class StreamOptions(Struct, frozen=True):
 
 class Part(Struct, frozen=True):
     """One part of a message's content. Only text is served; `text` is what `refusal` parts carry in another field."""
+
+    told: ClassVar = {
+        "anyOf": [
+            case(("text",), type={"enum": list(TEXT_PARTS)}, text={"type": "string"}),
+            case(type={"const": "refusal"}),
+        ]
+    }
 
     type: Annotated[str, words(*TEXT_PARTS, "refusal")]
     text: str | None = None
@@ -61,12 +69,44 @@ class CalledFunction(Struct, frozen=True):
 class CallSpec(Struct, frozen=True):
     """A call of an earlier turn."""
 
+    told: ClassVar = case(("function",), function={"type": "object"})
+
     id: str = ""
     type: Annotated[str, Meta(max_length=64), words("function")] = "function"
     function: CalledFunction | None = None
 
 
+_SAID: Final = {"type": ["string", "array"]}
+
+
 class Message(Struct, frozen=True):
+    told: ClassVar = {
+        "anyOf": [
+            case(
+                ("content",),
+                role={"enum": ["system", "developer", "user"]},
+                content=_SAID,
+                tool_calls=NULL,
+                function_call=NULL,
+            ),
+            case(role={"const": "assistant"}),
+            case(
+                ("tool_call_id",),
+                role={"const": "tool"},
+                tool_call_id={"type": "string"},
+                tool_calls=NULL,
+                function_call=NULL,
+            ),
+            case(
+                ("name",),
+                role={"const": "function"},
+                name={"type": "string"},
+                tool_calls=NULL,
+                function_call=NULL,
+            ),
+        ]
+    }
+
     role: Annotated[str, words(*ROLES)]
     content: str | list[Part] | None = None
     name: str | None = None
@@ -153,8 +193,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     # Known, not served yet.
-    best_of: int | None = None
-    suffix: str | None = None
+    best_of: Annotated[int, Meta(ge=0, le=1 << 40), shape({"maximum": 1})] | None = None
+    suffix: Annotated[str, shape({"maxLength": 0})] | None = None
 
 
 # Accepted because they ask for nothing that a local server does, whatever their value.

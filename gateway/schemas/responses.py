@@ -1,6 +1,6 @@
 """The request body of OpenAI's Responses API. Items are one tolerant struct: their `type` says which fields count."""
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -9,7 +9,7 @@ from gateway.errors import BadRequest, Unsupported
 from gateway.schemas.decode import decode
 from gateway.schemas.openai import Effort, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP, Unit
 from gateway.schemas.thinking import Budget, ReasoningSpec, ThinkingSpec
-from gateway.schemas.told import TEXT, UNSERVED, shape, typed, words
+from gateway.schemas.told import TEXT, UNSERVED, case, shape, typed, words
 
 # Accepted because they ask for nothing that a local server does, whatever their value.
 NO_ACTION: Final = frozenset(
@@ -24,12 +24,23 @@ TOOL: Final = typed(
     description={"type": ["string", "null"]},
     parameters={"type": ["object", "null"]},
     strict={"type": ["boolean", "null"]},
-)
+) | {"required": ["type", "name"]}
 TOOL_CHOICE: Final = typed("function", "custom", "allowed_tools", name=TEXT)
+
+
+_TEXT: Final = {"type": "string"}
+_SAID: Final = {"type": ["string", "array"]}
 
 
 class Part(Struct, frozen=True, omit_defaults=True):
     """One part of a message, of a tool's output or of a reasoning item."""
+
+    told: ClassVar = {
+        "anyOf": [
+            case(("text",), type={"not": {"const": "refusal"}}, text=_TEXT),
+            case(type={"const": "refusal"}),
+        ]
+    }
 
     type: Annotated[str, words("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")]
     text: str | None = None
@@ -38,6 +49,28 @@ class Part(Struct, frozen=True, omit_defaults=True):
 
 class Item(Struct, frozen=True, omit_defaults=True):
     """An input item of any type, and an output item that comes back. Without a type it is a message or a reference."""
+
+    told: ClassVar = {
+        "anyOf": [
+            case(("role", "content"), type={"enum": ["message", None]}, role=_TEXT, content=_SAID),
+            case(("id",), type={"enum": ["item_reference", None]}, id=_TEXT),
+            case(("type",), type={"enum": ["reasoning", "compaction"]}),
+            case(("type", "call_id", "name"), type={"const": "function_call"}, call_id=_TEXT, name=_TEXT),
+            case(
+                ("type", "call_id", "name", "input"),
+                type={"const": "custom_tool_call"},
+                call_id=_TEXT,
+                name=_TEXT,
+                input=_TEXT,
+            ),
+            case(
+                ("type", "call_id", "output"),
+                type={"enum": ["function_call_output", "custom_tool_call_output"]},
+                call_id=_TEXT,
+                output=_SAID,
+            ),
+        ]
+    }
 
     type: str | None = None
     id: str | None = None
@@ -86,6 +119,13 @@ class TextWish(Struct, frozen=True):
 class CountRequest(Struct, frozen=True, kw_only=True):
     """`POST /v1/responses/input_tokens`: the part of a request that is the prompt."""
 
+    told: ClassVar = {
+        "anyOf": [
+            case(("input",), input={"type": ["string", "array"], "minItems": 1}),
+            case(("previous_response_id",), previous_response_id=_TEXT),
+        ]
+    }
+
     model: str = ""
     input: str | list[Item] | None = None
     instructions: str | list[Item] | None = None
@@ -120,10 +160,10 @@ class ResponsesRequest(CountRequest, frozen=True, kw_only=True):
 
     stream: bool | None = None
     store: bool | None = None
-    background: bool | None = None
+    background: Annotated[bool, shape({"enum": [False]})] | None = None
     include: list[str] | None = None
     max_output_tokens: Tokens | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -1,5 +1,8 @@
 """What the published document says of a field beyond its type. Decoding does not look at it: what is refused for its
-value is refused by the lowering, in its own words, and this says beforehand what is not."""
+value is refused by the lowering, in its own words, and this says beforehand what is not.
+
+A struct's own `told`, a class variable, is added to its schema: what its fields mean together.
+"""
 
 from typing import Any, Final
 
@@ -23,6 +26,11 @@ def typed(*known: str, **properties: Any) -> dict[str, Any]:
         "properties": {"type": {"enum": list(known)}, **properties},
         "required": ["type"],
     }
+
+
+def case(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    """One of the forms that an object may have."""
+    return {"properties": properties, "required": list(required)}
 
 
 NULL: Final = {"type": "null"}

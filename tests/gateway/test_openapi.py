@@ -94,6 +94,30 @@ def test_a_body_has_the_fields_of_the_struct_that_it_is_decoded_to_and_those_tha
     assert set(chat) > NO_ACTION
 
 
+def test_every_whole_number_of_a_body_fits_into_a_message() -> None:
+    waiting: list[Any] = [item.get("post", {}).get("requestBody") for item in document()["paths"].values()]
+    seen: set[str] = set()
+    checked = 0
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+            continue
+        if not isinstance(one, dict):
+            continue
+        name = one.get("$ref", "")
+        if isinstance(name, str) and name and name not in seen:
+            seen.add(name)
+            waiting.append(document()["components"]["schemas"][name.rpartition("/")[2]])
+        # What is told beyond the type says less than the type.
+        waiting += [value for key, value in one.items() if key not in ("allOf", "default")]
+        if one.get("type") == "integer":
+            assert -(1 << 63) <= one["minimum"] <= one["maximum"] < 1 << 63, one
+            checked += 1
+
+    assert checked > 20
+
+
 def test_what_is_always_sent_is_required_and_what_may_be_left_out_is_not() -> None:
     schemas = document()["components"]["schemas"]
 
