@@ -32,8 +32,9 @@ def fuzz(daemon: DaemonProcess, key: str, *options: str) -> None:
     """Fails with what schemathesis has found and how to see it again."""
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(SETTINGS), "run"]
     command += [f"{daemon.url}/openapi.json", "-H", f"Authorization: Bearer {key}", *options]
+    kept = daemon.client.post("/v1/responses", json={"model": "m", "input": "hi", "max_output_tokens": 2}).json()
     # It keeps what it has found where it runs.
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MLXD_FUZZ_RESPONSE": kept["id"]}
     done = subprocess.run(command, cwd=daemon.home, env=env, capture_output=True, text=True, check=False)
     log = daemon.home / "logs" / "mlxd.log"
     failed = [line for line in log.read_text().splitlines() if '"level":"error"' in line]
@@ -49,9 +50,8 @@ def test_every_answer_is_one_that_the_document_tells_of(module: str) -> None:
         (home / "mlxd.toml").write_text(CONFIG)
         key = KeyFile(home / "keys" / "keys.json").create(Key(name="fuzz", prefix="", salt="", hash=""))[1]
         with DaemonProcess(home, *(SCRIPTED if is_scripted else ()), module=module) as daemon:
-            fuzz(daemon, key, *(AMOUNT if FUZZ_S is None else LONG))
             daemon.client.headers["x-api-key"] = key
-
+            fuzz(daemon, key, *(AMOUNT if FUZZ_S is None else LONG))
             metrics = daemon.client.get("/metrics").text
 
     assert "mlxd_unhandled_errors_total 0.0" in metrics
