@@ -246,7 +246,13 @@ class SetMemory(msgspec.Struct, frozen=True, array_like=True, tag=12):
     cache_part: float = 1.0
 
 
-Down = Welcome | Generate | Abort | Detokenize | Tokenize | Ping | Drain | Shutdown | Dump | SetMemory
+class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """Log from this level on: `debug`, `info`, `warning`, `error` or `critical`."""
+
+    level: str
+
+
+Down = Welcome | Generate | Abort | Detokenize | Tokenize | Ping | Drain | Shutdown | Dump | SetMemory | SetLogLevel
 
 
 # -- upstream --------------------------------------------------------------------------------------------------------

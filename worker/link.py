@@ -29,6 +29,7 @@ from protocol.messages import (
     Pong,
     Ready,
     Rejected,
+    SetLogLevel,
     SetMemory,
     Shutdown,
     Tokenize,
@@ -131,12 +132,20 @@ class Link:
                 self.on_generate(message)
             case Abort() | Drain() | Shutdown() | SetMemory():
                 self.on_control(message)
+            case SetLogLevel(level):
+                self._set_level(level)
             case Dump():
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
             case Welcome():
                 pass  # handled by the caller, which knows the boot before it
             case _:
                 assert_never(message)
+
+    def _set_level(self, level: str) -> None:
+        if level.upper() in logging.getLevelNamesMapping():
+            log.setLevel(level.upper())
+        else:
+            log.warning("there is no log level %r", level)
 
     def _introduce(self) -> None:
         """Tell a restarted gateway who is here."""

@@ -20,6 +20,7 @@ from protocol.messages import (
     Drain,
     Dump,
     Goodbye,
+    SetLogLevel,
     Shutdown,
     Welcome,
     WorkerSpec,
@@ -67,6 +68,9 @@ class Life(Front):
         self.ready_at = self._effects.now()
         self._pulse.answered(self.ready_at)
         self._enter(State.READY)
+        if self._process is not None and self._process.is_adopted:
+            # It was started under another configuration.
+            self._try_send(SetLogLevel(self.spec.log_level))
         self._serve()
 
     def _serve(self) -> None:

@@ -363,7 +363,7 @@ class _RealEffects:
 def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
     """Whether a worker of the one need not be started anew to be one of the other.
 
-    How much it logs, and the cap of the cache folder that all share, are no reason: they count from its next start.
+    How much it logs is no reason, nor is the cap of the cache folder that all share: that counts from its next start.
     """
     changes = {"epoch": 0, "log_level": "", "disk_cache_bytes": 0, "memory_bytes": 0}
     return msgspec.structs.replace(one, **changes) == msgspec.structs.replace(other, **changes)

@@ -23,6 +23,7 @@ from protocol.messages import (
     Loading,
     Pong,
     Ready,
+    SetLogLevel,
 )
 
 log = logging.getLogger(__name__)
@@ -173,6 +174,8 @@ class Worker(Life):
                 self._settle_stopped()
 
     def _on_change(self, command: mail.Change) -> None:
+        if command.spec.log_level != self.spec.log_level and self._process is not None:
+            self._try_send(SetLogLevel(command.spec.log_level))
         self.spec, self.is_preload = command.spec, command.is_preload
         self._load_timeout_s = command.load_timeout_s
         if not command.is_reload:

@@ -13,6 +13,7 @@ import pytest
 from gateway.app import create_admin_app
 from gateway.config import Config, ConfigError, ModelConfig, SamplingDefaults, ServerConfig
 from gateway.configread import load_config
+from gateway.logs import OURS
 from gateway.pool.state import State
 from gateway.reload import FIXED, Reloader, changes, with_fixed
 from gateway.schemas.admin import Reload
@@ -158,7 +159,7 @@ sampling = { max_tokens = 2 }
         assert r.epoch("a") == 1
 
 
-async def test_cors_metrics_and_the_log_level_apply_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_cors_and_the_log_level_apply_at_once(tmp_path: Path) -> None:
     origin = {"origin": "https://a.example"}
     async with reloadable(tmp_path) as r:
         assert "vary" not in (await r.gateway.client.get("/livez", headers=origin)).headers
@@ -167,7 +168,8 @@ async def test_cors_metrics_and_the_log_level_apply_at_once(tmp_path: Path, capl
             await r.reload('[server]\ncors = ["https://a.example"]\nlog_level = "error"\n[models.a]\n')
             assert logging.getLogger("gateway").level == logging.ERROR
         finally:
-            logging.getLogger("gateway").setLevel(level)
+            for name in OURS:
+                logging.getLogger(name).setLevel(level)
         said = await r.gateway.client.get("/livez", headers=origin)
         assert said.headers["access-control-allow-origin"] == "https://a.example"
         await r.reload(BEFORE)
@@ -297,15 +299,19 @@ async def test_a_model_that_is_not_loaded_just_gets_its_new_settings(tmp_path: P
         await until(lambda: r.gateway.pool.worker("b").spec.context == 512)
 
 
-async def test_the_log_level_and_another_models_disk_cache_restart_nobody(tmp_path: Path) -> None:
+async def test_the_log_level_and_another_models_disk_cache_restart_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with reloadable(tmp_path) as r:
         await r.answer("a")
         text = BEFORE.replace('"20s"', '"20s"\nlog_level = "debug"') + 'cache = { disk = "77GiB" }\n'
         level = logging.getLogger("gateway").level
         try:
             done = await r.reload(text)
+            await until(lambda: "a#1: logs from debug on" in caplog.text)
         finally:
-            logging.getLogger("gateway").setLevel(level)
+            for name in OURS:
+                logging.getLogger(name).setLevel(level)
 
         assert done.restarted == []
         assert (await r.answer("a")).status_code == 200

@@ -39,6 +39,7 @@ def down() -> list[m.Down]:
         m.Shutdown("asked"),
         m.Dump(9),
         m.SetMemory(2**40, 0.5, 0.25),
+        m.SetLogLevel("debug"),
     ]
 
 

@@ -31,6 +31,7 @@ from protocol.messages import (
     Ready,
     Rejected,
     Sampling,
+    SetLogLevel,
     Shutdown,
     Step,
     TextPrompt,
@@ -109,6 +110,15 @@ def test_a_request_is_accepted_streamed_and_ended(gateway: Gateway) -> None:
     assert deltas[-1].usage is not None
     assert deltas[-1].usage.prompt == accepted.prompt_tokens
     assert sum(len(delta.token_ids) for delta in deltas) == 12
+
+
+def test_the_log_level_changes_without_a_restart(gateway: Gateway) -> None:
+    gateway.send(SetLogLevel("error"))
+    gateway.send(SetLogLevel("quiet"))
+    gateway.send(SetLogLevel("info"))
+    gateway.send(SetLogLevel("loud"))
+
+    assert "there is no log level 'quiet'" not in gateway.wait_for_stderr("there is no log level 'loud'")
 
 
 def test_a_request_that_cannot_be_served_is_rejected_and_the_next_one_is_served(gateway: Gateway) -> None:

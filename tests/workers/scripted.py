@@ -38,6 +38,7 @@ from protocol.messages import (
     Pong,
     Ready,
     Rejected,
+    SetLogLevel,
     SetMemory,
     Shutdown,
     Stats,
@@ -144,6 +145,10 @@ class Scripted:
                     self.status = 0
             case Dump():
                 print("dumped", flush=True)
+            case SetLogLevel(level):
+                # Nobody reads what an adopted worker prints.
+                with contextlib.suppress(BrokenPipeError):
+                    print(f"logs from {level} on", flush=True)
             case SetMemory():
                 self.orders.append(message)
                 print(f"told {message}", flush=True)
