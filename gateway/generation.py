@@ -16,7 +16,7 @@ from gateway.http import Record
 from gateway.limits import Bill, Meter
 from gateway.link import LATE, WorkerGone
 from gateway.pool.process import Worker
-from gateway.pool.state import ModelUnavailable
+from gateway.pool.state import ModelUnavailable, State
 from gateway.services import Services
 from gateway.stream import Collector
 from protocol.failures import Code, Failure
@@ -216,7 +216,7 @@ class Generation:
     def state(self) -> str:
         """`queued`, `loading`, `prefill` or `decode`: where the sequence that is furthest stands."""
         if self._patience is not None:
-            return "queued" if self._worker.is_ready else "loading"
+            return "loading" if self._worker.state in (State.STARTING, State.LOADING) else "queued"
         if self.record.first_token_s is not None:
             return "decode"
         return "queued" if self._collector is None or self._collector.progress is None else "prefill"

@@ -322,3 +322,15 @@ def test_a_machine_that_cannot_be_kept_awake_refuses_to_say_so(tmp_path: Path) -
 
 def test_a_model_may_have_a_log_level_of_its_own_in_any_case(tmp_path: Path) -> None:
     assert load(tmp_path, '[models.a]\nlog_level = "DEBUG"').models["a"].log_level == "debug"
+
+
+@pytest.mark.parametrize(("level", "status"), [("DEBUG", 78), ("Warning", 78), ("loud", 2)])
+def test_the_daemon_takes_a_level_in_any_case_and_no_other(tmp_path: Path, level: str, status: int) -> None:
+    (tmp_path / "mlxd.toml").write_text("broken")
+    command = [sys.executable, "-P", "-m", "gateway.main", "--log-level", level]
+    found = subprocess.run(
+        command, env={"MLXD_HOME": str(tmp_path)}, cwd=Path(__file__).parents[2], capture_output=True, check=False
+    )
+
+    # A level that is taken gets as far as the configuration.
+    assert found.returncode == status
