@@ -133,7 +133,9 @@ class Daemon(DaemonProcess):
             return model
 
     def kill_worker(self, signum: int = signal.SIGKILL) -> None:
-        os.kill(self.model()["pid"], signum)
+        pid = self.model()["pid"]
+        assert pid > 0, "0 would be our own process group"
+        os.kill(pid, signum)
 
     def is_ready(self, epoch: int) -> bool:
         model = self.model()
