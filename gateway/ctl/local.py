@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gateway.config import Config
-    from gateway.schemas.admin import ModelStatus
+    from gateway.schemas.admin import ModelStatus, Status
 
 
 def read_config() -> "Config":
@@ -22,19 +22,25 @@ def read_config() -> "Config":
         raise Failed(str(error)) from None
 
 
-def running_models() -> "list[ModelStatus] | None":
-    """What the daemon serves; None when it does not run."""
+def daemon() -> "Status | None":
+    """What it says of itself; None when it does not run."""
     from gateway.ctl.client import Failed, get
     from gateway.schemas.admin import Status
 
     try:
-        return get("/v1/status", Status).models
+        return get("/v1/status", Status)
     except Failed:
         return None
 
 
+def running_models() -> "list[ModelStatus] | None":
+    """What the daemon serves; None when it does not run."""
+    status = daemon()
+    return None if status is None else status.models
+
+
 def readable_config() -> "Config | None":
-    """The same, where a broken file is no reason to say nothing."""
+    """The same as `read_config`, where a broken file is no reason to say nothing."""
     from gateway.ctl.client import Failed
 
     try:
@@ -53,10 +59,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def budget_bytes() -> int:
-    """What all models may take together."""
+def budget_bytes(status: "Status | None") -> int:
+    """What all models may take together: the daemon's word, or what it would be."""
     from gateway.pool.machine import ThisMachine
 
+    if status is not None and status.memory is not None:
+        return status.memory.budget_bytes
     config = readable_config()
     budget = "auto" if config is None else config.memory.budget_bytes
     return ThisMachine().budget() if budget == "auto" else budget
@@ -66,8 +74,9 @@ def available_bytes() -> int:
     """What a model could take if those of the daemon made room for it."""
     from gateway.pool.machine import ThisMachine
 
-    held = sum(model.memory_bytes for model in running_models() or ())
-    return min(budget_bytes(), ThisMachine().available() + held)
+    status = daemon()
+    held = status.memory.footprint_bytes if status is not None and status.memory is not None else 0
+    return min(budget_bytes(status), ThisMachine().available() + held)
 
 
 def console() -> "Console":

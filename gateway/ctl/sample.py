@@ -23,6 +23,7 @@ class ModelSample(Struct, frozen=True):
     waiting: int
     slots: int
     memory_bytes: int
+    share_bytes: int
     weights_bytes: int
     kv_bytes: int
     tokens_per_s: float
@@ -92,7 +93,9 @@ def _model(before: ModelStatus | None, after: ModelStatus, span_s: float) -> Mod
         running=after.running,
         waiting=waiting(after),
         slots=after.slots,
-        memory_bytes=after.memory_bytes,
+        # As it is measured from outside, where that was possible.
+        memory_bytes=after.footprint_bytes or after.memory_bytes,
+        share_bytes=after.share_bytes,
         weights_bytes=after.weights_bytes,
         kv_bytes=after.kv_bytes,
         tokens_per_s=round(tokens / span_s, 1) if span_s else 0.0,

@@ -59,7 +59,7 @@ def look(span_s: float) -> View:
     from gateway.ctl.local import budget_bytes
     from gateway.ctl.sample import take
 
-    return View(budget_bytes(), take(_status, span_s), _requests())
+    return View(budget_bytes(_status()), take(_status, span_s), _requests())
 
 
 def render(view: View) -> "Group":
@@ -114,13 +114,14 @@ def _live(interval: float) -> None:
     from gateway.ctl.local import budget_bytes
     from gateway.ctl.sample import compare
 
-    budget = budget_bytes()
     before, began = _status(), time.monotonic()
-    view = View(budget, compare(before, before, 0.0), _requests())
+    view = View(budget_bytes(before), compare(before, before, 0.0), _requests())
     with _keys() as is_over, Live(render(view), screen=True, auto_refresh=False) as live:
         while not is_over(interval):
             after, now = _status(), time.monotonic()
-            live.update(render(View(budget, compare(before, after, now - began), _requests())), refresh=True)
+            live.update(
+                render(View(budget_bytes(after), compare(before, after, now - began), _requests())), refresh=True
+            )
             before, began = after, now
 
 

@@ -12,8 +12,15 @@ from tests.gateway.test_ctl import ctl
 from tests.gateway.test_help import HELPS, commands, root
 
 VERBS = [
-    "serve", "status", "top", "models", "ps", "load", "unload", "restart", "pull", "rm", "info", "chat", "requests",
-    "cancel", "logs", "cache", "keys", "config", "drain", "doctor", "verify", "bench", "parse", "service", "version",
+    "serve", "status", "top", "models", "ps", "load", "unload", "restart", "pin", "unpin", "pull", "rm", "info", "chat",
+    "requests", "cancel", "logs", "cache", "keys", "config", "drain", "doctor", "verify", "bench", "parse", "service",
+    "version",
+]  # fmt: skip
+NESTED = [
+    "cache stats", "cache clear", "config check", "config show", "config reload", "config schema", "keys create",
+    "keys list", "keys revoke", "keys rotate", "keys usage", "requests show", "service install", "service uninstall",
+    "service start", "service stop", "service restart", "service status", "service logs", "service upgrade",
+    "service rollback",
 ]  # fmt: skip
 # Why a verb has no --json.
 WITHOUT_JSON = {
@@ -30,6 +37,11 @@ def test_a_verb_exists_and_is_shown(verb: str) -> None:
 
     assert not command.hidden
     assert any(text == verb or text.startswith(f"{verb} ") for text in HELPS)
+
+
+@pytest.mark.parametrize("verb", NESTED)
+def test_a_verb_of_a_group_exists_and_is_shown(verb: str) -> None:
+    assert verb in COMMANDS
 
 
 @pytest.mark.parametrize("verb", sorted(set(COMMANDS) - set(WITHOUT_JSON)))
