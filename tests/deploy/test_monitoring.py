@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from gateway.metrics import Metrics
+from gateway.pool.state import MemoryView, ModelMemory
 from protocol.messages import Stats
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -27,6 +28,8 @@ def exposition() -> str:
     metrics.rejected("m", "queue_full")
     metrics.worker_exit("m", -9)
     metrics.auth_failures["unknown"] += 1
+    memory = ModelMemory(share_bytes=3, floor_bytes=1, footprint_bytes=2, idle_s=0.0, is_gated=False)
+    metrics.memory(MemoryView(4, 3, 2, (), {"m": memory}))
     return metrics.text().decode()
 
 
