@@ -16,6 +16,7 @@ from gateway import awake
 from gateway.app import create_admin_app, create_app
 from gateway.awake import Awake
 from gateway.config import Config, ConfigError
+from gateway.errors import Unavailable
 from gateway.guard import GuardedProtocol
 from gateway.link import Link
 from gateway.listen import BACKLOG, close_all, listen_tcp, listen_unix
@@ -125,8 +126,8 @@ class Daemon:
     async def _reload(self) -> None:
         try:
             await self._reloader.reload()
-        except ConfigError:
-            pass  # logged, and the old one stays
+        except (ConfigError, Unavailable):
+            pass  # logged, or no matter any more
         except Exception:  # The root of what a signal started; nothing else is waiting for it.
             self._app.services.metrics.unhandled_errors += 1
             log.exception("the configuration could not be reloaded")

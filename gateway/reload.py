@@ -8,6 +8,7 @@ from typing import Final, Protocol
 from msgspec import Struct, structs
 
 from gateway.config import Config, ConfigError, ModelConfig, ServerConfig, file_key
+from gateway.errors import Unavailable
 from gateway.logs import set_level
 from gateway.pool.pool import Applied
 from gateway.schemas.admin import Reload
@@ -36,13 +37,19 @@ class Reloader:
         self._lock = asyncio.Lock()
 
     async def reload(self) -> Reload:
-        """Returns what it did. Models that it restarts or removes may still be at it. Raises `ConfigError`, logged."""
+        """Returns what it did. Models that it restarts or removes may still be at it.
+
+        Raises `ConfigError`, logged, and `Unavailable` when the daemon is about to end.
+        """
         async with self._lock:
             try:
                 wanted = await asyncio.to_thread(self._read)
             except ConfigError as error:
                 log.error("the configuration stays as it was: %s", error)
                 raise
+            if self._app.services.admission.is_draining:
+                # What is started now would outlive us.
+                raise Unavailable("The server is shutting down.", code="draining")
             return self._apply(wanted)
 
     def _apply(self, wanted: Config) -> Reload:

@@ -205,6 +205,16 @@ async def test_a_bad_file_changes_nothing_and_names_its_line(tmp_path: Path) -> 
         assert (await r.admin.post("/v1/config/reload", json={})).json()["added"] == ["new"]
 
 
+async def test_nothing_is_reloaded_while_the_daemon_drains(tmp_path: Path) -> None:
+    async with reloadable(tmp_path) as r:
+        r.gateway.app.drain()
+        r.write("[models.new]\npreload = true\n")
+        refused = await r.admin.post("/v1/config/reload", json={})
+
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert [view.name for view in r.gateway.pool.workers()] == ["a", "b"]
+
+
 # -- models come and go ----------------------------------------------------------------------------------------------
 
 
