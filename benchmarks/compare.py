@@ -33,7 +33,8 @@ from gateway.ctl.bench.words import Prompts
 
 MIN_WAVES: Final = 2
 MAX_WAVES: Final = 24
-# Output of the warm-up in later rounds.
+WARM_WAVES: Final = 4
+# Output of the warm-up after its first wave.
 WARM_TOKENS: Final = 8
 # Prompt tokens from a prefix cache above this share of all spoil a measurement, and are reported.
 CACHED_SHARE: Final = 0.02
@@ -154,11 +155,15 @@ async def _start(run: Run, turn: int) -> list[Engine]:
 
 
 async def _warm_up(run: Run, engines: list[Engine], concurrency: int) -> None:
-    """An uncounted wave for each engine. The first ever also tells how many requests fill the wanted time."""
+    """Uncounted waves for each engine: on a GPU every new shape is compiled when it first comes, and servers see more
+    shapes than the bare loop. The first wave ever also tells how many requests fill the wanted time."""
     is_first = concurrency not in run.requests
-    length = run.args.output_tokens if is_first else WARM_TOKENS
-    jobs = _jobs(run, concurrency, length, seed=-concurrency)
-    walls = [(await engine.measure(jobs, concurrency)).wall_s for engine in engines]
+    walls: list[float] = []
+    for wave in range(WARM_WAVES):
+        length = run.args.output_tokens if is_first and wave == 0 else WARM_TOKENS
+        jobs = _jobs(run, concurrency, length, seed=-1000 * wave - concurrency)
+        times = [(await engine.measure(jobs, concurrency)).wall_s for engine in engines]
+        walls = walls or times
     if is_first and walls:
         waves = round(run.args.seconds / min(walls))
         run.requests[concurrency] = concurrency * min(max(waves, MIN_WAVES), MAX_WAVES)
