@@ -3,6 +3,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import jsonschema
 import pytest
 from msgspec import Struct
 
@@ -116,6 +117,18 @@ def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
     assert re.match(text["pattern"], "1.5h")
     assert not re.match(text["pattern"], "soon")
     assert "required" not in made["$defs"]["ModelConfig"]
+
+
+def test_the_schema_takes_what_is_good_and_refuses_what_is_not() -> None:
+    validator = jsonschema.Draft202012Validator(schema())
+
+    def faults(text: str) -> list[str]:
+        return [error.message for error in validator.iter_errors(tomllib.loads(text))]
+
+    assert faults(GOOD) == []
+    assert faults("[server]\nprot = 1") != []
+    assert faults("[models.a.profiles.x]\ntemperature = 1") != []
+    assert faults('[models.a]\nthinking = { effort = "vast" }') != []
 
 
 def test_check_says_good_or_the_line_and_the_exit_status_says_it_too(tmp_path: Path) -> None:
