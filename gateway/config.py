@@ -55,6 +55,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     response_store_age_s: Seconds = 30 * 86400.0
     cors: tuple[str, ...] = ()
     metrics_auth: bool = False
+    # `vllm`: also under vLLM's names.
+    metrics_compat: Literal["", "vllm"] = ""
     # What answers a request that names no model, and one that asks for a vendor's small model. Empty: nothing does.
     default: str = ""
     small: str = ""

@@ -10,6 +10,7 @@ import protocol
 from gateway.histogram import Histogram
 from gateway.logs import dropped_records
 from gateway.memoryseries import memory_series
+from gateway.vllm_names import with_vllm_names
 from protocol.messages import Stats
 
 if TYPE_CHECKING:
@@ -79,6 +80,10 @@ class Exposition(Collector):
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
+        families = self._families()
+        return with_vllm_names(families) if self._metrics.has_vllm_names() else families
+
+    def _families(self) -> Iterator[Metric]:
         yield from self._globals()
         models = self._metrics.models.items()
         yield self._requests()

@@ -106,6 +106,8 @@ class Metrics:
         self.unhandled_errors = 0
         # Read when scraped; the link knows.
         self.unacked_aborts: Callable[[], int] = int
+        # As configured.
+        self.has_vllm_names: Callable[[], bool] = bool
         self.registry = CollectorRegistry()
         self.registry.register(Exposition(self))
         ProcessCollector(registry=self.registry)
@@ -212,6 +214,10 @@ class Metrics:
     def trimmed(self, model: str) -> None:
         """A worker was told to do with less."""
         self.model(model).trims += 1
+
+    def refused(self, model: str) -> None:
+        """A request was turned away because the machine is short of memory."""
+        self.rejected(model, "memory")
 
     def recycled(self, model: str) -> None:
         """A worker was started anew because its memory had grown."""

@@ -38,6 +38,7 @@ class Services:
         metrics.declare(config.models)
         metrics.unacked_aborts = lambda: link.aborts.count
         live = Live(config)
+        metrics.has_vllm_names = lambda: live.config.server.metrics_compat == "vllm"
         keyring = Keyring(KeyFile(config.keys_path), metrics)
         return cls(
             live=live,

@@ -6,6 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.histogram import Histogram
 from gateway.metrics import Metrics
 from gateway.pool.state import Events, State
+from gateway.vllm_names import NAMES
 from protocol.messages import Delta, Pong, Stats, Step, Usage
 from tests.gateway.harness import chat, running
 
@@ -111,6 +112,25 @@ def test_a_finished_sequence_is_booked() -> None:
     assert found["mlxd_request_queue_time_seconds_sum{model=m}"] == 1
     assert found["mlxd_request_decode_time_seconds_sum{model=m}"] == 4
     assert found["mlxd_request_time_per_output_token_seconds_sum{model=m}"] == 1
+
+
+def test_the_series_that_vllm_has_are_shown_under_its_names_where_that_is_wanted() -> None:
+    metrics = Metrics()
+    metrics.model("m").sequence_ended("stop", Usage(10, 4, 5, queue_ms=1000, prefill_ms=2000, decode_ms=4000))
+    metrics.step("m", Step(1, 1, [Delta(1, token_ids=(1, 2))], STATS))
+    assert "vllm:" not in metrics.text().decode()
+    metrics.has_vllm_names = lambda: True
+    found = values(metrics)
+
+    assert found["vllm:num_requests_running{engine=0,model_name=m}"] == 2
+    assert found["vllm:prompt_tokens_total{engine=0,model_name=m}"] == 10
+    assert found["vllm:request_success_total{engine=0,finished_reason=stop,model_name=m}"] == 1
+    assert found["vllm:request_queue_time_seconds_sum{engine=0,model_name=m}"] == 1
+    assert found["vllm:e2e_request_latency_seconds_bucket{engine=0,le=+Inf,model_name=m}"] == 0
+    assert found["vllm:iteration_tokens_total_sum{engine=0,model_name=m}"] == 2
+    assert found["mlxd_num_requests_running{model=m}"] == 2
+    for name in NAMES.values():
+        assert any(key.startswith(f"vllm:{name}") for key in found), name
 
 
 @pytest.mark.anyio

@@ -1,0 +1,39 @@
+"""The same series under vLLM's names, for dashboards and scrapers that were made for it."""
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from prometheus_client.core import Metric
+from prometheus_client.samples import Sample
+
+OURS: Final = "mlxd_"
+# Those of ours that vLLM has too, with the same meaning and unit; by vLLM's name where it is another.
+NAMES: Final = {
+    name: name
+    for name in (
+        "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
+        "prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
+        "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+        "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
+        "request_generation_tokens",
+    )
+} | {"iteration_tokens": "iteration_tokens_total"}  # fmt: skip
+
+
+def with_vllm_names(families: Iterable[Metric]) -> Iterator[Metric]:
+    """Each family, and its twin where vLLM has it."""
+    for family in families:
+        yield family
+        theirs = NAMES.get(family.name.removeprefix(OURS))
+        if theirs is not None:
+            yield _twin(family, f"vllm:{theirs}")
+
+
+def _twin(family: Metric, name: str) -> Metric:
+    twin = Metric(name, family.documentation, family.type, family.unit)
+    for sample in family.samples:
+        labels = {"model_name" if key == "model" else key: value for key, value in sample.labels.items()}
+        suffix = sample.name.removeprefix(family.name)
+        twin.samples.append(Sample(name + suffix, labels | {"engine": "0"}, sample.value))
+    return twin
