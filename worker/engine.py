@@ -398,6 +398,7 @@ class Engine:
             return
         if now >= self._memory_due:
             gauges.measure_memory()
+            self._share.check()
             gauges.kv_bytes = self._batch.kv_bytes
             gauges.observe_cache(self._cache)
             self._memory_due = now + _MEMORY_EVERY_S

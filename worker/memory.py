@@ -74,6 +74,8 @@ class Share:
         self._spec = spec
         self._weights = weights
         self._order = SetMemory(spec.memory_bytes)
+        # What may be wired; 0 leaves it to MLX.
+        self._wired = 0
 
     @property
     def bytes(self) -> int:
@@ -86,6 +88,11 @@ class Share:
         mx.clear_cache()
         return limits
 
+    def check(self) -> None:
+        """Set the wired limit again if somebody has set another one since. Cheap; of use with Metal only."""
+        if self._wired and mx.metal.is_available():
+            _set_wired(self._wired)
+
     def enforce(self) -> Limits:
         """Give MLX its limits, and return all of them. To be called after whatever may have set them otherwise."""
         spec, order = self._spec, self._order
@@ -93,7 +100,11 @@ class Share:
             limits = Limits(_free_kv(spec.kv_bytes), _default_prefixes(spec.cache_bytes), _most_buffers())
         else:
             limits = divide(order, self._weights, measure().host, kv=spec.kv_bytes, prefixes=spec.cache_bytes)
-        _set(limits, self._weights)
+        mx.set_cache_limit(limits.buffers)
+        if limits.total:
+            mx.set_memory_limit(limits.total)
+            self._wired = self._weights + limits.kv + limits.prefixes
+        self.check()
         return limits
 
 
@@ -109,15 +120,6 @@ def has_gpu() -> bool:
 def footprint() -> int:
     """Private bytes of this process: physical footprint on macOS, resident minus shared on Linux."""
     return _darwin_footprint() if sys.platform == "darwin" else _linux_footprint()
-
-
-def _set(limits: Limits, weights: int) -> None:
-    mx.set_cache_limit(limits.buffers)
-    if not limits.total:
-        return
-    mx.set_memory_limit(limits.total)
-    if mx.metal.is_available():
-        _set_wired(weights + limits.kv + limits.prefixes)
 
 
 def _set_wired(wanted: int) -> None:

@@ -195,10 +195,10 @@ class Broker:
         self._collect(now)
         for tenancy in self.tenancies.values():
             self._end_shrinking(tenancy, now)
-        queue = self._queue()
-        if not queue and not any(tenancy.gated_at is not None for tenancy in self.tenancies.values()):
-            return None
-        made = policy.plan([asking.claim for asking in queue], self.picture(), self.terms(), now)
+        if queue := self._queue():
+            made = policy.plan([asking.claim for asking in queue], self.picture(), self.terms(), now)
+        else:
+            made = policy.relieve(self.picture(), self.terms(), now)
         self._carry_out(made, now)
         return made.wake_at
 

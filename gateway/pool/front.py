@@ -50,6 +50,7 @@ class Front:
         self.overload: Failure | None = None
 
         self._effects = effects
+        self._events = events
         self._inbox: asyncio.Queue[mail.Mail] = asyncio.Queue()
         self._waiters = Waiters()
         self._stoppers = Waiters()
@@ -129,7 +130,10 @@ class Front:
 
     def refusal(self, request: Generate) -> Failure | None:
         """Why this request must not be sent: it is known to kill workers, or there is no memory for it."""
-        return self.overload or self._lot.refusal(request, self._effects.now())
+        if self.overload is not None:
+            self._events.refused(self.name)
+            return self.overload
+        return self._lot.refusal(request, self._effects.now())
 
     def park(self, flight: Flight) -> None:
         """A sequence that this worker has given up; the next one goes on with it."""

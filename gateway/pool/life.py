@@ -48,7 +48,6 @@ class Life(Front):
     ) -> None:
         super().__init__(spec, effects=effects, wire=wire, events=events, limits=limits, is_preload=is_preload)
         self._wire = wire
-        self._events = events
         self._limits = limits
         self._load_timeout_s = load_timeout_s
         self._chores = Chores(effects, limits, self._inbox.put_nowait)
@@ -222,8 +221,12 @@ class Life(Front):
             self._start_on_demand()
 
     def _start_on_demand(self) -> None:
-        if not self._is_closing and (self._has_demand() or self.is_preload):
+        if not self._is_closing and self._is_asked_for:
             self._start()
+
+    @property
+    def _is_asked_for(self) -> bool:
+        return self._has_demand() or self.is_preload
 
     def _has_demand(self) -> bool:
         return self._is_wanted or self._waiters.has_any() or self._lot.has_any

@@ -40,8 +40,8 @@ def estimate(model: ModelConfig, lendable: int) -> Need:
     """What `model` needs; `lendable` is the most that anybody can be lent. Of unreadable files, only the overhead."""
     try:
         info = inspect(find(model.path), model.dtype, model.context, 0)
-    except Unreadable:
-        # Its worker says what is wrong with it.
+    except (Unreadable, OSError, ValueError, TypeError, KeyError, ArithmeticError):
+        # Its worker says what is wrong with it; nothing that is in a file may harm the others.
         info = None
     weights = 0 if info is None else info.weights_bytes
     fixed = OVERHEAD_BYTES + weights + max(BUFFER_BYTES, weights // BUFFER_PART)

@@ -122,6 +122,16 @@ def plan(claims: Sequence[Claim], tenants: Sequence[Tenant], terms: Terms, now: 
     return made
 
 
+def relieve(tenants: Sequence[Tenant], terms: Terms, now: float) -> Plan:
+    """What is to be given back when the operator has lowered a limit and nobody asks for anything."""
+    made = Plan()
+    missing = sum(tenant.share for tenant in tenants) + terms.returning - terms.budget
+    places = len(tenants) + terms.leaving - terms.max_loaded if terms.max_loaded else 0
+    if missing > 0 or places > 0:
+        _make_room(missing, places, tenants, terms, now, made)
+    return made
+
+
 # -- who can never be served -----------------------------------------------------------------------------------------
 
 

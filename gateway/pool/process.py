@@ -277,6 +277,9 @@ class Worker(Life):
             # It has lost touch with us for a while and ended what it had.
             self._lot.release()
         self._serve()
+        if self.state is State.STARTING and self._process is None and not self._is_asked_for:
+            # Nobody waits any more for the room that others would have to make.
+            self._terminate()
         if self._process is None or self.state is State.STOPPING:
             return
         self._wire.ping(self, time.monotonic_ns())

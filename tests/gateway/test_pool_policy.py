@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.pool.policy import PATIENCE_S, Claim, Plan, Tenant, Terms, plan
+from gateway.pool.policy import PATIENCE_S, Claim, Plan, Tenant, Terms, plan, relieve
 
 NOW = 1000.0
 
@@ -167,6 +167,14 @@ def test_what_does_not_fit_beside_the_pinned_is_refused_with_their_names() -> No
 def test_pinned_models_that_fill_max_loaded_leave_no_hope() -> None:
     (never,) = decide([claim("a", 1)], [tenant("p", 5, is_pinned=True)], 100, max_loaded=1).never
     assert never.is_full
+
+
+def test_a_lowered_budget_takes_loans_back_and_then_unloads() -> None:
+    tenants = [tenant("b", 60, floor=30, used_at=20), tenant("c", 40, used_at=10)]
+    assert relieve(tenants, Terms(80), NOW) == Plan(shrinks=[("b", 40)])
+    assert relieve(tenants, Terms(50), NOW) == Plan(evictions=["c"], shrinks=[("b", 50)])
+    assert relieve(tenants, Terms(100), NOW) == Plan()
+    assert relieve(tenants, Terms(100, max_loaded=1), NOW) == Plan(evictions=["c"])
 
 
 # -- promises --------------------------------------------------------------------------------------------------------

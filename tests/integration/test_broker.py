@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.config import Config, MemoryConfig
 from gateway.pool.broker import TURN_S
@@ -53,8 +54,6 @@ def shared(
     home: Path, names: str, places: float, *, max_loaded: int = 0, residency_s: float = 0.0, **fields: object
 ) -> Config:
     """Models of one size, and a budget for `places` of them."""
-    from msgspec.structs import replace
-
     made = config(home, names.split(), **({"memory_bytes": SHARE * MIB} | fields))
     memory = MemoryConfig(int(places * SHARE * MIB), max_loaded, residency_s)
     return replace(made, memory=memory)
@@ -154,7 +153,6 @@ async def test_a_gate_opens_again_when_nobody_waits_any_more(home: Path) -> None
         await until(lambda: not worker.is_ready)
         late = asyncio.create_task(r.complete("a", max_tokens=3))
         waiting.cancel()
-        await r.pool.unload("b")
         assert finish_of(await late) is Finish.LENGTH
         assert worker.epoch == 1
         await read_all(long)
@@ -206,7 +204,7 @@ async def test_a_short_machine_refuses_new_requests_at_last_and_takes_them_again
         assert refused.failure is not None
         assert refused.failure.code is Code.OUT_OF_MEMORY
         assert refused.failure.is_retryable
-        assert worker.stats is not None
+        assert r.events.refusals == ["a"]
         machine.left = 1 << 40
         assert finish_of(await read_all(stream)) is Finish.LENGTH
 
@@ -242,3 +240,15 @@ async def test_a_crash_gives_its_memory_back(home: Path) -> None:
         await r.complete("b")
         assert resident(r) == {"b"}
         assert r.events.returns == [1.0]
+
+
+async def test_a_lowered_limit_is_kept_also_when_nobody_asks_for_anything(home: Path) -> None:
+    before = shared(home, "a b", 100)
+    async with running(before) as r:
+        for name in ("a", "b"):
+            await r.complete(name)
+        await had_its_turn(r, "b")
+        r.pool.apply(replace(before, memory=MemoryConfig(100 * SHARE * MIB, max_loaded=1, min_residency_s=0)))
+        await until(lambda: resident(r) == {"b"})
+        r.pool.apply(replace(before, memory=MemoryConfig(SHARE * MIB // 2, min_residency_s=0)))
+        await until(lambda: resident(r) == set())

@@ -193,6 +193,7 @@ class Recorder:
         self.returns: list[float] = []
         self.trims: list[str] = []
         self.recycles: list[str] = []
+        self.refusals: list[str] = []
         self.views = 0
         self.stale = self.malformed = self.resumes = self.quarantines = self.stuck_workers = self.steps = self.pongs = 0
 
@@ -243,6 +244,9 @@ class Recorder:
 
     def trimmed(self, model: str) -> None:
         self.trims.append(model)
+
+    def refused(self, model: str) -> None:
+        self.refusals.append(model)
 
     def recycled(self, model: str) -> None:
         self.recycles.append(model)
