@@ -16,6 +16,9 @@ from protocol.messages import ChatPrompt
 
 T = TypeVar("T")
 
+# What a value may be nested in, and called below, when it is sent: how deep it may be is measured from here.
+_ROOM: Final = 50
+
 TOOLS_MAX: Final = 512
 # OpenAI's effort words, then those of others, as templates know them; the first two mean: do not think.
 EFFORTS: Final[dict[str, str]] = {
@@ -128,6 +131,8 @@ def sendable(value: T, param: str) -> T:
 def _is_sendable(value: object) -> bool:
     """The wire knows neither numbers beyond 64 bits nor half a character, both of which JSON has."""
     try:
+        for _ in range(_ROOM):
+            value = [value]
         msgspec.msgpack.encode(value)
     except (OverflowError, RecursionError, UnicodeEncodeError):
         return False

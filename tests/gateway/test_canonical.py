@@ -57,6 +57,24 @@ def test_a_schema_that_no_message_can_hold_is_a_refusal(lower: Callable[[Any, st
     assert refused.value.param is not None
 
 
+def encoded_below(frames: int, message: Generate) -> bytes:
+    """As by the sender, who is called by others than the check."""
+    return encoded_below(frames - 1, message) if frames else codec.encode(message)
+
+
+def test_a_schema_that_is_taken_is_never_too_deep_for_the_message_around_it() -> None:
+    parameters: dict[str, Any] = {}
+    for depth in range(1000):
+        parameters = {"a": parameters}
+        try:
+            prompt = chat(parameters, "{}")
+        except BadRequest:
+            assert depth > 100
+            return
+        encoded_below(12, Generate(1, prompt, Sampling()))
+    raise AssertionError("nothing was too deep")
+
+
 @pytest.mark.parametrize("lower", DIALECTS)
 @pytest.mark.parametrize(
     "arguments", ["", "[1", "99999999999999999999", "[1]", '{"a": 1e999}', '{"a": "\\ud800"}', '"\\udfff"', "[" * 5000]
