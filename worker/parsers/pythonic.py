@@ -3,11 +3,14 @@
 import re
 from dataclasses import dataclass
 
-from worker.parsers.call import Context, begin, end, members, read_name
+from worker.parsers.call import NAME_LIMIT, Context, begin, end, members, read_name
 from worker.parsers.json_calls import JsonCalls
-from worker.parsers.reader import Malformed, Steps, markers
+from worker.parsers.reader import Malformed, Reader, Steps, markers
 
 _NAME_START = re.compile(r"[^\W\d]")
+# What arguments begin with, and what may still become that.
+_KEYWORDS = re.compile(r"\(\s*(?:\)|\w+\s*=[^=])")
+_KEYWORDS_BEGUN = re.compile(r"\(\s*(?:\w+\s*=?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,19 @@ class PythonCalls:
             raise Malformed
         if self.bare and ctx.tools and name not in ctx.tools:
             raise Malformed
+        yield from _keywords(ctx.r)
         params = begin(ctx, name)
         ctx.r.take(1)
         yield from members(ctx, params, ctx.out.args, close=")", separator=markers("="))
         end(ctx)
+
+
+def _keywords(r: Reader) -> Steps[None]:
+    """Look ahead: arguments without names are no tool's, so this is no call."""
+    for size in range(2, NAME_LIMIT):
+        text = yield from r.peek(size)
+        if _KEYWORDS.match(text):
+            return
+        if len(text) < size or not _KEYWORDS_BEGUN.fullmatch(text):
+            break
+    raise Malformed
