@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 import zmq
-import zmq.asyncio
 
 from gateway.aborts import Aborts
 from gateway.flight import PARKED, Flight, Peer
@@ -71,7 +70,7 @@ class Refused(Exception):
 class Link:
     """Sends to workers, and tells each collector what was said about its sequences.
 
-    One task owns the sockets; everything here runs on its loop. An epoch belongs to one worker incarnation of this
+    `run` owns the sockets; everything here runs on its loop. An epoch belongs to one worker incarnation of this
     home, for ever: messages of an epoch that is not attached are dropped and counted.
     """
 
@@ -89,6 +88,8 @@ class Link:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: zmq.Socket[bytes] | None = None
         self._pull: zmq.Socket[bytes] | None = None
+        # Ends `run`.
+        self._broken: asyncio.Future[None] | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -99,20 +100,37 @@ class Link:
         self._pull = sockets.bind_pull(self._context, self.up)
 
     async def run(self) -> None:
-        """Read until cancelled: one await, then everything that is there, in batches."""
+        """Read until cancelled. Raises what reading raised."""
         assert self._pull is not None, "open() comes first"
-        pull = self._pull
-        awaitable = zmq.asyncio.Socket.shadow(pull)
+        loop = asyncio.get_running_loop()
+        descriptor = self._pull.fileno()
+        self._broken = loop.create_future()
+        loop.add_reader(descriptor, self._read)
         try:
-            while True:
-                deltas = self._handle(await awaitable.recv())
-                while (frame := sockets.receive_now(pull)) is not None:
-                    deltas += self._handle(frame)
-                    if deltas >= BATCH_DELTAS:
-                        deltas = 0
-                        await asyncio.sleep(0)
+            # The descriptor tells only of what comes from now on.
+            self._read()
+            await self._broken
         finally:
-            awaitable.close()
+            loop.remove_reader(descriptor)
+            self._broken = None
+
+    def _read(self) -> None:
+        """Everything that is there, in batches. A callback, not a task: it is cheaper, and every token comes this way.
+
+        It always reads until there is nothing left, or comes back: the descriptor wakes us only once for what is there.
+        """
+        broken, pull = self._broken, self._pull
+        if broken is None or broken.done() or pull is None:
+            return
+        deltas = 0
+        try:
+            while (frame := sockets.receive_now(pull)) is not None:
+                deltas += self._handle(frame)
+                if deltas >= BATCH_DELTAS:
+                    asyncio.get_running_loop().call_soon(self._read)
+                    return
+        except Exception as error:  # the root of the callback: `run` raises it
+            broken.set_exception(error)
 
     def close(self) -> None:
         """Close the sockets at once. What was not sent is dropped."""
@@ -290,6 +308,7 @@ class Link:
             self._events.stale_message()
             return
         flights = self._flights
+        now = asyncio.get_running_loop().time()
         strangers: list[int] | None = None
         for delta in step.deltas:
             rid = delta.rid
@@ -309,7 +328,7 @@ class Link:
             flight.is_begun = True
             if flight.is_watched and delta.token_ids:
                 self._acquit(flight)
-            flight.collector.put(delta)
+            flight.collector.put(delta, now)
         if strangers:
             self._try_send(peer, Abort(tuple(strangers), "gateway restarted"))
         if step.stats is not None:

@@ -59,12 +59,12 @@ class Collector:
         """Every rid has had its terminal delta, and it was read."""
         return not self._open and not self._unread
 
-    def put(self, delta: Delta) -> None:
-        """Add a delta. One that follows its rid's terminal delta is ignored."""
+    def put(self, delta: Delta, now: float | None = None) -> None:
+        """Add a delta, `now` on the loop's clock. One that follows its rid's terminal delta is ignored."""
         rid = delta.rid
         if rid not in self._open:
             return
-        self.last_activity = self._loop.time()
+        self.last_activity = self._loop.time() if now is None else now
         index = self._tails.get(rid)
         if index is None or not self._join(index, delta):
             self._tails[rid] = len(self._unread)
