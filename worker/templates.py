@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final, cast
 
@@ -31,6 +32,7 @@ _PROBE_TOOL: Final[dict[str, Any]] = {
     "type": "function",
     "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
+_NEAREST: Final = {"low": ("medium", "high", ""), "medium": ("high", "low", ""), "high": ("medium", "low", "")}
 _LISTED_TOOL: Final[dict[str, Any]] = {
     "type": "function",
     "function": {
@@ -76,11 +78,21 @@ class Renderer:
                 Code.UNSUPPORTED, "this model has no chat template; use /v1/completions", param="messages"
             )
         try:
-            return self._render_somehow(prompt, opens_answer and not prompt.continue_final)
+            return self._render_with_effort(prompt, opens_answer and not prompt.continue_final)
         except _REFUSALS as error:
             raise RequestInvalid(
                 Code.TEMPLATE_ERROR, f"the model's chat template refused the messages: {error}", param="messages"
             ) from error
+
+    def _render_with_effort(self, prompt: ChatPrompt, opens_answer: bool) -> str:
+        """With what is asked for, or with the nearest that the template knows: clients name one in every request."""
+        try:
+            return self._render_somehow(prompt, opens_answer)
+        except _REFUSALS:
+            for effort in _NEAREST.get(prompt.effort, ()):
+                with suppress(*_REFUSALS):
+                    return self._render_somehow(structs.replace(prompt, effort=effort), opens_answer)
+            raise
 
     def _render_somehow(self, prompt: ChatPrompt, opens_answer: bool) -> str:
         """In the first shape that the template takes. Raises what it raised on the least changed one."""

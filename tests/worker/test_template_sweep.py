@@ -99,6 +99,8 @@ def test_a_template_takes_every_conversation_and_keeps_its_words(path: Path) -> 
     renderer = Renderer(tokenizer)
     for name, (messages, tools) in CONVERSATIONS.items():
         text = renderer.render(prompt_of(messages, tools))
+        for effort in ("low", "medium", "high"):
+            assert renderer.render(msgspec.structs.replace(prompt_of(messages, tools), effort=effort))
         wanted = WORD.findall(msgspec.json.encode(messages).decode())
         wanted += ["get_weather", "Tells the weather.", "now", "Tells the time."] if tools else []
         assert [word for word in wanted if word not in text] == [], name

@@ -128,6 +128,14 @@ def test_thinking_reaches_the_template_in_each_spelling_and_only_when_asked_for(
     assert "False" in render("{{ enable_thinking }}" + PLAIN, CONVERSATION[:2], thinking=True, template_kwargs=given)
 
 
+def test_an_effort_that_a_template_refuses_becomes_the_nearest_that_it_takes() -> None:
+    picky = "{%- if (reasoning_effort or '') not in ['', 'low', 'high'] %}{{ raise_exception('which?') }}{% endif %}"
+    template = picky + "{{- reasoning_effort or 'none' }}" + PLAIN
+    assert [render(template, CONVERSATION[:2], effort=effort)[:4] for effort in ("low", "medium", "high", "")] == [
+        "low[", "high", "high", "none",
+    ]  # fmt: skip
+
+
 def test_a_template_that_takes_no_shape_is_a_clear_error() -> None:
     with pytest.raises(RequestInvalid) as caught:
         render("{{ raise_exception('never') }}", CONVERSATION[:2])
