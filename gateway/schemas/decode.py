@@ -12,6 +12,11 @@ T = TypeVar("T", bound=Struct)
 
 _keys = msgspec.json.Decoder(dict[str, Raw])
 _message_keys = msgspec.json.Decoder(list[dict[str, Raw]])
+_raw = msgspec.json.Decoder(Raw)
+# How deep a body may be is measured with room around it: what is echoed and kept is written from deeper calls.
+_ROOM: Final = 50
+# No body with fewer brackets than this can be too deep; Python's own limit is 1000.
+_BRACKETS_MIN: Final = 500
 _MISSING: Final = "missing required field `"
 
 
@@ -30,6 +35,8 @@ def decode(
         # msgspec skips over fields that the struct lacks without decoding them.
         body.decode("utf-8")
         request = decoder.decode(body)
+        if body.count(b"{") + body.count(b"[") > _BRACKETS_MIN:
+            _raw.decode(b"[" * _ROOM + body + b"]" * _ROOM)
         fields = _keys.decode(body)
         unknown = [key for key in fields if key not in struct.__struct_fields__ and key not in no_action]
         if message_fields is not None and "messages" in fields:

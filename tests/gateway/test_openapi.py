@@ -159,6 +159,18 @@ async def test_refusals_have_the_published_shape(
     check_answer("POST", path, status, answer.json())
 
 
+@pytest.mark.parametrize("field", ["metadata", "tools", "text", "unknown"])
+async def test_a_deep_body_is_taken_or_refused(gateway: Gateway, field: str) -> None:
+    shapes = {"tools": '[{"type":"function","name":"f","x":%s}]', "text": '{"format":{"type":"text","schema":%s}}'}
+    statuses: set[int] = set()
+    for depth in range(700, 1000, 3):
+        value = shapes.get(field, "%s") % ('{"a":' * depth + "1" + "}" * depth)
+        body = f'{{"model":"m","input":"hi","max_output_tokens":2,"{field}":{value}}}'
+        statuses.add((await gateway.client.post("/v1/responses", content=body)).status_code)
+
+    assert statuses == {200, 400}
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
