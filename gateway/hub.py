@@ -157,8 +157,8 @@ def speaking_of(repository: str, revision: str = MAIN) -> Generator[None, None, 
     except GatedRepoError:
         raise HubFailed(_gated(repository)) from None
     except RepositoryNotFoundError:
-        hint = "HF_TOKEN may not see it" if token() else "a private one needs a token in HF_TOKEN"
-        raise HubFailed(f"{endpoint} has no repository {repository}, or a private one ({hint})") from None
+        hint = "that the account of HF_TOKEN may not see" if token() else "that needs a token in HF_TOKEN"
+        raise HubFailed(f"{endpoint} has no repository {repository}, or a private one {hint}") from None
     except RevisionNotFoundError:
         raise HubFailed(f"{repository} has no revision {revision!r}") from None
     except RemoteEntryNotFoundError:

@@ -211,9 +211,9 @@ def test_the_token_is_that_of_the_environment_and_is_never_shown(
     hub.repos["org/private"].token = "another"
     wrong = ctl(tmp_path, "pull", "org/private")
 
-    assert "a private one needs a token in HF_TOKEN" in refused.stderr
+    assert "a private one that needs a token in HF_TOKEN" in refused.stderr
     assert done.returncode == 0, done.stderr
-    assert "HF_TOKEN may not see it" in wrong.stderr
+    assert "the account of HF_TOKEN may not see" in wrong.stderr
     assert all(TOKEN not in one.stdout + one.stderr for one in (refused, done, wrong))
 
 

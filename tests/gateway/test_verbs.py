@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,15 @@ def test_a_verb_exists_and_is_shown(verb: str) -> None:
 
     assert not command.hidden
     assert any(text == verb or text.startswith(f"{verb} ") for text in HELPS)
+
+
+def test_the_page_about_mlxctl_has_every_verb() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    words = set(re.findall(r"[\w-]+", page))
+
+    assert set(VERBS) | {word for verb in NESTED for word in verb.split()} <= words
+    # With an example that was run.
+    assert [verb for verb in VERBS if not re.search(rf"(\$|&&|\|) mlxctl {verb}\b", page)] == []
 
 
 @pytest.mark.parametrize("verb", NESTED)
