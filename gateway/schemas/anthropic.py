@@ -13,7 +13,7 @@ from gateway.schemas.canonical import EFFORTS, Call, Choice, Thinking, Tool, Too
 from gateway.schemas.decode import decode
 from gateway.schemas.lowering import derive_seed
 from gateway.schemas.thinking import of_config
-from gateway.schemas.told import TEXT, words
+from gateway.schemas.told import TEXT, known, words
 from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling
 
 # Claude Code's first system block; its value changes with every session and would spoil every cached prefix.
@@ -49,7 +49,7 @@ class Block(Struct, frozen=True):
     """A content block of any type: which fields it has depends on `type`."""
 
     # Others are an error of the user's, and nothing in what the assistant has said.
-    type: Annotated[str, words(*BLOCKS)]
+    type: Annotated[str, known(*BLOCKS)]
     text: str | None = None
     id: str | None = None
     name: str | None = None

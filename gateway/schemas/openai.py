@@ -239,5 +239,6 @@ def _refuse_unserved_chat(request: ChatRequest) -> None:
     if request.modalities and request.modalities != ["text"]:
         raise Unsupported("Only the modality 'text' is supported.", "modalities")
     for name in ("audio", "prediction", "web_search_options"):
-        if getattr(request, name):
+        # An empty object asks for it too.
+        if getattr(request, name) is not None:
             raise Unsupported(f"'{name}' is not supported.", name)

@@ -29,7 +29,7 @@ def _turn(message: Message, index: int, legacy: dict[str, str]) -> dict[str, Any
             f"{where}.role",
             "invalid_value",
         )
-    if message.audio:
+    if message.audio is not None:
         raise Unsupported("Audio is not supported.", f"{where}.audio")
     if message.role == "assistant":
         return _assistant(message, where, legacy)

@@ -14,6 +14,11 @@ def words(*known: str) -> Meta:
     return Meta(extra_json_schema={"enum": list(known)})
 
 
+def known(*likely: str) -> Meta:
+    """One of these, or another that does nothing or is refused where it stands."""
+    return Meta(extra_json_schema={"anyOf": [{"enum": list(likely)}, {"type": "string"}]})
+
+
 def shape(schema: dict[str, Any]) -> Meta:
     """Any JSON Schema."""
     return Meta(extra_json_schema=schema)
