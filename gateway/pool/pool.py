@@ -150,7 +150,7 @@ class Pool:
         kept = [(old.models[name], model) for name, model in config.models.items() if name in old.models]
         for name in removed:
             self._removed.add(name)
-            self._run_task(self._retire(name))
+            self._run_task(self._retire(self._workers[name]))
         for model in added:
             self._add(model)
         restarted = [model.name for before, model in kept if self._change(old, before, model)]
@@ -235,11 +235,13 @@ class Pool:
             self._run_task(_preload(worker))
         return is_other and worker.is_resident
 
-    async def _retire(self, name: str) -> None:
-        worker = self._workers[name]
+    async def _retire(self, worker: Worker) -> None:
+        name = worker.name
+        if name not in self._removed:
+            return
         await worker.stop(self._config.server.drain_s, reason=_gone(name))
-        # It may be wanted again by now.
-        if name in self._removed:
+        # It may be wanted again by now, or have been removed once more and be gone.
+        if name in self._removed and self._workers.get(name) is worker:
             self._removed.discard(name)
             del self._workers[name]
             self._runs.pop(name).cancel()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from gateway.app import create_admin_app
@@ -270,6 +271,20 @@ async def test_a_model_that_comes_back_while_it_leaves_is_the_same_one(tmp_path:
         assert (await stream).text.rstrip().endswith("[DONE]")
         assert (await again).status_code == 200
         assert r.epoch("b") == 2
+
+
+async def test_a_model_that_goes_and_comes_and_goes_at_once_is_gone(tmp_path: Path) -> None:
+    async with reloadable(tmp_path) as r:
+        await r.answer("b")
+        app, both = r.gateway.app, r.gateway.app.services.config
+        one = msgspec.structs.replace(both, models={"a": both.models["a"]})
+        for config in (one, both, one):
+            app.apply(config)
+        await until(lambda: not (tmp_path / "run" / "workers" / "b.json").exists())
+        for config in (both, one, both, one, both):
+            app.apply(config)
+        assert (await r.answer("b")).status_code == 200
+        assert (await r.answer("a")).status_code == 200
 
 
 # -- what a worker was started with ----------------------------------------------------------------------------------
