@@ -13,6 +13,7 @@ import zmq
 from gateway.aborts import Aborts
 from gateway.flight import PARKED, Flight, Peer
 from gateway.pool.state import Events
+from gateway.questions import Questions
 from gateway.stream import Collector
 from protocol import sockets
 from protocol.codec import MalformedFrame, decode_up, encode
@@ -59,14 +60,6 @@ class WorkerGone(Exception):
     """The worker could not be reached. Nothing was sent: another attempt is safe."""
 
 
-class Refused(Exception):
-    """A worker's answer to a question was no."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-
 class Link:
     """Sends to workers, and tells each collector what was said about its sequences.
 
@@ -81,7 +74,7 @@ class Link:
         self._events = events
         self._peers: dict[int, Peer] = {}
         self._flights: dict[int, Flight] = {}
-        self._questions: dict[int, tuple[int, asyncio.Future[Tokenized]]] = {}
+        self._questions = Questions()
         self._rid = self.boot << RID_BITS
         self._seq = 0
         self._next_malformed_log = 0.0
@@ -153,9 +146,8 @@ class Link:
 
     def is_busy(self, epoch: int) -> bool:
         """Whether a worker incarnation has anything to do for us."""
-        return any(flight.epoch == epoch for flight in self._flights.values()) or any(
-            asked == epoch for asked, _ in self._questions.values()
-        )
+        is_running = any(flight.epoch == epoch for flight in self._flights.values())
+        return is_running or self._questions.are_open(epoch)
 
     def submit(self, worker: Peer, requests: Sequence[Generate]) -> Collector:
         """Start the sequences of one request on `worker`. Raises `WorkerGone`, and then none of them has started."""
@@ -196,13 +188,9 @@ class Link:
 
     async def ask(self, worker: Peer, question: Tokenize | Detokenize) -> Tokenized:
         """A worker's answer. Raises `Refused`, also when the worker dies over it, and `WorkerGone`."""
-        answer: asyncio.Future[Tokenized] = asyncio.get_running_loop().create_future()
-        self._questions[question.rid] = (worker.epoch, answer)
-        try:
+        with self._questions.asking(worker.epoch, question.rid) as answer:
             self.send(worker, question)
             return await answer
-        finally:
-            del self._questions[question.rid]
 
     def abort(self, rids: Iterable[int], reason: str) -> None:
         """Stop sequences and forget them. Unknown and finished rids are ignored."""
@@ -237,9 +225,7 @@ class Link:
         """Fence an epoch off. Returns its unfinished sequences, parked: the caller resumes or fails each."""
         self._peers.pop(epoch, None)
         self.aborts.forget(epoch)
-        for asked_epoch, answer in self._questions.values():
-            if asked_epoch == epoch and not answer.done():
-                answer.set_exception(Refused(_LOST))
+        self._questions.lost(epoch, _LOST)
         lost = [flight for flight in self._flights.values() if flight.epoch == epoch]
         for flight in lost:
             flight.epoch = PARKED
@@ -343,12 +329,10 @@ class Link:
             case Progress(rid, processed, total, cached):
                 if flight := self._running(rid):
                     flight.collector.note_progress(rid, processed, total, cached)
-            case Tokenized(rid):
-                if (question := self._questions.get(rid)) and not question[1].done():
-                    question[1].set_result(message)
+            case Tokenized():
+                self._questions.answered(message)
             case Rejected(rid, failure) if rid in self._questions:
-                if not self._questions[rid][1].done():
-                    self._questions[rid][1].set_exception(Refused(failure))
+                self._questions.refused(rid, failure)
             case Rejected(rid, failure):
                 if (flight := self._running(rid)) and not self._is_parked(flight, failure):
                     self._end(flight)

@@ -13,8 +13,9 @@ from gateway.config import ModelConfig
 from gateway.errors import Unavailable, from_failure
 from gateway.generation import Generation
 from gateway.http import Record, ignored_header
-from gateway.link import Refused, WorkerGone
+from gateway.link import WorkerGone
 from gateway.pool.state import ModelUnavailable
+from gateway.questions import Refused
 from gateway.services import Services
 from gateway.sse import respond_stream, respond_whole
 from protocol.messages import Detokenize, Generate, Prompt, Tokenize, Tokenized

@@ -1,0 +1,58 @@
+"""What workers were asked that is no generation, and who waits for the answers."""
+
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from protocol.failures import Failure
+from protocol.messages import Tokenized
+
+Answer = asyncio.Future[Tokenized]
+
+
+class Refused(Exception):
+    """A worker's answer to a question was no."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Questions:
+    """Open questions by their rid, with the epoch of the worker. Owned by the link."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[int, Answer]] = {}
+
+    @contextmanager
+    def asking(self, epoch: int, rid: int) -> Generator[Answer, None, None]:
+        """The answer to come; it raises `Refused`. The question is forgotten at the end."""
+        answer: Answer = asyncio.get_running_loop().create_future()
+        self._open[rid] = (epoch, answer)
+        try:
+            yield answer
+        finally:
+            del self._open[rid]
+
+    def __contains__(self, rid: int) -> bool:
+        return rid in self._open
+
+    def are_open(self, epoch: int) -> bool:
+        """Whether this worker was asked something that it has not answered."""
+        return any(asked == epoch for asked, _ in self._open.values())
+
+    def answered(self, message: Tokenized) -> None:
+        found = self._open.get(message.rid)
+        if found is not None and not found[1].done():
+            found[1].set_result(message)
+
+    def refused(self, rid: int, failure: Failure) -> None:
+        found = self._open.get(rid)
+        if found is not None and not found[1].done():
+            found[1].set_exception(Refused(failure))
+
+    def lost(self, epoch: int, failure: Failure) -> None:
+        """This worker is gone."""
+        for rid, (asked, _) in self._open.items():
+            if asked == epoch:
+                self.refused(rid, failure)
