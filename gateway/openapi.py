@@ -160,13 +160,14 @@ def _header(description: str, kind: str = "string", *, is_required: bool = False
 def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Schema]]:
     """The schemas of all structs by name, and the reference to each body, answer, event and error."""
     asked = list(dict.fromkeys(one.body for one in operations if one.body is not None))
-    told = list(dict.fromkeys(shape for one in operations for shape in (one.answer, *one.events, one.error)))
-    inputs, outputs = _structs(asked), _structs(told)
-    found, schemas = msgspec.json.schema_components([*asked, *told], ref_template=_REF + "{name}")
+    answered = list(dict.fromkeys(shape for one in operations for shape in (one.answer, *one.events, one.error)))
+    inputs, outputs = _structs(asked), _structs(answered)
+    found, schemas = msgspec.json.schema_components([*asked, *answered], ref_template=_REF + "{name}")
     names = {_given_name(struct, schemas): struct for struct in (*inputs, *outputs)}
     for name, struct in names.items():
-        if hasattr(struct, "told"):
-            schemas[name]["allOf"] = [getattr(struct, "told")]  # noqa: B009 - most structs have none
+        told = getattr(struct, "told", None)
+        if told is not None:
+            schemas[name]["allOf"] = [told]
         if struct not in inputs:
             schemas[name]["required"] = _sent(struct)
     for operation in operations:
@@ -177,7 +178,9 @@ def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Sche
     final = {name: f"{struct.__module__.rpartition('.')[2]}.{struct.__name__}" for name, struct in names.items()}
     assert len(set(final.values())) == len(schemas), "two structs would share a name"
     made = {final[name]: _renamed(schema, final) for name, schema in schemas.items()}
-    return made, {shape: _renamed(reference, final) for shape, reference in zip((*asked, *told), found, strict=True)}
+    return made, {
+        shape: _renamed(reference, final) for shape, reference in zip((*asked, *answered), found, strict=True)
+    }
 
 
 def _structs(shapes: Iterable[Any]) -> dict[type[Struct], types.StructType]:
