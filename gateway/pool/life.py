@@ -157,10 +157,14 @@ class Life(Front):
         process.close()
         self._process = None
         self._chores.finish()
-        self._events.worker_exit(self.name, UNKNOWN_EXIT if status is None else status)
         report = postmortem.examine(self.name, status, self._goodbye, lines)
         is_clean = report.kind is postmortem.Kind.STOPPED
         is_asked = self.state in (State.DRAINING, State.STOPPING) and (self._blame is None or self._stoppers.has_any())
+        if is_asked and status == -signal.SIGTERM:
+            # It was leaving, and our reminder came when Python was already down.
+            self._events.worker_exit(self.name, 0)
+        else:
+            self._events.worker_exit(self.name, UNKNOWN_EXIT if status is None else status)
         is_crash = not is_asked and not (is_clean and self._blame is None and self.ready is not None)
         self._lot.park(self._wire.detach(epoch), self._effects.now())
         if is_asked and not self._is_wanted and not self._is_evicted:

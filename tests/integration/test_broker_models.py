@@ -152,7 +152,7 @@ async def test_three_models_and_memory_for_two_serve_two_hundred_mixed_requests(
     home: Path, model_folder: ModelFolder
 ) -> None:
     budget = int(2.4 * SHARE)
-    write(home, model_folder, list(ARCHITECTURES), f'budget = {budget}\nmin_residency = "2s"')
+    write(home, model_folder, list(ARCHITECTURES), f'budget = {budget}\nmin_residency = "3s"')
     with Daemon(home, module="gateway.main") as daemon, Footprints(daemon) as footprints:
         requests = bodies(200, list(ARCHITECTURES))
         answers = await ask_all(daemon.url, requests, concurrency=16)
