@@ -23,7 +23,7 @@ from huggingface_hub.utils import build_hf_headers, disable_progress_bars, hf_ra
 from msgspec import Struct
 
 from gateway.hfcache import cache_dir
-from gateway.hub import TIMEOUT_S, HubFailed, RemoteFile, Repository, speaking_of, token
+from gateway.hub import HubFailed, RemoteFile, Repository, speaking_of, token
 
 AT_ONCE: Final = 4
 # In a row, without a byte between them.
@@ -160,7 +160,8 @@ def _stream(url: str, size: int, out: BinaryIO, arrived: Callable[[int], None], 
     headers = build_hf_headers(token=token()) | {"accept-encoding": "identity"}
     if have:
         headers["range"] = f"bytes={have}-"
-    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True) as response:
+    timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with get_session().stream("GET", url, headers=headers, timeout=timeout_s, follow_redirects=True) as response:
         hf_raise_for_status(response)
         if have and response.status_code != 206:
             # Whoever answers here does not know ranges.

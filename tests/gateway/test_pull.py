@@ -1,5 +1,6 @@
 """`mlxctl pull` and `info` against a hub on a socket of this machine."""
 
+import fcntl
 import json
 import os
 import signal
@@ -82,16 +83,20 @@ def test_a_connection_that_breaks_is_taken_up_where_it_was(hub: Hub, cache: Path
     assert (snapshot(cache) / "model.safetensors").read_bytes() == weights(hub)
 
 
-def test_a_pull_that_was_killed_goes_on_in_the_next(hub: Hub, cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_a_pull_that_was_ended_goes_on_in_the_next(
+    hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: signal.Signals, status: int
+) -> None:
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "2")
     hub.stalls["model.safetensors"] = 60_000
     command = [sys.executable, "-P", "-c", "from gateway.ctl import main; main()", "pull", "org/tiny"]
     pull = subprocess.Popen(command, env=os.environ | {"MLXD_HOME": str(tmp_path)}, stdout=subprocess.DEVNULL)
-    end = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + DEADLINE_S
     while sum(part.stat().st_size for part in cache.rglob("*.incomplete")) < 60_000:
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         assert pull.poll() is None
-    pull.send_signal(signal.SIGKILL)
-    pull.wait(DEADLINE_S)
+    pull.send_signal(end)
+    assert pull.wait(DEADLINE_S) == status
     # Half a model is none.
     assert cached_models({"HF_HUB_CACHE": str(cache)}) == []
     hub.stalls.clear()
@@ -215,6 +220,33 @@ def test_the_token_is_that_of_the_environment_and_is_never_shown(
     assert done.returncode == 0, done.stderr
     assert "the account of HF_TOKEN may not see" in wrong.stderr
     assert all(TOKEN not in one.stdout + one.stderr for one in (refused, done, wrong))
+
+
+def test_the_token_does_not_go_to_whoever_the_hub_sends_us_to(
+    hub: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repos["org/tiny"].token = TOKEN
+    hub.has_cdn = True
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    done = ctl(tmp_path, "pull", "org/tiny")
+
+    assert done.returncode == 0, done.stderr
+    elsewhere = [one for one in hub.requests if one.path.startswith("/cdn/")]
+    assert len(elsewhere) == 2
+    assert {one.authorization for one in elsewhere} == {""}
+    assert (snapshot(cache) / "model.safetensors").read_bytes() == weights(hub)
+
+
+def test_two_do_not_write_one_file(hub: Hub, cache: Path, tmp_path: Path) -> None:
+    sha = hub.repos["org/tiny"].entry("model.safetensors")["lfs"]["oid"]
+    part = cache / "models--org--tiny" / "blobs" / f"{sha}.incomplete"
+    part.parent.mkdir(parents=True)
+    with part.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = ctl(tmp_path, "pull", "org/tiny")
+
+    assert done.returncode == 1
+    assert "model.safetensors is being downloaded by another process" in done.stderr
 
 
 def test_another_revision_is_served_by_its_folder(hub: Hub, cache: Path, tmp_path: Path) -> None:

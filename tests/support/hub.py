@@ -55,6 +55,8 @@ class Hub:
         self.stalls: dict[str, int] = {}
         self._ends = threading.Event()
         self.ignores_ranges = False
+        # Sends whoever wants a large file to another host, as the real one does.
+        self.has_cdn = False
         hub = self
 
         class Handler(_Handler):
@@ -110,6 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
         authorization = self.headers.get("authorization", "")
         self.owner.requests.append(Request(self.command, path, self.headers.get("range", ""), authorization))
         api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path)
+        if cdn := re.fullmatch(r"/cdn/([^/]+/[^/]+)/(.+)", path):
+            self._file(self.owner.repos[cdn[1]], cdn[2])
+            return
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         found = api or file
         repo = self.owner.repos.get(found[1]) if found else None
@@ -117,6 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404 if authorization else 401, b"{}", {"x-error-code": "RepoNotFound"})
         elif (revision := found[2 if file else 3]) not in (None, "main", COMMIT):  # type: ignore[index]
             self._send(404, b"{}", {"x-error-code": "RevisionNotFound", "x-error-message": f"no {revision}"})
+        elif file is not None and self.owner.has_cdn and file[3].endswith(_LFS):
+            etag = repo.entry(file[3])["lfs"]["oid"]
+            place = f"{self.owner.url.replace('127.0.0.1', 'localhost')}/cdn/{file[1]}/{file[3]}"
+            self._send(302, b"", {"location": place, "x-repo-commit": COMMIT, "x-linked-etag": f'"{etag}"'})
         elif file is not None:
             self._file(repo, file[3])
         elif api is not None and api[2] == "tree":
