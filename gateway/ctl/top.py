@@ -6,7 +6,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -51,7 +51,9 @@ def top(
     elif once or not sys.stdout.isatty():
         console().print(render(ask(lambda: look(interval))))
     else:
-        ask(lambda: _live(interval))
+        # Ctrl-C may come at any moment, and is an end like q.
+        with suppress(KeyboardInterrupt):
+            ask(lambda: _live(interval))
 
 
 def look(span_s: float) -> View:
@@ -127,9 +129,9 @@ def _live(interval: float) -> None:
 
 @contextmanager
 def _keys() -> Generator[Callable[[float], bool], None, None]:
-    """A function that waits for so many seconds, or until q or Ctrl-C: then it is true."""
+    """A function that waits for so many seconds, or until q: then it is true."""
     if not sys.stdin.isatty():
-        yield _interrupted
+        yield _unpressed
         return
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
@@ -143,20 +145,14 @@ def _keys() -> Generator[Callable[[float], bool], None, None]:
 
 def _pressed(seconds: float) -> bool:
     end = time.monotonic() + seconds
-    try:
-        while (left := end - time.monotonic()) > 0:
-            if select.select([sys.stdin], [], [], left)[0] and sys.stdin.read(1) in ("q", "Q", ""):
-                return True
-    except KeyboardInterrupt:
-        return True
+    while (left := end - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left)[0] and sys.stdin.read(1) in ("q", "Q", ""):
+            return True
     return False
 
 
-def _interrupted(seconds: float) -> bool:
-    try:
-        time.sleep(seconds)
-    except KeyboardInterrupt:
-        return True
+def _unpressed(seconds: float) -> bool:
+    time.sleep(seconds)
     return False
 
 
