@@ -10,6 +10,7 @@ from worker.parsers.families import FAMILIES, resolve
 # Read from the top: the first row whose words all stand in the chat template names the family.
 _TEMPLATES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("muse", ("<atem:function_calls>",)),
+    ("step3", ("<steptml:invoke",)),
     ("minimax_m3", ("]<]minimax[>[",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("harmony", ("<|channel|>", "<|message|>")),

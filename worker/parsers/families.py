@@ -64,6 +64,11 @@ _MINICPM5 = XmlCalls(
     wrap=(), wrap_end=(), call="<function", head_end=(">",), param="<param", key_end=">", param_end="</param>",
     call_end="</function>", cdata=True,
 )  # fmt: skip
+_STEP3 = XmlCalls(
+    wrap=("<｜tool_calls_begin｜>",), wrap_end=("<｜tool_calls_end｜>",),
+    call="<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke", head_end=(">",), param="<steptml:parameter",
+    key_end=">", param_end="</steptml:parameter>", call_end="</steptml:invoke><｜tool_call_end｜>", strip_line=False,
+)  # fmt: skip
 _KIMI_K3 = XmlCalls(
     wrap=("<|open|>tools<|sep|>",), wrap_end=("<|close|>tools<|sep|>",), call="<|open|>call", head_end=("<|sep|>",),
     param="<|open|>argument", key_end="<|sep|>", param_end="<|close|>argument<|sep|>",
@@ -272,6 +277,7 @@ FAMILIES: Final[dict[str, Family]] = {
         Grammar((_SOLAR,), Think(("<|think|>",), ("<|end|>",)), ("<|begin|>assistant", "<|content|>", "<|calls|>"))
     ),
     "spark": _row(_GLM),
+    "step3": _row(_STEP3),
     "step3p5": _row(_QWEN_XML, keep_gap=True),
     "xlam": _row(_XLAM, think=None),
 }
@@ -289,7 +295,7 @@ ALIASES: Final[dict[str, str]] = {
     "nemotron_json": "nemotron_v2", "olmo3": "olmo3_pythonic", "phi4": "phi4mini", "qwen": "hermes",
     "qwen2.5": "hermes", "qwen25": "hermes", "qwen3": "hermes", "qwen3.5": "qwen3_coder", "qwen3_5": "qwen3_coder",
     "qwen3_xml": "qwen3_coder", "qwen3xml": "qwen3_coder", "qwq": "hermes", "seed": "seed_oss", "smollm3": "hermes",
-    "solar": "solar_open", "step": "step3p5", "step3": "step3p5", "step3.5": "step3p5",
+    "solar": "solar_open", "step": "step3p5", "step3.5": "step3p5",
 }  # fmt: skip
 
 

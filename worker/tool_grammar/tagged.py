@@ -54,6 +54,7 @@ XML_SHAPES: Final[dict[str, XmlShape]] = {
     "qwen3_think": _QWEN,
     "seed_oss": XmlShape(),
     "spark": _TIGHT,
+    "step3": XmlShape(' name="{name}"', ' name="{key}"', wrap="", head="", after="", end=""),
     "step3p5": _QWEN,
 }  # fmt: skip
 # Written with the second of their format's wrappers.

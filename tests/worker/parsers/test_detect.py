@@ -15,6 +15,7 @@ TEMPLATES = {
     "[TOOL_CALLS] [{": "mistral_v3",
     "<|tool_calls_section_begin|>": "kimi_k2",
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name": "deepseek_v31",
+    '<｜tool_calls_begin｜><steptml:invoke name="': "step3",
     "<seed:tool_call>\n<function=f>\n<parameter=p>": "seed_oss",
     "<|start_header_id|>ipython<|end_header_id|>": "llama3_json",
     "{{ '<think>' + reasoning + '</think>' }}": "think",
