@@ -22,7 +22,7 @@ from tests.gateway.harness import Gateway, chat, events, running, until
 
 pytestmark = pytest.mark.anyio
 NOTHING = Reload([], [], [], [], [])
-STREAM = {"stream": True, "max_tokens": 400}
+STREAM = {"stream": True, "max_tokens": 200}
 
 
 @dataclass(slots=True)
@@ -242,7 +242,7 @@ async def test_a_removed_model_finishes_its_streams_and_is_gone_for_new_requests
         assert [view.name for view in r.gateway.pool.workers()] == ["a"]
         assert not stream.done()
         text, ends = words(await stream)
-        assert (len(text.split()), ends) == (400, ["length"])
+        assert (len(text.split()), ends) == (200, ["length"])
         await until(lambda: not (tmp_path / "run" / "workers" / "b.json").exists())
         await until(lambda: b'model="b"' not in r.gateway.metrics.text())
         assert (await r.answer("a")).status_code == 200

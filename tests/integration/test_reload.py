@@ -101,7 +101,10 @@ async def test_no_stream_of_another_model_notices_a_reload(daemon: Daemon) -> No
     done = await asyncio.to_thread(daemon.reload)
     assert not running.done(), "the reload must hit something"
 
-    check_equal(await running, expected)
+    answers = await running
+    check_equal(answers, expected)
+    longest = [max(answer.pause_s for answer in found) for found in (expected, answers)]
+    print("longest pause undisturbed and during the reload:", [round(pause_s, 3) for pause_s in longest])
     assert (done["restarted"], done["changed"]) == (["other"], ["models.other.context"])
     after = daemon.models()
     assert (after["m"]["pid"], after["m"]["epoch"]) == (before["m"]["pid"], before["m"]["epoch"])
