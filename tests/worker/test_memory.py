@@ -1,8 +1,13 @@
 """A share of memory and its uses, and a worker that is told another share while it runs."""
 
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
 import mlx.core as mx
 
-from protocol.messages import SetMemory, WorkerSpec
+from protocol.messages import Finish, Generate, Sampling, SetMemory, Step, TextPrompt, WorkerSpec
+from tests.support.process import Gateway
 from worker.memory import Share, divide
 
 MIB = 1 << 20
@@ -58,3 +63,54 @@ def test_enforcing_sets_what_somebody_else_has_set_otherwise() -> None:
         assert mx.set_memory_limit(1 << 40) == smaller.total < limits.total
     finally:
         mx.set_memory_limit(default)
+
+
+def test_a_smaller_share_makes_running_rows_wait_for_each_other_and_changes_no_token(
+    model_folder: Callable[[str], Path],
+) -> None:
+    prompts = ["ka to mi ra sen " * (2 + i) for i in range(6)]
+    with (
+        tempfile.TemporaryDirectory(prefix="mlxd-", dir="/tmp") as home,
+        Gateway(Path(home), model_folder("qwen3"), memory_bytes=GIB, disk_cache_dir="") as gateway,
+    ):
+        gateway.ready()
+        expected = answers(gateway, prompts, first_rid=1)
+        before = gateway.pong(1).stats
+        assert before.share_bytes == GIB
+
+        def squeeze() -> None:
+            # What is left for KV holds about two of the six rows.
+            part = 2 * 2**20 / before.kv_limit
+            gateway.send(SetMemory(GIB, part, 0.0))
+
+        found = answers(gateway, prompts, first_rid=101, amid=squeeze)
+        after = gateway.pong(2).stats
+
+        assert found == expected
+        assert after.kv_limit < 3 * MIB < before.kv_limit
+        assert after.preemptions > 0
+        assert after.cache_bytes == 0
+
+
+def answers(
+    gateway: Gateway, prompts: list[str], first_rid: int, amid: Callable[[], None] = lambda: None
+) -> list[list[int]]:
+    """The tokens of each prompt; `amid` is called when all rows have begun."""
+    rids = range(first_rid, first_rid + len(prompts))
+    for rid, prompt in zip(rids, prompts, strict=True):
+        sampling = Sampling(temperature=0.0, ignore_eos=True)
+        gateway.send(Generate(rid, TextPrompt(prompt), sampling, max_tokens=350))
+    found: dict[int, list[int]] = {rid: [] for rid in rids}
+    ended: set[int] = set()
+    is_told = False
+    while len(ended) < len(prompts):
+        step = gateway.expect(Step)
+        for delta in step.deltas:
+            found[delta.rid] += delta.token_ids
+            if delta.finish is not None:
+                assert delta.finish is Finish.LENGTH
+                ended.add(delta.rid)
+        if not is_told and all(found.values()):
+            amid()
+            is_told = True
+    return list(found.values())
