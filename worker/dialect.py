@@ -54,8 +54,12 @@ class Dialect:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         controls = {token: entry for token, entry in added.items() if is_markup(entry.content, entry.special)}
         self._controls = Controls({entry.content: entry.special for entry in controls.values()})
-        # The ids that parsers are told of, and their texts.
-        self.controls: dict[int, str] = {token: entry.content for token, entry in controls.items()}
+        # The ids that parsers are told of, and their texts; the others have none.
+        self.controls: dict[int, str] = {
+            token: entry.content
+            for token, entry in controls.items()
+            if not entry.special or entry.content in self.visible
+        }
 
     def asked(self, prompt: ChatPrompt) -> ChatPrompt:
         """A prompt in the words that this family's templates know."""

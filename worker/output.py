@@ -54,8 +54,8 @@ class Writer:
             row.output.append(token)
             row.held.append((row.text_seen, token, logprob))
             text = row.detokenizer.add(token)
-            if row.parser is not None and token in self._controls and text.endswith(self._controls[token]):
-                row.parser.note_control(row.text_seen + len(text) - len(self._controls[token]))
+            if token in self._controls:
+                self._note_control(row, text, self._controls[token])
         if ended is not None:
             text += row.detokenizer.finish()
         row.text_seen += len(text)
@@ -94,6 +94,15 @@ class Writer:
         row.is_reasoning = row.parser.in_reasoning
         row.reasoning += was_reasoning or row.is_reasoning
         return events
+
+    def _note_control(self, row: Row, text: str, content: str) -> None:
+        """Tell the parser where the token's text begins, or that this cannot be told of this tokenizer."""
+        if row.parser is None:
+            return
+        if text.endswith(content):
+            row.parser.note_control(row.text_seen + len(text) - len(content))
+        else:
+            row.parser.ignore_controls()
 
     def _release(self, row: Row, is_stopped: bool) -> tuple[TokenLogprob, ...] | None:
         """Let go of the tokens whose text has begun to leave; those of a stop string never do."""

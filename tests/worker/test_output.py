@@ -18,7 +18,7 @@ from tests.worker.parsers.replay import Case, is_json, load_cases
 from tests.worker.parsers.test_fuzz import mutated
 from worker.detokenize import Vocabulary
 from worker.output import Piece, Writer
-from worker.parsers import make_parser
+from worker.parsers import Controls, make_parser
 from worker.rows import Row
 from worker.stops import StopScanner
 
@@ -110,6 +110,28 @@ def test_a_stop_string_that_cuts_a_call_is_no_end_of_it() -> None:
     pieces = written(case, '<tool_call>{"name": "f", "arguments": {"n": 12}}</tool_call>', "stop", ("2",))
 
     assert (pieces[-1].finish, arguments(pieces)) == (Finish.LENGTH, ['{"n": 1'])
+
+
+def test_where_a_tokens_text_comes_late_the_text_alone_counts() -> None:
+    class Late:
+        """A detokenizer that is one token behind."""
+
+        def __init__(self) -> None:
+            self._inner, self._last = VOCABULARY.detokenizer(), ""
+
+        def add(self, token: int) -> str:
+            last, self._last = self._last, self._inner.add(token)
+            return last
+
+        def finish(self) -> str:
+            return self._last + self._inner.finish()
+
+    controls = {encoded(marker)[0]: marker for marker in SPECIALS}
+    of = row(1, detokenizer=Late())
+    of.parser = make_parser("hermes", controls=Controls(dict.fromkeys(SPECIALS, True)))
+    pieces = advanced(Writer(VOCABULARY, controls), of, encoded(CALL), "stop")
+
+    assert [json.loads(found) for found in arguments(pieces)] == [{"zone": "UTC"}]
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,10 @@ class Parser(Protocol):
         """At this character of all that is fed, which comes after this, a control token begins."""
         ...
 
+    def ignore_controls(self) -> None:
+        """From here on, go by the text alone."""
+        ...
+
     def feed(self, text: str) -> list[Event]:
         """The events that `text` completes."""
         ...

@@ -83,6 +83,9 @@ class _EventParser:
     def note_control(self, at: int) -> None:
         self._r.note_control(at)
 
+    def ignore_controls(self) -> None:
+        self._r.controls = NO_CONTROLS
+
     def feed(self, text: str) -> list[Event]:
         if self._is_over or not text:
             return []
