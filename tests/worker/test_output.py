@@ -67,7 +67,7 @@ def text_of(pieces: Sequence[Piece]) -> str:
     return "".join(event.text for piece in pieces for event in piece.events if event.kind is Kind.TEXT)
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=400)
 @given(
     seed=st.integers(0, 1 << 32),
     case=st.sampled_from(CASES),
