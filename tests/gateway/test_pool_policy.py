@@ -294,11 +294,11 @@ STORIES = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(
     STORIES,
     st.lists(st.integers(1, 70), min_size=6, max_size=6),
-    st.sets(st.sampled_from(NAMES), max_size=1),
+    st.sets(st.sampled_from(NAMES), max_size=2),
     st.integers(0, 3),
     st.sampled_from([0.0, 5.0]),
 )
