@@ -144,6 +144,11 @@ def test_a_small_model_does_not_pass_with_memory_that_the_first_waits_for() -> N
     assert decide([claim("large", 80), claim("small", 30)], tenants, 100) == Plan(gated={"b"})
 
 
+def test_room_is_made_for_one_model_at_a_time() -> None:
+    tenants = [tenant("b", 50, used_at=10), tenant("c", 50, used_at=20)]
+    assert decide([claim("first", 50), claim("second", 50)], tenants, 100) == Plan(evictions=["b"])
+
+
 def test_a_gate_that_nobody_needs_closed_is_not_in_the_plan() -> None:
     assert decide([], [tenant("b", 60, is_busy=True, gated_at=1.0)], 100) == Plan()
 

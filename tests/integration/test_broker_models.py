@@ -232,3 +232,23 @@ def test_a_model_that_can_never_fit_is_refused_in_each_dialect_with_numbers(home
         assert "3.0 GiB" in claude.json()["error"]["message"]
         assert daemon.model("big")["state"] == "stopped"
         assert daemon.series("memory_budget_bytes") == {"": 100.0 * MIB}
+
+
+def test_who_waits_too_long_for_memory_is_told_so_and_what_made_room_goes_on(home: Path) -> None:
+    (home / "mlxd.toml").write_text(
+        '[server]\nport = 0\nqueue_timeout = "1s"\n[memory]\nbudget = "100MiB"\nmin_residency = 0\n'
+        + "".join(f'[models.{name}]\npath = "demo"\nmemory = "64MiB"\n' for name in "ab")
+    )
+    body = {"model": "a", "prompt": "hi", "max_tokens": 2000, "stream": True}
+    with Daemon(home) as daemon, daemon.client.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        late = daemon.complete(model="b")
+        assert late.status_code == 503
+        assert late.json()["error"]["code"] == "queue_timeout"
+        assert int(late.headers["retry-after"]) > 0
+        # Nobody waits for the room any more: the gate is open, and the first stream has not noticed.
+        assert daemon.complete(model="a").status_code == 200
+        assert daemon.model("a")["epoch"] == 1
+        assert daemon.model("b")["state"] == "stopped"
+        assert any(line.startswith("data: {") for line in lines)
