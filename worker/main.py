@@ -109,6 +109,7 @@ class Process:
 
     def _load_and_serve(self) -> int:
         # Imported here so that the gateway hears from this process before the second that these take.
+        from worker import memory
         from worker.engine import Engine
         from worker.errors import LoadFailed, WorkerError
         from worker.loader import load
@@ -116,7 +117,9 @@ class Process:
         started = time.monotonic()
         engine: Engine | None = None
         try:
+            memory.prepare_load()
             loaded = load(self._spec, self._report_progress)
+            memory.give_back()
             engine = self._start(loaded, started)
             engine.run()
         except LoadFailed as error:

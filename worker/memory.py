@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ log = logging.getLogger("mlxd.worker")
 # asks for again, which costs more than the step itself.
 _CACHE_BYTES: Final = 1 << 30
 _CACHE_PART: Final = 32
+_LOAD_CACHE_BYTES: Final = 64 << 20
 # Of a share, what weights and Python leave: this part for free buffers, and of the rest this part for KV.
 _BUFFER_PART: Final = 8
 _BUFFER_MIN: Final = 16 << 20
@@ -85,7 +87,7 @@ class Share:
         """Another share, or another part of it. Buffers that nobody uses go back to the system."""
         self._order = order
         limits = self.enforce()
-        mx.clear_cache()
+        give_back()
         return limits
 
     def check(self) -> None:
@@ -106,6 +108,19 @@ class Share:
             self._wired = self._weights + limits.kv + limits.prefixes
         self.check()
         return limits
+
+
+def prepare_load() -> None:
+    """Before weights are read: what one tensor leaves behind is of little use to the next."""
+    mx.set_cache_limit(_LOAD_CACHE_BYTES)
+
+
+def give_back() -> None:
+    """What nobody uses goes to the system: MLX's free buffers, and what the C library keeps for later."""
+    mx.clear_cache()
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # a C library that is not glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def measure() -> Memory:
