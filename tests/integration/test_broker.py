@@ -252,19 +252,3 @@ async def test_a_lowered_limit_is_kept_also_when_nobody_asks_for_anything(home: 
         await until(lambda: resident(r) == {"b"})
         r.pool.apply(replace(before, memory=MemoryConfig(SHARE * MIB // 2, min_residency_s=0)))
         await until(lambda: resident(r) == set())
-
-
-async def test_a_worker_of_an_earlier_gateway_keeps_its_share_and_can_be_sent_away(home: Path) -> None:
-    made = shared(home, "a b", 1.5)
-    first = running(made)
-    await first.pool.start()
-    adopted = (await first.ready("a")).pid
-    await first.pool.release(0.0, asyncio.create_task(asyncio.sleep(0)))
-    async with running(made) as r:
-        assert r.pool.memory().granted_bytes == SHARE * MIB, "also before it has answered"
-        assert (await r.ready("a")).pid == adopted
-        await r.complete("b")
-        assert resident(r) == {"b"}
-        assert r.events.evictions == [("a", "memory")]
-        # It is still a child of this process, whose first pool has forgotten it.
-        await asyncio.to_thread(os.waitpid, adopted, 0)

@@ -252,3 +252,21 @@ def test_who_waits_too_long_for_memory_is_told_so_and_what_made_room_goes_on(hom
         assert daemon.model("a")["epoch"] == 1
         assert daemon.model("b")["state"] == "stopped"
         assert any(line.startswith("data: {") for line in lines)
+
+
+def test_a_worker_of_an_earlier_gateway_keeps_its_share_and_can_be_sent_away(home: Path) -> None:
+    (home / "mlxd.toml").write_text(
+        '[server]\nport = 0\n[memory]\nbudget = "100MiB"\nmin_residency = 0\n'
+        + "".join(f'[models.{name}]\npath = "demo"\nmemory = "64MiB"\n' for name in "ab")
+    )
+    with Daemon(home) as first:
+        assert first.complete(model="a").status_code == 200
+        pid = first.model("a")["pid"]
+        first.kill()
+        with Daemon(home) as second:
+            assert second.status()["memory"]["granted_bytes"] == 64 * MIB
+            assert second.complete(model="a").status_code == 200
+            assert second.model("a")["pid"] == pid
+            assert second.complete(model="b").status_code == 200
+            assert (second.model("a")["state"], second.model("b")["state"]) == ("stopped", "ready")
+            assert second.series("model_evictions_total") == {'{model="a",reason="memory"}': 1.0}
