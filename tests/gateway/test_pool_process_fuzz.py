@@ -16,11 +16,12 @@ from tests.support.machine import Machine, settle
 # Weighted towards what moves the machine on: a story of refusals tells little.
 ORDERS = ("up", "up", "ask", "ask", "run", "run", "speak", "stop", "stop", "drain", "load", "restart")
 CHANGES = ("respec", "rename")
+MEMORY = ("evict", "evict", "close gate", "open gate", "recycle", "deny")
 WORDS = ("hello", "ready", "drained", "stuck", "alien", "old")
 WORLD = ("toggle room", "toggle room", "toggle reach", "toggle spawn", "suspect")
 EXITS = (-9, -9, -6, 0, 1, 64, 69, 70)
 WAITS = (0.1, 1.0, 2.5, 16.0, 301.0, 700.0)
-ACTIONS = st.sampled_from([*ORDERS, *CHANGES, *WORDS, *WORLD, *EXITS, *WAITS])
+ACTIONS = st.sampled_from([*ORDERS, *CHANGES, *MEMORY, *WORDS, *WORLD, *EXITS, *WAITS])
 
 
 class Story:
@@ -63,6 +64,16 @@ class Story:
                 )
             case "rename":
                 worker.change(worker.spec, 60.0, is_preload=worker.is_preload, is_reload=False)
+            case "evict":
+                worker.evict()
+            case "close gate":
+                worker.close_gate()
+            case "open gate":
+                worker.open_gate()
+            case "recycle":
+                worker.recycle()
+            case "deny":
+                m.world.denial = None if m.world.denial else Failure(Code.DOES_NOT_FIT, "too large")
             case "stop":
                 self.wait(worker.stop(0.0))
             case "drain":
