@@ -46,6 +46,8 @@ class Front:
         # Its share of the memory, 0 without a limit; and since when it has been ready.
         self.share_bytes = 0
         self.ready_at = 0.0
+        # It was unloaded for others, or by its time to live: from then on it is a model like those that are not preloaded.
+        self.has_left = False
         # Why new requests are refused although it is ready: there is no memory for more.
         self.overload: Failure | None = None
 
@@ -184,7 +186,7 @@ class Front:
             epoch=self.epoch,
             pid=self.pid,
             is_adopted=process is not None and process.is_adopted,
-            is_preload=self.is_preload,
+            is_preload=self.is_preload and not self.has_left,
             ready=self.ready,
             stats=self.stats,
             stage=loading.stage if loading is not None else "",

@@ -93,7 +93,7 @@ class Worker(Life):
                 self._on_adopt(process, epoch)
             case mail.Evict(epoch):
                 if epoch == self.epoch and self.state is State.READY:
-                    self._is_evicted = True
+                    self._is_evicted = self.has_left = True
                     self._terminate()
             case mail.Reopen():
                 self._serve()

@@ -42,6 +42,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     pid: int = 0
     is_adopted: bool = False
+    # Whether the daemon is not complete without it.
     is_preload: bool = False
     ready: Ready | None = None
     stats: Stats | None = None

@@ -134,3 +134,14 @@ async def test_room_is_no_longer_asked_for_when_nobody_waits() -> None:
         assert m.worker.state is State.STOPPED
         m.world.room.set()
         await m.bring_up()
+
+
+async def test_a_preloaded_model_that_made_room_is_no_longer_waited_for() -> None:
+    async with Machine(is_preload=True) as m:
+        await m.bring_up()
+        assert m.worker.view().is_preload
+        assert m.worker.evict()
+        await settle()
+        assert not m.worker.view().is_preload
+        await m.crash(0)
+        assert m.worker.state is State.STOPPED, "nobody asks for it"
