@@ -46,7 +46,7 @@ class Front:
         # Its share of the memory, 0 without a limit; and since when it has been ready.
         self.share_bytes = 0
         self.ready_at = 0.0
-        # It was unloaded for others, or by its time to live: from then on it is a model like those that are not preloaded.
+        # It was unloaded for others, or by its time to live: from then on no preload is missing when it is not there.
         self.has_left = False
         # Why new requests are refused although it is ready: there is no memory for more.
         self.overload: Failure | None = None
