@@ -35,6 +35,7 @@ SHRINK_DEADLINE_S: Final = 5.0
 ROOM_POLL_S: Final = 0.05
 # Whatever the operator says: those who waited for a model are served before it may leave again.
 TURN_S: Final = 0.5
+FAULT_PAUSE_S: Final = 1.0
 
 
 class Broker:
@@ -179,7 +180,12 @@ class Broker:
                 async with asyncio.timeout(self._delay_s(wake_at)):
                     await self._poke.wait()
             self._poke.clear()
-            wake_at = self._settle()
+            try:
+                wake_at = self._settle()
+            except Exception:
+                # What runs must go on whatever is wrong here; the next look may be luckier.
+                log.exception("a fault of ours while memory was shared out")
+                wake_at = self._clock() + FAULT_PAUSE_S
 
     def _delay_s(self, wake_at: float | None) -> float | None:
         if self._returns:

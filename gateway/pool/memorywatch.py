@@ -48,7 +48,10 @@ class MemoryWatch:
         self._events.memory(self._broker.view())
         while True:
             await self._sleep(self._limits.look_s)
-            await self.look()
+            try:
+                await self.look()
+            except Exception:
+                log.exception("a fault of ours while memory was looked at")
 
     async def look(self) -> None:
         """One round."""
