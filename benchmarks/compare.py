@@ -116,19 +116,23 @@ async def _round(run: Run, turn: int) -> None:
         for concurrency in run.args.concurrency:
             await _warm_up(run, engines, concurrency)
         for concurrency in run.args.concurrency:
-            jobs = _jobs(run, run.requests[concurrency], run.args.output_tokens, seed=1000 * turn + concurrency)
-            for engine in engines:
-                sample = await engine.measure(jobs, concurrency)
-                if sample.cached_tokens > len(jobs) * run.args.prompt_tokens * CACHED_SHARE:
-                    print(
-                        f"  {engine.name} answered {sample.cached_tokens} prompt tokens from a cache", file=sys.stderr
-                    )
-                run.samples.setdefault((engine.name, concurrency), []).append(sample)
-                what = f"{run.geometry} round {turn + 1}, {concurrency} clients, {engine.name}"
-                print(f"  {what}: {sample.tokens_per_s:.1f} tok/s", file=sys.stderr, flush=True)
+            for repeat in range(run.args.repeats):
+                seed = 100_000 * turn + 1000 * repeat + concurrency
+                jobs = _jobs(run, run.requests[concurrency], run.args.output_tokens, seed)
+                for engine in engines:
+                    await _measure(run, engine, jobs, concurrency, turn)
     finally:
         for engine in engines:
             await engine.stop()
+
+
+async def _measure(run: Run, engine: Engine, jobs: list[Job], concurrency: int, turn: int) -> None:
+    sample = await engine.measure(jobs, concurrency)
+    if sample.cached_tokens > len(jobs) * run.args.prompt_tokens * CACHED_SHARE:
+        print(f"  {engine.name} answered {sample.cached_tokens} prompt tokens from a cache", file=sys.stderr)
+    run.samples.setdefault((engine.name, concurrency), []).append(sample)
+    what = f"{run.geometry} round {turn + 1}, {concurrency} clients, {engine.name}"
+    print(f"  {what}: {sample.tokens_per_s:.1f} tok/s", file=sys.stderr, flush=True)
 
 
 async def _start(run: Run, turn: int) -> list[Engine]:
@@ -266,6 +270,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=205)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1, help="measurements in a round, the engines by turns")
     parser.add_argument("--seconds", type=float, default=12.0, help="about how long one measurement takes")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     args = parser.parse_args()
