@@ -149,6 +149,8 @@ class Batch:
         self._rows: dict[int, Row] = {}
         self._guards: dict[int, list[Guard]] = {}
         self._prefilling: set[int] = set()
+        # Rows past their prompt whose KV is nowhere but in the batch: it is stored when they end, or are asked for it.
+        self._unstored: set[int] = set()
         self._eos = StopSequences([[token] for token in eos_ids])
         self._never = StopSequences()
         self._generator = _Generator(
@@ -216,6 +218,7 @@ class Batch:
         """
         tokens = row.tokens()
         ticket, row.ticket = row.ticket, None
+        self._store_running(tokens, row.cache_salt)
         with mx.stream(self._generator.stream):
             reused, caches = self._cache.fetch(tokens[:-1], row.cache_salt, ticket)
         if not row.output:
@@ -248,8 +251,24 @@ class Batch:
             self._persist(row, self._take_out(row))
         self._forget(row)
 
+    def _store_running(self, tokens: Any, salt: str) -> None:
+        """Store what running rows have in common with these tokens. Few are ever asked for it, and it costs a copy."""
+        if not self._unstored or not self._cache.is_on:
+            return
+        tokens = tokens[:-1]
+        head = tokens[:MIN_SHARED_TOKENS].tolist()
+        for uid in sorted(self._unstored):
+            other = self._rows[uid]
+            if other.cache_salt != salt or other.prompt[:MIN_SHARED_TOKENS] != head:
+                continue
+            if common_prefix(other.tokens(), tokens) - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
+                self._unstored.discard(uid)
+                caches, done = self._generator.extract_cache([uid])[uid]
+                self._keep(other, done, caches)
+
     def _take_out(self, row: Row) -> list[int]:
         assert row.uid is not None
+        self._unstored.discard(row.uid)
         with mx.stream(self._generator.stream):
             caches, tokens = self._generator.remove([row.uid], return_prompt_caches=True)[row.uid]
             # A row that never ran holds what it was given.
@@ -347,8 +366,13 @@ class Batch:
         """Share a prompt with the requests that follow while this one still runs.
 
         Where caches cannot be cut, the checkpoint before the last token serves: a cached prompt must leave one to run.
+        Elsewhere a short prompt is stored when somebody asks for it.
         """
         if is_prompt_end == self._cache.needs_checkpoints:
+            return
+        assert row.uid is not None
+        if not self._cache.needs_checkpoints and len(row.tokens()) <= EARLY_TOKENS:
+            self._unstored.add(row.uid)
             return
         caches, tokens = self._generator.extract_cache([row.uid])[row.uid]
         self._keep(row, tokens, caches)
@@ -371,6 +395,7 @@ class Batch:
         self._masks.discard(row.uid)
         self._guards.pop(row.uid, None)
         self._prefilling.discard(row.uid)
+        self._unstored.discard(row.uid)
         self._sampler.discard(row.uid)
         row.uid = None
         row.prefilled = row.reused = 0

@@ -39,3 +39,21 @@ def test_a_long_prompt_stays_a_long_one_to_its_end(model_folder: Callable[[str],
     batch.insert(row(loaded, 1, 340))
     assert batch.longest_prefill == 40, "what the cache holds does not count"
     batch.abandon()
+
+
+def test_a_running_rows_prompt_is_stored_when_somebody_asks_for_it(model_folder: Callable[[str], Path]) -> None:
+    loaded = load(spec(model_folder("qwen3")), nothing)
+    cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 24)
+    batch = Batch(loaded.model, loaded.eos_ids, 4, 512, cache)
+    first, stranger, relative = row(loaded, 1, 200), row(loaded, 2, 200), row(loaded, 1, 300)
+    for other in (first, stranger):
+        other.max_tokens = 50
+        batch.insert(other)
+        while batch.prefilling:
+            batch.tick(512)
+    assert len(cache) == 0, "nobody has asked"
+    batch.insert(relative)
+    assert relative.cached >= 200
+    assert stranger.cached == 0
+    cache.check()
+    batch.abandon()
