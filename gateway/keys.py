@@ -165,8 +165,8 @@ class KeyFile:
         except OSError as error:
             raise KeysUnusable(f"{folder}: {error.strerror or error}") from None
         try:
-            _belong_to_owner(folder)
             fcntl.flock(lock, fcntl.LOCK_EX)
+            _belong_to_owner(folder)
             keys = {key.name: key for key in self.read()}
             before = dict(keys)
             yield keys

@@ -54,6 +54,13 @@ def log_of(home: Path) -> str:
     return (home / "logs" / "mlxd.log").read_text()
 
 
+def listed(home: Path) -> int:
+    """How many captured requests the daemon tells of."""
+    transport = httpx.HTTPTransport(uds=str(home / "run" / "admin.sock"))
+    with httpx.Client(transport=transport, base_url="http://mlxd", timeout=DEADLINE_S) as admin:
+        return len(admin.get("/v1/requests?captured=1").json()["captured"])
+
+
 def metric(daemon: DaemonProcess, name: str) -> float:
     return parsed(daemon.client.get("/metrics").text)[name]
 
@@ -91,6 +98,7 @@ def test_captures_and_usage_that_cannot_be_written_cost_nothing_else(home: Path)
         wait_until(lambda: len(captures(home)) == 1)
         with full_disk(daemon.process.pid):
             assert [daemon.complete().status_code for _ in range(3)] == [200] * 3
+            assert listed(home) == 1, "asked after the writes, and answered after them"
             assert len(captures(home)) == 1
         assert daemon.complete().status_code == 200
         wait_until(lambda: len(captures(home)) == 2)
