@@ -11,7 +11,7 @@ from hypothesis import settings
 # How long one example takes says more about the machine than about the code.
 settings.register_profile("mlxd", deadline=None)
 settings.load_profile("mlxd")
-# Under nohup, or in a shell's background, these are ignored, and every process that a test starts would ignore them too.
+# Under nohup or in the background these are ignored, and every process that a test starts would ignore them too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

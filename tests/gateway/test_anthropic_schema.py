@@ -355,9 +355,7 @@ def test_a_format_of_the_answer_is_a_constraint(field: str) -> None:
     assert (made.kind, made.text) == (ConstraintKind.JSON_SCHEMA, '{"type":"object"}')
 
 
-@pytest.mark.parametrize(
-    "fields", [{"max_tokens": 0}, {"max_tokens": None}, {"messages": []}, {"temperature": 2}]
-)
+@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": None}, {"messages": []}, {"temperature": 2}])
 def test_bad_values_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest):
         decode_messages(body(**fields))
