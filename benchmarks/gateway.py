@@ -42,6 +42,7 @@ class Cost(msgspec.Struct, frozen=True):
     seconds: float
     tokens: int
     cpu_us_per_token: float
+    kernel_us_per_token: float
     cpu_percent: float
     client_cpu_us_per_token: float
     events_per_token: float
@@ -96,9 +97,11 @@ async def _window(
     process: psutil.Process, connections: list[Connection], step_ms: float, seconds: float, endpoint: str
 ) -> Cost:
     first = [len(one.reply.texts) for one in connections]
+    kernel = process.cpu_times().system
     cpu, own, start = cpu_s([process]), time.process_time(), time.perf_counter()
     await asyncio.sleep(seconds)
     cpu, own, wall = cpu_s([process]) - cpu, time.process_time() - own, time.perf_counter() - start
+    kernel = process.cpu_times().system - kernel
     late: list[float] = []
     tokens = 0
     for one, begin in zip(connections, first, strict=True):
@@ -116,6 +119,7 @@ async def _window(
         seconds=round(wall, 3),
         tokens=tokens,
         cpu_us_per_token=round(cpu / tokens * 1e6, 2),
+        kernel_us_per_token=round(kernel / tokens * 1e6, 2),
         cpu_percent=round(cpu / wall * 100, 2),
         client_cpu_us_per_token=round(own / tokens * 1e6, 2),
         events_per_token=round(len(late) / tokens, 3),
@@ -129,6 +133,7 @@ def as_table(costs: list[Cost]) -> str:
         "step",
         "endpoint",
         "µs/token",
+        "in kernel",
         "% of a core",
         "added p50",
         "p99 ms",
@@ -141,6 +146,7 @@ def as_table(costs: list[Cost]) -> str:
             f"{cost.step_ms:g} ms",
             cost.endpoint,
             f"{cost.cpu_us_per_token:.1f}",
+            f"{cost.kernel_us_per_token:.1f}",
             f"{cost.cpu_percent:.2f}",
             f"{cost.added_ms.p50:.2f}",
             f"{cost.added_ms.p99:.2f}",
