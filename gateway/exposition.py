@@ -70,7 +70,7 @@ _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, 
     ("model_evictions", "Models unloaded without an order.", "reason", lambda m: m.evictions),
     ("worker_restarts", "Workers that ended unasked, by exit status.", "exit", lambda m: m.restarts),
 )
-_MEMORY: Final = ("active", "peak", "cache", "phys_footprint", "kv", "prefix_cache")
+_MEMORY: Final = ("active", "peak", "cache", "phys_footprint", "kv", "prefix_cache", "wired_limit")
 
 
 class Exposition(Collector):
@@ -198,4 +198,5 @@ def _gauges(models: "Iterable[tuple[str, ModelMetrics]]") -> Iterator[Metric]:
 def _memory(stats: Stats) -> tuple[int, ...]:
     return (
         stats.mem_active, stats.mem_peak, stats.mem_cache, stats.footprint, stats.kv_bytes, stats.cache_bytes,
+        stats.wired_limit,
     )  # fmt: skip

@@ -408,8 +408,9 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     disk_writes: int = 0
     disk_dropped: int = 0
     disk_quarantined: int = 0
-    # The share of memory that it knows of.
+    # The share of memory that it knows of, and how much of it Metal may wire; 0 where nothing is wired.
     share_bytes: int = 0
+    wired_limit: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):

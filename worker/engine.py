@@ -143,6 +143,7 @@ class Engine:
         self._kv = KvBudget(self.kv_cost, limits.kv)
         self._gauges.kv_limit = limits.kv
         self._gauges.share_bytes = self._share.bytes
+        self._gauges.wired_limit = self._share.wired_limit
 
     def fail_all(self, failure: Failure) -> None:
         """The terminal event of every row, when the loop is about to die."""

@@ -28,6 +28,7 @@ class Gauges:
     footprint: int = 0
     kv_limit: int = 0
     share_bytes: int = 0
+    wired_limit: int = 0
     preemptions: int = 0
     malformed_tool_calls: int = 0
     cache_bytes: int = 0
@@ -80,4 +81,5 @@ class Gauges:
             disk_dropped=self.disk.dropped,
             disk_quarantined=self.disk.quarantined,
             share_bytes=self.share_bytes,
+            wired_limit=self.wired_limit,
         )

@@ -83,6 +83,11 @@ class Share:
     def bytes(self) -> int:
         return self._order.share_bytes
 
+    @property
+    def wired_limit(self) -> int:
+        """What Metal may wire; 0 where it is not Metal's to say."""
+        return self._wired if mx.metal.is_available() else 0
+
     def change(self, order: SetMemory) -> Limits:
         """Another share, or another part of it. Buffers that nobody uses go back to the system."""
         self._order = order
