@@ -84,7 +84,7 @@ class Bench:
     def __init__(self, geometry: str) -> None:
         from mlx_lm.models.cache import make_prompt_cache
 
-        from protocol.messages import WorkerSpec
+        from protocol.spec import WorkerSpec
         from worker.intake import Intake
         from worker.kv import Layout
         from worker.loader import load

@@ -28,12 +28,12 @@ from protocol.messages import (
     Pong,
     Ready,
     Shutdown,
-    Stats,
     Step,
     Up,
     Usage,
-    WorkerSpec,
 )
+from protocol.spec import WorkerSpec
+from protocol.stats import Stats
 
 STATS_S: Final = 0.1
 IDLE_POLL_MS: Final = 1000

@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.configread import load_config
 from gateway.main import serve
-from protocol.messages import WorkerSpec
+from protocol.spec import WorkerSpec
 
 
 def main() -> None:

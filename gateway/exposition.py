@@ -11,7 +11,7 @@ from gateway.histogram import Histogram
 from gateway.logs import dropped_records
 from gateway.memoryseries import memory_series
 from gateway.vllm_names import with_vllm_names
-from protocol.messages import Stats
+from protocol.stats import Stats
 
 if TYPE_CHECKING:
     from gateway.metrics import Metrics, ModelMetrics

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from gateway.stream import Collector
 from protocol.failures import Failure
-from protocol.messages import Drained, Generate, Goodbye, Hello, Loading, Pong, Ready, Stats
+from protocol.messages import Drained, Generate, Goodbye, Hello, Loading, Pong, Ready
+from protocol.stats import Stats
 
 # The epoch of a sequence that no worker has: real ones begin at 1.
 PARKED: Final = 0

@@ -18,7 +18,7 @@ from gateway.link import LATE, WorkerGone
 from gateway.pool.process import Worker
 from gateway.pool.state import ModelUnavailable, State
 from gateway.services import Services
-from gateway.stream import Collector
+from gateway.stream import Collector, Relay
 from protocol.failures import Code, Failure
 from protocol.messages import Delta, Finish, Generate
 
@@ -231,10 +231,18 @@ class Generation:
         elif self._collector is not None:
             self._services.link.stop(self._collector.rids, "cancelled")
 
-    async def next(self, timeout_s: float | None = None) -> list[Delta]:
-        """New output, never with an ERROR or ABORT in it: those end up in `failure`. Empty on timeout."""
-        collector = self._opened()
-        deltas = await collector.next(timeout_s)
+    async def next(self, timeout_s: float | None = None, relay: Relay | None = None) -> list[Delta]:
+        """New output, never with an ERROR or ABORT in it: those end up in `failure`. Empty on timeout.
+
+        With a `relay`, what is new while this waits goes through it: see `Collector.next`.
+        """
+        return self._note(await self._opened().next(timeout_s, relay))
+
+    def take(self) -> list[Delta]:
+        """What is new, for a relay."""
+        return self._note(self._opened().take())
+
+    def _note(self, deltas: list[Delta]) -> list[Delta]:
         now = time.perf_counter()
         newest = self._newest_token
         for delta in deltas:

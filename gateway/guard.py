@@ -6,6 +6,8 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.outlet import KEY, Outlet
+
 log = logging.getLogger(__name__)
 # uvicorn warns of each malformed request: anybody who can connect could fill the log.
 log.setLevel(logging.ERROR)
@@ -117,6 +119,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._disarm()
         super().on_headers_complete()
+        # Its task has not had a turn yet.
+        self.scope[KEY] = Outlet(self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.caller import NOBODY, Caller
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
+from gateway.outlet import Outlet
 from gateway.phases import Phases
 from gateway.tracing import TraceContext
 
@@ -60,6 +61,8 @@ class Record:
     # Headers of the middleware, on any answer: known before the endpoint runs, and only when it answers.
     always: list[Header] = field(default_factory=list[Header])
     late_headers: Callable[[], list[Header]] | None = None
+    # The short way to the client, unless somebody wants to see what takes it.
+    outlet: Outlet | None = None
 
 
 class Answer:

@@ -81,6 +81,8 @@ class Link:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: zmq.Socket[bytes] | None = None
         self._pull: zmq.Socket[bytes] | None = None
+        # Whose readers have something to read.
+        self._due: dict[Collector, None] = {}
         # Ends `run`.
         self._broken: asyncio.Future[None] | None = None
 
@@ -117,11 +119,14 @@ class Link:
             return
         deltas = 0
         try:
-            while (frame := sockets.receive_now(pull)) is not None:
+            while deltas < BATCH_DELTAS and (frame := sockets.receive_now(pull)) is not None:
                 deltas += self._handle(frame)
-                if deltas >= BATCH_DELTAS:
-                    asyncio.get_running_loop().call_soon(self._read)
-                    return
+            if deltas >= BATCH_DELTAS:
+                asyncio.get_running_loop().call_soon(self._read)
+            # After all that is there, so that several deltas for one reader are one.
+            due, self._due = self._due, {}
+            for collector in due:
+                collector.deliver()
         except Exception as error:  # the root of the callback: `run` raises it
             broken.set_exception(error)
 
@@ -293,7 +298,7 @@ class Link:
         if peer is None:
             self._events.stale_message()
             return
-        flights = self._flights
+        flights, due = self._flights, self._due
         now = asyncio.get_running_loop().time()
         strangers: list[int] | None = None
         for delta in step.deltas:
@@ -314,7 +319,9 @@ class Link:
             flight.is_begun = True
             if flight.is_watched and delta.token_ids:
                 self._acquit(flight)
-            flight.collector.put(delta, now)
+            collector = flight.collector
+            collector.add(delta, now)
+            due[collector] = None
         if strangers:
             self._try_send(peer, Abort(tuple(strangers), "gateway restarted"))
         if step.stats is not None:

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from gateway.exposition import Exposition
 from gateway.histogram import BATCH_BUCKETS, ITL_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
 from gateway.pool.state import MemoryView
-from protocol.messages import Pong, Stats, Step, Usage
+from protocol.messages import Pong, Step, Usage
+from protocol.stats import Stats
 
 
 def _latency() -> Histogram:

@@ -14,6 +14,7 @@ from gateway.caller import NOBODY
 from gateway.capture import Tape
 from gateway.errors import ApiError, error_headers, openai_body
 from gateway.http import CLIENT_CLOSED, Answer, ClientLeft, Record, send_body
+from gateway.outlet import outlet_of
 from gateway.schemas.anthropic_out import anthropic_body
 from gateway.services import Services
 from gateway.tracing import read_context
@@ -60,6 +61,8 @@ class Entry:
         if self._is_public and self._services.captures.is_on and _is_api(record):
             tape = Tape(scope, receive, send)
             receive, send = tape.receive, tape.send
+        else:
+            record.outlet = outlet_of(scope)
         answer = Answer(send, record)
         try:
             await self._app(scope, receive, answer)

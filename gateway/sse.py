@@ -11,6 +11,7 @@ from gateway.api.encoder import Fold, StreamEncoder
 from gateway.errors import ApiError
 from gateway.generation import Generation
 from gateway.http import CLIENT_CLOSED, Answer, Header, Record, send_body
+from gateway.outlet import Outlet
 
 STALLS_MAX: Final = 2
 HEADERS: Final[tuple[Header, ...]] = (
@@ -113,12 +114,14 @@ class _Stream:
         send: Send,
         watch: Watch,
         pace: Pace,
+        outlet: Outlet | None,
     ) -> None:
         self._generation = generation
         self._encoder = encoder
         self._headers = headers
         self._send = send
         self._watch = watch
+        self._outlet = outlet
         self._loop = asyncio.get_running_loop()
         self._keepalive_s = pace.keepalive_s
         self._hold_until = self._loop.time() + pace.hold_s
@@ -154,7 +157,8 @@ class _Stream:
         """Pass on what is new, until it is anything but more text: the loop that every token goes through."""
         generation, encode, watch = self._generation, self._encoder.encode, self._watch
         while True:
-            deltas = await generation.next(self._keepalive_s if self._is_started else self._patience_s())
+            relay = self._relay if self._is_started and self._outlet is not None else None
+            deltas = await generation.next(self._patience_s(), relay)
             data = encode(deltas)
             if not (data and self._is_started and generation.is_running):
                 break
@@ -163,6 +167,16 @@ class _Stream:
             watch.is_sending = False
             watch.sent += 1
         await self._turn(data, is_silent=not deltas)
+
+    def _relay(self) -> bool:
+        """The same for a client that reads, while this task waits."""
+        outlet = self._outlet
+        if outlet is None or not outlet.is_open:
+            return False
+        data = self._encoder.encode(self._generation.take())
+        if data:
+            outlet.write(data)
+        return True
 
     async def _turn(self, data: bytes, is_silent: bool) -> None:
         """A beginning, an end, a failure, or silence."""
@@ -216,7 +230,8 @@ async def respond_stream(
     """Answer with the events of `generation`. Raises `ApiError` only while the status can still say so."""
     async with Watch(receive, write_timeout_s) as watch:
         # A task of its own: what wakes up for a token passes through a few frames, not through the whole app.
-        error = await asyncio.create_task(_Stream(generation, encoder, record.headers, send, watch, pace).run())
+        stream = _Stream(generation, encoder, record.headers, send, watch, pace, record.outlet)
+        error = await asyncio.create_task(stream.run())
         if error is not None:
             record.outcome = error.code or "error"
     if watch.reason is not None:
@@ -225,11 +240,16 @@ async def respond_stream(
 
 async def respond_whole(generation: Generation, fold: Fold, record: Record, receive: Receive, send: Send) -> None:
     """Answer in one piece. Raises `ApiError`."""
+
+    def collect() -> bool:
+        fold.add(generation.take())
+        return True
+
     async with Watch(receive, 0) as watch:
         while not generation.is_done:
             if not generation.is_open and not generation.open_now():
                 await generation.open()
-            fold.add(await generation.next())
+            fold.add(await generation.next(relay=collect))
             if generation.failure is not None:
                 raise generation.failure
         await send_body(send, 200, fold.result(), record.headers)

@@ -1,7 +1,7 @@
 """What a worker said about the sequences of one HTTP request, merged while the client is slow."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -11,19 +11,25 @@ from protocol.messages import Delta, Finish, Kind, TokenLogprob
 # A TOOL_BEGIN or TOOL_END is an event, not text: two of them are never one.
 _JOINABLE: Final = frozenset({Kind.TEXT, Kind.REASONING, Kind.TOOL_ARGS})
 
+# Takes what is unread, and says whether it could.
+Relay = Callable[[], bool]
+
 
 class Collector:
     """Everything said about the sequences of one request, for one reader.
 
-    The link puts, one task reads. Nothing is dropped and the order per rid is kept; unread deltas of one rid and kind
-    become one, so what waits for a slow reader is bounded by `max_tokens`. Exactly one terminal delta per rid comes
-    out, whatever is put. A terminal delta that the gateway made (`fail`) carries no usage.
+    The link adds and delivers, one task reads. Nothing is dropped and the order per rid is kept; unread deltas of one
+    rid and kind become one, so what waits for a slow reader is bounded by `max_tokens`. Exactly one terminal delta per
+    rid comes out, whatever is put. A terminal delta that the gateway made (`fail`) carries no usage.
     """
 
     __slots__ = (
         "_deadline",
+        "_has_end",
         "_loop",
         "_open",
+        "_patience_s",
+        "_relay",
         "_tails",
         "_timer",
         "_unread",
@@ -50,7 +56,11 @@ class Collector:
         self._unread: list[Delta | _Run] = []
         # rid -> index of its newest unread delta
         self._tails: dict[int, int] = {}
+        # A terminal delta is among the unread.
+        self._has_end = False
         self._waiter: asyncio.Future[None] | None = None
+        self._relay: Relay | None = None
+        self._patience_s = float("inf")
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0
 
@@ -59,19 +69,39 @@ class Collector:
         """Every rid has had its terminal delta, and it was read."""
         return not self._open and not self._unread
 
-    def put(self, delta: Delta, now: float | None = None) -> None:
+    def put(self, delta: Delta) -> None:
+        """Add a delta and deliver."""
+        self.add(delta, self._loop.time())
+        self.deliver()
+
+    def add(self, delta: Delta, now: float) -> None:
         """Add a delta, `now` on the loop's clock. One that follows its rid's terminal delta is ignored."""
         rid = delta.rid
         if rid not in self._open:
             return
-        self.last_activity = self._loop.time() if now is None else now
+        self.last_activity = now
         index = self._tails.get(rid)
         if index is None or not self._join(index, delta):
             self._tails[rid] = len(self._unread)
             self._unread.append(delta)
         if delta.finish is not None:
             self._open.discard(rid)
-        self._wake()
+            self._has_end = True
+
+    def deliver(self) -> None:
+        """Let the reader have what is unread: at once through its relay, or in its task."""
+        waiter = self._waiter
+        if waiter is None or waiter.done() or not self._unread:
+            return
+        if self._relay is not None and not self._has_end:
+            try:
+                if self._relay():
+                    self._deadline = self.last_activity + self._patience_s
+                    return
+            except Exception as error:  # the reader's own, which it gets
+                waiter.set_exception(error)
+                return
+        waiter.set_result(None)
 
     def fail(self, failure: Failure) -> None:
         """End every unfinished rid with an ERROR delta."""
@@ -93,15 +123,25 @@ class Collector:
         """Something is being done for this request, though there is nothing to read."""
         self.last_activity = self._loop.time()
 
-    async def next(self, timeout_s: float | None = None) -> list[Delta]:
-        """All unread deltas, waiting for the first. Empty on timeout, and at once when `is_done`."""
+    async def next(self, timeout_s: float | None = None, relay: Relay | None = None) -> list[Delta]:
+        """All unread deltas, waiting for the first. Empty on timeout, and at once when `is_done`.
+
+        While this waits, `relay` is called with anything but an end, in the callback that brought it, and takes it:
+        no task's turn for each token. Then the timeout begins anew. What it cannot take is returned; what it raises
+        is raised here.
+        """
         if not self._unread and self._open:
-            await self._wait(timeout_s)
+            await self._wait(timeout_s, relay)
+        return self.take()
+
+    def take(self) -> list[Delta]:
+        """All unread deltas."""
         unread = self._unread
         if not unread:
             return []
         self._unread = []
         self._tails.clear()
+        self._has_end = False
         if not self._open:
             self.close()
         return [item if isinstance(item, Delta) else item.joined() for item in unread]
@@ -123,19 +163,18 @@ class Collector:
         last.add(delta)
         return True
 
-    async def _wait(self, timeout_s: float | None) -> None:
+    async def _wait(self, timeout_s: float | None, relay: Relay | None) -> None:
         assert self._waiter is None, "a collector has one reader"
         self._waiter = waiter = self._loop.create_future()
-        if timeout_s is not None:
-            self._deadline = self._loop.time() + timeout_s
-            if self._timer is None or self._timer.when() > self._deadline:
-                self._arm()
-        else:
-            self._deadline = float("inf")
+        self._relay = relay
+        self._patience_s = float("inf") if timeout_s is None else timeout_s
+        self._deadline = self._loop.time() + self._patience_s
+        if timeout_s is not None and (self._timer is None or self._timer.when() > self._deadline):
+            self._arm()
         try:
             await waiter
         finally:
-            self._waiter = None
+            self._waiter = self._relay = None
 
     def _arm(self) -> None:
         self.close()
@@ -144,16 +183,12 @@ class Collector:
     def _on_timer(self) -> None:
         # The timer outlives many waits: armed once, it looks at the newest deadline when it fires.
         self._timer = None
-        if self._waiter is None or self._deadline == float("inf"):
+        waiter = self._waiter
+        if waiter is None or waiter.done() or self._deadline == float("inf"):
             return
         if self._loop.time() < self._deadline:
             self._arm()
         else:
-            self._wake()
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
 

@@ -14,53 +14,10 @@ from typing import Any
 import msgspec
 
 from protocol.failures import Failure
+from protocol.stats import Stats
 
 MAJOR = 1
 MINOR = 0
-
-
-class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker is started with: JSON in its argv, so it holds no secrets.
-
-    `path` is a folder, a Hugging Face repository in the local cache, or `demo` for the embedded model.
-    `dtype` is `auto` (float32 on CPU, else as stored), `float32`, `float16` or `bfloat16`.
-    `context` caps the model's own window (0: the model's); `prefill_chunk` is the longest prompt chunk in tokens.
-    """
-
-    name: str
-    path: str
-    epoch: int
-    down: str
-    up: str
-    dtype: str = "auto"
-    context: int = 0
-    max_running: int = 16
-    max_waiting: int = 256
-    prefill_chunk: int = 512
-    trust_remote_code: bool = False
-    orphan_grace_s: float = 30.0
-    orphan_max_s: float = 300.0
-    log_level: str = "info"
-    # Bytes of prefix cache in memory; -1 is a share of the machine's memory, 0 is off.
-    cache_bytes: int = -1
-    # Bytes of KV for running rows; -1 is half of the memory that is free once the weights are in.
-    kv_bytes: int = -1
-    # Which family's reasoning and tool-call markup the model writes; empty means by its template and vocabulary.
-    parser: str = ""
-    # The folder that all workers keep their prefix caches in, and its size in bytes; empty is off.
-    disk_cache_dir: str = ""
-    disk_cache_bytes: int = 0
-    # Shorter prefixes than this stay in memory.
-    disk_cache_tokens: int = 0
-    # All that this process may take, its weights among it; 0 is no limit but the machine's.
-    memory_bytes: int = 0
-    # Jinja in place of the model's own chat template; empty is its own.
-    chat_template: str = ""
-
-    @property
-    def identity(self) -> bytes:
-        """The ROUTER identity of this incarnation."""
-        return f"{self.name}#{self.epoch}".encode()
 
 
 # -- generation requests ---------------------------------------------------------------------------------------------
@@ -375,42 +332,6 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     failure: Failure | None = None
     # The stop string that ended the sequence, if one did.
     stop: str = ""
-
-
-class Stats(msgspec.Struct, frozen=True, array_like=True):
-    """The worker's gauges; byte counts are MLX's own, `footprint` is what the system charges the process with."""
-
-    running: int
-    waiting: int
-    step_seq: int
-    step_age_ms: int
-    mem_active: int
-    mem_peak: int
-    mem_cache: int
-    footprint: int
-    kv_bytes: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    cache_bytes: int = 0
-    cache_nodes: int = 0
-    cache_queries: int = 0
-    cache_hits: int = 0
-    cache_query_tokens: int = 0
-    cache_hit_tokens: int = 0
-    cache_evictions: int = 0
-    kv_limit: int = 0
-    preemptions: int = 0
-    malformed_tool_calls: int = 0
-    disk_bytes: int = 0
-    disk_files: int = 0
-    disk_hits: int = 0
-    disk_restored_tokens: int = 0
-    disk_writes: int = 0
-    disk_dropped: int = 0
-    disk_quarantined: int = 0
-    # The share of memory that it knows of, and how much of it Metal may wire; 0 where nothing is wired.
-    share_bytes: int = 0
-    wired_limit: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from protocol.failures import Code
-from protocol.messages import WorkerSpec
+from protocol.spec import WorkerSpec
 from worker.cache_disk import CacheDisk
 from worker.cache_file import FORMAT, is_known
 from worker.errors import LoadFailed

@@ -27,8 +27,8 @@ from protocol.messages import (
     TokenLogprob,
     Up,
     Usage,
-    WorkerSpec,
 )
+from protocol.spec import WorkerSpec
 from worker import memory
 from worker.batch import Batch, Tick, Token
 from worker.cache_key import open_disk

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protocol.messages import Stats
+from protocol.stats import Stats
 from worker.counts import Counts, DiskCounts
 
 if TYPE_CHECKING:

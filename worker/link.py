@@ -35,8 +35,8 @@ from protocol.messages import (
     Tokenize,
     Up,
     Welcome,
-    WorkerSpec,
 )
+from protocol.spec import WorkerSpec
 from worker.gauges import Gauges
 
 log = logging.getLogger("mlxd.worker")

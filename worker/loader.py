@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model, load_tokenizer
 
 from protocol.failures import Code
-from protocol.messages import WorkerSpec
+from protocol.spec import WorkerSpec
 from worker.errors import LoadFailed
 from worker.templates import check_template
 

@@ -19,17 +19,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from protocol.failures import Code, Exit, Failure
-from protocol.messages import (
-    Detokenize,
-    Generate,
-    Goodbye,
-    Loading,
-    Ready,
-    Rejected,
-    Shutdown,
-    Tokenize,
-    WorkerSpec,
-)
+from protocol.messages import Detokenize, Generate, Goodbye, Loading, Ready, Rejected, Shutdown, Tokenize
+from protocol.spec import WorkerSpec
 from worker.gauges import Gauges
 from worker.link import Link
 

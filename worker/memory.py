@@ -12,7 +12,8 @@ from typing import Final
 import mlx.core as mx
 import psutil
 
-from protocol.messages import SetMemory, WorkerSpec
+from protocol.messages import SetMemory
+from protocol.spec import WorkerSpec
 
 log = logging.getLogger("mlxd.worker")
 

@@ -7,7 +7,8 @@ import sys
 from typing import Final
 
 from protocol.failures import Exit
-from protocol.messages import Generate, Sampling, TextPrompt, WorkerSpec
+from protocol.messages import Generate, Sampling, TextPrompt
+from protocol.spec import WorkerSpec
 from worker.errors import LoadFailed
 from worker.intake import Intake
 from worker.loader import load

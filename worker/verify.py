@@ -32,8 +32,8 @@ from protocol.messages import (
     TokenLogprob,
     TokensPrompt,
     Up,
-    WorkerSpec,
 )
+from protocol.spec import WorkerSpec
 from protocol.verify import Check, Difference
 from worker import memory
 from worker.engine import Engine

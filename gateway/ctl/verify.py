@@ -15,7 +15,7 @@ import msgspec
 from gateway.config import Config, ModelConfig
 from gateway.ctl.client import REFUSED, Failed, get, stream_chat
 from gateway.schemas.admin import Status
-from protocol.messages import WorkerSpec
+from protocol.spec import WorkerSpec
 from protocol.verify import Check, Difference
 
 STREAMS: Final = 6

@@ -7,7 +7,7 @@ from typing import Any, Final
 from gateway.pool import mail
 from gateway.pool.effects import Effects, Process
 from gateway.pool.state import Limits, ModelUnavailable
-from protocol.messages import WorkerSpec
+from protocol.spec import WorkerSpec
 
 GREET_RETRY_S: Final = 0.05
 

@@ -6,7 +6,8 @@ from typing import Protocol
 from gateway.flight import Flight, Peer
 from gateway.pool.state import State
 from protocol.failures import Failure
-from protocol.messages import Down, WorkerSpec
+from protocol.messages import Down
+from protocol.spec import WorkerSpec
 
 
 class Process(Protocol):

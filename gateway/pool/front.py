@@ -13,7 +13,9 @@ from gateway.pool.retry import Retry
 from gateway.pool.state import Events, Limits, ModelUnavailable, State, WorkerView
 from gateway.pool.waiters import Waiter, Waiters
 from protocol.failures import Code, Failure
-from protocol.messages import Generate, Loading, Ready, Stats, WorkerSpec
+from protocol.messages import Generate, Loading, Ready
+from protocol.spec import WorkerSpec
+from protocol.stats import Stats
 
 log = logging.getLogger(__name__)
 

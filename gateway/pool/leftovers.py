@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 import psutil
 
-from protocol.messages import WorkerSpec
+from protocol.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 

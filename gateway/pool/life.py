@@ -14,17 +14,8 @@ from gateway.pool.front import SHUTTING_DOWN, Front
 from gateway.pool.pulse import Pulse
 from gateway.pool.state import Events, Limits, ModelUnavailable, State
 from protocol.failures import Code, Failure
-from protocol.messages import (
-    MINOR,
-    Down,
-    Drain,
-    Dump,
-    Goodbye,
-    SetLogLevel,
-    Shutdown,
-    Welcome,
-    WorkerSpec,
-)
+from protocol.messages import MINOR, Down, Drain, Dump, Goodbye, SetLogLevel, Shutdown, Welcome
+from protocol.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 

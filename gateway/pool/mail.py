@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from gateway.pool.effects import Process
 from gateway.pool.waiters import Waiter
 from protocol.failures import Failure
-from protocol.messages import Drained, Goodbye, Hello, Loading, Pong, Ready, WorkerSpec
+from protocol.messages import Drained, Goodbye, Hello, Loading, Pong, Ready
+from protocol.spec import WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from gateway.pool.process import Worker
 from gateway.pool.spawn import Command, Spawner, default_command
 from gateway.pool.state import Events, Limits, MemoryView, ModelUnavailable, State, WorkerView
 from protocol.failures import Code, Failure
-from protocol.messages import WorkerSpec
+from protocol.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import psutil
 
 from gateway.pool.leftovers import Ledger, Record
 from gateway.pool.watch import wait_exit
-from protocol.messages import WorkerSpec
+from protocol.spec import WorkerSpec
 
 worker_log = logging.getLogger("worker")
 

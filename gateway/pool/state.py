@@ -7,7 +7,8 @@ from typing import Protocol
 import msgspec
 
 from protocol.failures import Failure
-from protocol.messages import Pong, Ready, Stats, Step
+from protocol.messages import Pong, Ready, Step
+from protocol.stats import Stats
 
 
 class State(StrEnum):

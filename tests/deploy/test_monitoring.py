@@ -11,7 +11,7 @@ import yaml
 
 from gateway.metrics import Metrics
 from gateway.pool.state import MemoryView, ModelMemory
-from protocol.messages import Stats
+from protocol.stats import Stats
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "alerts.yml"

@@ -22,7 +22,7 @@ from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
 from gateway.pool.state import Limits
-from protocol.messages import WorkerSpec
+from protocol.spec import WorkerSpec
 
 WORKERS = Path(__file__).parent.parent / "workers"
 DEADLINE_S = 15.0

@@ -27,11 +27,11 @@ from protocol.messages import (
     Ready,
     Rejected,
     Sampling,
-    Stats,
     Step,
     TextPrompt,
     Up,
 )
+from protocol.stats import Stats
 from tests.support.machine import Recorder
 from tests.support.pool import short_home, until
 

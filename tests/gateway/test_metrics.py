@@ -7,7 +7,8 @@ from gateway.histogram import Histogram
 from gateway.metrics import Metrics
 from gateway.pool.state import Events, State
 from gateway.vllm_names import NAMES
-from protocol.messages import Delta, Pong, Stats, Step, Usage
+from protocol.messages import Delta, Pong, Step, Usage
+from protocol.stats import Stats
 from tests.gateway.harness import chat, running
 
 STATS = Stats(2, 3, 1, 500, 10, 20, 30, 40, 50)

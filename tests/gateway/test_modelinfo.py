@@ -99,7 +99,7 @@ def test_the_demo_model_is_told_as_the_worker_loads_it(tmp_path: Path) -> None:
 
     # The worker's own measure, in a process of its own so that this one stays without MLX.
     script = (
-        "from worker.loader import load; from protocol.messages import WorkerSpec; from mlx_lm.models.cache import *;"
+        "from worker.loader import load; from protocol.spec import WorkerSpec; from mlx_lm.models.cache import *;"
         "from worker.kv_budget import KvCost; import mlx.core as mx;"
         "loaded = load(WorkerSpec(name='m', path='demo', epoch=1, down='', up=''), lambda *_: None);"
         "caches = make_prompt_cache(loaded.model); loaded.model(mx.array([[1] * 256]), cache=caches);"

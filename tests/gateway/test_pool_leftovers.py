@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from gateway.pool.leftovers import Ledger, Record
-from protocol.messages import WorkerSpec
+from protocol.spec import WorkerSpec
 
 ARGV = [sys.executable, "-c", "import time; time.sleep(60)", "org/model"]
 

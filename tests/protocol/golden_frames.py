@@ -10,11 +10,12 @@ import msgspec
 from protocol import codec
 from protocol import messages as m
 from protocol.failures import Code, Failure
+from protocol.stats import Stats
 
 FOLDER = Path(__file__).parent / "golden"
 _FAILURE = Failure(Code.ROW_FAILED, "failed", "détail", "top_k")
 _USAGE = m.Usage(12, 4, 7, 3, 1.5, 2.25, 3.125)
-_STATS = m.Stats(1, 2, 3, 4, 5, 6, 7, 2**40, 9, 10, 11)
+_STATS = Stats(1, 2, 3, 4, 5, 6, 7, 2**40, 9, 10, 11)
 
 
 def down() -> list[m.Down]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from protocol import codec
 from protocol import messages as m
 from protocol.failures import Code, Failure
+from protocol.stats import Stats
 from tests.protocol import golden_frames
 
 FRAMES = [codec.encode(message) for message in (*golden_frames.down(), *golden_frames.up())]
@@ -64,7 +65,7 @@ deltas = st.builds(
     st.none() | st.sampled_from(m.Finish),
     st.none() | st.builds(m.Usage, count, count, count, count, real, real, real), st.none() | failures,
 )  # fmt: skip
-stats = st.builds(m.Stats, *[count] * 11)
+stats = st.builds(Stats, *[count] * 11)
 up = (
     st.builds(m.Hello, texts, whole, whole, whole, whole, texts, texts, texts)
     | st.builds(m.Loading, whole, texts, count, count)

@@ -86,6 +86,6 @@ def test_an_oversized_frame_is_never_delivered(wire: Wire) -> None:
 
 
 def test_importing_the_protocol_is_cheap_and_free_of_both_sides() -> None:
-    code = "import sys, protocol.messages, protocol.codec, protocol.sockets, protocol.failures; print(*sys.modules)"
+    code = "import sys, protocol.spec, protocol.codec, protocol.sockets, protocol.failures; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"gateway", "worker", "mlx", "starlette", "numpy", "transformers", "asyncio"} & set(loaded)

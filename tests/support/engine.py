@@ -22,8 +22,8 @@ from protocol.messages import (
     TokenLogprob,
     Up,
     Usage,
-    WorkerSpec,
 )
+from protocol.spec import WorkerSpec
 from worker.engine import Engine
 from worker.errors import RequestInvalid
 from worker.gauges import Gauges

@@ -11,20 +11,9 @@ from gateway.pool.process import Worker
 from gateway.pool.state import Limits, MemoryView, ModelUnavailable, State
 from gateway.stream import Collector
 from protocol.failures import Code, Failure
-from protocol.messages import (
-    MAJOR,
-    MINOR,
-    Down,
-    Generate,
-    Hello,
-    Pong,
-    Ready,
-    Sampling,
-    Stats,
-    Step,
-    TextPrompt,
-    WorkerSpec,
-)
+from protocol.messages import MAJOR, MINOR, Down, Generate, Hello, Pong, Ready, Sampling, Step, TextPrompt
+from protocol.spec import WorkerSpec
+from protocol.stats import Stats
 
 
 class FakeProcess:

@@ -21,7 +21,8 @@ from gateway.pool.process import Worker
 from gateway.pool.spawn import Command
 from gateway.pool.state import Limits
 from gateway.stream import Collector
-from protocol.messages import Delta, Finish, Generate, Sampling, TextPrompt, WorkerSpec
+from protocol.messages import Delta, Finish, Generate, Sampling, TextPrompt
+from protocol.spec import WorkerSpec
 from tests.support.machine import Recorder
 
 SCRIPTED = Path(__file__).parents[1] / "workers" / "scripted.py"

@@ -13,7 +13,8 @@ import msgspec
 import zmq
 
 from protocol import codec
-from protocol.messages import Down, Ping, Pong, Ready, Up, Welcome, WorkerSpec
+from protocol.messages import Down, Ping, Pong, Ready, Up, Welcome
+from protocol.spec import WorkerSpec
 from tests.support.wire import Wire
 
 ROOT = Path(__file__).parents[2]

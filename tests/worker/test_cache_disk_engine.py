@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt, WorkerSpec
+from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
+from protocol.spec import WorkerSpec
 from tests.support import disk
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, build

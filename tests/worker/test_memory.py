@@ -6,7 +6,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from protocol.messages import Finish, Generate, Sampling, SetMemory, Step, TextPrompt, WorkerSpec
+from protocol.messages import Finish, Generate, Sampling, SetMemory, Step, TextPrompt
+from protocol.spec import WorkerSpec
 from tests.support.process import Gateway
 from worker.memory import Share, divide
 

@@ -37,8 +37,8 @@ from protocol.messages import (
     TextPrompt,
     TokensPrompt,
     Welcome,
-    WorkerSpec,
 )
+from protocol.spec import WorkerSpec
 from tests.support.models import VOCAB
 from tests.support.process import TIMEOUT_S, Gateway, start
 

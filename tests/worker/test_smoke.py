@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from protocol.failures import Exit
-from protocol.messages import WorkerSpec
+from protocol.spec import WorkerSpec
 from worker import smoke
 
 

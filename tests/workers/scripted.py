@@ -41,7 +41,6 @@ from protocol.messages import (
     SetLogLevel,
     SetMemory,
     Shutdown,
-    Stats,
     Step,
     TextPrompt,
     Tokenize,
@@ -49,8 +48,9 @@ from protocol.messages import (
     Up,
     Usage,
     Welcome,
-    WorkerSpec,
 )
+from protocol.spec import WorkerSpec
+from protocol.stats import Stats
 
 IDLE_POLL_MS = 1000
 # Half a second each.

@@ -1,0 +1,47 @@
+"""What the gateway starts a worker with."""
+
+import msgspec
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker is started with: JSON in its argv, so it holds no secrets.
+
+    `path` is a folder, a Hugging Face repository in the local cache, or `demo` for the embedded model.
+    `dtype` is `auto` (float32 on CPU, else as stored), `float32`, `float16` or `bfloat16`.
+    `context` caps the model's own window (0: the model's); `prefill_chunk` is the longest prompt chunk in tokens.
+    """
+
+    name: str
+    path: str
+    epoch: int
+    down: str
+    up: str
+    dtype: str = "auto"
+    context: int = 0
+    max_running: int = 16
+    max_waiting: int = 256
+    prefill_chunk: int = 512
+    trust_remote_code: bool = False
+    orphan_grace_s: float = 30.0
+    orphan_max_s: float = 300.0
+    log_level: str = "info"
+    # Bytes of prefix cache in memory; -1 is a share of the machine's memory, 0 is off.
+    cache_bytes: int = -1
+    # Bytes of KV for running rows; -1 is half of the memory that is free once the weights are in.
+    kv_bytes: int = -1
+    # Which family's reasoning and tool-call markup the model writes; empty means by its template and vocabulary.
+    parser: str = ""
+    # The folder that all workers keep their prefix caches in, and its size in bytes; empty is off.
+    disk_cache_dir: str = ""
+    disk_cache_bytes: int = 0
+    # Shorter prefixes than this stay in memory.
+    disk_cache_tokens: int = 0
+    # All that this process may take, its weights among it; 0 is no limit but the machine's.
+    memory_bytes: int = 0
+    # Jinja in place of the model's own chat template; empty is its own.
+    chat_template: str = ""
+
+    @property
+    def identity(self) -> bytes:
+        """The ROUTER identity of this incarnation."""
+        return f"{self.name}#{self.epoch}".encode()

@@ -1,0 +1,39 @@
+"""What a worker tells of itself several times a second."""
+
+import msgspec
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """The worker's gauges; byte counts are MLX's own, `footprint` is what the system charges the process with."""
+
+    running: int
+    waiting: int
+    step_seq: int
+    step_age_ms: int
+    mem_active: int
+    mem_peak: int
+    mem_cache: int
+    footprint: int
+    kv_bytes: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    cache_bytes: int = 0
+    cache_nodes: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
+    cache_query_tokens: int = 0
+    cache_hit_tokens: int = 0
+    cache_evictions: int = 0
+    kv_limit: int = 0
+    preemptions: int = 0
+    malformed_tool_calls: int = 0
+    disk_bytes: int = 0
+    disk_files: int = 0
+    disk_hits: int = 0
+    disk_restored_tokens: int = 0
+    disk_writes: int = 0
+    disk_dropped: int = 0
+    disk_quarantined: int = 0
+    # The share of memory that it knows of, and how much of it Metal may wire; 0 where nothing is wired.
+    share_bytes: int = 0
+    wired_limit: int = 0
