@@ -10,6 +10,7 @@ from gateway.api.choices import Heading
 from gateway.errors import ApiError
 from gateway.generation import Generation
 from gateway.http import Record
+from gateway.outlet import Outlet
 from gateway.sse import Pace, Watch, respond_stream
 from protocol.messages import Generate, Sampling, TextPrompt
 from tests.gateway.harness import Gateway, events, running, until
@@ -114,9 +115,27 @@ async def test_sends_that_go_on_are_never_cut_off() -> None:
 PACE = Pace(hold_s=0.02, keepalive_s=0.01)
 
 
-async def respond(gateway: Gateway, client: Client, said: str, max_tokens: int = 3) -> Record:
+class Shortcut(Outlet):
+    """The client's end of the short way."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.written = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._client.reads.is_set()
+
+    def write(self, data: bytes) -> None:
+        self.written += 1
+        self._client.messages.append({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def respond(
+    gateway: Gateway, client: Client, said: str, max_tokens: int = 3, outlet: Outlet | None = None
+) -> Record:
     """Answer one request of the text prompt `said`."""
-    record = Record("id", "POST", "/v1/chat/completions")
+    record = Record("id", "POST", "/v1/chat/completions", outlet=outlet)
     encoder = ChatStream(Heading("id", 0, "m", 1), False)
     generate = Generate(
         gateway.link.next_rid(), TextPrompt(said), Sampling(), max_tokens=max_tokens, want_progress=True
@@ -150,6 +169,27 @@ async def test_the_first_event_carries_the_role_and_the_text_in_one_write(tmp_pa
         assert [text for text in contents(client) if text] == ["hi", "[DONE]"]
         assert contents(client)[-2:] == [None, "[DONE]"]
         assert client.messages[-1]["more_body"] is False
+
+
+async def test_tokens_take_the_short_way_and_a_client_that_pauses_still_has_each_once(tmp_path: Path) -> None:
+    said = [event for index in range(30) for event in (["text", f"{index} "], ["wait"])]
+    async with running(tmp_path, worker="talkative") as gateway:
+        await warm(gateway)
+        client = Client()
+        outlet = Shortcut(client)
+        task = asyncio.create_task(respond(gateway, client, script(*said, ["finish", "stop"]), outlet=outlet))
+        for count in (4, 8, 12):
+            await until(lambda count=count: outlet.written >= count)
+            client.reads.clear()
+            await asyncio.sleep(0.1)
+            client.reads.set()
+        await task
+
+        texts = "".join(str(text) for text in contents(client)[:-2])
+        assert texts.split() == [str(index) for index in range(30)]
+        assert contents(client)[-2:] == [None, "[DONE]"]
+        # Nothing but the beginning, the end and what came in a pause went the long way.
+        assert 12 <= outlet.written <= len(client.messages) - 6
 
 
 async def test_the_status_waits_for_the_first_event_so_that_a_refusal_can_be_one(tmp_path: Path) -> None:

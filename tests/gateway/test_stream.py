@@ -120,6 +120,86 @@ async def test_next_after_the_end_returns_at_once() -> None:
     assert await collector.next() == []
 
 
+class Relay:
+    """A reader's relay that keeps what it takes."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.collector = collector
+        self.is_open = True
+        self.taken: list[Delta] = []
+
+    def __call__(self) -> bool:
+        if self.is_open:
+            self.taken += self.collector.take()
+        return self.is_open
+
+
+async def test_a_relay_takes_all_but_the_end_while_its_reader_waits() -> None:
+    collector = Collector([7])
+    relay = Relay(collector)
+    reader = asyncio.create_task(collector.next(relay=relay))
+    await asyncio.sleep(0)
+    for text in "abc":
+        collector.put(Delta(7, text=text))
+    assert [delta.text for delta in relay.taken] == ["a", "b", "c"]
+    collector.put(Delta(7, text="d", finish=Finish.STOP))
+    assert await reader == [Delta(7, text="d", finish=Finish.STOP)]
+    assert collector.is_done
+
+
+async def test_a_relay_gets_what_was_added_between_two_deliveries_as_one() -> None:
+    collector = Collector([7])
+    relay = Relay(collector)
+    reader = asyncio.create_task(collector.next(relay=relay))
+    await asyncio.sleep(0)
+    collector.add(Delta(7, text="a", token_ids=(1,)), 0.0)
+    collector.add(Delta(7, text="b", token_ids=(2,)), 0.0)
+    collector.deliver()
+    collector.deliver()
+    assert relay.taken == [Delta(7, text="ab", token_ids=(1, 2))]
+    reader.cancel()
+
+
+async def test_what_a_relay_cannot_take_is_its_readers() -> None:
+    collector = Collector([7])
+    relay = Relay(collector)
+    relay.is_open = False
+    reader = asyncio.create_task(collector.next(relay=relay))
+    await asyncio.sleep(0)
+    collector.put(Delta(7, text="a"))
+    relay.is_open = True
+    # The reader has been woken: what comes before its turn must not overtake what it gets.
+    collector.put(Delta(7, text="b"))
+    assert relay.taken == []
+    assert await reader == [Delta(7, text="ab")]
+
+
+async def test_what_a_relay_raises_is_raised_in_its_reader() -> None:
+    collector = Collector([7])
+
+    def relay() -> bool:
+        raise ValueError("an encoder's")
+
+    reader = asyncio.create_task(collector.next(relay=relay))
+    await asyncio.sleep(0)
+    collector.put(Delta(7, text="a"))
+    with pytest.raises(ValueError, match="an encoder's"):
+        await reader
+
+
+async def test_a_readers_timeout_begins_anew_with_what_its_relay_takes() -> None:
+    collector = Collector([7])
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    for index in range(1, 6):
+        loop.call_later(0.02 * index, collector.put, Delta(7, text="a"))
+    relay = Relay(collector)
+    assert await collector.next(0.06, relay) == []
+    assert len(relay.taken) == 5
+    assert loop.time() - started >= 0.16
+    collector.close()
+
+
 KINDS = st.sampled_from([Kind.TEXT, Kind.REASONING])
 PIECE = st.tuples(st.sampled_from([1, 2, 3]), KINDS, st.text(max_size=3), st.integers(0, 9))
 SCRIPT = st.lists(st.one_of(PIECE, st.just("read"), st.just("finish"), st.just("fail")), max_size=60)
