@@ -244,7 +244,7 @@ class Batch:
             self._masks.add(uid, row.rule, row.output)
 
     def remove(self, row: Row) -> None:
-        """Take a row out; what it has computed so far goes to the prefix cache."""
+        """Take a row out if it is in; what it has computed so far goes to the prefix cache."""
         if row.uid is None:
             return
         if row.uid not in self._parked:
@@ -333,13 +333,10 @@ class Batch:
             self.insert(row, parked=uid)
             row.cached = cached
 
-    def abandon(self) -> list[Row]:
-        """Let go of every row after a failed step, when nothing in the generator can be trusted; returns them."""
-        rows = self.rows
-        for row in rows:
+    def abandon(self) -> None:
+        """Let go of every row after a failed step, when nothing in the generator can be trusted or even asked."""
+        for row in self.rows:
             self._forget(row)
-        self.close()
-        return rows
 
     def close(self) -> None:
         self._masks.close()

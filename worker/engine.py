@@ -37,7 +37,7 @@ from worker.errors import StepFailed
 from worker.gauges import Gauges
 from worker.inbox import Inbox, Wake
 from worker.kv import Layout
-from worker.kv_budget import KvBudget
+from worker.kv_budget import KvBudget, KvCost
 from worker.loader import Loaded
 from worker.logprobs import LogprobReader
 from worker.output import Piece, Writer
@@ -86,7 +86,9 @@ class Engine:
         self._cache = PrefixCache(self._layout, prefixes, disk=disk, disk_min_tokens=spec.disk_cache_tokens)
         self._is_waiting = False
         self._batch = self._new_batch()
-        self._kv: KvBudget | None = None
+        # Known once the engine is warm.
+        self.kv_cost: KvCost
+        self._kv: KvBudget
         self._queue = Queue()
         self._policy = ChunkPolicy(spec.prefill_chunk)
         self._logprobs = LogprobReader(writer.token_bytes)
@@ -146,7 +148,7 @@ class Engine:
         self._gauges.wired_limit = self._share.wired_limit
 
     def fail_all(self, failure: Failure) -> None:
-        """The terminal event of every row, when the loop is about to die."""
+        """The terminal event of every row before the loop dies. Asks nothing of a device that may be broken."""
         self._batch.abandon()
         self._fail_all(failure)
         self._flush()
@@ -237,7 +239,7 @@ class Engine:
         held: list[Row] = []
         while len(self._queue) and len(self._batch) < self._spec.max_running and len(held) < _MAX_HELD:
             row = self._queue.pop()
-            if self._kv is not None and not self._kv.admits(self._batch.rows, row):
+            if not self._kv.admits(self._batch.rows, row):
                 held.append(row)
                 break  # a smaller one behind it must not starve it
             if self._batch.must_wait(row):
@@ -254,7 +256,7 @@ class Engine:
 
     def _make_room(self) -> None:
         """Put rows back into the queue, their KV into the prefix cache, while the next step would not fit."""
-        while self._kv is not None and (row := self._kv.surplus(self._batch.rows)) is not None:
+        while (row := self._kv.surplus(self._batch.rows)) is not None:
             log.info("row %d makes room for older ones", row.rid)
             self._batch.remove(row)
             self._queue.push(row)
@@ -284,17 +286,24 @@ class Engine:
         for token in tick.tokens:
             if not token.row.first_token:
                 token.row.first_token = now
-            try:
-                piece = self._writer.advance(token.row, token.id, token.ended, logprobs.get(token.row.rid))
-            except Exception as error:  # the boundary of one row
-                self._fail_row(token.row, f"its text was decoded: {type(error).__name__}: {error}")
-            else:
-                self._deliver(token.row, piece)
+            self._advance(token.row, token.id, token.ended, logprobs.get(token.row.rid))
             if token.row.has_thought_enough and not token.row.is_finished:
                 self._close_reasoning(token.row)
         for row, error in tick.broken:
             if not row.is_finished:
                 self._fail_row(row, f"tokens were chosen: {type(error).__name__}: {error}")
+
+    def _advance(self, row: Row, token: int, ended: str | None, logprob: TokenLogprob | None) -> None:
+        """Take one token and send what it added."""
+        try:
+            piece = self._writer.advance(row, token, ended, logprob)
+        except Exception as error:  # the boundary of one row
+            self._fail_row(row, f"its text was decoded: {type(error).__name__}: {error}")
+            return
+        if piece.finish is not None:
+            self._finish(row, piece.finish, piece=piece)
+        elif not piece.is_empty:
+            self._say(row, piece)
 
     def _fail_row(self, row: Row, when: str) -> None:
         log.error("row %d failed while %s", row.rid, when)
@@ -302,12 +311,11 @@ class Engine:
 
     def _close_reasoning(self, row: Row) -> None:
         """Write the end of the reasoning block for the model and go on from there."""
-        if row.uid is not None:
-            self._batch.remove(row)
+        self._batch.remove(row)
         row.thinking_budget = None
         for token in row.closing_ids:
             ended = "length" if len(row.output) + 1 >= row.max_tokens else None
-            self._deliver(row, self._writer.advance(row, token, ended, None))
+            self._advance(row, token, ended, None)
             if row.is_finished:
                 return
         self._batch.insert(row)
@@ -318,12 +326,6 @@ class Engine:
             return {}
         entries = self._logprobs.read([(token.id, token.logprobs, token.row.top_logprobs or 0) for token in wanted])
         return {token.row.rid: entry for token, entry in zip(wanted, entries, strict=True)}
-
-    def _deliver(self, row: Row, piece: Piece) -> None:
-        if piece.finish is not None:
-            self._finish(row, piece.finish, piece=piece)
-        elif not piece.is_empty:
-            self._say(row, piece)
 
     def _say(self, row: Row, piece: Piece, usage: Usage | None = None, failure: Failure | None = None) -> None:
         """One delta for each event; ids and logprobs ride on the first, the end on the last."""
@@ -360,11 +362,14 @@ class Engine:
             raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
         log.exception("a step failed; rebuilding the batch of %d rows", len(self._batch))
         self._recovered_at = now
-        rows = self._batch.abandon()
+        self._batch.abandon()
+        self._batch.close()
         self._batch = self._new_batch()
         self._share.enforce()
-        for row in rows:
-            self._batch.insert(row)
+        # Those too that the failed step had let go of, and told nobody.
+        for row in self._rows.values():
+            if row not in self._queue:
+                self._batch.insert(row)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -375,10 +380,8 @@ class Engine:
         del self._rows[row.rid]
         if finish in (Finish.STOP, Finish.LENGTH):
             self._inbox.answered(time.monotonic())
-        if row.uid is not None:
-            self._batch.remove(row)
-        else:
-            self._queue.remove(row)
+        self._batch.remove(row)
+        self._queue.remove(row)
         if row.parser is not None:
             self._gauges.malformed_tool_calls += row.parser.malformed
         piece = piece or Piece([], None, finish)

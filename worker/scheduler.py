@@ -21,6 +21,9 @@ class Queue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, row: Row) -> bool:
+        return row in self._waiting
+
     def push(self, row: Row) -> None:
         """Queue a row; one that was queued before keeps its place."""
         row.arrival = row.arrival or next(self._arrivals)

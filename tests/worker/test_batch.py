@@ -38,7 +38,7 @@ def test_a_long_prompt_stays_a_long_one_to_its_end(model_folder: Callable[[str],
 
     batch.insert(row(loaded, 1, 340))
     assert batch.longest_prefill == 40, "what the cache holds does not count"
-    batch.abandon()
+    batch.close()
 
 
 def test_a_running_rows_prompt_is_stored_when_somebody_asks_for_it(model_folder: Callable[[str], Path]) -> None:
@@ -56,4 +56,4 @@ def test_a_running_rows_prompt_is_stored_when_somebody_asks_for_it(model_folder:
     assert relative.cached >= 200
     assert stranger.cached == 0
     cache.check()
-    batch.abandon()
+    batch.close()

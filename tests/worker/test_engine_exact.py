@@ -1,7 +1,7 @@
 """Token equality: a request's output is its own, whoever it shares the batch with."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from msgspec import structs
 from protocol.messages import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, VOCAB, Breakable
+from worker.prefix_tree import Tokens
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -144,6 +145,35 @@ def test_an_exception_in_a_step_rebuilds_the_batch_and_every_row_goes_on_exactly
     assert [tokens(result) for result in results] == alone
 
 
+def test_rows_that_ended_in_a_step_that_then_failed_still_end(model_folder: Callable[[str], Path]) -> None:
+    endless = Sampling(temperature=0.0, ignore_eos=True)
+    ending = [Generate(rid, TokensPrompt((20, 21, 22 + rid)), endless, max_tokens=5) for rid in (1, 2, 3)]
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        alone = [tokens(engine.run([request])[0]) for request in ending]
+        engine.results.clear()
+        store, stored = engine.engine.cache.store, list[int]()
+
+        def submit(context: mx.array, logits: mx.array) -> mx.array:
+            """Between two steps, so that all three begin and end in the same ones."""
+            if len(context) == 8:
+                for request in ending:
+                    engine.submit(request)
+            return logits
+
+        def fail_once(ids: Tokens, caches: Sequence[object], salt: str) -> None:
+            stored.append(len(ids))
+            if len(stored) == 2:
+                raise RuntimeError("a step failed")
+            store(ids, caches, salt)
+
+        engine.engine.cache.store = fail_once
+        engine.submit(Generate(9, TokensPrompt((20, 21)), endless, max_tokens=40), processors=[submit])
+        engine.wait(lambda: len(engine.ended) == 7, "every terminal event")
+        assert engine.error is None
+    assert [tokens(engine.results[request.rid]) for request in ending] == alone
+    assert stored[:2] == [stored[0]] * 2, "the second was to end with the first"
+
+
 def test_a_second_failure_ends_the_loop_with_one_terminal_event_for_each_row(
     model_folder: Callable[[str], Path],
 ) -> None:
@@ -153,6 +183,20 @@ def test_a_second_failure_ends_the_loop_with_one_terminal_event_for_each_row(
         engine.wait(lambda: all(result.terminals == 1 for result in results))
         engine.wait(lambda: engine.error is not None)
     assert all(result.failure is not None for result in results if not result.ids)
+
+
+def test_a_device_that_cannot_even_be_let_go_of_ends_every_row_once(model_folder: Callable[[str], Path]) -> None:
+    """After a GPU fault, waiting for the device raises as well."""
+
+    def close() -> None:
+        raise RuntimeError("[METAL] Command buffer execution failed")
+
+    with EngineHarness(spec(model_folder("qwen3")), wrap=Breakable) as engine:
+        engine.engine._batch.close = close  # pyright: ignore[reportPrivateUsage]
+        results = [engine.submit(request) for request in requests(4)]
+        engine.loaded.model.faults = 1
+        engine.wait(lambda: all(result.terminals == 1 for result in results))
+        engine.wait(lambda: engine.error is not None)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from protocol.failures import Code
 from protocol.messages import ChatPrompt, Finish, Generate, Kind, Sampling
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
@@ -46,6 +47,29 @@ def test_a_used_up_thinking_budget_closes_the_block_and_an_answer_follows(thinki
     assert "</think>" not in "".join(text for _, text in result.events)
     assert result.finish is Finish.LENGTH
     assert len(result.ids) == 24
+
+
+def test_a_row_whose_block_cannot_be_closed_fails_alone(thinking_model: Path) -> None:
+    with EngineHarness(spec(thinking_model)) as engine:
+        row = engine.intake.row(chat(1, thinking_budget=4), 0.0)
+        add, closing = row.detokenizer.add, set(row.closing_ids)
+
+        class Torn:
+            def add(self, token: int) -> str:
+                if token in closing:
+                    raise ValueError("torn")
+                return add(token)
+
+            def finish(self) -> str:
+                return ""
+
+        row.detokenizer = Torn()
+        bad, healthy = engine.submit_row(row), engine.submit(chat(2))
+        engine.wait(lambda: bad.terminals and healthy.terminals)
+        assert engine.error is None
+    assert bad.failure is not None
+    assert bad.failure.code is Code.ROW_FAILED
+    assert healthy.finish is Finish.LENGTH
 
 
 def test_a_budget_is_exact_in_a_batch_and_after_a_resume(thinking_model: Path) -> None:
