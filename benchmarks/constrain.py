@@ -1,7 +1,8 @@
 """What a constrained row costs the rows beside it.
 
     python -m benchmarks.constrain                       # 5m model, 8 free rows
-    python -m benchmarks.constrain 50m --rows 4
+    python -m benchmarks.constrain 50m --rows 4,16
+    python -m benchmarks.constrain qwen3-8b --dtype bfloat16    # on a GPU
 
 The step loop's own batch, without sockets. In turn: free rows alone, with one more free row, with a constrained one
 instead, and with a row whose processor waits for its token, as mlx-lm's logits processors would have to. Then the free
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import blas, models
+from benchmarks.serve import numbers
 from gateway.ctl.bench.measure import table
 
 if TYPE_CHECKING:
@@ -54,34 +56,28 @@ def main() -> None:
     args = _arguments()
     if blas.has_openblas() and "LD_PRELOAD" not in os.environ:
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.constrain", *sys.argv[1:]], blas.environment())
-    bench = Bench(args.geometry)
-    ticks_s = bench.run(args.rows, args.slices)
-    alone, beside = statistics.median(ticks_s[ALONE]), statistics.median(ticks_s[BESIDE])
+    bench = Bench(args.geometry, args.dtype)
+    ticks_s = {rows: bench.run(rows, args.slices) for rows in args.rows}
     if args.json:
         args.json.write_text(json.dumps(ticks_s))
-    print(f"{args.geometry} · BLAS: {blas.describe()} · {args.rows} free rows, {args.slices} slices of {SLICE} ticks")
-    print(
-        table(
-            ("", "free tok/s", "÷ alone", "÷ beside a free row", "tick ms"),
-            (
-                (
-                    case,
-                    f"{args.rows / middle:.0f}",
-                    f"{alone / middle:.3f}",
-                    f"{beside / middle:.3f}",
-                    f"{1e3 * middle:.2f}",
-                )
-                for case in CASES
-                if (middle := statistics.median(ticks_s[case]))
-            ),
-        )
-    )
+    print(f"{args.geometry} {args.dtype} · BLAS: {blas.describe()} · {args.slices} slices of {SLICE} ticks")
+    header = ("free rows", "", "free tok/s", "÷ alone", "÷ beside a free row", "tick ms")
+    print(table(header, [line for rows in args.rows for line in _lines(rows, ticks_s[rows])]))
+
+
+def _lines(rows: int, ticks_s: dict[str, list[float]]) -> list[tuple[str, ...]]:
+    medians = {case: statistics.median(ticks_s[case]) for case in CASES}
+    alone, beside = medians[ALONE], medians[BESIDE]
+    return [
+        (str(rows), case, f"{rows / tick:.0f}", f"{alone / tick:.3f}", f"{beside / tick:.3f}", f"{1e3 * tick:.2f}")
+        for case, tick in medians.items()
+    ]
 
 
 class Bench:
     """One model, and a new batch for each measurement."""
 
-    def __init__(self, geometry: str) -> None:
+    def __init__(self, geometry: str, dtype: str) -> None:
         from mlx_lm.models.cache import make_prompt_cache
 
         from protocol.spec import WorkerSpec
@@ -89,8 +85,9 @@ class Bench:
         from worker.kv import Layout
         from worker.loader import load
 
-        path = str(models.build(geometry))
-        self._loaded = load(WorkerSpec(name="bench", path=path, epoch=1, down="", up=""), lambda *_: None)
+        path = str(models.build(geometry, dtype))
+        spec = WorkerSpec(name="bench", path=path, epoch=1, down="", up="", dtype=dtype)
+        self._loaded = load(spec, lambda *_: None)
         self._intake = Intake(self._loaded)
         self._layout = Layout.of(lambda: make_prompt_cache(self._loaded.model))
 
@@ -153,7 +150,8 @@ def _wait_for_token(context: "mx.array", logits: "mx.array") -> "mx.array":
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("geometry", nargs="?", default="5m", choices=sorted(models.GEOMETRIES))
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--rows", type=numbers, default=[8], help="how many free rows: 4,8,16")
     parser.add_argument("--slices", type=int, default=40)
     parser.add_argument("--json", type=Path, help="write the seconds per tick of each slice here")
     return parser.parse_args()
