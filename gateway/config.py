@@ -7,6 +7,8 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
+from gateway.failed import Failed
+
 DEFAULT_HOME: Final = "~/.mlxd"
 CONFIG_NAME: Final = "mlxd.toml"
 # A name travels in argv and in a ZeroMQ routing id, which holds 255 bytes with its epoch.
@@ -21,8 +23,8 @@ PreventSleep = Literal["busy", "always", "never"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ConfigError(ValueError):
-    """The configuration cannot be used. `str()` is a sentence for the operator, with file and line when known."""
+class ConfigError(Failed):
+    """The configuration cannot be used; with file and line when known."""
 
     def __init__(self, message: str, path: Path | None = None, line: int | None = None) -> None:
         place = "" if path is None else f"{path}: " if line is None else f"{path}:{line}: "

@@ -29,6 +29,7 @@ from msgspec import Struct
 
 from gateway import architectures
 from gateway.architectures import is_weights
+from gateway.failed import Failed
 from gateway.modelinfo import Info, Tensor, Weights, estimate, measure
 
 MAIN: Final = "main"
@@ -42,8 +43,8 @@ _READERS: Final = 8
 _CONFIG_BYTES_MAX: Final = 16 * 1024 * 1024
 
 
-class HubFailed(Exception):
-    """Why the hub did not give what was asked, for the operator."""
+class HubFailed(Failed):
+    """The hub did not give what was asked."""
 
 
 class RemoteFile(Struct, frozen=True):

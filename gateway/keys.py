@@ -20,6 +20,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
+from gateway.failed import Failed
 from gateway.private import write_private
 
 # `sk-` because some clients look for it.
@@ -68,12 +69,12 @@ class _Contents(Struct, frozen=True, forbid_unknown_fields=True):
     version: int = FILE_VERSION
 
 
-class KeysUnusable(Exception):
-    """The file cannot be read, or is none of ours; the message says why, for a human."""
+class KeysUnusable(Failed):
+    """The file cannot be read, or is none of ours."""
 
 
-class KeyRefused(ValueError):
-    """A key cannot be made or found; the message says why, for a human."""
+class KeyRefused(Failed):
+    """A key cannot be made or found."""
 
 
 # Changes whenever the file does: a replaced file has another inode.

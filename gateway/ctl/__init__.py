@@ -5,7 +5,14 @@ Exit statuses: 0 done · 1 the daemon said no · 2 bad command line · 3 the dae
 
 
 def main() -> None:
-    """The console script."""
-    from gateway.ctl.cli import app
+    """The console script. What a verb raises as `Failed` is one line on stderr and an exit status."""
+    import sys
 
-    app(prog_name="mlxctl")
+    from gateway.ctl.cli import app
+    from gateway.failed import Failed
+
+    try:
+        app(prog_name="mlxctl")
+    except Failed as failed:
+        print(f"mlxctl: {failed}", file=sys.stderr)
+        sys.exit(failed.status)

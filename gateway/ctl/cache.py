@@ -1,15 +1,14 @@
 """`mlxctl cache`: the prefix cache on disk. Works on the files, whether the daemon runs or not."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from gateway.config import Config
 from gateway.ctl.complete import complete_models
-from gateway.ctl.local import console, read_config
-from gateway.ctl.say import Json, ask, print_json
-
-if TYPE_CHECKING:
-    from gateway.config import Config
+from gateway.ctl.local import read_config
+from gateway.ctl.say import Json, console, print_json, tell
+from gateway.failed import Failed
 
 app = typer.Typer(help="Show and empty the prefix cache on disk.", no_args_is_help=True)
 
@@ -25,7 +24,7 @@ def stats(json: Json = False) -> None:
     from gateway.ctl import show
     from gateway.prefixcache import measure
 
-    config = ask(read_config)
+    config = read_config()
     folders = measure(config.prefix_cache_dir)
     if json:
         print_json({"folder": str(config.prefix_cache_dir), "cap_bytes": config.prefix_cache_bytes, "models": folders})
@@ -56,22 +55,17 @@ def clear(
     from gateway.ctl import show
     from gateway.prefixcache import clear as delete
 
-    config = ask(read_config)
-    path = None if model is None else ask(lambda: _path(config, model))
-    cleared = delete(config.prefix_cache_dir, path)
-    if json:
-        print_json(cleared)
-    else:
-        typer.echo(f"deleted {cleared.files} files, {show.size(cleared.size_bytes)}")
+    config = read_config()
+    cleared = delete(config.prefix_cache_dir, None if model is None else _path(config, model))
+    tell(cleared, f"deleted {cleared.files} files, {show.size(cleared.size_bytes)}", json)
 
 
-def _path(config: "Config", name: str) -> str:
+def _path(config: Config, name: str) -> str:
     from gateway.caller import OWNER
-    from gateway.ctl.client import Failed
     from gateway.errors import ModelNotFound
     from gateway.routing import Router
 
     try:
-        return Router(config.models).resolve(name, OWNER).path
+        return Router(config.models).locate(name, OWNER).model.path
     except ModelNotFound as error:
         raise Failed(str(error)) from None

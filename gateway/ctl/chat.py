@@ -5,8 +5,9 @@ from typing import Any, TextIO
 
 from msgspec import Struct
 
-from gateway.ctl.client import Failed, stream_chat
+from gateway.ctl.client import stream_chat
 from gateway.ctl.say import harmless
+from gateway.failed import Failed
 
 DIM = "\x1b[2m"
 RESET = "\x1b[0m"

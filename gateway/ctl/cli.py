@@ -2,18 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from gateway.ctl import cache, drain, info, inspect, keys, logs, models, pull, requests, rm, service, top
+from gateway.ctl import cache, client, drain, info, inspect, keys, logs, models, pull, requests, rm, service, top
 from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
-from gateway.ctl.complete import complete_models
-from gateway.ctl.say import Json, ask, print_json
-
-if TYPE_CHECKING:
-    from gateway.schemas.admin import Status
+from gateway.ctl.complete import Model
+from gateway.ctl.say import Json, console, print_json, tell
+from gateway.schemas.admin import Done
 
 app = typer.Typer(
     help="Control mlxd, the serving daemon for MLX models.",
@@ -28,10 +26,6 @@ app.add_typer(config_verbs.app, name="config")
 app.add_typer(keys.app, name="keys")
 app.add_typer(requests.app, name="requests")
 app.add_typer(service.app, name="service")
-
-Model = Annotated[
-    str, typer.Argument(help="A model's name or alias.", show_default=False, autocompletion=complete_models)
-]
 
 
 @app.command()
@@ -56,16 +50,13 @@ def status(json: Json = False) -> None:
 
     Example: mlxctl status --json
     """
-    found = ask(_status)
+    found = client.status()
     if json:
         print_json(found)
         return
-    from rich.console import Console
-
     from gateway.ctl import show
 
-    # A pipe has no width: nothing is cut off there.
-    show.status(found, Console() if sys.stdout.isatty() else Console(width=240))
+    show.status(found, console())
 
 
 app.command("logs")(logs.logs)
@@ -96,7 +87,7 @@ def chat(
     """
     from gateway.ctl import chat as talk
 
-    ask(_status)
+    client.status()
     request: dict[str, Any] = {"model": model, "stream": True}
     if max_tokens is not None:
         request["max_tokens"] = max_tokens
@@ -109,10 +100,11 @@ def chat(
         talk.converse(request, messages)
         return
     messages.append({"role": "user", "content": prompt})
+    request["messages"] = messages
     if json:
-        print_json(ask(lambda: talk.whole(request | {"messages": messages})))
-        return
-    ask(lambda: talk.answer(request | {"messages": messages}, sys.stdout))
+        print_json(talk.whole(request))
+    else:
+        talk.answer(request, sys.stdout)
 
 
 @app.command()
@@ -189,26 +181,17 @@ def verify(
 
     Example: mlxctl verify demo
     """
-    from gateway.config import ConfigError, default_home
-    from gateway.configread import load_config
     from gateway.ctl import verify as verifying
+    from gateway.ctl.local import model_of, read_config
 
-    try:
-        found = verifying.find(load_config(default_home()), model)
-    except ConfigError as error:
-        typer.echo(f"mlxctl: {error}", err=True)
-        raise typer.Exit(1) from None
+    found = model_of(read_config(), model)
     if not json:
         typer.echo(verifying.HEADER)
-
-    def run() -> bool:
-        is_good = True
-        for check in verifying.checks(found, model, tokens, kill=kill):
-            is_good &= check.is_good
-            typer.echo(verifying.row(check) if not json else verifying.encode(check))
-        return is_good
-
-    if not ask(run):
+    is_good = True
+    for check in verifying.checks(found, tokens, kill=kill):
+        is_good &= check.is_good
+        typer.echo(verifying.encode(check) if json else verifying.row(check))
+    if not is_good:
         raise typer.Exit(1)
 
 
@@ -224,7 +207,7 @@ def handover() -> None:
 
     from gateway.ctl.local import is_running
 
-    pid = ask(_status).pid
+    pid = client.status().pid
     os.kill(pid, signal.SIGUSR2)
     while is_running(pid):
         time.sleep(0.05)
@@ -241,19 +224,6 @@ def version(json: Json = False) -> None:
     typer.echo(f'{{"version":"{__version__}"}}' if json else f"mlxctl {__version__}")
 
 
-def _status() -> "Status":
-    from gateway.ctl.client import get
-    from gateway.schemas.admin import Status
-
-    return get("/v1/status", Status)
-
-
 def _command(verb: str, model: str, json: bool, said: str = "") -> None:
-    from gateway.ctl.client import post
-    from gateway.schemas.admin import Done
-
-    done = ask(lambda: post(f"/v1/models/{verb}", {"model": model}, Done))
-    if json:
-        print_json(done)
-    else:
-        typer.echo(f"{done.model} is {said or done.state}")
+    done = client.post(f"/v1/models/{verb}", {"model": model}, Done)
+    tell(done, f"{done.model} is {said or done.state}", json)

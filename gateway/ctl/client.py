@@ -1,7 +1,7 @@
 """Talks to the daemon over its admin socket."""
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from gateway.config import default_home
-from gateway.schemas.admin import DeepHealth
+from gateway.failed import Failed
+from gateway.schemas.admin import DeepHealth, Status
 
 if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-REFUSED: Final = 1
 NOT_RUNNING: Final = 3
 # A load may take long; it says itself when it gives up.
 COMMAND_TIMEOUT_S: Final = 3600.0
@@ -25,39 +25,36 @@ STATUS_TIMEOUT_S: Final = 10.0
 PROBE_TIMEOUT_S: Final = 30.0
 
 
-class Failed(Exception):
-    """What to tell the operator, and the exit status that says so to a script."""
-
-    def __init__(self, message: str, status: int = REFUSED) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 def admin_socket() -> Path:
     """Where the daemon of this home listens."""
     return default_home() / "run" / "admin.sock"
 
 
 def get(path: str, kind: type[T]) -> T:
-    """Ask the admin API. Raises `Failed`."""
+    """Ask the admin API. Raises `Failed`, as do all of these."""
     with _admin(STATUS_TIMEOUT_S) as client:
         return _read(client.get(path), kind)
 
 
+def status() -> Status:
+    """What the daemon says of itself."""
+    return get("/v1/status", Status)
+
+
 def deep_health() -> DeepHealth:
-    """Let each loaded model say a token. Raises `Failed`, but not when one does not."""
+    """Let each loaded model say a token. One that does not is no reason to raise."""
     with _admin(PROBE_TIMEOUT_S) as client:
         return _read(client.get("/healthz?deep=1"), DeepHealth, (200, 503))
 
 
 def post(path: str, body: dict[str, Any], kind: type[T]) -> T:
-    """Tell the admin API. Raises `Failed`."""
+    """Tell the admin API."""
     with _admin(COMMAND_TIMEOUT_S) as client:
         return _read(client.post(path, json=body), kind)
 
 
 def stream_chat(request: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-    """The deltas of a chat, as they come. Raises `Failed`, also when the stream ends early."""
+    """The deltas of a chat, as they come. Raises also when the stream ends early."""
     # Over the socket of the daemon's owner, so that no key is needed.
     with _admin(None) as client, client.stream("POST", "/v1/chat/completions", json=request) as response:
         if response.status_code != 200:
@@ -66,7 +63,7 @@ def stream_chat(request: dict[str, Any]) -> Generator[dict[str, Any], None, None
         yield from _deltas(response.iter_lines())
 
 
-def _deltas(lines: Any) -> Generator[dict[str, Any], None, None]:
+def _deltas(lines: Iterator[str]) -> Generator[dict[str, Any], None, None]:
     for line in lines:
         if not line.startswith("data: "):
             continue

@@ -1,16 +1,17 @@
 """What a shell offers after TAB: names of models, from the files alone, so that it is quick and needs no daemon."""
 
+from typing import Annotated
+
+import typer
+
+from gateway.ctl.local import readable_config
+
 
 def complete_models(incomplete: str) -> list[str]:
     """Names and aliases of the configuration."""
-    from gateway.config import ConfigError, default_home
-    from gateway.configread import load_config
-
-    try:
-        models = load_config(default_home()).models.values()
-    except ConfigError:
-        # A shell has no place to say so; the verb itself will.
-        return []
+    # A shell has no place to say that it is broken; the verb itself will.
+    config = readable_config()
+    models = config.models.values() if config is not None else ()
     names = [name for model in models for name in (model.name, *model.aliases) if "*" not in name]
     return [name for name in names if name.startswith(incomplete)]
 
@@ -21,3 +22,8 @@ def complete_downloaded(incomplete: str) -> list[str]:
 
     names = [*complete_models(incomplete), *(name for name in cached_models() if name.startswith(incomplete))]
     return list(dict.fromkeys(names))
+
+
+Model = Annotated[
+    str, typer.Argument(help="A model's name or alias.", show_default=False, autocompletion=complete_models)
+]

@@ -1,15 +1,16 @@
 """`mlxctl config`: what the file says, and whether it can be used; and giving a changed one to the daemon."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
-from gateway.ctl.say import Json, ask, print_json
-
-if TYPE_CHECKING:
-    from gateway.config import Config
-    from gateway.schemas.admin import Reload
+from gateway.config import ConfigError
+from gateway.ctl.client import post
+from gateway.ctl.local import read_config
+from gateway.ctl.say import Json, print_json
+from gateway.failed import Failed
+from gateway.schemas.admin import Reload
 
 BAD_CONFIG: Final = 2
 
@@ -26,15 +27,12 @@ def check(file: File = None, json: Json = False) -> None:
 
     Example: mlxctl config check mlxd.toml
     """
-    from gateway.config import ConfigError
-
     try:
-        config = _load(file)
+        config = read_config(file)
     except ConfigError as error:
-        if json:
-            print_json({"ok": False, "file": str(error.path or ""), "line": error.line, "error": str(error)})
-        else:
-            typer.echo(f"mlxctl: {error}", err=True)
+        if not json:
+            raise Failed(str(error), BAD_CONFIG) from None
+        print_json({"ok": False, "file": str(error.path or ""), "line": error.line, "error": str(error)})
         raise typer.Exit(BAD_CONFIG) from None
     if json:
         print_json({"ok": True, "file": str(config.config_path), "models": list(config.models)})
@@ -51,14 +49,12 @@ def show(file: File = None, json: Json = False) -> None:
 
     Example: mlxctl config show
     """
-    from gateway.config import ConfigError
     from gateway.configfile import to_json, to_toml
 
     try:
-        config = _load(file)
+        config = read_config(file)
     except ConfigError as error:
-        typer.echo(f"mlxctl: {error}", err=True)
-        raise typer.Exit(BAD_CONFIG) from None
+        raise Failed(str(error), BAD_CONFIG) from None
     if json:
         print_json(to_json(config))
     else:
@@ -73,10 +69,7 @@ def reload(json: Json = False) -> None:
 
     Example: mlxctl config reload
     """
-    from gateway.ctl.client import post
-    from gateway.schemas.admin import Reload
-
-    done = ask(lambda: post("/v1/config/reload", {}, Reload))
+    done = post("/v1/config/reload", {}, Reload)
     if json:
         print_json(done)
         return
@@ -95,7 +88,7 @@ def schema() -> None:
     print_json(make())
 
 
-def _rows(done: "Reload") -> list[tuple[str, str]]:
+def _rows(done: Reload) -> list[tuple[str, str]]:
     groups = (
         ("added", done.added),
         ("removed", done.removed),
@@ -104,10 +97,3 @@ def _rows(done: "Reload") -> list[tuple[str, str]]:
         ("needs restart", done.needs_restart),
     )
     return [(what, name) for what, names in groups for name in names] or [("unchanged", "")]
-
-
-def _load(file: Path | None) -> "Config":
-    from gateway.config import default_home
-    from gateway.configread import load_config
-
-    return load_config(default_home(), file)

@@ -18,8 +18,10 @@ import psutil
 from gateway import doctor
 from gateway.config import CONFIG_NAME, Config, ConfigError, ServerConfig
 from gateway.configread import load_config
-from gateway.ctl.client import Failed, deep_health, get
+from gateway.ctl import local
+from gateway.ctl.client import deep_health
 from gateway.doctor import Finding
+from gateway.failed import Failed
 from gateway.schemas.admin import Status
 from protocol import __version__
 
@@ -55,7 +57,7 @@ def machine(home: Path, say: Say, platform: str = sys.platform) -> Iterator[Find
 
 def daemon(server: ServerConfig) -> Iterator[Finding]:
     """Whether it runs, and if so, whether it works."""
-    status = _status()
+    status = local.daemon()
     yield doctor.port(server.port, is_taken=_is_taken(server.host, server.port), is_ours=status is not None)
     yield doctor.daemon(status.version if status else None, __version__)
     if status is not None:
@@ -106,13 +108,6 @@ def _stat(path: Path) -> os.stat_result | None:
 def _nearest(path: Path) -> Path:
     """The path, or the folder above it that is there."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def _status() -> Status | None:
-    try:
-        return get("/v1/status", Status)
-    except Failed:
-        return None
 
 
 def _is_taken(host: str, port: int) -> bool:

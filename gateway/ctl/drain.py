@@ -6,7 +6,11 @@ from typing import Annotated, Final
 import typer
 from msgspec import Struct
 
-from gateway.ctl.say import Json, ask, print_json
+from gateway.ctl import client
+from gateway.ctl.local import is_running
+from gateway.ctl.say import Json, print_json, seconds
+from gateway.failed import Failed
+from gateway.schemas.admin import Drained
 
 POLL_S: Final = 0.05
 # After the last request: workers with much memory take their time.
@@ -32,8 +36,7 @@ def drain(
 
     Example: mlxctl drain --timeout 5m
     """
-    seconds = _seconds(timeout)
-    done = ask(lambda: _drain(seconds, is_quiet=json))
+    done = _drain(None if timeout is None else seconds(timeout, "--timeout"), is_quiet=json)
     if json:
         print_json(done)
     elif done.cut_off:
@@ -45,29 +48,15 @@ def drain(
 
 
 def _drain(timeout_s: float | None, *, is_quiet: bool) -> Result:
-    """Raises `Failed`."""
-    from gateway.ctl.client import Failed, get, post
-    from gateway.ctl.local import is_running
-    from gateway.schemas.admin import Drained, Status
-
-    status = get("/v1/status", Status)
+    status = client.status()
     if (inside := sum(model.inside for model in status.models)) and not is_quiet:
         typer.echo(f"{inside} requests are running; new ones are refused from now on", err=True)
     began = time.monotonic()
-    done = post("/v1/drain", {"timeout_s": timeout_s}, Drained)
+    done = client.post("/v1/drain", {"timeout_s": timeout_s}, Drained)
+    # However long the requests took: from here on only workers have to end.
+    deadline = time.monotonic() + STOP_S
     while is_running(status.pid):
-        if time.monotonic() - began > (timeout_s or 0) + STOP_S:
+        if time.monotonic() > deadline:
             raise Failed(f"mlxd (pid {status.pid}) has finished its requests, and does not end")
         time.sleep(POLL_S)
     return Result(status.pid, round(time.monotonic() - began, 2), done.cut_off)
-
-
-def _seconds(text: str | None) -> float | None:
-    from gateway.configtext import parse_duration
-
-    if text is None:
-        return None
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--timeout") from None

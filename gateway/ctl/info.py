@@ -4,11 +4,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gateway.config import ModelConfig
 from gateway.ctl.complete import complete_models
-from gateway.ctl.say import Json, ask, print_json
+from gateway.ctl.local import available_bytes, model_of, read_config
+from gateway.ctl.say import Json, print_json
+from gateway.failed import Failed
 
 if TYPE_CHECKING:
-    from gateway.config import ModelConfig
     from gateway.modelinfo import Info
 
 
@@ -27,7 +29,7 @@ def info(
 
     Example: mlxctl info mlx-community/Qwen3-4B-4bit
     """
-    found = ask(lambda: _look(model))
+    found = _look(model)
     if json:
         print_json(found)
     else:
@@ -59,11 +61,9 @@ def say(name: str, found: "Info") -> None:
 
 def _look(name: str) -> "Info":
     """Here, or else on the hub. Raises `Failed`."""
-    from gateway.ctl.client import Failed
-    from gateway.ctl.local import available_bytes
     from gateway.modelinfo import Unreadable, find, inspect
 
-    model = _configured(name)
+    model = model_of(read_config(), name)
     try:
         return inspect(find(model.path), model.dtype, model.context, available_bytes())
     except Unreadable as error:
@@ -72,10 +72,8 @@ def _look(name: str) -> "Info":
         return _on_hub(model, error)
 
 
-def _on_hub(model: "ModelConfig", here: Exception) -> "Info":
+def _on_hub(model: ModelConfig, here: Exception) -> "Info":
     from gateway import hub
-    from gateway.ctl.client import Failed
-    from gateway.ctl.local import available_bytes
 
     try:
         repository = hub.look(*hub.split(model.path))
@@ -89,17 +87,3 @@ def _on_hub(model: "ModelConfig", here: Exception) -> "Info":
 
 def _is_repository(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith((".", "/", "~"))
-
-
-def _configured(name: str) -> "ModelConfig":
-    """The model of the configuration, or one that could be. Raises `Failed`."""
-    from gateway.caller import OWNER
-    from gateway.config import ModelConfig
-    from gateway.ctl.local import read_config
-    from gateway.errors import ModelNotFound
-    from gateway.routing import Router
-
-    try:
-        return Router(read_config().models).resolve(name, OWNER)
-    except ModelNotFound:
-        return ModelConfig(name=name, path=name)

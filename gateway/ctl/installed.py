@@ -1,15 +1,18 @@
 """Which service a verb is about, and how its actions are carried out."""
 
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import msgspec
 import typer
 
-from gateway.ctl.say import ask, print_json
+from gateway.config import ConfigError, ServerConfig, default_home
+from gateway.ctl.say import print_json
+from gateway.failed import Failed
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from gateway.service.description import Action, Manager, Service
 
 Kind = Literal["launchd", "systemd"]
@@ -18,42 +21,17 @@ System = Annotated[bool, typer.Option("--system", help="The machine's service, n
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print what would be written and run.")]
 
 
-def refuse_if(is_so: bool, why: str) -> None:
-    """End the command with a sentence."""
-    from gateway.ctl.client import Failed
-
-    def refuse() -> None:
-        if is_so:
-            raise Failed(why)
-
-    ask(refuse)
-
-
 def carry_out(actions: "list[Action]", dry_run: bool, json: bool) -> None:
-    """Do them, or with `--dry-run` print them."""
-    import msgspec
-
-    from gateway.ctl.client import Failed
+    """Do them, or with `--dry-run` print them. Raises `Failed`."""
     from gateway.service import machine
 
-    # Paths are nothing that JSON knows.
-    told = {"done": not dry_run, "actions": msgspec.to_builtins(actions, enc_hook=str)}
-    if dry_run:
-        if json:
-            print_json(told)
-        else:
-            typer.echo(machine.describe(actions))
-        return
-
-    def run() -> None:
-        try:
-            machine.carry_out(actions, machine.RealMachine())
-        except machine.ServiceFailed as error:
-            raise Failed(str(error)) from None
-
-    ask(run)
+    if not dry_run:
+        machine.carry_out(actions, machine.RealMachine())
     if json:
-        print_json(told)
+        # Paths are nothing that JSON knows.
+        print_json({"done": not dry_run, "actions": msgspec.to_builtins(actions, enc_hook=str)})
+    elif dry_run:
+        typer.echo(machine.describe(actions))
 
 
 def manager_of(kind: Kind | None) -> "Manager":
@@ -66,12 +44,8 @@ def manager_of(kind: Kind | None) -> "Manager":
 
 def find(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":
     """Raises `Failed`."""
-    import os
     import pwd
-    from pathlib import Path
 
-    from gateway.config import default_home
-    from gateway.ctl.client import Failed
     from gateway.service.description import SYSTEM_PREFIX, Scope, Service
     from gateway.service.releases import Releases, launcher
 
@@ -101,9 +75,14 @@ def find(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":
     )
 
 
-def _drain_s(home: "Path") -> float:
+def needs_root(verb: str) -> None:
+    """Raises `Failed` for anybody else."""
+    if os.geteuid() != 0:
+        raise Failed(f"--system needs root: sudo mlxctl service {verb} --system")
+
+
+def _drain_s(home: Path) -> float:
     """What the configuration says, if it can be read by now."""
-    from gateway.config import ConfigError, ServerConfig
     from gateway.configread import load_config
 
     try:

@@ -3,17 +3,19 @@
 Only what must be caught is on stdout, so `KEY=$(mlxctl keys create NAME)` holds the secret and nothing else.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, TypeVar
+import time
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from gateway.ctl.say import Json, ask, print_json
+from gateway.config import default_home, keys_path
+from gateway.ctl.client import get
+from gateway.ctl.say import Json, console, print_json, seconds
+from gateway.schemas.admin import UsageReport
 
 if TYPE_CHECKING:
     from gateway.keys import Key, KeyFile
-
-T = TypeVar("T")
 
 app = typer.Typer(help="Make, show and end API keys.", no_args_is_help=True)
 
@@ -61,7 +63,7 @@ def create(
         is_admin=admin,
         priority=priority,
     )
-    made, secret = _change(lambda file: file.create(key, shares_cache=share_cache))
+    made, secret = _file().create(key, shares_cache=share_cache)
     _show_secret(made, secret, json)
 
 
@@ -71,19 +73,15 @@ def list_keys(json: Json = False) -> None:
 
     Example: mlxctl keys list
     """
-    import time
-
-    from rich.console import Console
-
     from gateway.ctl import show
 
-    keys = _change(lambda file: file.read())
+    keys = _file().read()
     if json:
         print_json([_public(key) for key in keys])
     elif not keys:
         typer.echo("No keys. Make one with: mlxctl keys create NAME", err=True)
     else:
-        show.keys(keys, time.time(), Console(width=None if _is_terminal() else 240))
+        show.keys(keys, time.time(), console())
 
 
 @app.command()
@@ -92,7 +90,8 @@ def revoke(name: Name, json: Json = False) -> None:
 
     Example: mlxctl keys revoke alice
     """
-    left, path = _change(lambda file: (file.revoke(name), file.path))
+    file = _file()
+    left = file.revoke(name)
     if json:
         print_json({"name": name, "left": left})
         return
@@ -100,7 +99,7 @@ def revoke(name: Name, json: Json = False) -> None:
     if not left:
         typer.echo(
             f"No key is left, and every request is refused until there is one. To open the loopback to everybody "
-            f"again, remove {path}",
+            f"again, remove {file.path}",
             err=True,
         )
 
@@ -111,7 +110,7 @@ def rotate(name: Name, json: Json = False) -> None:
 
     Example: mlxctl keys rotate alice
     """
-    made, secret = _change(lambda file: file.rotate(name))
+    made, secret = _file().rotate(name)
     _show_secret(made, secret, json)
 
 
@@ -121,43 +120,23 @@ def usage(json: Json = False) -> None:
 
     Example: mlxctl keys usage
     """
-    from rich.console import Console
-
     from gateway.ctl import show
-    from gateway.ctl.client import get
-    from gateway.schemas.admin import UsageReport
 
-    report = ask(lambda: get("/v1/keys/usage", UsageReport))
+    report = get("/v1/keys/usage", UsageReport)
     if json:
         print_json(report)
     else:
-        show.usage(report, Console(width=None if _is_terminal() else 240))
+        show.usage(report, console())
 
 
-def _change(run: "Callable[[KeyFile], T]") -> T:
-    """Do something with the file of keys; why it cannot be done is one line on stderr."""
-    from gateway.config import default_home, keys_path
-    from gateway.ctl.client import Failed
-    from gateway.keys import KeyFile, KeyRefused, KeysUnusable
+def _file() -> "KeyFile":
+    from gateway.keys import KeyFile
 
-    def call() -> T:
-        try:
-            return run(KeyFile(keys_path(default_home())))
-        except (KeyRefused, KeysUnusable) as error:
-            raise Failed(str(error)) from None
-
-    return ask(call)
+    return KeyFile(keys_path(default_home()))
 
 
 def _expiry(text: str) -> float:
-    import time
-
-    from gateway.configtext import parse_duration
-
-    try:
-        length_s = parse_duration(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--expires") from None
+    length_s = seconds(text, "--expires")
     if length_s <= 0:
         raise typer.BadParameter("a key must last a while", param_hint="--expires")
     return time.time() + length_s
@@ -173,15 +152,7 @@ def _show_secret(key: "Key", secret: str, json: bool) -> None:
 
 def _public(key: "Key") -> dict[str, object]:
     """What may be shown of a key."""
-    import msgspec
-
     fields: dict[str, object] = msgspec.to_builtins(key)
     return {name: value for name, value in fields.items() if name not in ("salt", "hash", "cache_salt")} | {
         "shares_cache": not key.cache_salt
     }
-
-
-def _is_terminal() -> bool:
-    import sys
-
-    return sys.stdout.isatty()

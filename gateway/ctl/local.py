@@ -1,34 +1,48 @@
 """What verbs share that work without the daemon."""
 
-import sys
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from gateway.config import Config, ConfigError, ModelConfig, default_home
+from gateway.ctl import client
+from gateway.failed import Failed
 
-    from gateway.config import Config
+if TYPE_CHECKING:
+    from pathlib import Path
+
     from gateway.schemas.admin import ModelStatus, Status
 
 
-def read_config() -> "Config":
-    """The configuration of the home, as the daemon would read it now. Raises `Failed`."""
-    from gateway.config import ConfigError, default_home
+def read_config(file: "Path | None" = None) -> Config:
+    """The configuration of the home, or another, as the daemon would read it now. Raises `ConfigError`."""
     from gateway.configread import load_config
-    from gateway.ctl.client import Failed
+
+    return load_config(default_home(), file)
+
+
+def readable_config() -> Config | None:
+    """The same, where a broken file is no reason to say nothing."""
+    try:
+        return read_config()
+    except ConfigError:
+        return None
+
+
+def model_of(config: Config, name: str) -> ModelConfig:
+    """The model of a configuration, or one that could be: a folder or repository of that name."""
+    from gateway.caller import OWNER
+    from gateway.errors import ModelNotFound
+    from gateway.routing import Router
 
     try:
-        return load_config(default_home())
-    except ConfigError as error:
-        raise Failed(str(error)) from None
+        return Router(config.models).locate(name, OWNER).model
+    except ModelNotFound:
+        return ModelConfig(name=name, path=name)
 
 
 def daemon() -> "Status | None":
     """What it says of itself; None when it does not run."""
-    from gateway.ctl.client import Failed, get
-    from gateway.schemas.admin import Status
-
     try:
-        return get("/v1/status", Status)
+        return client.status()
     except Failed:
         return None
 
@@ -37,16 +51,6 @@ def running_models() -> "list[ModelStatus] | None":
     """What the daemon serves; None when it does not run."""
     status = daemon()
     return None if status is None else status.models
-
-
-def readable_config() -> "Config | None":
-    """The same as `read_config`, where a broken file is no reason to say nothing."""
-    from gateway.ctl.client import Failed
-
-    try:
-        return read_config()
-    except Failed:
-        return None
 
 
 def is_running(pid: int) -> bool:
@@ -77,10 +81,3 @@ def available_bytes() -> int:
     status = daemon()
     held = status.memory.footprint_bytes if status is not None and status.memory is not None else 0
     return min(budget_bytes(status), ThisMachine().available() + held)
-
-
-def console() -> "Console":
-    """For tables: a pipe has no width, so nothing is cut off there."""
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=240)

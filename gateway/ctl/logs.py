@@ -4,10 +4,14 @@ import time
 from collections.abc import Iterable
 from typing import Annotated, Any, Final
 
+import msgspec
 import typer
 
+from gateway import logfile
+from gateway.config import default_home, log_path
 from gateway.ctl.complete import complete_models
 from gateway.ctl.say import Json
+from gateway.failed import Failed
 
 POLL_S: Final = 0.2
 _HEAD: Final = ("time", "level", "logger", "message", "exception")
@@ -31,13 +35,9 @@ def logs(
 
     Example: mlxctl logs -f coder
     """
-    from gateway import logfile
-    from gateway.config import default_home, log_path
-
     path = log_path(default_home())
     if not path.parent.exists():
-        typer.echo(f"mlxctl: no log at {path}; does mlxd use another home (MLXD_HOME), or log_file = false?", err=True)
-        raise typer.Exit(1)
+        raise Failed(f"no log at {path}; does mlxd use another home (MLXD_HOME), or log_file = false?")
 
     def show(found: Iterable[str]) -> None:
         for line in found:
@@ -77,8 +77,6 @@ def is_about(line: str, model: str) -> bool:
 
 
 def _read(line: str) -> dict[str, Any] | None:
-    import msgspec
-
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except msgspec.DecodeError:

@@ -5,14 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from msgspec import Struct
 
-from gateway.ctl.say import Json, ask, print_json
+from gateway.config import ModelConfig
+from gateway.ctl import client
+from gateway.ctl.local import available_bytes, read_config, running_models
+from gateway.ctl.sample import SPAN_S, Sample, take
+from gateway.ctl.say import Json, console, print_json
+from gateway.schemas.admin import ModelStatus
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from gateway.config import ModelConfig
-    from gateway.ctl.sample import Sample
-    from gateway.schemas.admin import ModelStatus
 
 
 class Listed(Struct, frozen=True):
@@ -34,9 +35,7 @@ def models(json: Json = False) -> None:
 
     Example: mlxctl models
     """
-    from gateway.ctl.local import console
-
-    found = ask(_list)
+    found = _list()
     if json:
         print_json(found)
     else:
@@ -44,19 +43,14 @@ def models(json: Json = False) -> None:
 
 
 def ps(
-    interval: Annotated[float, typer.Option(min=0.05, help="Seconds over which tokens are counted.")] = 0.5,
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds over which tokens are counted.")] = SPAN_S,
     json: Json = False,
 ) -> None:
     """Show the models that have a process: what it holds and what it does.
 
     Example: mlxctl ps
     """
-    from gateway.ctl.client import get
-    from gateway.ctl.local import console
-    from gateway.ctl.sample import take
-    from gateway.schemas.admin import Status
-
-    found: Sample = ask(lambda: take(lambda: get("/v1/status", Status), interval))
+    found = take(client.status, interval)
     if json:
         print_json(found.models)
     elif not found.models:
@@ -67,8 +61,6 @@ def ps(
 
 def _list() -> list[Listed]:
     """Those of the daemon, or else of the configuration, and those that are only in the cache. Raises `Failed`."""
-    from gateway.config import ModelConfig
-    from gateway.ctl.local import available_bytes, read_config, running_models
     from gateway.hfcache import cached_models
 
     running, available = running_models(), available_bytes()
@@ -81,14 +73,12 @@ def _list() -> list[Listed]:
     return [*found, *(_listed(model, "not configured", available) for model in more)]
 
 
-def _as_configured(model: "ModelStatus") -> "ModelConfig":
+def _as_configured(model: ModelStatus) -> ModelConfig:
     """The daemon's word: the file may have changed since it was read."""
-    from gateway.config import ModelConfig
-
     return ModelConfig(name=model.name, path=model.path, aliases=model.aliases, context=model.context)
 
 
-def _listed(model: "ModelConfig", state: str, available: int, *, is_loaded: bool = False) -> Listed:
+def _listed(model: ModelConfig, state: str, available: int, *, is_loaded: bool = False) -> Listed:
     from gateway.modelinfo import Unreadable, find, inspect
 
     name, aliases, path = model.name, model.aliases, model.path
@@ -103,7 +93,7 @@ def _listed(model: "ModelConfig", state: str, available: int, *, is_loaded: bool
 def _models_table(found: list[Listed]) -> "Table":
     from rich.text import Text
 
-    from gateway.ctl.show import STATE_COLORS, size, table
+    from gateway.ctl.show import size_or_dash, state_text, table
 
     made = table(("MODEL", "STATE"), ("DISK", "MEMORY", "CONTEXT"), ("FITS", "ALIASES", "PATH"))
     for model in found:
@@ -111,9 +101,9 @@ def _models_table(found: list[Listed]) -> "Table":
         # Names are data: never markup.
         made.add_row(
             Text(model.name),
-            Text(model.state, style=STATE_COLORS.get(model.state, "red")),
-            size(model.size_bytes) if model.size_bytes else "-",
-            size(model.memory_bytes) if model.memory_bytes else "-",
+            state_text(model.state),
+            size_or_dash(model.size_bytes),
+            size_or_dash(model.memory_bytes),
             str(model.context or "-"),
             Text(fits, style="" if model.fits else "red"),
             Text(", ".join(model.aliases) or "-"),
@@ -122,11 +112,11 @@ def _models_table(found: list[Listed]) -> "Table":
     return made
 
 
-def ps_table(found: "Sample", budget_bytes: int = 0) -> "Table":
+def ps_table(found: Sample, budget_bytes: int = 0) -> "Table":
     """One row for each process, with its part of a budget as a bar where there is one."""
     from rich.text import Text
 
-    from gateway.ctl.show import STATE_COLORS, bar, duration, size, table
+    from gateway.ctl.show import bar, duration, size_or_dash, state_text, table
 
     bars = ("OF BUDGET",) if budget_bytes else ()
     made = table(("MODEL", "STATE"), ("PID", "MEMORY", "KV", "RUN", "WAIT", "TOK/S", "CACHED", "UP"), bars)
@@ -134,10 +124,10 @@ def ps_table(found: "Sample", budget_bytes: int = 0) -> "Table":
         state = f"loading {model.loaded:.0%}" if model.state == "loading" and model.loaded else model.state
         made.add_row(
             Text(model.name),
-            Text(state, style=STATE_COLORS.get(model.state, "red")),
+            state_text(model.state, state),
             str(model.pid),
-            size(model.memory_bytes) if model.memory_bytes else "-",
-            size(model.kv_bytes) if model.kv_bytes else "-",
+            size_or_dash(model.memory_bytes),
+            size_or_dash(model.kv_bytes),
             f"{model.running}/{model.slots}",
             str(model.waiting),
             f"{model.tokens_per_s:.1f}",

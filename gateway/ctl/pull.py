@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.ctl.say import Json, ask, print_json
+from gateway.ctl.info import say
+from gateway.ctl.local import available_bytes, readable_config, running_models
+from gateway.ctl.say import Json, print_json
+from gateway.failed import Failed
 
 if TYPE_CHECKING:
     from gateway.download import Plan
@@ -34,44 +37,36 @@ def pull(
 
     Example: mlxctl pull mlx-community/Qwen3-4B-4bit
     """
-    from gateway.ctl.info import say
-
     began = time.monotonic()
-    plan, found, obstacles = ask(lambda: _consider(repository, include))
+    plan, found, obstacles = _consider(repository, include)
     if found is not None and not json:
         say(repository, found)
     elif not json:
         typer.echo(f"{repository}: nothing is known of what it needs in memory")
-    ask(lambda: _check_space(plan, is_quiet=json))
+    _check_space(plan, is_quiet=json)
     if plan.missing_bytes:
         _confirm(plan, found, obstacles, yes)
     with _progress(plan) as arrived:
-        path = ask(lambda: _fetch(plan, arrived))
+        path = _fetch(plan, arrived)
     if json:
         print_json(_result(plan, found, obstacles, path))
-        return
-    _tell(plan, path, time.monotonic() - began)
+    else:
+        _tell(plan, path, time.monotonic() - began)
 
 
 def _consider(name: str, include: list[str] | None) -> "tuple[Plan, Info | None, list[str]]":
     """What there is to download, what it needs, and what speaks against it. Raises `Failed`."""
     from gateway import hub
-    from gateway.ctl.client import Failed
-    from gateway.ctl.local import available_bytes
     from gateway.download import plan
 
-    try:
-        found = hub.look(*hub.split(name))
-        made = plan(found, include or hub.WANTED)
-        info = hub.inspect(found, "auto", 0, available_bytes())
-        return made, info, list(info.obstacles) if info is not None else hub.obstacles(found)
-    except hub.HubFailed as error:
-        raise Failed(str(error)) from None
+    found = hub.look(*hub.split(name))
+    made = plan(found, include or hub.WANTED)
+    info = hub.inspect(found, "auto", 0, available_bytes())
+    return made, info, list(info.obstacles) if info is not None else hub.obstacles(found)
 
 
 def _check_space(plan: "Plan", *, is_quiet: bool) -> None:
     """Raises `Failed`."""
-    from gateway.ctl.client import Failed
     from gateway.ctl.show import size
     from gateway.download import RESERVE_BYTES, space
 
@@ -100,14 +95,12 @@ def _confirm(plan: "Plan", found: "Info | None", obstacles: list[str], yes: bool
     if not doubts or yes:
         return
     if not sys.stdin.isatty():
-        typer.echo("mlxctl: not downloaded; --yes does it all the same", err=True)
-        raise typer.Exit(1)
+        raise Failed("not downloaded; --yes does it all the same")
     if not typer.confirm("Download it all the same?", err=True):
         raise typer.Exit(1)
 
 
 def _fetch(plan: "Plan", arrived: Callable[[int], None]) -> Path:
-    from gateway.ctl.client import Failed
     from gateway.download import fetch
     from gateway.hub import HubFailed
 
@@ -166,7 +159,6 @@ def _tell(plan: "Plan", path: Path, took_s: float) -> None:
 
 def how_to_serve(plan: "Plan", path: Path) -> str:
     """The next command."""
-    from gateway.ctl.local import readable_config, running_models
     from gateway.hub import MAIN
 
     repository = plan.repository

@@ -2,16 +2,15 @@
 
 from contextlib import suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 from urllib.parse import quote
 
 import msgspec
 import typer
 
-from gateway.ctl.say import Json, ask, harmless, print_json
-
-if TYPE_CHECKING:
-    from gateway.schemas.admin import Captured, RequestList, RequestView
+from gateway.ctl.client import get, post
+from gateway.ctl.say import Json, console, harmless, print_json, tell
+from gateway.schemas.admin import Cancelling, Captured, Cleared, RequestDetail, RequestList, RequestView
 
 Id = Annotated[str, typer.Argument(help="A request's id, as mlxctl requests and the log show it.", show_default=False)]
 
@@ -30,10 +29,7 @@ def requests(
     """
     if context.invoked_subcommand is not None:
         return
-    from gateway.ctl.client import get
-    from gateway.schemas.admin import RequestList
-
-    found = ask(lambda: get(f"/v1/requests?captured={int(captured)}", RequestList))
+    found = get(f"/v1/requests?captured={int(captured)}", RequestList)
     if json:
         print_json(found)
     else:
@@ -46,10 +42,7 @@ def show(request: Id, json: Json = False) -> None:
 
     Example: mlxctl requests show req_0123456789abcdef01234567
     """
-    from gateway.ctl.client import get
-    from gateway.schemas.admin import RequestDetail
-
-    found = ask(lambda: get(f"/v1/requests/{quote(request, safe='')}", RequestDetail))
+    found = get(f"/v1/requests/{quote(request, safe='')}", RequestDetail)
     if json:
         print_json(found)
         return
@@ -66,14 +59,8 @@ def clear(json: Json = False) -> None:
 
     Example: mlxctl requests clear
     """
-    from gateway.ctl.client import post
-    from gateway.schemas.admin import Cleared
-
-    done = ask(lambda: post("/v1/requests/clear", {}, Cleared))
-    if json:
-        print_json(done)
-    else:
-        typer.echo(f"{done.captured} captured request{'' if done.captured == 1 else 's'} deleted")
+    done = post("/v1/requests/clear", {}, Cleared)
+    tell(done, f"{done.captured} captured request{'' if done.captured == 1 else 's'} deleted", json)
 
 
 def cancel(request: Id, json: Json = False) -> None:
@@ -81,45 +68,33 @@ def cancel(request: Id, json: Json = False) -> None:
 
     Example: mlxctl cancel req_0123456789abcdef01234567
     """
-    from gateway.ctl.client import post
-    from gateway.schemas.admin import Cancelling
-
-    done = ask(lambda: post("/v1/requests/cancel", {"id": request}, Cancelling))
-    if json:
-        print_json(done)
-    else:
-        typer.echo(f"{done.id} is cancelled")
+    done = post("/v1/requests/cancel", {"id": request}, Cancelling)
+    tell(done, f"{done.id} is cancelled", json)
 
 
-def _table(found: "RequestList") -> None:
-    from rich.table import Table
+def _table(found: RequestList) -> None:
     from rich.text import Text
 
-    from gateway.ctl.local import console
-    from gateway.ctl.show import duration
+    from gateway.ctl.show import duration, table
 
     if not found.requests and not found.captured:
         console().print("nothing is being served", highlight=False)
         return
     if found.requests:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("ID", "MODEL", "KEY", "PATH", "STATE"):
-            table.add_column(name, overflow="fold")
-        for name in ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"):
-            table.add_column(name, justify="right", no_wrap=True)
+        made = table(("ID", "MODEL", "KEY", "PATH", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
         for one in found.requests:
             # What a client may choose is data: never markup.
             words = (one.id, one.model, one.key or "-", one.path, one.state, duration(one.age_s))
             numbers = (one.prompt_tokens, one.cached_tokens, one.generated_tokens, one.tokens_per_s)
-            table.add_row(*(Text(word) for word in words), *(str(number or "-") for number in numbers))
-        console().print(table)
+            made.add_row(*(Text(word) for word in words), *(str(number or "-") for number in numbers))
+        console().print(made)
     for line in found.captured:
         when = datetime.fromtimestamp(line.at).astimezone().isoformat(" ", "seconds")
         text = f"{when} {line.id} {line.status} {line.path} {line.model or '-'} {line.ms:.0f} ms {line.outcome}"
         console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _facts(view: "RequestView") -> list[tuple[str, object]]:
+def _facts(view: RequestView) -> list[tuple[str, object]]:
     ttft = "-" if view.ttft_s is None else f"{view.ttft_s:.3f} s"
     return [
         ("id", view.id),
@@ -134,7 +109,7 @@ def _facts(view: "RequestView") -> list[tuple[str, object]]:
     ]
 
 
-def _print(captured: "Captured") -> None:
+def _print(captured: Captured) -> None:
     when = datetime.fromtimestamp(captured.at).astimezone().isoformat(" ", "milliseconds")
     typer.echo(f"{captured.id} at {when}: {captured.status} {captured.outcome} after {captured.ms:.0f} ms")
     typer.echo(f"\n{captured.method} {captured.path}")

@@ -2,15 +2,15 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from gateway.config import Config
 from gateway.ctl.complete import complete_downloaded
-from gateway.ctl.say import Json, ask, print_json
-
-if TYPE_CHECKING:
-    from gateway.config import Config
+from gateway.ctl.local import model_of, read_config, running_models
+from gateway.ctl.say import Json, print_json
+from gateway.failed import Failed
 
 
 def rm(
@@ -27,18 +27,16 @@ def rm(
 
     Example: mlxctl rm mlx-community/Qwen3-4B-4bit --yes
     """
-    from gateway.ctl.local import read_config
     from gateway.ctl.show import size
     from gateway.hfcache import remove, repository_bytes
 
-    config = ask(read_config)
-    repository = ask(lambda: _find(config, model))
-    ask(lambda: _refuse_loaded(repository))
+    config = read_config()
+    repository = _find(config, model)
+    _refuse_loaded(repository)
     held = repository_bytes(repository)
     if not yes:
         if not sys.stdin.isatty():
-            typer.echo(f"mlxctl: {repository} holds {size(held)}; --yes removes it", err=True)
-            raise typer.Exit(1)
+            raise Failed(f"{repository} holds {size(held)}; --yes removes it")
         typer.confirm(f"Remove {repository}, {size(held)}?", abort=True, err=True)
     freed = remove(repository)
     if json:
@@ -49,18 +47,11 @@ def rm(
         typer.echo(f"{config.config_path} still has it as {', '.join(named)}", err=True)
 
 
-def _find(config: "Config", name: str) -> str:
+def _find(config: Config, name: str) -> str:
     """The repository behind a name, which the cache must hold. Raises `Failed`."""
-    from gateway.caller import OWNER
-    from gateway.ctl.client import Failed
-    from gateway.errors import ModelNotFound
     from gateway.hfcache import cache_dir, is_cached
-    from gateway.routing import Router
 
-    try:
-        path = Router(config.models).resolve(name, OWNER).path
-    except ModelNotFound:
-        path = name
+    path = model_of(config, name).path
     if path == "demo":
         raise Failed("the demo model is a part of mlxd, and cannot be removed")
     if repository := _repository(path):
@@ -85,9 +76,6 @@ def _repository(path: str) -> str | None:
 
 def _refuse_loaded(repository: str) -> None:
     """Raises `Failed`. Its files are mapped, and read again when it is loaded anew."""
-    from gateway.ctl.client import Failed
-    from gateway.ctl.local import running_models
-
     for model in running_models() or ():
         if model.pid and _repository(model.path) == repository:
             raise Failed(f"{repository} is loaded as {model.name}; first: mlxctl unload {model.name}")

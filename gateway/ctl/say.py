@@ -1,32 +1,46 @@
-"""What the verbs share: `--json`, and a failure as one line and an exit status."""
+"""What the verbs share that print: `--json`, and what may go to a terminal."""
 
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+import sys
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def ask(call: Callable[[], T]) -> T:
-    """Run `call`; a `Failed` of it is one line on stderr and an exit status."""
-    from gateway.ctl.client import Failed
-
-    try:
-        return call()
-    except Failed as error:
-        typer.echo(f"mlxctl: {error}", err=True)
-        raise typer.Exit(error.status) from None
-
-
 def print_json(value: object) -> None:
-    import msgspec
-
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def tell(value: object, text: str, json: bool) -> None:
+    """What was done: `value` for programs, `text` for people."""
+    if json:
+        print_json(value)
+    else:
+        typer.echo(text)
+
+
+def console() -> "Console":
+    """For tables: a pipe has no width, so nothing is cut off there."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=240)
 
 
 def harmless(text: str) -> str:
     """Without what would command the terminal: a client or a model may write anything."""
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
+
+
+def seconds(text: str, option: str) -> float:
+    """A duration of the command line, such as 5m."""
+    from gateway.configtext import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None

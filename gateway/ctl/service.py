@@ -1,13 +1,18 @@
 """`mlxctl service`: mlxd under launchd or systemd, before anybody logs in or with a user's session."""
 
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from gateway.ctl import logs, upgrade
-from gateway.ctl.installed import DryRun, Kind, System, carry_out, find, manager_of, refuse_if
-from gateway.ctl.say import Json, ask, print_json
+from gateway.ctl import local, logs, upgrade
+from gateway.ctl.client import NOT_RUNNING
+from gateway.ctl.installed import DryRun, Kind, System, carry_out, find, manager_of, needs_root
+from gateway.ctl.say import Json, print_json
+from gateway.failed import Failed
 
 if TYPE_CHECKING:
     from gateway.service.description import Action, Facts, Service, Standing
@@ -74,18 +79,15 @@ def status(system: System = False, json: Json = False) -> None:
 
     Example: mlxctl service status --json
     """
-    from gateway.ctl.client import NOT_RUNNING, Failed
     from gateway.service.machine import RealMachine
 
-    service, kind = ask(lambda: find(system, None, needs_user=False)), manager_of(None)
-
-    def look() -> str:
-        try:
-            return RealMachine().run(kind.ask(service))[1]
-        except OSError as error:
-            raise Failed(f"{kind.ask(service)[0]}: {error.strerror}") from None
-
-    facts = _with_versions(kind.facts(ask(look)), service)
+    service, kind = find(system, None, needs_user=False), manager_of(None)
+    question = kind.ask(service)
+    try:
+        _, said = RealMachine().run(question)
+    except OSError as error:
+        raise Failed(f"{question[0]}: {error.strerror}") from None
+    facts = _with_versions(kind.facts(said), service)
     if json:
         print_json(facts)
     else:
@@ -116,8 +118,6 @@ def wired_limit(
 
     Example: sudo mlxctl service wired-limit 96
     """
-    import os
-
     import psutil
 
     from gateway.doctor import wired_limit as judge
@@ -127,38 +127,29 @@ def wired_limit(
     megabytes = (_wanted_wired(ram) if gib is None else round(gib * 1024**3)) // 1024**2
     finding = judge(str(megabytes), ram)
     if not dry_run:
-        refuse_if(sys.platform != "darwin", "wired-limit is for macOS; --dry-run shows what it would do")
-        refuse_if(os.geteuid() != 0, "this needs root: sudo mlxctl service wired-limit ...")
-        refuse_if(finding.level == "warn", f"{finding.text}: {finding.advice}")
+        if sys.platform != "darwin":
+            raise Failed("wired-limit is for macOS; --dry-run shows what it would do")
+        if os.geteuid() != 0:
+            raise Failed("this needs root: sudo mlxctl service wired-limit ...")
+        if finding.level == "warn":
+            raise Failed(f"{finding.text}: {finding.advice}")
     actions = launchd.set_wired_limit(megabytes) if megabytes else launchd.drop_wired_limit()
     carry_out(actions, dry_run, json)
 
 
 def _wanted_wired(ram: int) -> int:
-    from gateway.config import ConfigError, default_home
-    from gateway.configread import load_config
-    from gateway.ctl.client import Failed
     from gateway.doctor import wired_max
 
-    def read() -> int:
-        try:
-            budget = load_config(default_home()).memory.budget_bytes
-        except ConfigError as error:
-            raise Failed(str(error)) from None
-        return wired_max(ram) if budget == "auto" else budget
-
-    return ask(read)
+    budget = local.read_config().memory.budget_bytes
+    return wired_max(ram) if budget == "auto" else budget
 
 
 def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kind | None, json: bool) -> None:
-    import os
-    from pathlib import Path
-
     from gateway.service.releases import Owner, Releases
 
     if manager is not None and not dry_run:
         raise typer.BadParameter("another system's service can only be shown; add --dry-run", param_hint="--manager")
-    service = ask(lambda: find(system, run_as, needs_user=verb == "install"))
+    service = find(system, run_as, needs_user=verb == "install")
     releases = Releases(service.prefix)
     actions: list[Action] = getattr(manager_of(manager), verb)(service)
     if verb == "install":
@@ -166,28 +157,21 @@ def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kin
         actions[:0] = releases.adopt(Path(sys.prefix), Owner(str(service.home), service.user))
     elif verb == "uninstall":
         actions += releases.forget()
-    is_refused = system and not dry_run and os.geteuid() != 0
-    refuse_if(is_refused, f"--system needs root: sudo mlxctl service {verb} --system")
+    if system and not dry_run:
+        needs_root(verb)
     carry_out(actions, dry_run, json)
 
 
 def _with_versions(facts: "Facts", service: "Service") -> "Standing":
-    import os
-
-    import msgspec
-
-    from gateway.ctl.client import Failed, get
-    from gateway.schemas.admin import Status
     from gateway.service.description import Standing
     from gateway.service.releases import Releases, version_of
 
     releases = Releases(service.prefix)
     os.environ["MLXD_HOME"] = str(service.home)
-    try:
-        running = get("/v1/status", Status).version
-    except Failed:
-        running = ""
-    said = msgspec.structs.asdict(facts)
+    daemon = local.daemon()
     return Standing(
-        **said, version=version_of(releases.current), previous=version_of(releases.previous), running=running
+        **msgspec.structs.asdict(facts),
+        version=version_of(releases.current),
+        previous=version_of(releases.previous),
+        running=daemon.version if daemon is not None else "",
     )

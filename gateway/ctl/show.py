@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gateway.ctl.sample import Sample, waiting
 from gateway.keys import Key
 from gateway.prefixcache import Folder
 from gateway.schemas.admin import MemoryStatus, ModelStatus, Status, UsageReport
@@ -22,12 +23,7 @@ STATE_COLORS = {
 
 def status(status: Status, console: Console) -> None:
     """One line for the daemon, one row for each model."""
-    draining = " · draining" if status.is_draining else ""
-    console.print(
-        f"mlxd {status.version} at {status.url} · pid {status.pid} · up {duration(status.uptime_s)}{draining}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.print(headline(status), highlight=False, soft_wrap=True)
     if status.memory is not None:
         console.print(_memory(status.memory), highlight=False, soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -44,6 +40,11 @@ def status(status: Status, console: Console) -> None:
         if model.last_failure and model.state != "ready":
             again = f" (next try in {duration(model.retry_after_s)})" if model.retry_after_s else ""
             console.print(f"{model.name}: {model.last_failure}{again}", style="red", highlight=False, markup=False)
+
+
+def headline(daemon: Status | Sample) -> str:
+    draining = " · draining" if daemon.is_draining else ""
+    return f"mlxd {daemon.version} at {daemon.url} · pid {daemon.pid} · up {duration(daemon.uptime_s)}{draining}"
 
 
 def _memory(memory: MemoryStatus) -> str:
@@ -65,18 +66,27 @@ def _row(model: ModelStatus) -> list[str | Text]:
     return [
         # Names are data: never markup.
         Text(model.name),
-        Text(state, style=STATE_COLORS.get(model.state, "red")),
-        str(model.pid) if model.pid else "-",
+        state_text(model.state, state),
+        str(model.pid or "-"),
         f"{model.running}/{model.slots}",
-        str(max(model.waiting, model.inside - model.running)),
+        str(waiting(model)),
         size(model.footprint_bytes or model.memory_bytes) if model.memory_bytes else "-",
-        size(model.share_bytes) if model.share_bytes else "-",
+        size_or_dash(model.share_bytes),
         "-" if model.idle_s is None else duration(model.idle_s),
-        str(model.context) if model.context else "-",
+        str(model.context or "-"),
         str(model.generation_tokens),
         str(model.restarts),
         Text(", ".join(model.aliases)),
     ]
+
+
+def state_text(state: str, said: str = "") -> Text:
+    """A state in its colour, or what is said of it."""
+    return Text(said or state, style=STATE_COLORS.get(state, "red"))
+
+
+def size_or_dash(count: int) -> str:
+    return size(count) if count else "-"
 
 
 def size(count: float) -> str:

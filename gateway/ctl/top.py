@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from msgspec import Struct
 
-from gateway.ctl.say import Json, ask, print_json
+from gateway.ctl import client
+from gateway.ctl.local import budget_bytes
+from gateway.ctl.sample import Sample, compare, take
+from gateway.ctl.say import Json, console, print_json
+from gateway.schemas.admin import RequestList, RequestView
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
-
-    from gateway.ctl.sample import Sample
-    from gateway.schemas.admin import RequestView, Status
 
 # Of requests, the oldest: a screen is no list.
 STREAMS_MAX: Final = 20
@@ -29,8 +30,8 @@ class View(Struct, frozen=True):
     """What `top` shows at one moment."""
 
     budget_bytes: int
-    sample: "Sample"
-    requests: "list[RequestView]"
+    sample: Sample
+    requests: list[RequestView]
 
 
 def top(
@@ -44,24 +45,19 @@ def top(
 
     Example: mlxctl top --interval 2
     """
-    from gateway.ctl.local import console
-
     if json:
-        print_json(ask(lambda: look(interval)))
+        print_json(look(interval))
     elif once or not sys.stdout.isatty():
-        console().print(render(ask(lambda: look(interval))))
+        console().print(render(look(interval)))
     else:
         # Ctrl-C may come at any moment, and is an end like q.
         with suppress(KeyboardInterrupt):
-            ask(lambda: _live(interval))
+            _live(interval)
 
 
 def look(span_s: float) -> View:
     """Two looks at the daemon. Raises `Failed`."""
-    from gateway.ctl.local import budget_bytes
-    from gateway.ctl.sample import take
-
-    return View(budget_bytes(_status()), take(_status, span_s), _requests())
+    return View(budget_bytes(client.status()), take(client.status, span_s), _requests())
 
 
 def render(view: View) -> "Group":
@@ -70,14 +66,13 @@ def render(view: View) -> "Group":
     from rich.text import Text
 
     from gateway.ctl.models import ps_table
-    from gateway.ctl.show import bar, duration, size
+    from gateway.ctl.show import bar, headline, size
 
     sample = view.sample
-    draining = " · draining" if sample.is_draining else ""
     memory = f"{size(sample.memory_bytes)} of {size(view.budget_bytes)}"
     waiting = f", {sample.waiting} waiting" if sample.waiting else ""
     parts: list[RenderableType] = [
-        Text(f"mlxd {sample.version} at {sample.url} · pid {sample.pid} · up {duration(sample.uptime_s)}{draining}"),
+        Text(headline(sample)),
         Text(f"memory   {bar(sample.memory_bytes, view.budget_bytes)} {memory}"),
         Text(f"requests {sample.running} running{waiting} · {sample.tokens_per_s:.1f} tokens/s"),
         Text(""),
@@ -90,7 +85,7 @@ def render(view: View) -> "Group":
     return Group(*parts)
 
 
-def _streams(requests: "list[RequestView]") -> "Table":
+def _streams(requests: list[RequestView]) -> "Table":
     from rich.text import Text
 
     from gateway.ctl.show import duration, table
@@ -113,17 +108,13 @@ def _live(interval: float) -> None:
     """Until somebody ends it. Raises `Failed` when the daemon ends, or does not run."""
     from rich.live import Live
 
-    from gateway.ctl.local import budget_bytes
-    from gateway.ctl.sample import compare
-
-    before, began = _status(), time.monotonic()
+    before, began = client.status(), time.monotonic()
     view = View(budget_bytes(before), compare(before, before, 0.0), _requests())
     with _keys() as is_over, Live(render(view), screen=True, auto_refresh=False) as live:
         while not is_over(interval):
-            after, now = _status(), time.monotonic()
-            live.update(
-                render(View(budget_bytes(after), compare(before, after, now - began), _requests())), refresh=True
-            )
+            after, now = client.status(), time.monotonic()
+            view = View(budget_bytes(after), compare(before, after, now - began), _requests())
+            live.update(render(view), refresh=True)
             before, began = after, now
 
 
@@ -156,15 +147,5 @@ def _unpressed(seconds: float) -> bool:
     return False
 
 
-def _status() -> "Status":
-    from gateway.ctl.client import get
-    from gateway.schemas.admin import Status
-
-    return get("/v1/status", Status)
-
-
-def _requests() -> "list[RequestView]":
-    from gateway.ctl.client import get
-    from gateway.schemas.admin import RequestList
-
-    return get("/v1/requests", RequestList).requests
+def _requests() -> list[RequestView]:
+    return client.get("/v1/requests", RequestList).requests

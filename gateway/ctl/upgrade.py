@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from msgspec import Struct
 
-from gateway.ctl.installed import DryRun, System, find, manager_of, refuse_if
-from gateway.ctl.say import Json, ask, print_json
+from gateway.ctl import client, local
+from gateway.ctl.installed import DryRun, System, find, manager_of, needs_root
+from gateway.ctl.say import Json, tell
+from gateway.failed import Failed
+from gateway.schemas.admin import Done, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gateway.schemas.admin import Status
     from gateway.service.description import Service
     from gateway.service.upgrade import Seen, Upgrade, Wanted
 
@@ -59,8 +61,8 @@ def upgrade(
     from gateway.service.upgrade import plan
 
     service = _installed("upgrade", system, dry_run)
-    foreign = releases.foreign(Path(sys.prefix))
-    refuse_if(bool(foreign), foreign)
+    if foreign := releases.foreign(Path(sys.prefix)):
+        raise Failed(foreign)
     wanted = _wanted(service, target, source, keep=keep, deadline_s=deadline, keep_workers=keep_workers)
     if dry_run:
         from gateway.service.machine import describe
@@ -83,39 +85,23 @@ class Daemon:
     """The service's daemon, over its admin socket and its port."""
 
     def look(self) -> "Seen | None":
-        from gateway.ctl.client import Failed
         from gateway.service.upgrade import Seen
 
-        try:
-            status = _status()
-        except Failed:
-            return None
-        env = _env_of(status.pid)
-        return None if env is None else Seen(status.pid, status.version, env, _missing(status))
+        status = local.daemon()
+        env = None if status is None else _env_of(status.pid)
+        return None if status is None or env is None else Seen(status.pid, status.version, env, _missing(status))
 
     def complete(self) -> None:
-        from gateway.ctl.client import Failed
         from gateway.ctl.doctor import completion
-        from gateway.service.machine import ServiceFailed
 
-        try:
-            finding = completion(_status())
-        except Failed as failed:
-            raise ServiceFailed(str(failed)) from None
+        finding = completion(client.status())
         if finding.level == "bad":
-            raise ServiceFailed(finding.text)
+            raise Failed(finding.text)
 
     def roll(self, env: Path) -> list[str]:
-        from gateway.ctl.client import Failed, post
-        from gateway.schemas.admin import Done
-        from gateway.service.machine import ServiceFailed
-
-        try:
-            old = [model for model in _status().models if model.pid and _env_of(model.pid) != env]
-            for model in sorted(old, key=lambda model: model.running + model.waiting):
-                post("/v1/models/restart", {"model": model.name}, Done)
-        except Failed as failed:
-            raise ServiceFailed(str(failed)) from None
+        old = [model for model in client.status().models if model.pid and _env_of(model.pid) != env]
+        for model in sorted(old, key=lambda model: model.running + model.waiting):
+            client.post("/v1/models/restart", {"model": model.name}, Done)
         return [model.name for model in old]
 
     def in_use(self) -> set[Path]:
@@ -125,8 +111,7 @@ class Daemon:
 
 
 def _change(service: "Service", json: bool, act: "Callable[[Upgrade], Path]") -> None:
-    from gateway.ctl.client import Failed
-    from gateway.service.machine import RealMachine, ServiceFailed
+    from gateway.service.machine import RealMachine
     from gateway.service.releases import Releases, version_of
     from gateway.service.upgrade import Upgrade
 
@@ -136,29 +121,21 @@ def _change(service: "Service", json: bool, act: "Callable[[Upgrade], Path]") ->
     # The client asks the daemon of this home.
     os.environ["MLXD_HOME"] = str(service.home)
 
-    def run() -> Path:
-        change = Upgrade(service, manager_of(None), RealMachine(), Daemon(), lambda line: typer.echo(line, err=json))
-        try:
-            return act(change)
-        except ServiceFailed as failed:
-            raise Failed(str(failed)) from None
-
-    env = ask(run)
+    env = act(Upgrade(service, manager_of(None), RealMachine(), Daemon(), lambda line: typer.echo(line, err=json)))
     changed = Changed(version_of(env), version_of(Releases(service.prefix).previous), str(env))
-    if json:
-        print_json(changed)
-    else:
-        typer.echo(f"{changed.version} serves; mlxctl service rollback goes back to {changed.previous}")
-        if Path(sys.prefix).resolve() != env:
-            typer.echo(f"its mlxctl is {service.prefix}/current/bin/mlxctl")
+    text = f"{changed.version} serves; mlxctl service rollback goes back to {changed.previous}"
+    if Path(sys.prefix).resolve() != env:
+        text += f"\nits mlxctl is {service.prefix}/current/bin/mlxctl"
+    tell(changed, text, json)
 
 
 def _installed(verb: str, system: bool, dry_run: bool) -> "Service":
-    service = ask(lambda: find(system, None, needs_user=False))
-    flag = " --system" if system else ""
-    refuse_if(system and not dry_run and os.geteuid() != 0, f"--system needs root: sudo mlxctl service {verb} --system")
-    is_there = (service.prefix / "current").is_symlink()
-    refuse_if(not is_there, f"no service is installed (no {service.prefix}/current): mlxctl service install{flag}")
+    service = find(system, None, needs_user=False)
+    if system and not dry_run:
+        needs_root(verb)
+    if not (service.prefix / "current").is_symlink():
+        flag = " --system" if system else ""
+        raise Failed(f"no service is installed (no {service.prefix}/current): mlxctl service install{flag}")
     return service
 
 
@@ -167,33 +144,19 @@ def _wanted(
 ) -> "Wanted":
     from importlib.metadata import distributions
 
-    from gateway.ctl.client import Failed
     from gateway.service import fetch, releases
     from gateway.service.upgrade import Wanted
 
     known = releases.Releases(service.prefix)
     last = releases.read(known.current) if known.current else None
     extra = releases.extra({found.name for found in distributions()})
-
-    def source() -> fetch.Source:
-        try:
-            return fetch.source(target, find_at, last.find if last else "", extra)
-        except fetch.NoSource as error:
-            raise Failed(str(error)) from None
-
+    source = fetch.source(target, find_at, last.find if last else "", extra)
     # The interpreter itself, not an environment's link to it, which may be removed some day.
     base = Path(sys.executable).resolve()
-    return Wanted(ask(source), base, shutil.which("uv"), keep, deadline_s, keep_workers)
+    return Wanted(source, base, shutil.which("uv"), keep, deadline_s, keep_workers)
 
 
-def _status() -> "Status":
-    from gateway.ctl.client import get
-    from gateway.schemas.admin import Status
-
-    return get("/v1/status", Status)
-
-
-def _missing(status: "Status") -> str:
+def _missing(status: Status) -> str:
     """Why it is not ready, as its own port says."""
     import httpx
 

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.config import Config, ModelConfig
-from gateway.ctl.client import REFUSED, Failed, get, stream_chat
-from gateway.schemas.admin import Status
+from gateway.config import ModelConfig
+from gateway.ctl import client
+from gateway.failed import Failed
 from protocol.spec import WorkerSpec
 from protocol.verify import Check, Difference
 
@@ -27,19 +27,11 @@ NOTHING_WRONG: Final = frozenset({0, 1})
 _check = msgspec.json.Decoder(Check)
 
 
-def find(config: Config, name: str) -> ModelConfig:
-    """A configured model by name or alias; any other name is taken as a folder or repository."""
-    for model in config.models.values():
-        if name == model.name or name in model.aliases:
-            return model
-    return ModelConfig(name=name, path=name)
-
-
-def checks(model: ModelConfig, name: str, tokens: int, *, kill: bool) -> Generator[Check, None, None]:
+def checks(model: ModelConfig, tokens: int, *, kill: bool) -> Generator[Check, None, None]:
     """Every check, as it is done. Raises `Failed`."""
     yield from in_process(model, tokens)
     if kill:
-        yield through_daemon(name)
+        yield through_daemon(model.name)
 
 
 def in_process(model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
@@ -64,7 +56,7 @@ def in_process(model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
         for line in process.stdout:
             yield _check.decode(line)
     if process.returncode not in NOTHING_WRONG:
-        raise Failed(f"the model could not be verified (exit status {process.returncode})", REFUSED)
+        raise Failed(f"the model could not be verified (exit status {process.returncode})")
 
 
 def through_daemon(name: str) -> Check:
@@ -98,7 +90,7 @@ def _answer(name: str, index: int, begun: Event) -> str:
     }
     text = ""
     try:
-        for delta in stream_chat(request):
+        for delta in client.stream_chat(request):
             text += (delta.get("reasoning_content") or "") + (delta.get("content") or "")
             if text:
                 begun.set()
@@ -109,8 +101,8 @@ def _answer(name: str, index: int, begun: Event) -> str:
 
 
 def _kill(name: str) -> bool:
-    for model in get("/v1/status", Status).models:
-        if (model.name == name or name in model.aliases) and model.pid:
+    for model in client.status().models:
+        if model.name == name and model.pid:
             with suppress(ProcessLookupError):
                 os.kill(model.pid, signal.SIGKILL)
                 return True

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from gateway.failed import Failed
 from gateway.service.description import Run
 from gateway.service.releases import PACKAGE, python
 
@@ -18,8 +19,8 @@ PYPI: Final = "pypi"
 CTL: Final = "from gateway.ctl import main; main()"
 
 
-class NoSource(Exception):
-    """It was not said where mlxd is to come from; the message says how."""
+class NoSource(Failed):
+    """It was not said where mlxd is to come from."""
 
 
 class Source(Struct, frozen=True):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Protocol, assert_never
 
+from gateway.failed import Failed
 from gateway.service.description import (
     COMMAND_TIMEOUT_S,
     Action,
@@ -24,8 +25,8 @@ from gateway.service.description import (
 POLL_S: Final = 0.2
 
 
-class ServiceFailed(Exception):
-    """What went wrong, for the operator."""
+class ServiceFailed(Failed):
+    """An action on the machine, or what it was for, went wrong."""
 
 
 class Machine(Protocol):

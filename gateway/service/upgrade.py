@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from msgspec import Struct, json
 
+from gateway.failed import Failed
 from gateway.service.description import Action, Link, Manager, RemoveTree, Service, Write
 from gateway.service.fetch import Source, check, install
 from gateway.service.machine import Machine, ServiceFailed, carry_out
@@ -30,7 +31,7 @@ class Seen(Struct, frozen=True):
 
 
 class Observer(Protocol):
-    """What an upgrade must know of the running daemon, and have it do. Raises `ServiceFailed`."""
+    """What an upgrade must know of the running daemon, and have it do. Raises `Failed`."""
 
     def look(self) -> Seen | None:
         """None when nobody answers."""
@@ -134,7 +135,7 @@ class Upgrade:
             self._wait(env, running, deadline_s)
             self._observer.complete()
             self._roll(before, env, keep_workers=keep_workers)
-        except (ServiceFailed, KeyboardInterrupt) as error:
+        except (Failed, KeyboardInterrupt) as error:
             why = str(error) or "interrupted"
             self._tell(f"{version_of(env)} does not do: {why}; going back to {version_of(before)}")
             self._undo(before, deadline_s)

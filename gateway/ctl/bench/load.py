@@ -128,20 +128,9 @@ def report(concurrency: int, wall_s: float, replies: Sequence[Reply]) -> Report:
 def as_table(reports: Sequence[Report]) -> str:
     """For people: one row for each concurrency."""
     header = (
-        "clients",
-        "requests",
-        "errors",
-        "tok/s",
-        "TTFT p50",
-        "p90",
-        "p99",
-        "ITL p50",
-        "p90",
-        "p99",
-        "e2e p50",
-        "p90",
+        "clients", "requests", "errors", "tok/s", "TTFT p50", "p90", "p99", "ITL p50", "p90", "p99", "e2e p50", "p90",
         "p99 ms",
-    )
+    )  # fmt: skip
     rows: list[list[str]] = []
     for one in reports:
         marks = [

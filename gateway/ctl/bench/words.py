@@ -5,32 +5,9 @@ from collections.abc import Iterable
 from typing import Final, Protocol
 
 _ONSETS: Final = (
-    "b",
-    "br",
-    "c",
-    "ch",
-    "d",
-    "dr",
-    "f",
-    "g",
-    "gl",
-    "h",
-    "j",
-    "k",
-    "l",
-    "m",
-    "n",
-    "p",
-    "pl",
-    "r",
-    "s",
-    "st",
-    "t",
-    "tr",
-    "v",
-    "w",
-    "z",
-)
+    "b", "br", "c", "ch", "d", "dr", "f", "g", "gl", "h", "j", "k", "l", "m", "n", "p", "pl", "r", "s", "st", "t", "tr",
+    "v", "w", "z",
+)  # fmt: skip
 _VOWELS: Final = ("a", "e", "i", "o", "u", "ai", "ea", "io", "ou")
 _CODAS: Final = ("", "", "", "l", "n", "r", "s", "t", "nd", "st")
 _WORDS: Final = 6000

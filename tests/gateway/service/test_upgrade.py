@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.failed import Failed
 from gateway.service import launchd, releases, systemd
 from gateway.service.description import Link, Scope, Service
 from gateway.service.fetch import NoSource, Source, install, source
@@ -57,7 +58,7 @@ class Observer:
 
     def complete(self) -> None:
         if self.tells:
-            raise ServiceFailed(self.tells)
+            raise Failed(self.tells)
 
     def roll(self, env: Path) -> list[str]:
         self.rolled.append(env)
