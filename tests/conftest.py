@@ -1,6 +1,8 @@
 """Fixtures shared by all tests."""
 
+import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,9 @@ settings.load_profile("mlxd")
 # Under nohup or in the background these are ignored, and every process that a test starts would ignore them too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Where an environment forbids Python to keep what it compiles, every process that a test starts compiles mlxd anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(scope="session")
