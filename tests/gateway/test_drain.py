@@ -1,6 +1,9 @@
 """`mlxctl drain`: a daemon ends when its requests have."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -38,11 +41,17 @@ def begun(daemon: DaemonProcess) -> None:
         assert time.monotonic() < end
 
 
+# Workers get less time to end than the request takes: what it takes is not theirs.
+HASTY = "from gateway.ctl import drain, main; drain.STOP_S = 2; main()"
+
+
 def test_the_running_request_finishes_and_then_the_daemon_ends(home: Path) -> None:
     with DaemonProcess(home, "--step-ms 20") as daemon:
         client = Client(daemon, 200)
         begun(daemon)
-        done = ctl(home, "drain", "--timeout", "60s", "--json")
+        command = [sys.executable, "-P", "-c", HASTY, "drain", "--json"]
+        environment = os.environ | {"MLXD_HOME": str(home)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
         client.join()
 
         assert done.returncode == 0, done.stderr
@@ -50,7 +59,7 @@ def test_the_running_request_finishes_and_then_the_daemon_ends(home: Path) -> No
         assert client.answer.json()["usage"]["completion_tokens"] == 200
         assert json.loads(done.stdout)["cut_off"] == 0
         assert daemon.wait() == 0
-        assert "draining for up to 60 s" in daemon.new_log()
+        assert "draining for up to 10 s" in daemon.new_log()
         assert ctl(home, "drain").returncode == 3
 
 
@@ -66,14 +75,14 @@ def test_what_does_not_finish_in_time_is_cut_off_and_told(home: Path) -> None:
         assert daemon.wait() == 0
 
 
-def test_an_idle_daemon_ends_at_once_within_the_time_of_its_configuration(home: Path) -> None:
+def test_an_idle_daemon_ends_at_once_whatever_time_it_is_given(home: Path) -> None:
     with DaemonProcess(home) as daemon:
-        done = ctl(home, "drain")
+        done = ctl(home, "drain", "--timeout", "60s")
 
         assert done.returncode == 0, done.stderr
         assert "every request finished" in done.stdout
         assert daemon.wait() == 0
-        assert "draining for up to 10 s" in daemon.new_log()
+        assert "draining for up to 60 s" in daemon.new_log()
 
 
 def test_a_time_that_is_none_is_a_bad_command_line(home: Path) -> None:
