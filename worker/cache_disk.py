@@ -1,36 +1,25 @@
-"""The disk cache's folder and its two threads: one writes behind, one reads ahead. Nobody waits for either.
+"""The disk cache's books and its two threads: one writes behind, one reads ahead. Nobody waits for either."""
 
-The folder is shared by all workers: `<key of model, libraries and layout>/<key of edge>.safetensors`. A file is
-written under another name, synced and renamed, so that a name stands for a whole file. Any file may vanish at any time:
-by the cap on the whole folder, which every writer enforces, or by a person who clears it.
-"""
-
-import fcntl
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
-from worker.cache_file import FORMAT, SUFFIX, Corrupt, Encoded, Record, Tokens, encode, file_key, load, open_file
+from worker.cache_file import FORMAT, SUFFIX, Corrupt, Record, Tokens, encode, file_key, load, open_file
+from worker.cache_folder import Claim, Folder
 from worker.counts import DiskCounts
 from worker.kv import Span, arrays_of
 
 log = logging.getLogger("mlxd.worker")
 
-QUARANTINE: Final = "quarantine"
 # Bytes that may wait to be written; they may keep memory that the prefix cache has let go of.
 QUEUE_BYTES: Final = 1 << 30
-# When the cap is reached, this share of it is kept: looking at every file pays off for many writes.
-KEEP_RATIO: Final = 0.9
-_TEMP: Final = ".part"
-_STALE_TEMP_S: Final = 3600.0
 
 
 class Status(Enum):
@@ -91,10 +80,9 @@ class CacheDisk:
         cap: int,
         wake: Callable[[], None] = lambda: None,
         queue_bytes: int = QUEUE_BYTES,
+        claim: Claim | None = None,
     ) -> None:
-        self._root = root
-        self._folder = root / model_key
-        self._cap = cap
+        self._folder = Folder(root, model_key, cap, claim)
         self._wake = wake
         self._queue_limit = queue_bytes
         self._entries: dict[str, Entry] = {}
@@ -164,7 +152,7 @@ class CacheDisk:
     def _scan(self) -> list[Entry]:
         """Headers only. What cannot be used is quarantined; what has lost its parent is deleted."""
         records: dict[str, tuple[Record, Tokens, int]] = {}
-        for path in self._own_files():
+        for path in self._folder.files():
             try:
                 with path.open("rb") as file:
                     opened = open_file(file)
@@ -174,6 +162,8 @@ class CacheDisk:
                 records[opened.record.key] = opened.record, opened.tokens, size
             except Corrupt as error:
                 self._quarantine(path, error)
+            except FileNotFoundError:
+                continue  # another worker has just deleted it
             except OSError as error:
                 log.warning("disk cache: %s cannot be read: %s", path.name, error)
         children: dict[str, list[str]] = {}
@@ -190,7 +180,7 @@ class CacheDisk:
             linked.append(entry)
             ready.extend((entry, child) for child in children.get(key, []))
         for key in records:
-            (self._folder / (key + SUFFIX)).unlink(missing_ok=True)
+            self._folder.path(key).unlink(missing_ok=True)
         return linked
 
     def _adopt(self, parent: Entry | None, record: Record, tokens: Tokens, size: int) -> Entry:
@@ -200,25 +190,39 @@ class CacheDisk:
         self._settle(entry, size)
         return entry
 
-    def _own_files(self) -> list[Path]:
-        try:
-            return [path for path in self._folder.iterdir() if path.suffix == SUFFIX]
-        except OSError:
-            return []
-
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
+        try:
+            self._folder.claim()
+            self._retire()
+        except Exception as error:  # the root of the thread
+            self._complain(error)
         while (write := self._to_write.get()) is not None:
             try:
                 self._write_one(write)
             except Exception as error:  # the root of the thread
                 self._drop(write.entry)
-                if not self._is_failing:
-                    log.warning("disk cache: cannot write: %s: %s", type(error).__name__, error)
-                self._is_failing = True
+                self._complain(error)
             with self._mutex:
                 self._queued_bytes -= write.nbytes
+        self._folder.release()
+
+    def _retire(self) -> None:
+        """What this model left in another form is of no use to anybody."""
+        for stale in self._folder.retire():
+            with self._mutex:
+                self.counts.quarantined += stale.files
+            log.warning(
+                "disk cache: %d stale files of %s (%d bytes, %.12s) are not used and set aside: other %s than now",
+                stale.files, stale.model, stale.nbytes, stale.key, stale.differences,
+            )  # fmt: skip
+
+    def _complain(self, error: Exception) -> None:
+        """Once, until it goes well again."""
+        if not self._is_failing:
+            log.warning("disk cache: cannot write: %s: %s", type(error).__name__, error)
+        self._is_failing = True
 
     def _write_one(self, write: _Write) -> None:
         entry = write.entry
@@ -228,68 +232,23 @@ class CacheDisk:
         parent = entry.parent.key if entry.parent else ""
         record = Record(FORMAT, entry.key, parent, entry.salt, entry.begin, len(entry.tokens), 0, 0, 0, None)
         encoded = encode(record, entry.tokens, write.span, write.state)
-        path = self._folder / (entry.key + SUFFIX)
-        temp = self._reserve(entry.key, encoded.size)
-        if temp is None:
+        room = self._folder.reserve(entry.key, encoded.size)
+        if room is None:
             self._drop(entry)
             return
-        try:
-            _fill(temp, encoded)
-            with self._ledger():
-                temp.rename(path)
-        except OSError:
-            temp.unlink(missing_ok=True)
-            raise
+        if room.is_counted:
+            self._forget()
+        self._folder.publish(room.temp, encoded, entry.key)
         self._settle(entry, encoded.size)
         self.counts.writes += 1
         self._is_failing = False
         self._touch(entry)
 
-    def _reserve(self, key: str, size: int) -> Path | None:
-        """An empty file of the right size under another name, with the cap kept; None if it can never fit."""
-        if size > self._cap * KEEP_RATIO:
-            return None
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in (self._root, self._folder):
-            folder.chmod(0o700)
-        temp = self._folder / f"{key}.{os.getpid()}{_TEMP}"
-        with self._ledger() as ledger:
-            total = _read_total(ledger)
-            if total is None or total + size > self._cap:
-                total = self._make_room(size)
-            _allocate(temp, size)
-            os.pwrite(ledger, f"{total + size:020d}".encode(), 0)
-        return temp
-
-    @contextmanager
-    def _ledger(self) -> Generator[int]:
-        """The file that tells all workers how many bytes the folder holds (at least), locked.
-
-        Names change only under the lock, or a worker that counts could miss a file that is just being renamed.
-        """
-        ledger = os.open(self._root / ".total", os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(ledger, fcntl.LOCK_EX)
-            yield ledger
-        finally:
-            os.close(ledger)
-
-    def _make_room(self, size: int) -> int:
-        """Delete the files that were used longest ago; returns the bytes that are left. Parents are newer than their
-        children, so that what goes first is an end of a path."""
-        files = _list_files(self._root)
-        total = sum(nbytes for _, nbytes, _ in files)
-        if total + size > self._cap:
-            for _, nbytes, path in sorted(files):
-                if total + size <= self._cap * KEEP_RATIO:
-                    break
-                if path.suffix != _TEMP:  # another worker is writing that one
-                    path.unlink(missing_ok=True)
-                    total -= nbytes
-        here = {path.name.removesuffix(SUFFIX) for path in self._own_files()}
+    def _forget(self) -> None:
+        """The files that are gone."""
+        here = {path.name.removesuffix(SUFFIX) for path in self._folder.files()}
         for entry in [entry for key, entry in list(self._entries.items()) if key not in here]:
             self._lose(entry)
-        return total
 
     def _touch(self, entry: Entry) -> None:
         """Mark a path as used now, the root as the last."""
@@ -297,7 +256,7 @@ class CacheDisk:
         step: Entry | None = entry
         while step is not None:
             try:
-                os.utime(self._folder / (step.key + SUFFIX), ns=(now + at, now + at))
+                os.utime(self._folder.path(step.key), ns=(now + at, now + at))
             except OSError:
                 self._lose(step)
             step, at = step.parent, at + 1000
@@ -306,7 +265,7 @@ class CacheDisk:
 
     def _read_all(self) -> None:
         while (read := self._to_read.get()) is not None:
-            path = self._folder / (read.entry.key + SUFFIX)
+            path = self._folder.path(read.entry.key)
             try:
                 span, read.state = load(path, read.entry.key, with_state=read.with_state)
                 read.span = span
@@ -348,63 +307,7 @@ class CacheDisk:
             self.counts.dropped += 1
 
     def _quarantine(self, path: Path, error: Exception) -> None:
-        self.counts.quarantined += 1
+        with self._mutex:
+            self.counts.quarantined += 1
         log.warning("disk cache: %s is not used and set aside: %s", path.name, error)
-        try:
-            (self._root / QUARANTINE).mkdir(mode=0o700, exist_ok=True)
-            with self._ledger():
-                path.rename(self._root / QUARANTINE / path.name)
-        except OSError:
-            path.unlink(missing_ok=True)
-
-
-def _allocate(temp: Path, size: int) -> None:
-    """Only the owner may read it from the first moment."""
-    descriptor = os.open(temp, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-    try:
-        os.truncate(descriptor, size)
-    except OSError:
-        temp.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def _fill(temp: Path, encoded: Encoded) -> None:
-    with temp.open("r+b") as file:
-        file.writelines((encoded.header, *encoded.buffers))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _list_files(root: Path) -> list[tuple[int, int, Path]]:
-    """(time of last use, bytes, path) of every file of every model. Remains of dead writers are deleted."""
-    files: list[tuple[int, int, Path]] = []
-    for path in [*root.glob(f"*/*{SUFFIX}"), *root.glob(f"*/*{_TEMP}")]:
-        try:
-            facts = path.stat()
-            if path.suffix == _TEMP and _is_stale(path, facts.st_mtime):
-                path.unlink()
-                continue
-        except OSError:
-            continue
-        files.append((facts.st_mtime_ns, facts.st_size, path))
-    return files
-
-
-def _is_stale(temp: Path, modified: float) -> bool:
-    pid = temp.name.removesuffix(_TEMP).rpartition(".")[2]
-    if time.time() - modified > _STALE_TEMP_S or not pid.isdecimal():
-        return True
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
-
-
-def _read_total(ledger: int) -> int | None:
-    text = os.pread(ledger, 20, 0)
-    return int(text) if text.isdigit() else None
+        self._folder.set_aside(path)

@@ -8,7 +8,7 @@ ids a chat becomes, and where those are the same, so is their KV.
 import hashlib
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -20,14 +20,16 @@ from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from worker.cache_disk import CacheDisk
 from worker.cache_file import FORMAT, is_known
+from worker.cache_folder import LABEL, Claim, Form
 from worker.errors import LoadFailed
 from worker.kv import Layout, leaves
 from worker.loader import Loaded
 
+__all__ = ["LABEL", "model_form", "open_disk"]
+
 log = logging.getLogger("mlxd.worker")
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
-LABEL: Final = ".model"
 
 
 def open_disk(spec: WorkerSpec, loaded: Loaded, layout: Layout, wake: Callable[[], None]) -> CacheDisk | None:
@@ -42,37 +44,31 @@ def open_disk(spec: WorkerSpec, loaded: Loaded, layout: Layout, wake: Callable[[
         log.warning("the disk cache is off for this model: %s has no form on disk", ", ".join(unknown))
         return None
     kinds = [type(leaf).__name__ for leaf in leaves(caches)]
-    root, key = Path(spec.disk_cache_dir), model_key(loaded, kinds)
-    _label(root / key, spec.path)
-    return CacheDisk(root, key, spec.disk_cache_bytes, wake)
+    form = model_form(loaded, kinds)
+    claim = Claim(spec.name, spec.disk_cache_dir, spec.path, form)
+    return CacheDisk(Path(spec.disk_cache_dir), form.key, spec.disk_cache_bytes, wake, claim=claim)
 
 
-def _label(folder: Path, path: str) -> None:
-    """Note whose folder it is, for people who look at it or want it emptied; nothing else depends on it."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (folder / LABEL).touch(mode=0o600)
-        (folder / LABEL).write_text(f"{path}\n", encoding="utf-8")
-    except OSError as error:
-        log.warning("the disk cache's folder cannot be labelled: %s", error)
+def model_form(loaded: Loaded, kinds: list[str]) -> Form:
+    """Everything that the KV of given token ids depends on, without reading the weights."""
+    dtypes = sorted({str(array.dtype) for array in _arrays(loaded.model)})
+    weights = [(file, file.stat()) for file in sorted(loaded.path.glob("*.safetensors"))]
+    return Form(
+        libraries=_digest(version("mlx"), version("mlx-lm"), version("mlxd")),
+        layout=_digest(FORMAT, str(mx.default_device()), kinds, dtypes),
+        weights=_digest(*((file.name, facts.st_size, facts.st_mtime_ns, _header(file)) for file, facts in weights)),
+        configuration=_digest_files(loaded.path, ("config.json",)),
+        tokenizer=_digest_files(loaded.path, _TOKENIZER_FILES),
+    )
 
 
-def model_key(loaded: Loaded, kinds: list[str]) -> str:
-    """A digest of everything that the KV of given token ids depends on, without reading the weights."""
-    digest = hashlib.blake2b(digest_size=20)
+def _digest(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=20).hexdigest()
 
-    def add(*parts: object) -> None:
-        digest.update(repr(parts).encode() + b"\n")
 
-    add(FORMAT, version("mlx"), version("mlx-lm"), version("mlxd"), str(mx.default_device()))
-    add(kinds, sorted({str(array.dtype) for array in _arrays(loaded.model)}))
-    for file in sorted(loaded.path.glob("*.safetensors")):
-        facts = file.stat()
-        add(file.name, facts.st_size, facts.st_mtime_ns, _header(file))
-    for name in ("config.json", *_TOKENIZER_FILES):
-        file = loaded.path / name
-        add(name, hashlib.blake2b(file.read_bytes()).hexdigest() if file.exists() else None)
-    return digest.hexdigest()
+def _digest_files(folder: Path, names: Iterable[str]) -> str:
+    files = [(name, folder / name) for name in names]
+    return _digest(*((name, _digest(file.read_bytes()) if file.exists() else None) for name, file in files))
 
 
 def _arrays(model: Any) -> list[mx.array]:

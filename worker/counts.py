@@ -25,4 +25,5 @@ class DiskCounts:
     bytes: int = 0
     writes: int = 0
     dropped: int = 0
+    # Files that are set aside: corrupt, truncated or foreign ones, and what the model left in another form.
     quarantined: int = 0

@@ -225,7 +225,7 @@ def test_bad_files_are_set_aside_with_a_line_in_the_log(tmp_path: Path, caplog: 
     assert [int(entry.tokens[0]) for entry in found] == [2]
     assert [disk.counts.quarantined, after.counts.quarantined] == [1, 1]
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["disk cache"] * 2
-    assert {path.name for path in (tmp_path / "quarantine").iterdir()} == {path.name for path in paths[:2]}
+    assert {path.name for path in (tmp_path / "quarantine").iterdir()} == {f"model.{path.name}" for path in paths[:2]}
 
 
 def test_a_writer_killed_at_any_moment_leaves_only_whole_files(tmp_path: Path) -> None:

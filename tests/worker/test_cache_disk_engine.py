@@ -1,5 +1,6 @@
 """The disk cache in the engine: exact on every architecture, over restarts, beside other rows."""
 
+import json
 import os
 import random
 import shutil
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
 from protocol.spec import WorkerSpec
 from tests.support import disk
 from tests.support.engine import EngineHarness, Result, spec
-from tests.support.models import ARCHITECTURES, build
+from tests.support.models import ARCHITECTURES, build, tiny_tokenizer
 from tests.support.prefixes import GREEDY, SHARED, cached, family, said, words
 from worker.errors import LoadFailed
 
@@ -55,8 +57,8 @@ def run_all(engine: EngineHarness, batch: Sequence[Generate]) -> list[Result]:
     return [engine.run([request])[0] for request in batch]
 
 
-def cold_answers(model: Path, batch: Sequence[Generate]) -> list[tuple[list[int], str, Finish | None]]:
-    with EngineHarness(spec(model, cache_bytes=0)) as engine:
+def cold_answers(model: Path, batch: Sequence[Generate], **settings: Any) -> list[tuple[list[int], str, Finish | None]]:
+    with EngineHarness(spec(model, cache_bytes=0, **settings)) as engine:
         return said(run_all(engine, batch))
 
 
@@ -164,22 +166,80 @@ def test_damaged_files_are_set_aside_and_the_answer_is_right(
     assert cached(again[0]) > 0, "good files have taken the place of the bad ones"
 
 
-def test_files_of_other_weights_are_never_used(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    model = tmp_path / "model"
+def change(model: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Another form of the model in this folder; returns settings of the worker that go with it."""
+    match what:
+        case "weights":
+            other = build("qwen3", model.with_name("other"), seed=5)
+            (other / "model.safetensors").replace(model / "model.safetensors")
+        case "configuration":
+            config = json.loads((model / "config.json").read_text())
+            (model / "config.json").write_text(json.dumps(config | {"rope_theta": 20_000.0}))
+        case "tokenizer":
+            tiny_tokenizer(["<new>"]).save_pretrained(model)
+        case "template":  # where it is a part of the tokenizer's configuration
+            settings = json.loads((model / "tokenizer_config.json").read_text())
+            (model / "chat_template.jinja").unlink()
+            (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "new"}))
+        case "libraries":
+            monkeypatch.setattr("worker.cache_key.version", f"{{}} {version('mlx')}.1".format)
+        case _:
+            return {"dtype": "bfloat16"}
+    return {}
+
+
+@pytest.mark.parametrize("what", ["weights", "configuration", "tokenizer", "template", "libraries", "layout"])
+def test_stale_files_are_set_aside_counted_and_never_used(
+    what: str,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, model, batch = tmp_path / "cache", tmp_path / "model", family(2, own=70)
     shutil.copytree(model_folder("qwen3"), model)
-    batch = family(2, own=70)
     with EngineHarness(disk_spec(model, cache)) as engine:
         run_all(engine, batch)
-    other = build("qwen3", tmp_path / "other", seed=5)
-    shutil.copy2(other / "model.safetensors", model / "model.safetensors")
-    expected = cold_answers(model, batch)
-    with EngineHarness(disk_spec(model, cache)) as engine:
-        results = run_all(engine, batch)
-        assert engine.gauges.disk.files > 0
+    stale = disk.files(cache)
+    beside = msgspec.structs.replace(disk_spec(model, cache, dtype="float16"), name="beside")
+    with EngineHarness(beside) as live:
+        answers = said(run_all(live, batch))
+        until(lambda: live.gauges.disk.files >= 2)
+        others = set(disk.files(cache)) - set(stale)
+        settings = change(model, what, monkeypatch)
+        expected = cold_answers(model, batch, **settings)
+        with caplog.at_level("WARNING", "mlxd.worker"), EngineHarness(disk_spec(model, cache, **settings)) as engine:
+            results = run_all(engine, batch)
+            until(lambda: engine.gauges.snapshot().disk_quarantined == len(stale) > 0)
+        assert said(run_all(live, batch)) == answers
+        assert live.gauges.disk.quarantined == 0
     assert said(results) == expected
     assert cached(results[0]) == 0
-    assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
+    named = {f"{path.parent.name}.{path.name}" for path in stale}
+    assert {path.name for path in (cache / "quarantine").iterdir()} == named
+    assert others
+    assert all(path.exists() for path in others)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"disk cache: {len(stale)} stale files of test (")
+    assert line.endswith(f"set aside: other {'tokenizer' if what == 'template' else what} than now")
+
+
+def test_a_chat_template_in_a_file_of_its_own_makes_nothing_stale(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """It decides which tokens a chat becomes; where those are the same, so is what was computed for them."""
+    model, batch = tmp_path / "model", family(1, own=70)
+    shutil.copytree(model_folder("qwen3"), model)
+    with EngineHarness(disk_spec(model, tmp_path / "cache")) as engine:
+        run_all(engine, batch)
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    expected = cold_answers(model, batch)
+    with EngineHarness(disk_spec(model, tmp_path / "cache")) as engine:
+        again = run_all(engine, batch)
+        counts = engine.gauges.disk
+    assert said(again) == expected
+    assert cached(again[0]) > 0
+    assert counts.quarantined == 0
 
 
 def test_salts_stay_apart_on_disk(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
