@@ -33,7 +33,7 @@ _LEAST_EFFORT: Final = {"harmony": "low", "solar_open": "low"}
 class Dialect:
     """Chosen once per model, from its template and vocabulary unless its configuration names a family."""
 
-    def __init__(self, loaded: Loaded, plain_chat: str, knows_tools: bool = True, wanted: str = "") -> None:
+    def __init__(self, loaded: Loaded, plain_chat: str, knows_tools: bool, wanted: str) -> None:
         """`plain_chat` is a rendered chat without reasoning or tools: its control tokens only mark turns."""
         tokenizer = loaded.tokenizer
         template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
@@ -45,11 +45,9 @@ class Dialect:
             raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
         # A template without tools gets them as text, in the format that this family reads.
         self.tool_family = self.family if knows_tools and has_calls(self.family) else "hermes"
-        self.closing_ids = tuple(tokenizer.encode(self._closing(), add_special_tokens=False))
+        self.closing_ids = _ids(loaded, self._closing())
         # Where a call is to come, the next message is one to a tool.
-        self.calling_ids = self.closing_ids
-        if following := next_message(self.family):
-            self.calling_ids = tuple(tokenizer.encode(following, add_special_tokens=False))
+        self.calling_ids = _ids(loaded, next_message(self.family)) or self.closing_ids
         self.visible = self._visible(tokenizer, template or "", plain_chat)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         controls = {token: entry for token, entry in added.items() if is_markup(entry.content, entry.special)}
@@ -106,6 +104,12 @@ class Dialect:
             for token in special
             if any(token in marker for marker in markers) or (token in template and token not in plain_chat)
         )
+
+
+def _ids(loaded: Loaded, text: str) -> tuple[int, ...]:
+    """What writes `text`; nothing where the model cannot read an id of its tokenizer's: MLX checks no bounds."""
+    ids = tuple(loaded.tokenizer.encode(text, add_special_tokens=False))
+    return ids if max(ids, default=0) < loaded.vocab_size else ()
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -4,8 +4,7 @@ MLX does no bounds checks, so every id that could reach it is checked here.
 """
 
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from protocol.failures import Code
@@ -163,10 +162,10 @@ class Intake:
                 raise self._too_long(at_least, prompt, "at least ")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
-    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+    def _check_ids(self, ids: Iterable[int], param: str) -> None:
         for token in ids:
             if not 0 <= token < self._vocab_size:
-                message = f"token id {token} is outside of the model's vocabulary of {self._vocab_size}"
+                message = f"{param} names token id {token}, outside of the model's vocabulary of {self._vocab_size}"
                 raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
 
     def _boundaries(self, ids: list[int]) -> list[int]:
@@ -181,13 +180,7 @@ class Intake:
 
     def _check_sampling(self, request: Generate) -> None:
         sampling = request.sampling
-        for token in sampling.logit_bias:
-            if not 0 <= token < self._vocab_size:
-                raise RequestInvalid(
-                    Code.INVALID_REQUEST,
-                    f"logit_bias names token id {token}, outside of the model's vocabulary of {self._vocab_size}",
-                    param="logit_bias",
-                )
+        self._check_ids(sampling.logit_bias, "logit_bias")
         for param, value in (("top_k", sampling.top_k), ("top_logprobs", request.top_logprobs or 0)):
             if not 0 <= value <= self._vocab_size:
                 message = f"{param} is {value}, but the model's vocabulary has {self._vocab_size} tokens"
@@ -210,8 +203,3 @@ class Intake:
             param="messages" if isinstance(prompt, ChatPrompt) else "prompt",
             numbers=(tokens, self.max_context),
         )
-
-
-def now() -> float:
-    """The clock of rows."""
-    return time.monotonic()

@@ -9,7 +9,7 @@ from msgspec import structs
 from protocol.failures import Code
 from protocol.messages import ChatPrompt, Finish, Generate, Kind, Sampling
 from tests.support.engine import EngineHarness, spec
-from tests.support.models import build
+from tests.support.models import VOCAB, build
 
 THINKING_TEMPLATE = r"""
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + (m.content or '') + '<|im_end|>\n' }}{%- endfor %}
@@ -70,6 +70,16 @@ def test_a_row_whose_block_cannot_be_closed_fails_alone(thinking_model: Path) ->
     assert bad.failure is not None
     assert bad.failure.code is Code.ROW_FAILED
     assert healthy.finish is Finish.LENGTH
+
+
+def test_an_end_that_the_model_cannot_read_is_never_written(tmp_path: Path) -> None:
+    """Some tokenizers have more ids than their model: MLX would read beyond the end of its embeddings."""
+    folder = build("qwen3", tmp_path, markers=["</longcat_think>"], vocab_size=VOCAB)
+    (folder / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    with EngineHarness(spec(folder, parser="longcat")) as engine:
+        (result,) = engine.run([chat(1, thinking_budget=4)])
+    assert result.finish is Finish.LENGTH
+    assert max(result.ids) < VOCAB
 
 
 def test_a_budget_is_exact_in_a_batch_and_after_a_resume(thinking_model: Path) -> None:
