@@ -42,7 +42,7 @@ def begun(daemon: DaemonProcess) -> None:
 
 
 # Workers get less time to end than the request takes: what it takes is not theirs.
-HASTY = "from gateway.ctl import drain, main; drain.STOP_S = 2; main()"
+HASTY = "from gateway.ctl import drain, main; drain.STOP_S = 1.5; main()"
 
 
 def test_the_running_request_finishes_and_then_the_daemon_ends(home: Path) -> None:
