@@ -214,7 +214,7 @@ class CacheDisk:
             with self._mutex:
                 self.counts.quarantined += stale.files
             log.warning(
-                "disk cache: %d stale files of %s (%d bytes, %.12s) are not used and set aside: other %s than now",
+                "disk cache: %d stale file(s) of %s (%d bytes, %.12s) are not used and set aside: other %s than now",
                 stale.files, stale.model, stale.nbytes, stale.key, stale.differences,
             )  # fmt: skip
 

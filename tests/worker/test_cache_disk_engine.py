@@ -220,7 +220,7 @@ def test_stale_files_are_set_aside_counted_and_never_used(
     assert others
     assert all(path.exists() for path in others)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"disk cache: {len(stale)} stale files of test (")
+    assert line.startswith(f"disk cache: {len(stale)} stale file(s) of test (")
     assert line.endswith(f"set aside: other {'tokenizer' if what == 'template' else what} than now")
 
 

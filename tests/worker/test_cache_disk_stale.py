@@ -82,7 +82,7 @@ def test_stale_files_are_set_aside_and_counted_with_a_line_for_each_folder(
 
     assert disk.counts.quarantined == len(first) + len(second) == 5
     assert sorted(record.getMessage() for record in caplog.records) == sorted(
-        f"disk cache: {count} stale files of coder ({count * sizes[key]} bytes, {key[:12]}) "
+        f"disk cache: {count} stale file(s) of coder ({count * sizes[key]} bytes, {key[:12]}) "
         f"are not used and set aside: other {why} than now"
         for key, count, why in ((OLD.key, 3, "weights"), (other.key, 2, "libraries, weights"))
     )
@@ -186,7 +186,7 @@ def test_files_that_are_gone_by_the_time_of_their_turn_are_not_counted(
         path.symlink_to(tmp_path / "nowhere")
     with caplog.at_level(logging.WARNING, "mlxd.worker"):
         assert after(tmp_path, NEW) == 2
-    assert "2 stale files" in caplog.text
+    assert "2 stale file(s)" in caplog.text
     assert "cannot write" not in caplog.text
 
 
@@ -221,7 +221,7 @@ def test_files_that_vanish_while_they_are_set_aside_are_no_error(
         found += disk.counts.quarantined
         assert not list((tmp_path / OLD.key).glob("*.safetensors"))
     assert cleared
-    told = [re.fullmatch(r"disk cache: (\d+) stale files .*", record.getMessage()) for record in caplog.records]
+    told = [re.fullmatch(r"disk cache: (\d+) stale file\(s\) .*", record.getMessage()) for record in caplog.records]
     assert sum(int(line[1]) if line else PLENTY for line in told) == found
 
 
