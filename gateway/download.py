@@ -22,7 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars, hf_raise_for_status
 from msgspec import Struct
 
-from gateway.hfcache import cache_dir
+from gateway.hfcache import cache_dir, folder_of
 from gateway.hub import HubFailed, RemoteFile, Repository, speaking_of, token
 
 AT_ONCE: Final = 4
@@ -65,9 +65,12 @@ def plan(repository: Repository, patterns: Sequence[str]) -> Plan:
     files = repository.matching(patterns)
     if not files:
         raise HubFailed(f"no file of {repository.id} matches {', '.join(patterns)}")
-    sizes = {file.name: _size_here(repository, file) for file in files}
-    large = tuple(file for file in files if _is_ours(file) and sizes[file.name] < file.size_bytes)
-    return Plan(repository, files, large, sum(file.size_bytes for file in files), sum(sizes.values()))
+    lacking = [file for file in files if not _is_here(repository, file)]
+    # Also one that came whole, and was not yet compared with its checksum.
+    large = tuple(filter(_is_ours, lacking))
+    total = sum(file.size_bytes for file in files)
+    to_come = sum(file.size_bytes for file in lacking) - sum(_size_so_far(repository, file) for file in large)
+    return Plan(repository, files, large, total, total - to_come)
 
 
 def space(plan: Plan) -> Space:
@@ -110,21 +113,19 @@ def _complete(plan: Plan) -> Path:
     return Path(path)
 
 
-# -- one large file --------------------------------------------------------------------------------------------------
-
-
 def _transfer(repository: Repository, file: RemoteFile, arrived: Callable[[int], None], stop: threading.Event) -> None:
     """To its place in the cache, from where an earlier attempt stopped. Raises `HubFailed`."""
     blob = _blob(repository, file)
     part = _part(blob)
     with _readable_errors():
         blob.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("ab") as out, _alone(out, file):
+        with part.open("ab") as out:
+            _lock(out, file)
             if blob.exists():  # by another process, a moment ago
                 part.unlink(missing_ok=True)
                 return
             if out.tell() > file.size_bytes:
-                out.truncate(0)
+                _empty(out)
             _receive(repository, file, out, arrived, stop)
             if stop.is_set():
                 return
@@ -165,7 +166,7 @@ def _stream(url: str, size: int, out: BinaryIO, arrived: Callable[[int], None], 
         hf_raise_for_status(response)
         if have and response.status_code != 206:
             # Whoever answers here does not know ranges.
-            out.truncate(0)
+            _empty(out)
             arrived(-have)
         for chunk in response.iter_bytes():
             out.write(chunk)
@@ -182,14 +183,18 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@contextmanager
-def _alone(out: BinaryIO, file: RemoteFile) -> Generator[None, None, None]:
+def _lock(out: BinaryIO, file: RemoteFile) -> None:
     """Two who append to one file would spoil it. Held until it is closed. Raises `HubFailed`."""
     try:
         fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise HubFailed(f"{file.name} is being downloaded by another process") from None
-    yield
+
+
+def _empty(out: BinaryIO) -> None:
+    # Truncating alone leaves the position, and with it the count of what is here, where it was.
+    out.seek(0)
+    out.truncate()
 
 
 @contextmanager
@@ -203,30 +208,27 @@ def _readable_errors() -> Generator[None, None, None]:
         raise HubFailed(f"the cache {cache_dir()} cannot be written: {error.strerror or error}") from None
 
 
-# -- where things are ------------------------------------------------------------------------------------------------
-
-
 def _is_ours(file: RemoteFile) -> bool:
     """Larger ones the hub gives only to its own library's protocol."""
     return bool(file.sha256) and file.size_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE
 
 
-def _size_here(repository: Repository, file: RemoteFile) -> int:
-    if isinstance(try_to_load_from_cache(repository.id, file.name, cache_dir(), repository.commit), str):
-        return file.size_bytes
-    if not _is_ours(file):
-        return 0
-    blob = _blob(repository, file)
-    if blob.exists():
-        return file.size_bytes
+def _is_here(repository: Repository, file: RemoteFile) -> bool:
+    found = try_to_load_from_cache(repository.id, file.name, cache_dir(), repository.commit)
+    return isinstance(found, str) or (_is_ours(file) and _blob(repository, file).exists())
+
+
+def _size_so_far(repository: Repository, file: RemoteFile) -> int:
     try:
-        return min(_part(blob).stat().st_size, file.size_bytes)
+        size = _part(_blob(repository, file)).stat().st_size
     except OSError:
         return 0
+    # What is too long is begun anew.
+    return size if size <= file.size_bytes else 0
 
 
 def _blob(repository: Repository, file: RemoteFile) -> Path:
-    return cache_dir() / f"models--{repository.id.replace('/', '--')}" / "blobs" / file.sha256
+    return folder_of(repository.id) / "blobs" / file.sha256
 
 
 def _part(blob: Path) -> Path:

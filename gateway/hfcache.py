@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -11,11 +11,7 @@ def cached_models(environ: Mapping[str, str] = os.environ) -> list[str]:
     hub = cache_dir(environ)
     if not hub.is_dir():
         return []
-    return sorted(
-        folder.name.removeprefix("models--").replace("--", "/")
-        for folder in hub.glob("models--*")
-        if any(_is_model(snapshot) for snapshot in _snapshots(folder))
-    )
+    return sorted(repository_of(folder.name) for folder in hub.glob("models--*") if _is_model(folder))
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
@@ -26,9 +22,18 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     return (Path(environ.get("HF_HOME") or default) / "hub").expanduser()
 
 
+def folder_of(repository: str) -> Path:
+    return cache_dir() / f"models--{repository.replace('/', '--')}"
+
+
+def repository_of(folder: str) -> str:
+    """The other way round, of the folder's name. The hub allows no `--` in a name."""
+    return folder.removeprefix("models--").replace("--", "/")
+
+
 def is_cached(repository: str) -> bool:
     """Whether anything of a repository is here, be it a part."""
-    return _folder(repository).is_dir()
+    return folder_of(repository).is_dir()
 
 
 def repository_bytes(repository: str) -> int:
@@ -47,7 +52,7 @@ def remove(repository: str) -> int:
         expected_freed_size=sum(blobs.values()),
         blobs=nothing,
         refs=nothing,
-        repos=frozenset({_folder(repository)}),
+        repos=frozenset({folder_of(repository)}),
         snapshots=nothing,
         cache_dir=cache_dir(),
     ).execute()
@@ -57,29 +62,18 @@ def remove(repository: str) -> int:
 
 def _blobs(repository: str) -> dict[Path, int]:
     """Where the bytes of a repository really are, and how many."""
-    found = (path.resolve() for path in _folder(repository).glob("blobs/*"))
+    found = (path.resolve() for path in folder_of(repository).glob("blobs/*"))
     return {path: path.stat().st_size for path in found if path.is_file()}
 
 
-def _folder(repository: str) -> Path:
-    return cache_dir() / f"models--{repository.replace('/', '--')}"
-
-
-def _snapshots(folder: Path) -> Iterator[Path]:
-    """The snapshot of `main`: the one that a loader would take."""
+def _is_model(folder: Path) -> bool:
+    """Whether the snapshot of `main`, which a loader would take, is a text model."""
     try:
-        revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return
-    yield folder / "snapshots" / revision
-
-
-def _is_model(snapshot: Path) -> bool:
-    if next(snapshot.glob("*.safetensors"), None) is None:
-        return False
-    try:
+        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
         config = json.loads((snapshot / "config.json").read_bytes())
     except (OSError, ValueError):
+        return False
+    if next(snapshot.glob("*.safetensors"), None) is None:
         return False
     if not isinstance(config, dict) or "model_type" not in config:
         return False

@@ -65,11 +65,11 @@ def _find(config: Config, name: str) -> str:
 
 def _repository(path: str) -> str | None:
     """What a model's path names, directly or by the folder of a snapshot."""
-    from gateway.hfcache import cache_dir
+    from gateway.hfcache import cache_dir, repository_of
 
     folder, hub = Path(path).expanduser(), cache_dir()
     if folder.is_relative_to(hub) and folder != hub:
-        return folder.relative_to(hub).parts[0].removeprefix("models--").replace("--", "/")
+        return repository_of(folder.relative_to(hub).parts[0])
     is_name = not path.startswith((".", "/", "~")) and path.count("/") <= 1
     return path if is_name and not folder.is_dir() else None
 

@@ -43,6 +43,14 @@ def snapshot(cache: Path, repository: str = "org/tiny") -> Path:
     return cache / f"models--{repository.replace('/', '--')}" / "snapshots" / COMMIT
 
 
+def part_of(hub: Hub, cache: Path) -> Path:
+    """Where the weights are while they come."""
+    sha = hub.repos["org/tiny"].entry("model.safetensors")["lfs"]["oid"]
+    part = cache / "models--org--tiny" / "blobs" / f"{sha}.incomplete"
+    part.parent.mkdir(parents=True)
+    return part
+
+
 def test_a_model_is_downloaded_whole_and_said_beforehand_what_it_needs(hub: Hub, cache: Path, tmp_path: Path) -> None:
     done = ctl(tmp_path, "pull", "org/tiny")
 
@@ -118,9 +126,7 @@ def test_a_server_that_knows_no_ranges_begins_the_file_anew(hub: Hub, cache: Pat
 
 
 def test_what_was_damaged_on_its_way_is_thrown_away(hub: Hub, cache: Path, tmp_path: Path) -> None:
-    sha = hub.repos["org/tiny"].entry("model.safetensors")["lfs"]["oid"]
-    part = cache / "models--org--tiny" / "blobs" / f"{sha}.incomplete"
-    part.parent.mkdir(parents=True)
+    part = part_of(hub, cache)
     part.write_bytes(b"\0" * 1000)
     done = ctl(tmp_path, "pull", "org/tiny")
 
@@ -128,6 +134,28 @@ def test_what_was_damaged_on_its_way_is_thrown_away(hub: Hub, cache: Path, tmp_p
     assert "model.safetensors was damaged on its way" in done.stderr
     assert not part.exists()
     assert ctl(tmp_path, "pull", "org/tiny").returncode == 0
+
+
+def test_what_came_whole_and_was_not_put_in_its_place_is_not_downloaded_again(
+    hub: Hub, cache: Path, tmp_path: Path
+) -> None:
+    part_of(hub, cache).write_bytes(weights(hub))
+    done = ctl(tmp_path, "pull", "org/tiny")
+
+    assert done.returncode == 0, done.stderr
+    # The headers alone.
+    assert [one.range for one in hub.asked_for("model.safetensors")] == ["bytes=0-100000"]
+    assert (snapshot(cache) / "model.safetensors").read_bytes() == weights(hub)
+
+
+def test_what_is_longer_than_the_file_is_begun_anew(hub: Hub, cache: Path, tmp_path: Path) -> None:
+    part_of(hub, cache).write_bytes(weights(hub) + b"more")
+    done = ctl(tmp_path, "pull", "org/tiny", "--json")
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["downloaded_bytes"] >= len(weights(hub))
+    assert [one.range for one in hub.asked_for("model.safetensors")] == ["bytes=0-100000", ""]
+    assert (snapshot(cache) / "model.safetensors").read_bytes() == weights(hub)
 
 
 def test_a_disk_that_is_too_small_is_said_with_numbers_before_a_byte(hub: Hub, cache: Path, tmp_path: Path) -> None:
@@ -238,10 +266,7 @@ def test_the_token_does_not_go_to_whoever_the_hub_sends_us_to(
 
 
 def test_two_do_not_write_one_file(hub: Hub, cache: Path, tmp_path: Path) -> None:
-    sha = hub.repos["org/tiny"].entry("model.safetensors")["lfs"]["oid"]
-    part = cache / "models--org--tiny" / "blobs" / f"{sha}.incomplete"
-    part.parent.mkdir(parents=True)
-    with part.open("ab") as held:
+    with part_of(hub, cache).open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         done = ctl(tmp_path, "pull", "org/tiny")
 
