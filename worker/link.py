@@ -1,4 +1,4 @@
-"""The worker's side of the sockets: one thread that receives, one that sends, one that tokenizes."""
+"""The worker's side of the sockets: one thread that receives, one that sends."""
 
 import faulthandler
 import logging
@@ -43,11 +43,14 @@ log = logging.getLogger("mlxd.worker")
 
 _POLL_MS: Final = 250
 
+Question = Generate | Tokenize | Detokenize
+Control = Abort | Drain | Shutdown | SetMemory
+
 
 class Link:
     """Speaks for the worker from before the model is loaded until after it is gone.
 
-    `on_control` is called on the receiving thread with what the engine must know; `on_generate` with new requests.
+    `on_control` is called on the receiving thread with what the engine must know; `on_question` with new requests.
     """
 
     def __init__(self, spec: WorkerSpec, gauges: Gauges) -> None:
@@ -59,8 +62,10 @@ class Link:
         self._ready: Ready | None = None
         self._state = "loading"
         self._mlx_version = ""
-        self.on_generate: Callable[[Generate | Tokenize | Detokenize], None] = self._reject_loading
-        self.on_control: Callable[[Abort | Drain | Shutdown | SetMemory], None] = self._control_while_loading
+        # Of the gateway that knows this worker.
+        self._boot: int | None = None
+        self.on_question: Callable[[Question], None] = self._reject_loading
+        self.on_control: Callable[[Control], None] = self._control_while_loading
         self._threads = [
             threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True)
             for name, body in (("rx", self._receive), ("tx", self._transmit))
@@ -94,7 +99,6 @@ class Link:
     def _receive(self) -> None:
         socket = sockets.connect_dealer(self._context, self._spec.down, self._spec.identity)
         socket.send(b"")  # makes the identity routable
-        boot: int | None = None
         heard = time.monotonic()
         is_orphan = False
         while not self._is_closing.is_set():
@@ -111,17 +115,9 @@ class Link:
                 continue
             heard, is_orphan = time.monotonic(), False
             try:
-                message = codec.decode_down(socket.recv())
+                self._dispatch(codec.decode_down(socket.recv()))
             except codec.MalformedFrame as error:
                 log.warning("malformed frame dropped: %s", error)
-                continue
-            if isinstance(message, Welcome):
-                # Also at the first one: the gateway that this worker was started by may be gone already.
-                if message.boot != boot:
-                    self._introduce()
-                boot = message.boot
-            else:
-                self._dispatch(message)
         socket.close()
 
     def _dispatch(self, message: Down) -> None:
@@ -129,15 +125,18 @@ class Link:
             case Ping():
                 self.send(Pong(message.seq, message.t_ns, self._gauges.snapshot()))
             case Generate() | Tokenize() | Detokenize():
-                self.on_generate(message)
+                self.on_question(message)
             case Abort() | Drain() | Shutdown() | SetMemory():
                 self.on_control(message)
             case SetLogLevel(level):
                 self._set_level(level)
             case Dump():
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
-            case Welcome():
-                pass  # handled by the caller, which knows the boot before it
+            case Welcome(boot=boot):
+                # Also the first one: the gateway that this worker was started by may be gone already.
+                if boot != self._boot:
+                    self._boot = boot
+                    self._introduce()
             case _:
                 assert_never(message)
 
@@ -158,10 +157,10 @@ class Link:
             self._spec.name, self._spec.epoch, os.getpid(), MAJOR, MINOR, __version__, self._mlx_version, self._state
         )
 
-    def _reject_loading(self, request: Generate | Tokenize | Detokenize) -> None:
+    def _reject_loading(self, request: Question) -> None:
         self.send(Rejected(request.rid, Failure(Code.BUSY, "the model is still loading; try again")))
 
-    def _control_while_loading(self, message: Abort | Drain | Shutdown | SetMemory) -> None:
+    def _control_while_loading(self, message: Control) -> None:
         match message:
             case Shutdown():
                 os._exit(Exit.OK)  # the main thread may be deep in native code

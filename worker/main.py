@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from protocol.failures import Code, Exit, Failure
-from protocol.messages import Detokenize, Generate, Goodbye, Loading, Ready, Rejected, Shutdown, Tokenize
+from protocol.messages import Generate, Goodbye, Loading, Ready, Rejected, Shutdown
 from protocol.spec import WorkerSpec
 from worker.gauges import Gauges
-from worker.link import Link
+from worker.link import Link, Question
 
 if TYPE_CHECKING:
     from worker.engine import Engine
@@ -38,8 +38,6 @@ _COMPILERS = 2
 
 # Prompt tokens that show what a token of KV costs.
 _WARM_UP: Final = 20
-
-Question = Generate | Tokenize | Detokenize
 
 # With room for less than this, a model is of no use.
 MIN_CONTEXT: Final = 256
@@ -148,7 +146,7 @@ class Process:
         requests: SimpleQueue[tuple[Question, float]] = SimpleQueue()
         threading.Thread(target=self._tokenize, args=(intake, requests, inbox), name="intake", daemon=True).start()
         self._link.on_control = inbox.put
-        self._link.on_generate = lambda request: requests.put((request, time.monotonic()))
+        self._link.on_question = lambda question: requests.put((question, time.monotonic()))
 
         def stop(_signum: int, _frame: FrameType | None) -> None:
             inbox.put(Shutdown("SIGTERM"))

@@ -8,14 +8,13 @@ class StopScanner:
     at a time gives, so the answer does not depend on how the text was cut. Each character is read once per stop string.
     """
 
-    __slots__ = ("_held", "_patterns", "_starts", "_stops", "hit")
+    __slots__ = ("_held", "_patterns", "_starts", "hit")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         # The stop string that ended the text.
         self.hit = ""
-        self._stops = [stop for stop in stops if stop]
-        self._patterns = [_Pattern(stop) for stop in self._stops]
-        self._starts = {stop[0] for stop in stops if stop}
+        self._patterns = [_Pattern(stop) for stop in stops if stop]
+        self._starts = {pattern.stop[0] for pattern in self._patterns}
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
@@ -24,14 +23,10 @@ class StopScanner:
             return text, False
         held = self._held + text
         for at, char in enumerate(text, len(self._held) + 1):
-            longest = 0
-            for pattern in self._patterns:
-                if pattern.advance(char):
-                    longest = max(longest, pattern.length)
-            if longest:
-                self._held = ""
-                self.hit = next(stop for stop in self._stops if held[:at].endswith(stop) and len(stop) == longest)
-                return held[: at - longest], True
+            complete = [pattern.stop for pattern in self._patterns if pattern.advance(char)]
+            if complete:
+                self._held, self.hit = "", max(complete, key=len)
+                return held[: at - len(self.hit)], True
         cut = len(held) - max((pattern.matched for pattern in self._patterns), default=0)
         self._held = held[cut:]
         return held[:cut], False
@@ -45,11 +40,10 @@ class StopScanner:
 class _Pattern:
     """One stop string and how much of it the text read so far ends with (Knuth, Morris, Pratt 1977)."""
 
-    __slots__ = ("_fallback", "_stop", "length", "matched")
+    __slots__ = ("_fallback", "matched", "stop")
 
     def __init__(self, stop: str) -> None:
-        self._stop = stop
-        self.length = len(stop)
+        self.stop = stop
         self.matched = 0
         # For each length matched: the next shorter one that the text also ends with.
         self._fallback = [0] * (len(stop) + 1)
@@ -61,9 +55,9 @@ class _Pattern:
     def advance(self, char: str) -> bool:
         """Read one character; True when the stop string is complete."""
         matched = self.matched
-        while matched and (matched == self.length or self._stop[matched] != char):
+        while matched and (matched == len(self.stop) or self.stop[matched] != char):
             matched = self._fallback[matched]
-        if self._stop[matched] == char:
+        if self.stop[matched] == char:
             matched += 1
         self.matched = matched
-        return matched == self.length
+        return matched == len(self.stop)
