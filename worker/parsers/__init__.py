@@ -2,9 +2,9 @@
 
 from worker.parsers.controls import NO_CONTROLS, Controls, is_markup
 from worker.parsers.detect import detect_family, reasoning_end, start_in_reasoning
-from worker.parsers.events import Event, Parser
 from worker.parsers.families import ALIASES, FAMILIES, UnknownFamily, resolve
-from worker.parsers.parser import make_parser
+from worker.parsers.output import Event
+from worker.parsers.parser import Parser, make_parser
 
 __all__ = [
     "ALIASES",

@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from worker.parsers.literal import LOOSE, Dialect, is_string_start, quoted, scalar, value
 from worker.parsers.output import Output
-from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, Unclosed, markers, stray
+from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, Unclosed, collected, markers, stray
 from worker.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 
 NAME_LIMIT: Final = 256
@@ -154,10 +153,9 @@ def members(
 
 def _member_key(r: Reader, char: str, dialect: Dialect, separator: Markers) -> Steps[str]:
     if is_string_start(char, dialect):
-        parts: list[str] = []
-        yield from scalar(r, char, parts.append, dialect)
+        key = yield from collected(lambda emit: scalar(r, char, emit, dialect))
         yield from r.expect(separator)
-        return json.loads("".join(parts))
+        return json.loads(key)
     key, _ = yield from r.capture(separator, NAME_LIMIT)
     key = key.strip()
     if not key or (not dialect.bare and ":" in separator.words) or not set(key).isdisjoint("\"'{}[](),"):
@@ -172,9 +170,7 @@ def _member_value(r: Reader, params: Parameters, key: str, emit: Emit, dialect: 
     if not types or char in ("{", "[", "(") or is_string == ("string" in types):
         yield from value(r, emit, dialect)
         return
-    parts: list[str] = []
-    yield from scalar(r, char, parts.append, dialect)
-    found = "".join(parts)
+    found = yield from collected(lambda emit: scalar(r, char, emit, dialect))
     if is_string:
         emit(coerced_string(found, types))
     else:
@@ -188,9 +184,7 @@ def json_arguments(ctx: Context, params: Parameters, emit: Emit | None = None) -
         ctx.r.take(1)
         yield from members(ctx, params, emit)
         return
-    parts: list[str] = []
-    yield from value(ctx.r, parts.append)
-    found = "".join(parts)
+    found = yield from collected(lambda emit: value(ctx.r, emit))
     if found in ("null", '""', "[]"):
         emit("{}")
         return
@@ -198,10 +192,3 @@ def json_arguments(ctx: Context, params: Parameters, emit: Emit | None = None) -
     if inner is None or not inner.startswith("{"):
         raise Malformed
     emit(inner)
-
-
-def collected(read: Callable[[Emit], Steps[None]]) -> Steps[str]:
-    """Everything that `read` emits, as one string."""
-    parts: list[str] = []
-    yield from read(parts.append)
-    return "".join(parts)

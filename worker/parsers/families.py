@@ -271,7 +271,6 @@ FAMILIES: Final[dict[str, Family]] = {
         opens=True,
         undeclared=Grammar((Verbatim(("<tool_call>",)),), _THINK, tool_ends_think="line"),
     ),
-    "reka": _row(_HERMES),
     "seed_oss": Family(Grammar((_SEED,), Think(("<seed:think>",), ("</seed:think>",)))),
     "solar_open": Family(
         Grammar((_SOLAR,), Think(("<|think|>",), ("<|end|>",)), ("<|begin|>assistant", "<|content|>", "<|calls|>"))
@@ -294,8 +293,8 @@ ALIASES: Final[dict[str, str]] = {
     "mimo": "hermes", "minicpm": "minicpm5", "minimax": "minimax_m2", "muse_spark": "muse", "nemotron": "nemotron_v3",
     "nemotron_json": "nemotron_v2", "olmo3": "olmo3_pythonic", "phi4": "phi4mini", "qwen": "hermes",
     "qwen2.5": "hermes", "qwen25": "hermes", "qwen3": "hermes", "qwen3.5": "qwen3_coder", "qwen3_5": "qwen3_coder",
-    "qwen3_xml": "qwen3_coder", "qwen3xml": "qwen3_coder", "qwq": "hermes", "seed": "seed_oss", "smollm3": "hermes",
-    "solar": "solar_open", "step": "step3p5", "step3.5": "step3p5",
+    "qwen3_xml": "qwen3_coder", "qwen3xml": "qwen3_coder", "qwq": "hermes", "reka": "hermes", "seed": "seed_oss",
+    "smollm3": "hermes", "solar": "solar_open", "step": "step3p5", "step3.5": "step3p5",
 }  # fmt: skip
 
 

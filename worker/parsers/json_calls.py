@@ -6,7 +6,7 @@ from typing import Final
 
 from worker.parsers.call import Context, begin, end, json_arguments, members
 from worker.parsers.literal import scalar, value
-from worker.parsers.reader import Malformed, Steps, markers
+from worker.parsers.reader import Malformed, Steps, collected, markers
 
 _NAMES: Final = frozenset({"name", "tool_name", "function_name", "function"})
 _ARGUMENTS: Final = frozenset({"arguments", "parameters", "args", "params"})
@@ -101,7 +101,6 @@ class JsonCalls:
 
     def _field(self, ctx: Context, key: str, call: "_Call") -> Steps[None]:
         char = yield from ctx.r.space()
-        parts: list[str] = []
         if key in _ARGUMENTS and call.arguments is None and not call.is_announced:
             if char == "{" and call.name and not self.late:
                 self._announce(ctx, call, has_arguments=True)
@@ -109,11 +108,10 @@ class JsonCalls:
                 yield from members(ctx, ctx.tools.parameters(call.name), ctx.out.args)
                 return
             # These cannot be streamed: they stand before the name, or in a string.
-            yield from json_arguments(ctx, ctx.tools.parameters(call.name), parts.append)
-            call.arguments = "".join(parts)
+            params = ctx.tools.parameters(call.name)
+            call.arguments = yield from collected(lambda emit: json_arguments(ctx, params, emit))
             return
-        yield from value(ctx.r, parts.append)
-        found = "".join(parts)
+        found = yield from collected(lambda emit: value(ctx.r, emit))
         if key in _NAMES and found.startswith('"') and not call.name:
             call.name = json.loads(found)
         elif key in _IDS and found not in ('""', "null") and found[0] not in "[{":
@@ -141,7 +139,6 @@ class _Call:
 def _key(ctx: Context, char: str) -> Steps[str]:
     if char not in ("'", '"'):
         raise Malformed
-    parts: list[str] = []
-    yield from scalar(ctx.r, char, parts.append)
+    key = yield from collected(lambda emit: scalar(ctx.r, char, emit))
     yield from ctx.r.expect(markers(":"))
-    return json.loads("".join(parts))
+    return json.loads(key)

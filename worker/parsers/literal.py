@@ -4,7 +4,7 @@ import json
 import re
 from typing import Final, NamedTuple
 
-from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, markers, stray
+from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, collected, markers, stray
 
 # Deeper than any tool needs, and shallow enough for every client's JSON parser.
 MAX_DEPTH: Final = 128
@@ -134,10 +134,8 @@ def _brace(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], diale
         emit("[")
         open_.append(("}", "]"))
         return True
-    parts: list[str] = []
-    yield from scalar(r, char, parts.append, dialect)
+    first = yield from collected(lambda emit: scalar(r, char, emit, dialect))
     following = yield from r.space()
-    first = "".join(parts)
     if following == ":":
         r.take(1)
         emit("{" + (first if first.startswith('"') else quoted(first)) + ": ")
@@ -150,13 +148,11 @@ def _brace(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], diale
 
 def _key(r: Reader, emit: Emit, dialect: Dialect) -> Steps[None]:
     char = yield from r.space()
-    parts: list[str] = []
     if dialect.bare and not is_string_start(char, dialect):
         name, _ = yield from r.capture(_KEY_END, keep=True)
-        parts.append(quoted(name.strip()))
+        key = quoted(name.strip())
     else:
-        yield from scalar(r, char, parts.append, dialect)
-    key = "".join(parts)
+        key = yield from collected(lambda emit: scalar(r, char, emit, dialect))
     yield from r.expect(markers(":"))
     emit((key if key.startswith('"') else quoted(key)) + ": ")
 
@@ -173,9 +169,8 @@ def scalar(r: Reader, char: str, emit: Emit, dialect: Dialect = LOOSE) -> Steps[
     elif char in _RUNS:
         yield from string(r, char, emit)
     elif dialect.bare:
-        parts: list[str] = []
-        yield from r.until(_BARE_END, parts.append, keep=True)
-        emit(_bare("".join(parts).strip()))
+        word = yield from collected(lambda emit: r.until(_BARE_END, emit, keep=True))
+        emit(_bare(word.strip()))
     else:
         emit(number((yield from _token(r))))
 

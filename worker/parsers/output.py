@@ -1,15 +1,24 @@
-"""The events of one parser: merges neighbours, numbers calls, and decides which white space is markup."""
+"""What a parser says: merges neighbours, numbers calls, and decides which white space is markup."""
 
 import json
 import re
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from protocol.messages import Kind, Tool
-from worker.parsers.events import Event
 
 _BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]')
 _CLOSERS: Final = {"{": "}", "[": "]"}
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One piece of output. `tool` is set on the three TOOL_* kinds; every TOOL_BEGIN has its TOOL_END."""
+
+    kind: Kind
+    text: str = ""
+    tool: Tool | None = None
 
 
 class Output:
@@ -19,18 +28,17 @@ class Output:
     between reasoning and content; `trim_before_tool` drops it between content and a call.
     """
 
-    def __init__(self, new_id: Callable[[], str], keep_gap: bool, trim_before_tool: bool, reasoning: bool) -> None:
+    def __init__(self, new_id: Callable[[], str], keep_gap: bool, trim_before_tool: bool) -> None:
         self._new_id = new_id
         self._keep_gap = keep_gap
         self._trim = trim_before_tool
-        self._reasoning_kind = Kind.REASONING if reasoning else Kind.TEXT
         self._events: list[Event] = []
         self._kind = Kind.TEXT
         self._parts: list[str] = []
         self._held: list[str] = []
         self._tool: Tool | None = None
         self._args: list[str] = []
-        self._calls = 0
+        self.calls = 0
         self._has_content = False
         self._after_block = False
         self.is_blank = True  # nothing but white space since the last block
@@ -45,10 +53,6 @@ class Output:
     def in_call(self) -> bool:
         return self._tool is not None
 
-    @property
-    def calls(self) -> int:
-        return self._calls
-
     def drain(self) -> list[Event]:
         """The events since the last call of this."""
         self._flush()
@@ -60,14 +64,14 @@ class Output:
         if self.in_reasoning:
             self.end_reasoning()
         if not self.muted:
-            is_gap = self._after_block and not self._has_content and (self._calls > 0 or not self._keep_gap)
+            is_gap = self._after_block and not self._has_content and (self.calls > 0 or not self._keep_gap)
             self._spaced(Kind.TEXT, text, is_gap)
 
     def reasoning(self, text: str) -> None:
         if not self.in_reasoning:
             self._close_content(trim=False)
             self.in_reasoning = self.is_blank = self.is_reasoning_open = True
-        self._spaced(self._reasoning_kind, text, True)
+        self._spaced(Kind.REASONING, text, True)
 
     def open_reasoning(self) -> None:
         """The block begins; nothing is in it yet."""
@@ -94,10 +98,10 @@ class Output:
         self.is_reasoning_open = False
         self._close_content(self._trim)
         self._flush()
-        self._tool = Tool(index=self._calls, call_id=call_id or self._new_id(), name=name)
+        self._tool = Tool(index=self.calls, call_id=call_id or self._new_id(), name=name)
         self._events.append(Event(Kind.TOOL_BEGIN, tool=self._tool))
         self._args.clear()
-        self._calls += 1
+        self.calls += 1
 
     def args(self, text: str) -> None:
         if text:
@@ -145,7 +149,7 @@ class Output:
 
     def _release(self) -> None:
         if self._held:
-            self._put(self._reasoning_kind if self.in_reasoning else Kind.TEXT, "".join(self._held))
+            self._put(Kind.REASONING if self.in_reasoning else Kind.TEXT, "".join(self._held))
             self._held.clear()
 
     def _put(self, kind: Kind, text: str) -> None:

@@ -2,15 +2,15 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from worker.parsers.call import Context
 from worker.parsers.channels import Channels, Messages
 from worker.parsers.controls import NO_CONTROLS, Controls
-from worker.parsers.conversation import Conversation, Grammar
-from worker.parsers.events import Event, Parser
+from worker.parsers.conversation import Conversation
 from worker.parsers.families import FAMILIES, resolve
-from worker.parsers.output import Output
+from worker.parsers.output import Event, Output
 from worker.parsers.reader import Malformed, Reader, Steps
 from worker.parsers.schema import Tools
 
@@ -20,41 +20,14 @@ def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def make_parser(
-    family: str,
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    start_in_reasoning: bool | None = None,
-    parse_tools: bool = True,
-    parse_reasoning: bool = True,
-    controls: Controls = NO_CONTROLS,
-    new_id: Callable[[], str] = new_call_id,
-) -> Parser:
-    """A parser for one output of a model of `family` (a name or an alias; raises `UnknownFamily`).
+class Parser:
+    """Turns generated text into events, by a grammar that runs on the text that is there. No text ever makes it raise.
 
-    `start_in_reasoning` None takes what the family's templates usually do. Without `parse_tools` or `parse_reasoning`,
-    that markup stays in the text; a family of channels has its reasoning in the text then. Of markup that has one of
-    `controls` in it, only what `note_control` was told of is markup.
+    A call that breaks before its name and arguments are certain becomes TEXT, as it was written. One that breaks after
+    it was announced gets the brackets that it lacks, if nothing else is missing and the model itself has ended it. If
+    not, its arguments stay unclosed, so that they are no JSON and nobody runs half a command, and the output is
+    `is_broken`. Either way it counts as `malformed`.
     """
-    row = FAMILIES[resolve(family)]
-    in_reasoning = row.opens if start_in_reasoning is None else start_in_reasoning
-    ctx = Context(Reader(controls), Output(new_id, row.keep_gap, row.trim_before_tool, parse_reasoning), Tools(tools))
-    if isinstance(row.grammar, Channels):
-        return _EventParser(ctx, Messages(ctx, row.grammar, parse_tools).read(in_reasoning))
-    grammar = row.undeclared if row.undeclared and not tools else row.grammar
-    grammar = Grammar(
-        formats=grammar.formats if parse_tools else (),
-        think=grammar.think if parse_reasoning else None,
-        drop=grammar.drop,
-        opening=grammar.opening if parse_tools else None,
-        tool_ends_think=grammar.tool_ends_think,
-        is_last=grammar.is_last,
-    )
-    return _EventParser(ctx, Conversation(ctx, grammar).read(in_reasoning))
-
-
-class _EventParser:
-    """Runs a grammar on the text that is there."""
 
     def __init__(self, ctx: Context, steps: Steps[None]) -> None:
         self._r = ctx.r
@@ -66,27 +39,34 @@ class _EventParser:
 
     @property
     def saw_tool_call(self) -> bool:
+        """Whether a call was announced, so that the output finishes with `tool_calls`."""
         return self._out.calls > 0
 
     @property
     def in_reasoning(self) -> bool:
+        """Whether the text so far ends inside of reasoning."""
         return self._out.is_reasoning_open
 
     @property
     def is_broken(self) -> bool:
+        """Whether the arguments of a call are no JSON, so that the output must not finish as if it were whole."""
         return self._out.is_broken
 
     @property
     def malformed(self) -> int:
+        """How many calls broke."""
         return self._out.malformed
 
     def note_control(self, at: int) -> None:
+        """At this character of all that is fed, which comes after this, a control token begins."""
         self._r.note_control(at)
 
     def ignore_controls(self) -> None:
+        """From here on, go by the text alone."""
         self._r.controls = NO_CONTROLS
 
     def feed(self, text: str) -> list[Event]:
+        """The events that `text` completes."""
         if self._is_over or not text:
             return []
         self._r.push(text)
@@ -94,6 +74,7 @@ class _EventParser:
         return self._out.drain()
 
     def finish(self, is_cut: bool = False) -> list[Event]:
+        """The end of the output: everything that was held back. `is_cut`: it is not the model that has ended it."""
         if self._is_over:
             return []
         self._r.ended, self._r.is_cut = True, is_cut
@@ -108,3 +89,28 @@ class _EventParser:
         except (StopIteration, Malformed):
             # No grammar ends before its text; if one did, the rest is text.
             self._out.text(self._r.take(len(self._r.buf) - self._r.at))
+
+
+def make_parser(
+    family: str,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    start_in_reasoning: bool | None = None,
+    parse_tools: bool = True,
+    controls: Controls = NO_CONTROLS,
+    new_id: Callable[[], str] = new_call_id,
+) -> Parser:
+    """A parser for one output of a model of `family` (a name or an alias; raises `UnknownFamily`).
+
+    `start_in_reasoning` None takes what the family's templates usually do. Without `parse_tools`, the markup of calls
+    stays in the text. Of markup that has one of `controls` in it, only what `note_control` was told of is markup.
+    """
+    row = FAMILIES[resolve(family)]
+    in_reasoning = row.opens if start_in_reasoning is None else start_in_reasoning
+    ctx = Context(Reader(controls), Output(new_id, row.keep_gap, row.trim_before_tool), Tools(tools))
+    if isinstance(row.grammar, Channels):
+        return Parser(ctx, Messages(ctx, row.grammar, parse_tools).read(in_reasoning))
+    grammar = row.undeclared if row.undeclared and not tools else row.grammar
+    if not parse_tools:
+        grammar = replace(grammar, formats=(), opening=None)
+    return Parser(ctx, Conversation(ctx, grammar).read(in_reasoning))

@@ -54,6 +54,13 @@ class Markers:
         return at
 
 
+def collected(read: Callable[[Emit], Steps[object]]) -> Steps[str]:
+    """Everything that `read` emits, as one string."""
+    parts: list[str] = []
+    yield from read(parts.append)
+    return "".join(parts)
+
+
 @lru_cache(maxsize=512)
 def markers(*words: str) -> Markers:
     """The same set is compiled once."""

@@ -50,11 +50,6 @@ def test_without_tools_their_markup_is_text() -> None:
     assert not parser.saw_tool_call
 
 
-def test_without_reasoning_its_markup_is_text() -> None:
-    parser = make_parser("hermes", parse_reasoning=False)
-    assert parser.feed("<think>a</think>b") == [Event(Kind.TEXT, "<think>a</think>b")]
-
-
 def test_a_parser_knows_when_the_output_is_in_its_reasoning() -> None:
     parser = make_parser("hermes", start_in_reasoning=True)
     assert parser.in_reasoning
