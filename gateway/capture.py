@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -128,7 +129,7 @@ class Captures:
         self._settings = settings
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "captures")
-        self._pending = 0
+        self._room = threading.Semaphore(PENDING_MAX)
         self._is_failing = False
         # The thread's own, the oldest first; None until the folder was looked at.
         self._kept: list[_Kept] | None = None
@@ -139,11 +140,10 @@ class Captures:
 
     def put(self, captured: Captured) -> None:
         """Keep a request, soon. One that cannot be kept is logged."""
-        if self._pending >= PENDING_MAX:
+        if self._room.acquire(blocking=False):
+            self._thread.submit(self._put, captured)
+        else:
             self._note_failure("the disk does not keep up")
-            return
-        self._pending += 1
-        self._thread.submit(self._put, captured)
 
     async def lines(self) -> list[CapturedLine]:
         """What is kept, the oldest first."""
@@ -177,14 +177,15 @@ class Captures:
     # -- in the thread -----------------------------------------------------------------------------------------------
 
     def _put(self, captured: Captured) -> None:
-        self._pending -= 1
+        self._room.release()
         data = msgspec.json.encode(captured)
         digest = hashlib.sha256(captured.id.encode()).hexdigest()[:16]
         path = self._folder / f"{time.time_ns():020d}-{digest}.json"
         try:
             kept = self._swept()
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _write(path, data)
+            with open(path, "xb", opener=_private) as file:
+                file.write(data)
         except OSError as error:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -248,12 +249,5 @@ class Captures:
         return self._kept
 
 
-def _write(path: Path, data: bytes) -> None:
-    """A private file, whole or not at all. Raises `OSError`."""
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-    finally:
-        os.close(fd)
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

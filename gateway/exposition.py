@@ -1,6 +1,6 @@
 """Prometheus' view of `Metrics`: names, help and labels. vLLM's suffixes and units under `mlxd_`."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -9,12 +9,15 @@ from prometheus_client.registry import Collector
 import protocol
 from gateway.histogram import Histogram
 from gateway.logs import dropped_records
-from gateway.memoryseries import memory_series
 from gateway.vllm_names import with_vllm_names
 from protocol.stats import Stats
 
 if TYPE_CHECKING:
-    from gateway.metrics import Metrics, ModelMetrics
+    from gateway.metrics import KeyMetrics, Metrics, ModelMetrics
+    from gateway.pool.state import MemoryView
+
+# The values of a family's labels, and the number.
+Samples = Iterable[tuple[list[str], float]]
 
 STATES: Final = (
     "stopped", "starting", "loading", "ready", "draining", "stopping", "backoff", "failed", "incompatible",
@@ -70,7 +73,28 @@ _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, 
     ("model_evictions", "Models unloaded without an order.", "reason", lambda m: m.evictions),
     ("worker_restarts", "Workers that ended unasked, by exit status.", "exit", lambda m: m.restarts),
 )
-_MEMORY: Final = ("active", "peak", "cache", "phys_footprint", "kv", "prefix_cache", "wired_limit")
+_GAUGES: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], float]"], ...]] = (
+    ("num_requests_running", "Sequences being generated.", lambda m: m.stats.running if m.stats else 0),
+    ("num_requests_waiting", "Sequences waiting.", lambda m: m.opening + (m.stats.waiting if m.stats else 0)),
+    (
+        "worker_step_age_seconds",
+        "Age of the running step; 0 when idle.",
+        lambda m: m.stats.step_age_ms / 1000 if m.stats else 0,
+    ),
+)
+_WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] = (
+    ("kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1.", lambda s: s.kv_bytes / max(s.kv_limit, 1)),
+    ("prefix_cache_disk_bytes", "Prefix cache on disk, as this worker sees it.", lambda s: s.disk_bytes),
+)
+_WORKER_MEMORY: Final[tuple[tuple[str, Callable[[Stats], int]], ...]] = (
+    ("active", lambda s: s.mem_active),
+    ("peak", lambda s: s.mem_peak),
+    ("cache", lambda s: s.mem_cache),
+    ("phys_footprint", lambda s: s.footprint),
+    ("kv", lambda s: s.kv_bytes),
+    ("prefix_cache", lambda s: s.cache_bytes),
+    ("wired_limit", lambda s: s.wired_limit),
+)
 
 
 class Exposition(Collector):
@@ -83,120 +107,112 @@ class Exposition(Collector):
         families = self._families()
         return with_vllm_names(families) if self._metrics.has_vllm_names() else families
 
-    def _families(self) -> Iterator[Metric]:
-        yield from self._globals()
-        models = self._metrics.models.items()
-        yield self._requests()
-        yield from self._keys()
-        for name, text, read in _COUNTERS:
-            counter = CounterMetricFamily(f"mlxd_{name}", text, labels=["model"])
-            for model, numbers in models:
-                counter.add_metric([model], read(numbers))
-            yield counter
-        for name, text, read_stats in _WORKER_COUNTERS:
-            counter = CounterMetricFamily(f"mlxd_{name}", text, labels=["model"])
-            for model, numbers in models:
-                if numbers.stats is not None:
-                    counter.add_metric([model], read_stats(numbers.stats))
-            yield counter
-        for name, text, label, read_many in _LABELLED:
-            counter = CounterMetricFamily(f"mlxd_{name}", text, labels=["model", label])
-            for model, numbers in models:
-                for value, count in read_many(numbers).items():
-                    counter.add_metric([model, value], count)
-            yield counter
-        yield from _gauges(models)
-        yield from memory_series(self._metrics)
-        for name, text, read_histogram in _HISTOGRAMS:
-            family = HistogramMetricFamily(f"mlxd_{name}", text, labels=["model"])
-            for model, numbers in models:
-                histogram = read_histogram(numbers)
-                family.add_metric([model], histogram.cumulative(), histogram.sum)
-            yield family
-
     def describe(self) -> Iterable[Metric]:
         # Registering must not collect.
         return []
 
-    def _requests(self) -> Metric:
-        family = CounterMetricFamily("mlxd_requests", "API requests by HTTP status.", labels=["model", "status"])
-        for status, count in self._metrics.requests_without_model.items():
-            family.add_metric(["unknown", status], count)
-        for model, numbers in self._metrics.models.items():
-            for status, count in numbers.requests.items():
-                family.add_metric([model, status], count)
-        return family
-
-    def _keys(self) -> Iterator[Metric]:
-        failures = CounterMetricFamily("mlxd_auth_failures", "Requests without a valid API key.", labels=["reason"])
-        for reason, count in self._metrics.auth_failures.items():
-            failures.add_metric([reason], count)
-        requests = CounterMetricFamily("mlxd_key_requests", "API requests of a key.", labels=["key", "status"])
-        rejections = CounterMetricFamily(
-            "mlxd_key_rejections", "Requests that a key's limits or expiry turned away.", labels=["key", "reason"]
-        )
-        running = GaugeMetricFamily("mlxd_key_requests_running", "Requests of a key being served.", labels=["key"])
-        prompt = CounterMetricFamily("mlxd_key_prompt_tokens", "Prompt tokens of a key.", labels=["key"])
-        generation = CounterMetricFamily("mlxd_key_generation_tokens", "Tokens generated for a key.", labels=["key"])
-        for key, numbers in self._metrics.keys.items():
-            for status, count in numbers.requests.items():
-                requests.add_metric([key, status], count)
-            for reason, count in numbers.rejections.items():
-                rejections.add_metric([key, reason], count)
-            running.add_metric([key], numbers.running)
-            prompt.add_metric([key], numbers.prompt_tokens)
-            generation.add_metric([key], numbers.generation_tokens)
-        yield from (failures, requests, rejections, running, prompt, generation)
-
-    def _globals(self) -> Iterator[Metric]:
+    def _families(self) -> Iterator[Metric]:
         metrics = self._metrics
-        build = GaugeMetricFamily("mlxd_build_info", "The version that runs.", labels=["version"])
-        build.add_metric([protocol.__version__], 1)
-        yield build
-        for name, text, value in (
-            ("stale_messages", "Messages of old worker incarnations, dropped.", metrics.stale_messages),
-            ("malformed_frames", "Frames that are no message, dropped.", metrics.malformed_frames),
-            ("unhandled_errors", "Requests that failed by a fault of the gateway.", metrics.unhandled_errors),
-            ("log_records_dropped", "Log lines lost because stderr or the disk did not keep up.", dropped_records()),
-        ):
-            yield CounterMetricFamily(f"mlxd_{name}", text, value=value)
-        text, value = "Aborted sequences that their worker has not ended yet.", metrics.unacked_aborts()
-        yield GaugeMetricFamily("mlxd_unacked_aborts", text, value=value)
+        yield from _of_gateway(metrics)
+        yield from _of_keys(metrics.keys)
+        yield from _of_models(metrics.models)
+        yield from _of_workers({model: m.stats for model, m in metrics.models.items() if m.stats is not None})
+        if metrics.memory_view is not None:
+            yield from _of_memory(metrics.memory_view)
+        for name, text, read in _HISTOGRAMS:
+            family = HistogramMetricFamily(f"mlxd_{name}", text, labels=["model"])
+            for model, m in metrics.models.items():
+                histogram = read(m)
+                family.add_metric([model], histogram.cumulative(), histogram.sum)
+            yield family
 
 
-def _gauges(models: "Iterable[tuple[str, ModelMetrics]]") -> Iterator[Metric]:
-    running = GaugeMetricFamily("mlxd_num_requests_running", "Sequences being generated.", labels=["model"])
-    waiting = GaugeMetricFamily("mlxd_num_requests_waiting", "Sequences waiting.", labels=["model"])
-    by_reason = GaugeMetricFamily(
-        "mlxd_num_requests_waiting_by_reason", "Sequences waiting for the model or in it.", labels=["model", "reason"]
-    )
-    state = GaugeMetricFamily("mlxd_worker_state", "1 for the state that the worker is in.", labels=["model", "state"])
-    age = GaugeMetricFamily("mlxd_worker_step_age_seconds", "Age of the running step; 0 when idle.", labels=["model"])
-    usage = GaugeMetricFamily("mlxd_kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1.", labels=["model"])
-    disk = GaugeMetricFamily(
-        "mlxd_prefix_cache_disk_bytes", "Prefix cache on disk, as this worker sees it.", labels=["model"]
-    )
-    memory = GaugeMetricFamily("mlxd_worker_memory_bytes", "A worker's memory.", labels=["model", "kind"])
-    for model, numbers in models:
-        stats = numbers.stats
-        queued = stats.waiting if stats else 0
-        running.add_metric([model], stats.running if stats else 0)
-        waiting.add_metric([model], queued + numbers.opening)
-        by_reason.add_metric([model, "model"], numbers.opening)
-        by_reason.add_metric([model, "capacity"], queued)
-        age.add_metric([model], stats.step_age_ms / 1000 if stats else 0)
-        for name in STATES:
-            state.add_metric([model, name], float(numbers.state == name))
-        if stats is not None:
-            disk.add_metric([model], stats.disk_bytes)
-            usage.add_metric([model], stats.kv_bytes / stats.kv_limit if stats.kv_limit else 0)
-            for kind, value in zip(_MEMORY, _memory(stats), strict=True):
-                memory.add_metric([model, kind], value)
-    yield from (running, waiting, by_reason, state, age, usage, disk, memory)
+def _of_gateway(metrics: "Metrics") -> Iterator[Metric]:
+    yield _gauge("build_info", "The version that runs.", ["version"], [([protocol.__version__], 1)])
+    for name, text, value in (
+        ("stale_messages", "Messages of old worker incarnations, dropped.", metrics.stale_messages),
+        ("malformed_frames", "Frames that are no message, dropped.", metrics.malformed_frames),
+        ("unhandled_errors", "Requests that failed by a fault of the gateway.", metrics.unhandled_errors),
+        ("log_records_dropped", "Log lines lost because stderr or the disk did not keep up.", dropped_records()),
+    ):
+        yield _counter(name, text, [], [([], value)])
+    unacked = metrics.unacked_aborts()
+    yield _gauge("unacked_aborts", "Aborted sequences that their worker has not ended yet.", [], [([], unacked)])
+    failures = [([reason], count) for reason, count in metrics.auth_failures.items()]
+    yield _counter("auth_failures", "Requests without a valid API key.", ["reason"], failures)
+    requests = [(["unknown", status], count) for status, count in metrics.requests_without_model.items()]
+    requests += [
+        ([model, status], count) for model, m in metrics.models.items() for status, count in m.requests.items()
+    ]
+    yield _counter("requests", "API requests by HTTP status.", ["model", "status"], requests)
 
 
-def _memory(stats: Stats) -> tuple[int, ...]:
-    return (
-        stats.mem_active, stats.mem_peak, stats.mem_cache, stats.footprint, stats.kv_bytes, stats.cache_bytes,
-        stats.wired_limit,
-    )  # fmt: skip
+def _of_keys(keys: "Mapping[str, KeyMetrics]") -> Iterator[Metric]:
+    requests = [([key, status], count) for key, k in keys.items() for status, count in k.requests.items()]
+    yield _counter("key_requests", "API requests of a key.", ["key", "status"], requests)
+    rejections = [([key, reason], count) for key, k in keys.items() for reason, count in k.rejections.items()]
+    text = "Requests that a key's limits or expiry turned away."
+    yield _counter("key_rejections", text, ["key", "reason"], rejections)
+    running = [([key], k.running) for key, k in keys.items()]
+    yield _gauge("key_requests_running", "Requests of a key being served.", ["key"], running)
+    prompt = [([key], k.prompt_tokens) for key, k in keys.items()]
+    yield _counter("key_prompt_tokens", "Prompt tokens of a key.", ["key"], prompt)
+    generated = [([key], k.generation_tokens) for key, k in keys.items()]
+    yield _counter("key_generation_tokens", "Tokens generated for a key.", ["key"], generated)
+
+
+def _of_models(models: "Mapping[str, ModelMetrics]") -> Iterator[Metric]:
+    for name, text, read in _COUNTERS:
+        yield _counter(name, text, ["model"], [([model], read(m)) for model, m in models.items()])
+    for name, text, label, read_many in _LABELLED:
+        counts = [([model, value], n) for model, m in models.items() for value, n in read_many(m).items()]
+        yield _counter(name, text, ["model", label], counts)
+    for name, text, read_gauge in _GAUGES:
+        yield _gauge(name, text, ["model"], [([model], read_gauge(m)) for model, m in models.items()])
+    waiting = [([model, "model"], m.opening) for model, m in models.items()]
+    waiting += [([model, "capacity"], m.stats.waiting if m.stats else 0) for model, m in models.items()]
+    text = "Sequences waiting for the model or in it."
+    yield _gauge("num_requests_waiting_by_reason", text, ["model", "reason"], waiting)
+    states = [([model, name], float(m.state == name)) for model, m in models.items() for name in STATES]
+    yield _gauge("worker_state", "1 for the state that the worker is in.", ["model", "state"], states)
+    returned = [([model], m.returned_part) for model, m in models.items() if m.returned_part is not None]
+    text = "The part of a process's memory that the system had back within two seconds of its newest unload."
+    yield _gauge("model_memory_returned_ratio", text, ["model"], returned)
+
+
+def _of_workers(workers: Mapping[str, Stats]) -> Iterator[Metric]:
+    for name, text, read in _WORKER_COUNTERS:
+        yield _counter(name, text, ["model"], [([model], read(stats)) for model, stats in workers.items()])
+    for name, text, read_gauge in _WORKER_GAUGES:
+        yield _gauge(name, text, ["model"], [([model], read_gauge(stats)) for model, stats in workers.items()])
+    memory = [([model, kind], read(stats)) for model, stats in workers.items() for kind, read in _WORKER_MEMORY]
+    yield _gauge("worker_memory_bytes", "A worker's memory.", ["model", "kind"], memory)
+
+
+def _of_memory(view: "MemoryView") -> Iterator[Metric]:
+    """As of the broker's newest look, about a second ago at most."""
+    for name, text, value in (
+        ("budget", "What all models may take together.", view.budget_bytes),
+        ("granted", "What is granted to models, with what ended processes still hold.", view.granted_bytes),
+        ("footprint", "What the processes of all models hold, as measured.", view.footprint_bytes),
+    ):
+        yield _gauge(f"memory_{name}_bytes", text, [], [([], value)])
+    shares = [([model], memory.share_bytes) for model, memory in view.models.items()]
+    yield _gauge("model_memory_granted_bytes", "A model's share of the budget.", ["model"], shares)
+    footprints = [([model], memory.footprint_bytes) for model, memory in view.models.items()]
+    text = "What a model's process holds, as measured from outside."
+    yield _gauge("model_memory_footprint_bytes", text, ["model"], footprints)
+
+
+def _counter(name: str, text: str, labels: list[str], samples: Samples) -> Metric:
+    return _filled(CounterMetricFamily(f"mlxd_{name}", text, labels=labels), samples)
+
+
+def _gauge(name: str, text: str, labels: list[str], samples: Samples) -> Metric:
+    return _filled(GaugeMetricFamily(f"mlxd_{name}", text, labels=labels), samples)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, samples: Samples) -> Metric:
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

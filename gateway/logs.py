@@ -8,7 +8,6 @@ import queue
 import sys
 import threading
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any, Final, Protocol, Self, TextIO
 
 import msgspec
@@ -65,18 +64,19 @@ class Sink(Protocol):
     def flush(self) -> None: ...
 
 
-class LogWriter:
-    """The handler's queue and the thread that empties it. A full queue drops the newest line and counts it."""
+class LogWriter(logging.Handler):
+    """A handler with a queue, and a thread that empties it. A full queue drops the newest line and counts it."""
 
     def __init__(self, stream: Sink, formatter: logging.Formatter, queue_max: int = QUEUE_MAX) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
         self.dropped = 0
         self._stream = stream
-        self._formatter = formatter
         self._queue: queue.Queue[logging.LogRecord | None] = queue.Queue(queue_max)
         self._thread = threading.Thread(target=self._run, name="mlxd-log", daemon=True)
         self._thread.start()
 
-    def put(self, record: logging.LogRecord) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
         """Hand over one record, at once."""
         try:
             self._queue.put_nowait(record)
@@ -94,26 +94,17 @@ class LogWriter:
     def _run(self) -> None:
         while (record := self._queue.get()) is not None:
             try:
-                self._stream.write(self._formatter.format(record) + "\n")
+                self._stream.write(self.format(record) + "\n")
                 if self._queue.empty():
                     self._stream.flush()
             except Exception:  # The root of this thread: a line that cannot be written is lost, the next one is not.
                 self.dropped += 1
 
 
-class _Handler(logging.Handler):
-    def __init__(self, writer: LogWriter) -> None:
-        super().__init__()
-        self.writer = writer
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.writer.put(record)
-
-
 def dropped_records() -> int:
     """How many lines were lost because stderr or the file did not keep up, since the logs were configured."""
     handlers = logging.getLogger(OURS[0]).handlers
-    return sum(handler.writer.dropped for handler in handlers if isinstance(handler, _Handler))
+    return sum(handler.dropped for handler in handlers if isinstance(handler, LogWriter))
 
 
 class Logs:
@@ -130,35 +121,30 @@ class Logs:
         is_terminal = target.isatty()
         as_json = not is_terminal if json is None else json
         self.writer = LogWriter(target, JsonFormatter() if as_json else ConsoleFormatter(is_terminal))
-        self._handlers = [_Handler(self.writer)]
+        self._writers = [self.writer]
         if file is not None:
             if not is_terminal:
-                self._handlers[0].addFilter(_is_life_or_death)
-            self._handlers.append(_Handler(LogWriter(file, JsonFormatter())))
+                self.writer.addFilter(_is_life_or_death)
+            self._writers.append(LogWriter(file, JsonFormatter()))
+        set_level(level)
         for name in OURS:
             logger = logging.getLogger(name)
-            logger.setLevel(level.upper())
-            for handler in self._handlers:
-                logger.addHandler(handler)
+            for writer in self._writers:
+                logger.addHandler(writer)
             logger.propagate = False
-
-    def stop(self) -> None:
-        for name in OURS:
-            logger = logging.getLogger(name)
-            for handler in self._handlers:
-                logger.removeHandler(handler)
-            logger.setLevel(logging.NOTSET)
-            logger.propagate = True
-        for handler in self._handlers:
-            handler.writer.stop()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+    def __exit__(self, *_: object) -> None:
+        for name in OURS:
+            logger = logging.getLogger(name)
+            for writer in self._writers:
+                logger.removeHandler(writer)
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True
+        for writer in self._writers:
+            writer.stop()
 
 
 def set_level(level: str) -> None:

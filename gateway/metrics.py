@@ -1,6 +1,6 @@
 """What is counted, in plain numbers that cost nothing to add to. `exposition.py` turns them into Prometheus series."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -94,9 +94,9 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self.models: dict[str, ModelMetrics] = {}
+        self.models: defaultdict[str, ModelMetrics] = defaultdict(ModelMetrics)
         # By the key's name, which only the operator chooses.
-        self.keys: dict[str, KeyMetrics] = {}
+        self.keys: defaultdict[str, KeyMetrics] = defaultdict(KeyMetrics)
         # Requests that showed no valid key, by what was wrong.
         self.auth_failures: Counter[str] = Counter()
         # Requests that ended before they had a model: bad bodies, unknown names and paths.
@@ -115,17 +115,11 @@ class Metrics:
 
     def model(self, name: str) -> ModelMetrics:
         """The numbers of a model, by its resolved name."""
-        found = self.models.get(name)
-        if found is None:
-            found = self.models[name] = ModelMetrics()
-        return found
+        return self.models[name]
 
     def key(self, name: str) -> KeyMetrics:
         """The numbers of an API key, by its name."""
-        found = self.keys.get(name)
-        if found is None:
-            found = self.keys[name] = KeyMetrics()
-        return found
+        return self.keys[name]
 
     def declare(self, names: Iterable[str]) -> None:
         """Let the series of these models exist from the start."""

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 
@@ -42,9 +41,7 @@ class RunDir:
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # The file stays: removing it would let two daemons lock two files of one name.
         with contextlib.suppress(OSError):
             os.ftruncate(self._lock_fd, 0)

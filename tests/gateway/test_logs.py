@@ -71,7 +71,7 @@ def test_a_pipe_that_nobody_reads_blocks_nobody_and_what_is_lost_is_counted() ->
     with os.fdopen(read_end, "rb") as reader, os.fdopen(write_end, "w") as pipe:
         writer = LogWriter(pipe, JsonFormatter(), queue_max=10)
         for _ in range(200):
-            writer.put(record("x" * 10_000))
+            writer.emit(record("x" * 10_000))
         assert writer.dropped > 0
         writer.stop(timeout_s=0.05)
         # Let the thread finish: its pipe is read now.
