@@ -25,6 +25,7 @@ from protocol.failures import Code, Failure
 from protocol.messages import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
 from worker.schema_check import SchemaInvalid, check
+from worker.schema_exact import exact
 
 Allowed = npt.NDArray[np.bool_]
 """`[vocab]`: which tokens may come next."""
@@ -51,6 +52,8 @@ _JSON_OPTIONS: Final[dict[str, Any]] = {
     "lenient": False,
     "coerce_one_of": False,
 }
+# All but `\\u`, which llguidance takes in free keys: `"\\u0061"` would be a second "a", of any type.
+_PLAIN_KEYS: Final[dict[str, Any]] = {"json_allowed_escapes": 'bfnrt\\"'}
 _MULTIPLE: Final = re.compile(r'"multipleOf"\s*:\s*([-+0-9.eE]{1,40})')
 _MAX_MESSAGE: Final = 400
 
@@ -213,9 +216,9 @@ def _source(constraint: Constraint) -> str:
         raise GrammarFailed("it holds characters that are not text")
     match constraint.kind:
         case ConstraintKind.JSON_OBJECT:
-            return _json('{"type": "object"}')
+            return _json('{"type": "object"}', _JSON_OPTIONS)
         case ConstraintKind.JSON_SCHEMA:
-            return _json(_checked_schema(text))
+            return _json_schema(text)
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(text)
         case ConstraintKind.GRAMMAR:
@@ -235,22 +238,31 @@ def lark_json(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_OPTIONS, "lenient": is_lenient}})
 
 
-def _json(schema: str) -> str:
+def _json(schema: str, options: dict[str, Any]) -> str:
     # As overrides, so that a schema's own `x-guidance` cannot make it lenient.
-    return LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, _JSON_OPTIONS))
+    return LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, options))
 
 
-def _checked_schema(text: str) -> str:
+def _json_schema(text: str) -> str:
     try:
         schema: Any = json.loads(text)
         check(schema)
         if isinstance(schema, bool):
             raise SchemaInvalid("it is not an object")
-        return json.dumps(schema)
+        made = exact(schema)
+        written = json.dumps(made.schema, ensure_ascii=False, allow_nan=False)
+        written.encode()
     except SchemaInvalid as error:
         raise GrammarFailed(str(error)) from error
-    except (ValueError, RecursionError) as error:
+    except UnicodeEncodeError as error:
+        raise GrammarFailed("it holds characters that are not text") from error
+    except RecursionError as error:
+        raise GrammarFailed("it is nested too deeply") from error
+    except OverflowError as error:
+        raise GrammarFailed("it holds a number that is too large") from error
+    except ValueError as error:
         raise GrammarFailed(f"it is not JSON: {error}") from error
+    return _json(written, _JSON_OPTIONS | _PLAIN_KEYS if made.has_loose_keys else _JSON_OPTIONS)
 
 
 def _check_multiples(text: str) -> None:

@@ -1,11 +1,102 @@
 """Random JSON schemas, sound and broken."""
 
+import json
 import random
+from decimal import Decimal
 from typing import Any
+
+import jsonschema
+from jsonschema.validators import Draft202012Validator, extend
 
 _FORMATS = ["date", "time", "date-time", "email", "uuid", "ipv4", "hostname", "no-such-format"]
 _PATTERNS = ["^[a-z]{1,4}$", "b+", "^(foo|bar)$", r"^\d{2}-\d{2}$", "(", "(?=x)y", "^[^ ]+$"]
 _ODD = [None, True, -1, 2.5, "x", [], {}, [1], {"a": 1}, 10**30, "", "object"]
+
+
+_NULL = {"type": "null"}
+_ONE_DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = _ONE_DIGIT
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema, "maxItems": 1}
+    return schema
+
+
+def doubled(levels: int) -> dict[str, Any]:
+    """2^levels copies, were each reference replaced."""
+    defs: dict[str, Any] = {f"d{at}": {"allOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 2} for at in range(levels)}
+    return {"$ref": "#/$defs/d0", "$defs": defs | {f"d{levels}": _NULL}}
+
+
+_RARE: list[Any] = [
+    {}, True, False, None, 3, "x", [], [_NULL],
+    {"type": "any"}, {"type": []}, {"type": ["string", "null"], "maxLength": 3}, {"required": "a"}, {"items": [_NULL]},
+    {"$ref": "#"}, {"$ref": "#/$defs/none"}, {"$ref": "#/x", "x": {"type": "integer", "multipleOf": 9999991}},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    {"$ref": "#/$defs/a~1b", "$defs": {"a/b": _ONE_DIGIT}}, {"$ref": "#a", "$defs": {"x": {"$anchor": "a", **_NULL}}},
+    {"$ref": "file:///etc/passwd"}, {"$ref": "http://["}, doubled(3), doubled(40),
+    {"type": "object", "properties": {"n": {"anyOf": [{"$ref": "#"}, _NULL]}}, "required": ["n"],
+     "additionalProperties": False},
+    {"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"], "additionalProperties": False},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "prefixItems": [_NULL], "maxItems": 1},
+    {"type": "object", "dependencies": {"a": ["b"]}}, {"type": "object", "propertyNames": {"pattern": "^a"}},
+    {"if": {"type": "integer"}, "then": {"minimum": 3}}, {"not": {"type": "string"}},
+    {"type": "array", "unevaluatedItems": False}, {"x-guidance": {"lenient": True}, "uniqueItems": True},
+    {"const": 2**53 + 1}, {"const": 10**30}, {"enum": [1e300, "a"]}, {"const": {"a": [None, 1.5, "né"]}},
+    {"type": "integer", "minimum": 2**63, "maximum": 2**63 + 10}, {"type": "integer", "maximum": 10**400},
+    {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 0.09},
+    {"type": "number", "exclusiveMaximum": -7, "minimum": -7.5},
+    {"type": "number", "minimum": 0, "exclusiveMaximum": 1.2000000000000002}, {"type": "number", "minimum": 1e308},
+    {"type": "number", "multipleOf": 0.1, "minimum": 0, "maximum": 1}, {"type": "integer", "multipleOf": 99999989},
+    {"type": "string", "minLength": 10**9}, {"type": "array", "minItems": 10**6},
+    {"type": "string", "maxLength": 10**30},
+    {"type": "object", "minProperties": 2, "additionalProperties": _NULL},
+    {"type": "object", "minProperties": 2, "required": ["a", "b"], "additionalProperties": _NULL},
+    {"type": "object", "properties": {"": _NULL, "🙂": _NULL, 'q"\\\n': _NULL}, "required": ["", "🙂", 'q"\\\n'],
+     "additionalProperties": False},
+    {"type": "object", "properties": {"\ud800": _NULL}}, {"const": "\x00\x7f"},
+    {"type": "object", "properties": {"a": False}, "required": ["a"]}, {"properties": {"a": True}, "type": "object"},
+    {"type": "object", "patternProperties": {"^p": _ONE_DIGIT}, "additionalProperties": False},
+    {"type": "object", "patternProperties": {"(": {}}}, {"type": "object", "patternProperties": {"^a": {}, "b$": {}}},
+    {"type": "string", "pattern": "[a-z&&[^b]]"},
+    {"type": "string", "pattern": "(a)\\1"}, {"pattern": "^[ab]{2}$"},
+    {"type": "string", "allOf": [{"pattern": f".*a.{{{at}}}"} for at in range(10, 30)]},
+    {"allOf": [{"type": "integer", "minimum": 0}, {"maximum": 9}]},
+    {"allOf": [{"type": "string"}, {"type": "integer"}]},
+    {"oneOf": [_ONE_DIGIT, {"type": "string", "maxLength": 2}]}, {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    {"anyOf": [_NULL, False]}, {"anyOf": [False]}, {"oneOf": [True, True]},
+    _nested(20), _nested(70), _nested(300),
+    {"type": "object", "properties": {f"p{at}": {"type": "boolean"} for at in range(300)}},
+    {"type": "object", "properties": {f"p{at}": {} for at in range(4000)}}, {"enum": list(range(3000))},
+    {"type": "array", "prefixItems": [_NULL, {"type": "boolean"}], "items": False, "minItems": 2},
+]  # fmt: skip
+
+
+def _inside(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same as the property of an object, with what it refers to."""
+    if "$ref" in json.dumps(schema) or "$schema" in schema:
+        return schema
+    return {"type": "object", "properties": {"it": schema}, "required": ["it"], "additionalProperties": False}
+
+
+def errors_of(value: Any, schema: Any) -> str | None:
+    """Why a value does not fit, if it does not; its numbers count as they are written, not as binary fractions."""
+    try:
+        _Validator(schema).validate(value)
+    except jsonschema.ValidationError as error:
+        return error.message
+    return None
+
+
+def _multiple(_: Any, factor: float, value: Any, __: Any) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool) and Decimal(repr(value)) % Decimal(repr(factor)):
+        yield jsonschema.ValidationError(f"{value} is not a multiple of {factor}")
+
+
+_Validator = extend(Draft202012Validator, {"multipleOf": _multiple})
 
 
 class Schemas:
@@ -20,6 +111,13 @@ class Schemas:
         for _ in range(self._rng.choice([0, 0, 0, 0, 1, 2])):
             self._damage(schema)
         return schema
+
+    def make_any(self) -> Any:
+        """One of `make`, or one of a sort that few write."""
+        if self._rng.random() < 0.6:
+            return self.make()
+        schema = self._rng.choice(_RARE)
+        return schema if self._rng.random() < 0.5 or not isinstance(schema, dict) else _inside(schema)
 
     def _schema(self, depth: int) -> dict[str, Any]:
         leaves = [self._string, self._number, self._integer, self._choice, lambda: {"type": "boolean"}]

@@ -5,16 +5,21 @@ MLXD_FUZZ_SCHEMAS sets how many (400 in about a minute); the default is a sample
 
 import json
 import os
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import jsonschema
-from jsonschema.validators import Draft202012Validator
+import pytest
+from mlx_lm.utils import load_tokenizer
 
 from protocol.failures import Code
 from protocol.messages import Constraint, ConstraintKind, Finish, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
-from tests.support.schemas import Schemas
+from tests.support.schemas import Schemas, doubled, errors_of
+from worker.errors import RequestInvalid
+from worker.grammars import Grammar, GrammarFailed, Grammars
 
 COUNT = int(os.environ.get("MLXD_FUZZ_SCHEMAS", "60"))
 BATCH = 16
@@ -41,6 +46,67 @@ def test_random_schemas_are_enforced_or_refused(model_folder: Callable[[str], Pa
     assert refused > COUNT / 10
 
 
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"$ref": "#/x", "x": {"type": "integer", "multipleOf": 9999991}}, "points to no schema"),
+        (doubled(40), "refer to too much"),
+        ({"type": "string", "allOf": [{"pattern": f".*a.{{{at}}}"} for at in range(10, 30)]}, "patterns or formats"),
+        ({"enum": [str(at) for at in range(3000)], "pattern": "a.{20}"}, "values beside a pattern"),
+        ({"properties": {f"p{at}": {} for at in range(8000)}}, "more than 2000 entries"),
+        ({"const": 2**53 + 1}, "beyond 2^53"),
+        ({"minimum": 2**63, "maximum": 2**63 + 10}, "beyond 64 bits"),
+        ({"maximum": 10**400}, "too large"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"type": "string", "pattern": "[a-z&&[^b]]"}, "inside of brackets"),
+        ({"properties": {"\ud800": {}}}, "not text"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "minContains": 1}, "minContains"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_llguidance_would_not_hold_or_not_end_with_is_refused_at_once(
+    grammars: Grammars, schema: Any, reason: str
+) -> None:
+    started = time.thread_time()
+    with pytest.raises(RequestInvalid, match=re.escape(reason)):
+        grammars.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
+    assert time.thread_time() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    ("schema", "wrong", "right"),
+    [
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.09}, "0", "0.01"),
+        ({"type": "number", "exclusiveMaximum": -7, "minimum": -7.5}, "-7", "-7.1"),
+        ({"type": "number", "minimum": 0, "exclusiveMaximum": 1.2000000000000002}, "1.20000000000000012", "1.1"),
+        ({"type": "integer", "minimum": 0, "maximum": 2**53 + 3}, "9007199254740996", "9007199254740899"),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, "9223372036854775808", "9007199254740993"),
+        ({"properties": {"a": {"type": "null"}}, "type": "object"}, '{"\\u0061": 1}', '{"b": 1}'),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{"const": 1}]}, "[2]", "[1]"),
+        ({"type": "object", "minProperties": 1, "required": ["a"]}, "{}", '{"a": 1}'),
+    ],
+)
+def test_what_llguidance_holds_only_nearly_is_held(grammars: Grammars, schema: Any, wrong: str, right: str) -> None:
+    grammar = grammars.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
+    assert accepts(grammar, right)
+    assert not accepts(grammar, wrong)
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    walk = grammar.walk()
+    try:
+        walk.take_bytes(text.encode())
+    except GrammarFailed:
+        return False
+    return walk.is_complete
+
+
+@pytest.fixture(scope="module")
+def grammars(model_folder: Callable[[str], Path]) -> Grammars:
+    tokenizer = load_tokenizer(model_folder("qwen3"))
+    return Grammars(tokenizer, 512, sorted(tokenizer.eos_token_ids))
+
+
 def request(rid: int, schema: object) -> Generate:
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
     return Generate(
@@ -53,8 +119,5 @@ def request(rid: int, schema: object) -> Generate:
 
 
 def validate(text: str, schema: dict[str, object]) -> None:
-    value = json.loads(text)
-    try:
-        Draft202012Validator(schema).validate(value)
-    except jsonschema.ValidationError as error:
-        raise AssertionError(f"{text!r} does not fit {json.dumps(schema)}: {error.message}") from error
+    problem = errors_of(json.loads(text), schema)
+    assert problem is None, f"{text!r} does not fit {json.dumps(schema)}: {problem}"
