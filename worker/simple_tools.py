@@ -3,17 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
+from worker.parsers.schema import Schema, mapping, referred
+
 _MAX_DEPTH: Final = 12
-_Schema = Mapping[str, Any]
 
 
 def simple_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The same tools in OpenAI's shape. What a schema says beyond types, names and descriptions is lost."""
-    return [{"type": "function", "function": _function(_mapping(tool.get("function")))} for tool in tools]
+    return [{"type": "function", "function": _function(mapping(tool.get("function")))} for tool in tools]
 
 
-def _function(function: _Schema) -> dict[str, Any]:
-    parameters = _mapping(function.get("parameters"))
+def _function(function: Schema) -> dict[str, Any]:
+    parameters = mapping(function.get("parameters"))
     return {
         "name": function.get("name"),
         "description": function.get("description") or "",
@@ -21,8 +22,8 @@ def _function(function: _Schema) -> dict[str, Any]:
     }
 
 
-def _simple(schema: Any, root: _Schema, depth: int) -> dict[str, Any]:
-    fields = _chosen(_mapping(schema), root)
+def _simple(schema: Any, root: Schema, depth: int) -> dict[str, Any]:
+    fields = _chosen(mapping(schema), root)
     kind = _kind(fields)
     simple: dict[str, Any] = {"type": kind, "description": str(fields.get("description") or "")}
     if isinstance(fields.get("enum"), list):
@@ -32,25 +33,22 @@ def _simple(schema: Any, root: _Schema, depth: int) -> dict[str, Any]:
     if kind == "array":
         simple["items"] = _simple(fields.get("items"), root, depth + 1)
     if kind == "object":
-        inner = _mapping(fields.get("properties"))
+        inner = mapping(fields.get("properties"))
         simple["properties"] = {name: _simple(each, root, depth + 1) for name, each in inner.items()}
         simple["required"] = [name for name in fields.get("required") or () if name in inner]
         simple["additionalProperties"] = {"type": "string", "description": ""}
     return simple
 
 
-def _chosen(schema: _Schema, root: _Schema) -> _Schema:
+def _chosen(schema: Schema, root: Schema) -> Schema:
     """Behind references, and the first of several options that is not null."""
     for _ in range(_MAX_DEPTH):
         ref = schema.get("$ref")
         options = next((schema[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list)), None)
         if isinstance(ref, str):
-            target: Any = root
-            for step in ref.removeprefix("#").split("/")[1:]:
-                target = _mapping(target).get(step)
-            following = _mapping(target)
+            following = referred(ref, root)
         elif options:
-            real = [_mapping(option) for option in options if _mapping(option).get("type") != "null"]
+            real = [mapping(option) for option in options if mapping(option).get("type") != "null"]
             following = real[0] if real else {}
         else:
             break
@@ -58,12 +56,8 @@ def _chosen(schema: _Schema, root: _Schema) -> _Schema:
     return schema
 
 
-def _kind(fields: _Schema) -> str:
+def _kind(fields: Schema) -> str:
     declared = fields.get("type")
     kinds = cast("list[Any]", declared) if isinstance(declared, list) else [declared]
     found = next((kind for kind in kinds if isinstance(kind, str) and kind != "null"), None)
     return found or ("object" if "properties" in fields else "array" if "items" in fields else "string")
-
-
-def _mapping(found: Any) -> _Schema:
-    return cast(_Schema, found) if isinstance(found, Mapping) else {}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
+from urllib.parse import unquote
 
 from worker.parsers.literal import number, quoted, value
 from worker.parsers.reader import Malformed, Reader
@@ -34,10 +35,10 @@ class Tools:
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._schemas: dict[str, Schema] = {}
         for tool in tools:
-            function = _mapping(tool.get("function")) or tool
+            function = mapping(tool.get("function")) or tool
             name = function.get("name")
             if isinstance(name, str):
-                self._schemas[name] = _mapping(function.get("parameters") or function.get("input_schema"))
+                self._schemas[name] = mapping(function.get("parameters") or function.get("input_schema"))
 
     def __contains__(self, name: str) -> bool:
         return name in self._schemas
@@ -54,7 +55,7 @@ class Parameters:
 
     def __init__(self, schema: Schema, root: Schema | None = None) -> None:
         self._root = schema if root is None else root
-        self.names: Schema = _mapping(schema.get("properties"))
+        self.names: Schema = mapping(schema.get("properties"))
 
     def types(self, name: str) -> Types:
         """The JSON types that parameter `name` may have; empty when nothing is known."""
@@ -62,27 +63,33 @@ class Parameters:
 
     def item_types(self, name: str) -> Types:
         """The types of the items of the array that parameter `name` is."""
-        return _types(_mapping(self.names.get(name)).get("items"), self._root, 0)
+        return _types(mapping(self.names.get(name)).get("items"), self._root, 0)
 
     def below(self, name: str) -> "Parameters":
         """The properties of the object, or of the array's objects, that parameter `name` is."""
-        schema = _mapping(self.names.get(name))
-        return Parameters(_mapping(schema.get("items")) or schema, self._root)
+        schema = mapping(self.names.get(name))
+        return Parameters(mapping(schema.get("items")) or schema, self._root)
 
 
-def _mapping(found: Any) -> Schema:
+def mapping(found: Any) -> Schema:
+    """What should be a JSON object, if it is one."""
     return cast(Schema, found) if isinstance(found, Mapping) else {}
 
 
+def referred(ref: str, root: Schema) -> Schema:
+    """What a `$ref` into the same document leads to (RFC 6901); empty, and so anything, if nothing is there."""
+    found = root
+    for step in unquote(ref).removeprefix("#").split("/")[1:]:
+        found = mapping(found.get(step.replace("~1", "/").replace("~0", "~")))
+    return found
+
+
 def _types(found: Any, root: Schema, depth: int) -> Types:
-    schema = _mapping(found)
+    schema = mapping(found)
     if depth > _MAX_DEPTH:
         return ANY
     if isinstance(ref := schema.get("$ref"), str):
-        target: Any = root
-        for step in ref.removeprefix("#").split("/")[1:]:
-            target = _mapping(target).get(step)
-        return _types(target, root, depth + 1)
+        return _types(referred(ref, root), root, depth + 1)
     declared = schema.get("type")
     if isinstance(declared, str | list):
         names = cast("list[Any]", [declared] if isinstance(declared, str) else declared)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-Schema = Mapping[str, Any]
+from worker.parsers.schema import Schema, mapping, referred
 
 # JSON's numbers that every client can hold.
 INTEGER_MAX: Final = 2**53 - 1
@@ -72,10 +72,7 @@ def resolved(schema: Any, root: Schema) -> Schema:
     for _ in range(_MAX_DEPTH):
         if not isinstance(ref := found.get("$ref"), str):
             return found
-        target: Any = root
-        for step in ref.removeprefix("#").split("/")[1:]:
-            target = mapping(target).get(step.replace("~1", "/").replace("~0", "~"))
-        found = mapping(target)
+        found = referred(ref, root)
     return {}
 
 
@@ -100,8 +97,10 @@ def count(schema: Schema, key: str) -> int | None:
     return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
 
 
-def mapping(found: Any) -> Schema:
-    return cast(Schema, found) if isinstance(found, Mapping) else {}
+def quantifier(schema: Schema) -> str:
+    """How many characters a text may have, in a regex."""
+    low, high = count(schema, "minLength") or 0, count(schema, "maxLength")
+    return f"{{{low},{'' if high is None else high}}}" if low or high is not None else "*"
 
 
 def names(found: Any) -> frozenset[str]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from worker.parsers.minimax_m3 import MiniMaxM3Calls
-from worker.parsers.schema import Parameters
+from worker.parsers.schema import Parameters, Schema
 from worker.parsers.xml_calls import XmlCalls
 from worker.tool_grammar.lark import Lark, either
-from worker.tool_grammar.schemas import Schema, Tool, count, resolved
+from worker.tool_grammar.schemas import Tool, quantifier, resolved
 from worker.tool_grammar.shape import MANY, NUMBERED, Shape
 from worker.tool_grammar.values import JSON, Values, constants
 
@@ -32,21 +32,24 @@ class XmlShape:
 
 
 _ATTRIBUTES: Final = XmlShape(' name="{name}"', ' name="{key}"')
+_TIGHT_ATTRIBUTES: Final = XmlShape(' name="{name}"', ' name="{key}"', wrap="", head="", after="", end="")
+_DSML: Final = XmlShape(' name="{name}"', ' name="{key}" string="{is_string}"')
+_GLM: Final = XmlShape(wrap="", end="")
 _TIGHT: Final = XmlShape(wrap="", head="", after="", end="")
 _QWEN: Final = XmlShape(value="\n", before_end="\n")
 XML_SHAPES: Final[dict[str, XmlShape]] = {
-    "deepseek_v32": XmlShape(' name="{name}"', ' name="{key}" string="{is_string}"'),
-    "deepseek_v4": XmlShape(' name="{name}"', ' name="{key}" string="{is_string}"'),
-    "glm45": XmlShape(wrap="", end=""),
+    "deepseek_v32": _DSML,
+    "deepseek_v4": _DSML,
+    "glm45": _GLM,
     "glm47": _TIGHT,
     "hy_v3": _TIGHT,
     "kimi_k3": XmlShape(
         ' tool="{name}" index="{index}"', ' key="{key}" type="{type}"', wrap="", head="", after="", end="",
         is_numbered=True,
     ),
-    "ling3": XmlShape(wrap="", end=""),
-    "longcat": XmlShape(wrap="", end=""),
-    "minicpm5": XmlShape(' name="{name}"', ' name="{key}"', wrap="", head="", after="", end=""),
+    "ling3": _GLM,
+    "longcat": _GLM,
+    "minicpm5": _TIGHT_ATTRIBUTES,
     "minimax_m2": _ATTRIBUTES,
     "muse": _ATTRIBUTES,
     "nemotron_v3": _QWEN,
@@ -54,7 +57,7 @@ XML_SHAPES: Final[dict[str, XmlShape]] = {
     "qwen3_think": _QWEN,
     "seed_oss": XmlShape(),
     "spark": _TIGHT,
-    "step3": XmlShape(' name="{name}"', ' name="{key}"', wrap="", head="", after="", end=""),
+    "step3": _TIGHT_ATTRIBUTES,
     "step3p5": _QWEN,
 }  # fmt: skip
 # Written with the second of their format's wrappers.
@@ -164,11 +167,9 @@ def parameter(lark: Lark, tool: Tool, key: str, schema: Any, end: str, banned: S
 
 
 def _body(schema: Schema) -> str:
-    low, high = count(schema, "minLength") or 0, count(schema, "maxLength")
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         left = "" if pattern.startswith("^") else "(?s:.*)"
         right = "" if pattern.endswith("$") else "(?s:.*)"
         return f"{left}({pattern.removeprefix('^').removesuffix('$')}){right}".replace("/", r"\/").replace("\n", "\\n")
-    size = f"{{{low},{'' if high is None else high}}}" if low or high is not None else "*"
-    return f"(?s:.{size})"
+    return f"(?s:.{quantifier(schema)})"

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from worker.grammars import lark_json
+from worker.parsers.schema import Schema, mapping
 from worker.tool_grammar.lark import Lark, either
-from worker.tool_grammar.schemas import Schema, Tool, count, is_bounded, mapping, names, resolved, types_of
+from worker.tool_grammar.schemas import Tool, count, is_bounded, names, quantifier, resolved, types_of
 
 _INTEGER: Final = r"/-?(0|[1-9][0-9]{0,14})/"
 _NUMBER: Final = r"/-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?([eE][+\-]?[0-9]{1,2})?/"
@@ -108,15 +109,13 @@ class Values:
                 return self._anything()
 
     def _string(self, schema: Schema) -> str:
-        low, high = count(schema, "minLength") or 0, count(schema, "maxLength")
-        size = f"{{{low},{'' if high is None else high}}}" if low or high is not None else "*"
         if self._style.delimiter:
             mark = self._style.delimiter
-            return f"{self._lark.text(mark)} {self._lark.until(mark, self._banned, body=f'(?s:.{size})')}"
+            return f"{self._lark.text(mark)} {self._lark.until(mark, self._banned, body=f'(?s:.{quantifier(schema)})')}"
         if "pattern" in schema:
             return self._foreign(schema)
         # As one lexeme, from quote to quote.
-        body = self._lark.without(rf"\"{_CHAR}{size}\"", self._banned)
+        body = self._lark.without(rf"\"{_CHAR}{quantifier(schema)}\"", self._banned)
         return self._lark.terminal(body)
 
     def _constant(self, value: Any) -> str:
