@@ -174,7 +174,7 @@ class Captures:
     async def _call(self, action: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, action)
 
-    # -- in the thread -----------------------------------------------------------------------------------------------
+    # In the thread.
 
     def _put(self, captured: Captured) -> None:
         self._room.release()

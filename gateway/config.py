@@ -179,10 +179,6 @@ class Config(Struct, frozen=True):
         return max((model.cache.disk_bytes for model in self.models.values()), default=0)
 
     @property
-    def log_dir(self) -> Path:
-        return self.home / "logs"
-
-    @property
     def log_path(self) -> Path:
         return log_path(self.home)
 

@@ -71,9 +71,6 @@ def schema() -> dict[str, Any]:
     }
 
 
-# -- helpers ---------------------------------------------------------------------------------------------------------
-
-
 def _fields(struct: type[Struct]) -> list[str]:
     return [name for name in struct.__struct_fields__ if name not in _NOT_IN_FILE]
 

@@ -66,13 +66,9 @@ def load_config(
     return Config(home=home, server=server, models=models, config_path=source.path, memory=memory)
 
 
-# -- tables ----------------------------------------------------------------------------------------------------------
-
-
 def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig:
     table = source.table(raw, ServerConfig, ("server",))
-    for key, value in overrides.items():
-        table[key] = value
+    table |= overrides
     if isinstance(table.get("log_level"), str):
         table["log_level"] = table["log_level"].lower()
     server = source.convert(table, ServerConfig, ("server",), overridden=frozenset(overrides))

@@ -127,8 +127,6 @@ class KeyFile:
             raise KeysUnusable(f"{self.path}: {error}") from None
         return contents.keys
 
-    # -- changing ------------------------------------------------------------------------------------------------
-
     def create(self, key: Key, *, shares_cache: bool = False) -> tuple[Key, str]:
         """Keep a key like `key`, with a secret of its own. Returns both. Raises `KeyRefused`, `KeysUnusable`."""
         with self._changing() as keys:

@@ -130,7 +130,7 @@ class Metrics:
         """Everything in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    # -- Events: called by the pool and the link -----------------------------------------------------------------
+    # Events: called by the pool and the link.
 
     def step(self, model: str, step: Step) -> None:
         """One decoded `Step`."""
@@ -222,7 +222,7 @@ class Metrics:
         """How the memory is shared out now."""
         self.memory_view = view
 
-    # -- Requests ------------------------------------------------------------------------------------------------
+    # Requests.
 
     def request_ended(self, model: str | None, key: str | None, status: int) -> None:
         """One HTTP request of an API was answered."""

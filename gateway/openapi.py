@@ -154,9 +154,6 @@ def _header(description: str, kind: str = "string", *, is_required: bool = False
     return {"description": description, "required": is_required, "schema": {"type": kind}}
 
 
-# -- schemas ---------------------------------------------------------------------------------------------------------
-
-
 def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Schema]]:
     """The schemas of all structs by name, and the reference to each body, answer, event and error."""
     asked = list(dict.fromkeys(one.body for one in operations if one.body is not None))

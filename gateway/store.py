@@ -102,7 +102,7 @@ class Store:
         self._thread.submit(self._close)
         self._thread.shutdown()
 
-    # -- in the thread -----------------------------------------------------------------------------------------------
+    # In the thread.
 
     async def _call(self, action: Callable[[], T]) -> T:
         try:

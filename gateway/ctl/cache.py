@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from gateway.config import Config
-from gateway.ctl.complete import complete_models
+from gateway.ctl.complete import a_model
 from gateway.ctl.local import read_config
 from gateway.ctl.say import Json, console, print_json, tell
 from gateway.failed import Failed
@@ -37,16 +37,7 @@ def stats(json: Json = False) -> None:
 
 @app.command()
 def clear(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Only what was kept for this model.",
-            show_default=False,
-            metavar="MODEL",
-            autocompletion=complete_models,
-        ),
-    ] = None,
-    json: Json = False,
+    model: Annotated[str | None, a_model("Only what was kept for this model.", "MODEL")] = None, json: Json = False
 ) -> None:
     """Delete the prefix cache on disk, also while models run: they compute anew what is gone.
 

@@ -1,6 +1,7 @@
 """What a shell offers after TAB: names of models, from the files alone, so that it is quick and needs no daemon."""
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +25,9 @@ def complete_downloaded(incomplete: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-Model = Annotated[
-    str, typer.Argument(help="A model's name or alias.", show_default=False, autocompletion=complete_models)
-]
+def a_model(help: str, metavar: str | None = None, complete: Callable[[str], list[str]] = complete_models) -> Any:
+    """An argument that names a model."""
+    return typer.Argument(help=help, show_default=False, metavar=metavar, autocompletion=complete)
+
+
+Model = Annotated[str, a_model("A model's name or alias.")]

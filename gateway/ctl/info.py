@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.config import ModelConfig
-from gateway.ctl.complete import complete_models
+from gateway.ctl.complete import a_model
 from gateway.ctl.local import available_bytes, model_of, read_config
 from gateway.ctl.say import Json, print_json
 from gateway.failed import Failed
@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 def info(
     model: Annotated[
-        str,
-        typer.Argument(
-            help="A model's name or alias, a folder, or a repository (ORG/NAME or ORG/NAME@REVISION).",
-            show_default=False,
-            autocompletion=complete_models,
-        ),
+        str, a_model("A model's name or alias, a folder, or a repository (ORG/NAME or ORG/NAME@REVISION).")
     ],
     json: Json = False,
 ) -> None:

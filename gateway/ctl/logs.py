@@ -9,7 +9,7 @@ import typer
 
 from gateway import logfile
 from gateway.config import default_home, log_path
-from gateway.ctl.complete import complete_models
+from gateway.ctl.complete import a_model
 from gateway.ctl.say import Json
 from gateway.failed import Failed
 
@@ -18,15 +18,7 @@ _HEAD: Final = ("time", "level", "logger", "message", "exception")
 
 
 def logs(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Only lines about this model.",
-            show_default=False,
-            metavar="MODEL",
-            autocompletion=complete_models,
-        ),
-    ] = None,
+    model: Annotated[str | None, a_model("Only lines about this model.", "MODEL")] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
     json: Json = False,
@@ -72,8 +64,8 @@ def is_about(line: str, model: str) -> bool:
     fields = _read(line)
     if fields is None:
         return False
-    message = str(fields.get("message", ""))
-    return fields.get("model") == model or f"{model}#" in message or f"model {model}:" in message
+    message = f" {fields.get('message', '')}"
+    return fields.get("model") == model or f" {model}#" in message or f"model {model}:" in message
 
 
 def _read(line: str) -> dict[str, Any] | None:

@@ -7,19 +7,14 @@ from typing import Annotated
 import typer
 
 from gateway.config import Config
-from gateway.ctl.complete import complete_downloaded
+from gateway.ctl.complete import a_model, complete_downloaded
 from gateway.ctl.local import model_of, read_config, running_models
 from gateway.ctl.say import Json, print_json
 from gateway.failed import Failed
 
 
 def rm(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A model's name or alias, or a repository.", show_default=False, autocompletion=complete_downloaded
-        ),
-    ],
+    model: Annotated[str, a_model("A model's name or alias, or a repository.", complete=complete_downloaded)],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: Json = False,
 ) -> None:

@@ -50,20 +50,14 @@ def source(target: str | None, find: str | None, remembered: str, extra: str) ->
 
 def install(env: Path, wanted: Source, base: Path, uv: str | None) -> list[Run]:
     """Make the environment beside the others, with `base`'s Python, and install into it."""
+    own = str(python(env))
     if uv is not None:
-        return [
-            Run((uv, "venv", "--quiet", "--python", str(base), str(env))),
-            Run(
-                (uv, "pip", "install", "--quiet", "--python", str(python(env)), *_where(wanted)),
-                False,
-                INSTALL_TIMEOUT_S,
-            ),
-        ]
-    pip = (str(python(env)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input")
-    return [
-        Run((str(base), "-m", "venv", str(env))),
-        Run((*pip, *_where(wanted)), False, INSTALL_TIMEOUT_S),
-    ]
+        make = (uv, "venv", "--quiet", "--python", str(base), str(env))
+        pip = (uv, "pip", "install", "--quiet", "--python", own)
+    else:
+        make = (str(base), "-m", "venv", str(env))
+        pip = (own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input")
+    return [Run(make), Run((*pip, *_where(wanted)), timeout_s=INSTALL_TIMEOUT_S)]
 
 
 def check(env: Path, home: Path) -> list[Run]:

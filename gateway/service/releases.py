@@ -16,7 +16,6 @@ from msgspec import DecodeError, Struct, json
 
 from gateway.service.description import Action, Link, Remove, Write
 
-KEEP: Final = 3
 SERVICE_FILE: Final = "service.json"
 RELEASE_FILE: Final = "mlxd-release.json"
 _OF_WORKERS: Final = ("worker", "protocol")

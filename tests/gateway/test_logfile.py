@@ -116,7 +116,9 @@ def test_lines_are_for_people_and_cannot_command_the_terminal() -> None:
 def test_lines_belong_to_a_model_by_field_worker_or_word() -> None:
     assert is_about('{"message": "POST /v1/x", "model": "org/m"}', "org/m")
     assert is_about('{"message": "worker org/m#3: starting -> loading"}', "org/m")
+    assert is_about('{"message": "org/m#3: printed by the worker"}', "org/m")
     assert not is_about('{"message": "worker org/m#3: starting -> loading"}', "other")
+    assert not is_about('{"message": "worker other-m#3: starting -> loading"}', "m")
     assert not is_about("no json", "org/m")
 
 
