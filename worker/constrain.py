@@ -43,15 +43,8 @@ class Masks:
 
     def add(self, uid: int, rule: Rule, output: Sequence[int]) -> None:
         """Follow `uid`, which has said `output` so far."""
-        tokens = list(output)
-
-        def start() -> tuple[Guide, Allowed | None]:
-            guide = Guide(rule)
-            for token in tokens:
-                guide.take(token)
-            return guide, guide.allowed()
-
-        self._work[uid] = _Work(self._threads.submit(start), time.monotonic())
+        tokens = tuple(output)
+        self._work[uid] = _Work(self._threads.submit(lambda: _follow(Guide(rule), tokens)), time.monotonic())
 
     def move(self, old: int, new: int) -> None:
         """The row has come back under another uid."""
@@ -75,7 +68,7 @@ class Masks:
             work = self._work.get(uid)
             if work is not None and work.is_ready:
                 guide, _ = work.future.result()
-                work.future, work.since = self._threads.submit(_advance, guide, token), now
+                work.future, work.since = self._threads.submit(_follow, guide, (token,)), now
 
     def apply(self, uids: Sequence[int], logits: mx.array) -> mx.array:
         """Logits `[rows, vocab]` with what grammars forbid at -inf. Rows that are late or broken are left alone."""
@@ -130,8 +123,9 @@ class _Work:
         return error if error is None or isinstance(error, Exception) else GrammarFailed(repr(error))
 
 
-def _advance(guide: Guide, token: int) -> _Outcome:
-    guide.take(token)
+def _follow(guide: Guide, tokens: Sequence[int]) -> _Outcome:
+    for token in tokens:
+        guide.take(token)
     return guide, guide.allowed()
 
 

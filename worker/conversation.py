@@ -24,7 +24,7 @@ For each call, answer with a JSON object within <tool_call></tool_call> tags, an
 </tool_call>"""
 
 
-def arguments_as_objects(messages: Messages) -> Messages:
+def unchanged(messages: Messages) -> Messages:
     """As most templates want them, and as messages come."""
     return messages
 
@@ -60,7 +60,8 @@ def one_call_each(messages: Messages) -> Messages:
             results.append(messages[at])
             at += 1
         for index, call in enumerate(calls):
-            split.append({**message, "tool_calls": [call]} if not index else _call_alone(message, call))
+            said = message if not index else {"role": message["role"], "content": ""}
+            split.append({**said, "tool_calls": [call]})
             answer = next((result for result in results if result.get("tool_call_id") == call.get("id")), None)
             if answer is not None:
                 results.remove(answer)
@@ -139,7 +140,7 @@ def without_system(messages: Messages) -> Messages:
 
 
 CALL_SHAPES: Final[tuple[Callable[[Messages], Messages], ...]] = (
-    lambda messages: messages,
+    unchanged,
     one_call_each,
     words_in_reasoning,
     lambda messages: one_call_each(words_in_reasoning(messages)),
@@ -149,7 +150,7 @@ CALL_SHAPES: Final[tuple[Callable[[Messages], Messages], ...]] = (
 """In the order in which they are tried, for turns with more than one call, or with words beside them."""
 
 ADAPTATIONS: Final[tuple[Callable[[Messages], Messages], ...]] = (
-    lambda messages: messages,
+    unchanged,
     one_system,
     alternating,
     without_system,
@@ -164,16 +165,9 @@ def tools_in_text(messages: Messages, tools: Sequence[dict[str, Any]]) -> Messag
     """Tools, calls and results as plain text, for templates that render none of them."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     prompt = [{"role": "system", "content": TOOLS_PROMPT.format(tools=lines)}] if tools else []
-    merged = one_system([*_leading_system(messages), *prompt, *_after_system(messages)])
+    lead = 1 if messages and messages[0]["role"] == "system" else 0
+    merged = one_system([*messages[:lead], *prompt, *messages[lead:]])
     return alternating([_call_in_text(message) for message in merged])
-
-
-def _leading_system(messages: Messages) -> Messages:
-    return [message for message in messages[:1] if message["role"] == "system"]
-
-
-def _after_system(messages: Messages) -> Messages:
-    return messages[len(_leading_system(messages)) :]
 
 
 def _call_in_text(message: Message) -> Message:
@@ -187,10 +181,6 @@ def _call_in_text(message: Message) -> Message:
     if not calls:
         return message
     return {"role": message["role"], "content": "\n".join([content, *calls] if content else calls)}
-
-
-def _call_alone(message: Message, call: Message) -> Message:
-    return {"role": message["role"], "content": "", "tool_calls": [call]}
 
 
 def _function(call: Message) -> Message:

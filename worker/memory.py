@@ -105,7 +105,11 @@ class Share:
         """Give MLX its limits, and return all of them. To be called after whatever may have set them otherwise."""
         spec, order = self._spec, self._order
         if not order.share_bytes:
-            limits = Limits(_free_kv(spec.kv_bytes), _default_prefixes(spec.cache_bytes), _most_buffers())
+            machine = psutil.virtual_memory()
+            # Half of what is free now, with the weights loaded, and an eighth of all there is.
+            kv = spec.kv_bytes if spec.kv_bytes >= 0 else machine.available // 2
+            prefixes = spec.cache_bytes if spec.cache_bytes >= 0 else machine.total // 8
+            limits = Limits(kv, prefixes, _most_buffers())
         else:
             limits = divide(order, self._weights, measure().host, kv=spec.kv_bytes, prefixes=spec.cache_bytes)
         mx.set_cache_limit(limits.buffers)
@@ -154,16 +158,6 @@ def _set_wired(wanted: int) -> None:
 
 def _most_buffers() -> int:
     return max(_CACHE_BYTES, psutil.virtual_memory().total // _CACHE_PART)
-
-
-def _default_prefixes(wanted: int) -> int:
-    """Without a share: -1 means an eighth of the machine's memory."""
-    return wanted if wanted >= 0 else psutil.virtual_memory().total // 8
-
-
-def _free_kv(wanted: int) -> int:
-    """Without a share: -1 means half of the memory that is free now, with the weights loaded."""
-    return wanted if wanted >= 0 else psutil.virtual_memory().available // 2
 
 
 def _linux_footprint() -> int:

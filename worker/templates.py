@@ -3,7 +3,7 @@
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final, cast
@@ -19,28 +19,25 @@ from worker.conversation import (
     CALL_SHAPES,
     Messages,
     arguments_as_json,
-    arguments_as_objects,
     calls_in_text,
     tools_in_text,
+    unchanged,
 )
 from worker.errors import LoadFailed, RequestInvalid
 from worker.simple_tools import simple_tools
 
 # What template code raises on messages that it does not expect.
 _REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
-_PROBE_TOOL: Final[dict[str, Any]] = {
-    "type": "function",
-    "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
-}
 _NEAREST: Final = {"low": ("medium", "high", ""), "medium": ("high", "low", ""), "high": ("medium", "low", "")}
-_LISTED_TOOL: Final[dict[str, Any]] = {
-    "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "",
-        "parameters": {"type": "object", "properties": {"listed": {"type": "string", "description": ""}}},
-    },
-}
+
+
+def _probe_tool(properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "probe", "description": "", "parameters": parameters}}
+
+
+_PROBE_TOOL: Final = _probe_tool({})
+_LISTED_TOOL: Final = _probe_tool({"listed": {"type": "string", "description": ""}})
 _PROBE_CALL: Final[dict[str, Any]] = {
     "id": "call00000",
     "type": "function",
@@ -65,7 +62,7 @@ class Renderer:
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
         # Most templates test whether there are tools; a few go through them in any case.
         self._no_tools: list[Any] | None = None
-        self._no_tools = [] if self._templates and not self._renders_plain() else None
+        self._no_tools = [] if self._templates and not self._try([{"role": "user", "content": "x"}]) else None
         self.knows_tools = self.knows_tools and self._renders_tools()
         self._write_calls = self._choose_calls()
         self._shape_calls = self._choose_shape()
@@ -122,6 +119,12 @@ class Renderer:
             return "", ""
         return (opened, closed) if opened.startswith(closed) else ("", "")
 
+    def _try(self, messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> str | None:
+        """What comes out of exactly these messages, before an answer; None where the template refuses them."""
+        with suppress(*_REFUSALS):
+            return self._render(messages, ChatPrompt(messages, list(tools)), opens_answer=True)
+        return None
+
     def _render(self, messages: Messages, prompt: ChatPrompt, opens_answer: bool) -> str:
         tools = prompt.tools or self._no_tools if self.knows_tools else self._no_tools
         variables = {**_thinking_variables(prompt), **prompt.template_kwargs}
@@ -159,7 +162,7 @@ class Renderer:
 
     def _choose_calls(self) -> Callable[[Messages], Messages]:
         """How this template is given earlier calls so that they come out as JSON and are not lost."""
-        ways = (arguments_as_objects, arguments_as_json, calls_in_text)
+        ways = (unchanged, arguments_as_json, calls_in_text)
         if not self._templates or not self.knows_tools:
             return ways[0]
         return next((way for way in ways if self._is_written_well(way)), ways[0])
@@ -170,10 +173,7 @@ class Renderer:
             {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
             {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "y"},
         ]
-        try:
-            text = self._render(way(messages), ChatPrompt(messages, [_PROBE_TOOL]), opens_answer=True)
-        except _REFUSALS:
-            return False
+        text = self._try(way(messages), [_PROBE_TOOL]) or ""
         is_lost = "quoted" not in text or "word" not in text
         is_python, is_quoted_twice = "'quoted'" in text, '\\"quoted' in text
         return not (is_lost or is_python or is_quoted_twice)
@@ -200,14 +200,10 @@ class Renderer:
             *({"role": "tool", "tool_call_id": call["id"], "name": "probe", "content": "y"} for call in calls),
         ]
         answered: Messages = [*messages, {"role": "assistant", "content": "z"}, {"role": "user", "content": "x"}]
-        try:
-            prompt = ChatPrompt(messages, [_PROBE_TOOL])
-            text = self._render(self._write_calls(shape(messages)), prompt, opens_answer=True)
-            # Earlier turns may lose their reasoning, and what was said with it; they may not be refused.
-            self._render(self._write_calls(shape(answered)), prompt, opens_answer=True)
-        except _REFUSALS:
-            return False
-        return all(word in text for word in words)
+        text = self._try(self._write_calls(shape(messages)), [_PROBE_TOOL]) or ""
+        # Earlier turns may lose their reasoning, and what was said with it; they may not be refused.
+        is_taken = self._try(self._write_calls(shape(answered)), [_PROBE_TOOL]) is not None
+        return is_taken and all(word in text for word in words)
 
     def _mentions(self, name: str) -> bool:
         return any(re.search(rf"\b{name}\b", template) for template in self._templates.values())
@@ -219,19 +215,9 @@ class Renderer:
         messages: Messages = [{"role": "system", "content": "w"}, {"role": "user", "content": "x"}]
         for tools in ([_LISTED_TOOL], simple_tools([_LISTED_TOOL])):
             for adapt in ADAPTATIONS:
-                try:
-                    text = self._render(adapt(messages), ChatPrompt(messages, tools), opens_answer=True)
-                except _REFUSALS:
-                    continue
-                return "probe" in text or "listed" in text
+                if (text := self._try(adapt(messages), tools)) is not None:
+                    return "probe" in text or "listed" in text
         return False
-
-    def _renders_plain(self) -> bool:
-        messages: Messages = [{"role": "user", "content": "x"}]
-        try:
-            return bool(self._render(messages, ChatPrompt(messages), opens_answer=True))
-        except _REFUSALS:
-            return False
 
     def _loses_system(self, adapt: Callable[[Messages], Messages]) -> bool:
         """Whether the template silently drops a system message: not the only one, or not before a question."""
@@ -246,12 +232,8 @@ class Renderer:
 
     def _loses_word(self, messages: Messages) -> bool:
         words = {str(message["content"]) for message in messages if "words" in str(message["content"])}
-        tools = [_PROBE_TOOL] if messages[-1]["role"] == "tool" else []
-        try:
-            text = self._render(messages, ChatPrompt(messages, tools), opens_answer=True)
-        except _REFUSALS:
-            return False
-        return any(word not in text for word in words)
+        text = self._try(messages, [_PROBE_TOOL] if messages[-1]["role"] == "tool" else [])
+        return text is not None and any(word not in text for word in words)
 
 
 def check_template(template: str) -> None:

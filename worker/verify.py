@@ -270,10 +270,6 @@ def _crowd(vocab_size: int) -> list[Generate]:
     return made
 
 
-def _ignore_progress(_stage: str, _done_bytes: int, _total_bytes: int) -> None:
-    pass
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Verify one model; returns the exit status."""
     parser = argparse.ArgumentParser(prog="worker.verify", description="Compare what a model says however it is run.")
@@ -287,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bad --spec: {error}", file=sys.stderr)
         return Exit.BAD_CONFIG
     try:
-        loaded = load(spec, _ignore_progress)
+        loaded = load(spec, lambda _stage, _done, _total: None)
         memory.Share(spec, loaded.weights_bytes).enforce()
         status = 0
         for check in Verifier(loaded, spec, options.tokens, options.words).checks():
