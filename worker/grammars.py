@@ -25,7 +25,7 @@ from protocol.failures import Code, Failure
 from protocol.messages import Constraint, ConstraintKind
 from worker.errors import RequestInvalid
 from worker.schema_check import SchemaInvalid, check
-from worker.schema_exact import exact
+from worker.schema_exact import bound, exact
 
 Allowed = npt.NDArray[np.bool_]
 """`[vocab]`: which tokens may come next."""
@@ -55,6 +55,8 @@ _JSON_OPTIONS: Final[dict[str, Any]] = {
 # All but `\\u`, which llguidance takes in free keys: `"\\u0061"` would be a second "a", of any type.
 _PLAIN_KEYS: Final[dict[str, Any]] = {"json_allowed_escapes": 'bfnrt\\"'}
 _MULTIPLE: Final = re.compile(r'"multipleOf"\s*:\s*([-+0-9.eE]{1,40})')
+_JSON_RULE: Final = re.compile(r"%json\s*(?=\{)")
+_decoder: Final = json.JSONDecoder()
 _MAX_MESSAGE: Final = 400
 
 
@@ -222,7 +224,7 @@ def _source(constraint: Constraint) -> str:
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(text)
         case ConstraintKind.GRAMMAR:
-            _check_multiples(text)
+            _check_schemas(text)
             return LLMatcher.grammar_from_lark(_lark(text))
         case ConstraintKind.CHOICE:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in _choices(text)))
@@ -235,7 +237,15 @@ def lark_json(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
 
     `is_lenient` skips keywords that cannot be enforced instead of refusing them.
     """
-    return "%json " + json.dumps({**schema, "x-guidance": {**_JSON_OPTIONS, "lenient": is_lenient}})
+    options = {**_JSON_OPTIONS, "lenient": is_lenient}
+    try:
+        check(schema)
+        made = exact(schema)
+        schema, options = made.schema, options | (_PLAIN_KEYS if made.has_loose_keys else {})
+    except (SchemaInvalid, RecursionError, OverflowError):
+        if not is_lenient:
+            raise
+    return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
 def _json(schema: str, options: dict[str, Any]) -> str:
@@ -265,13 +275,19 @@ def _json_schema(text: str) -> str:
     return _json(written, _JSON_OPTIONS | _PLAIN_KEYS if made.has_loose_keys else _JSON_OPTIONS)
 
 
-def _check_multiples(text: str) -> None:
-    """The same for the schemas inside of a Lark grammar, as they are written."""
+def _check_schemas(text: str) -> None:
+    """The same bounds for the schemas inside of a Lark grammar."""
     try:
         for written in _MULTIPLE.findall(text):
             check({"multipleOf": json.loads(written)})
-    except ValueError as error:
-        raise GrammarFailed("a multipleOf in it cannot be enforced") from error
+        for found in _JSON_RULE.finditer(text):
+            schema, _ = _decoder.raw_decode(text, found.end())
+            check(schema)
+            bound(schema)
+    except SchemaInvalid as error:
+        raise GrammarFailed(f"a schema in it: {error}") from error
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise GrammarFailed("a schema in it cannot be read") from error
 
 
 def _lark(text: str) -> str:

@@ -70,10 +70,22 @@ def exact(schema: Schema) -> Exact:
     return Exact(made, walk.has_loose_keys)
 
 
+def bound(schema: Schema) -> None:
+    """Only whether it can be compiled in bounded time, for a schema that `check` has let through.
+
+    Raises `SchemaInvalid`.
+    """
+    walk = _Walk(is_exact=False)
+    walk.schema(schema, ())
+    walk.check_references()
+    walk.check_merges()
+
+
 @dataclass(slots=True)
 class _Walk:
     """One way through a schema: the places that hold schemas, and what is found on it."""
 
+    is_exact: bool = True
     has_loose_keys: bool = False
     places: dict[Path, Schema] = field(default_factory=dict[Path, Schema])
     roots: list[Path] = field(default_factory=lambda: [()])
@@ -89,19 +101,13 @@ class _Walk:
             fields.get("additionalProperties", True) is not False
         ):
             self.has_loose_keys = True
-        for pattern in (fields.get("pattern", ""), *fields.get("patternProperties", ())):
-            _check_pattern(pattern, _shown(path))
         if len(fields.get("properties", ())) > PROPERTIES_MAX:
             raise SchemaInvalid(f"{_shown(path)}/properties has more than {PROPERTIES_MAX} entries")
         if "pattern" in fields and len(fields.get("enum", ())) > TRIED_MAX:
             raise SchemaInvalid(f"{_shown(path)}/enum has more than {TRIED_MAX} values beside a pattern")
-        for key in fields.keys() & {"const", "enum"}:
-            _check_constants(fields[key], f"{_shown(path)}/{key}")
         made = {key: self._inner(key, value, (*path, key)) for key, value in fields.items()}
-        # Drafts that know fewer keywords would skip the others.
-        made.pop("$schema", None)
-        _tighten(made, _shown(path))
-        _count_keys(made, _shown(path))
+        if self.is_exact:
+            _make_exact(made, _shown(path))
         return made
 
     def check_references(self) -> None:
@@ -160,6 +166,17 @@ class _Walk:
             return self.schema(cast(Schema, value), path)
         self.places[path] = {}  # true or false
         return value
+
+
+def _make_exact(fields: dict[str, Any], where: str) -> None:
+    for pattern in (fields.get("pattern", ""), *fields.get("patternProperties", ())):
+        _check_pattern(pattern, where)
+    for key in fields.keys() & {"const", "enum"}:
+        _check_constants(fields[key], f"{where}/{key}")
+    # Drafts that know fewer keywords would skip the others.
+    fields.pop("$schema", None)
+    _tighten(fields, where)
+    _count_keys(fields, where)
 
 
 def _tighten(fields: dict[str, Any], where: str) -> None:

@@ -19,7 +19,7 @@ from protocol.messages import Constraint, ConstraintKind, Finish, Generate, Samp
 from tests.support.engine import EngineHarness, spec
 from tests.support.schemas import Schemas, doubled, errors_of
 from worker.errors import RequestInvalid
-from worker.grammars import Grammar, GrammarFailed, Grammars
+from worker.grammars import Grammar, GrammarFailed, Grammars, lark_json
 
 COUNT = int(os.environ.get("MLXD_FUZZ_SCHEMAS", "60"))
 BATCH = 16
@@ -71,6 +71,15 @@ def test_what_llguidance_would_not_hold_or_not_end_with_is_refused_at_once(
     with pytest.raises(RequestInvalid, match=re.escape(reason)):
         grammars.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
     assert time.thread_time() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    "schema", [{"$ref": "#/x", "x": {"multipleOf": 9999991}}, {"allOf": [{"$ref": "#/$defs/d0"}], **doubled(40)}]
+)
+def test_a_schema_inside_of_a_grammar_is_bounded_too(grammars: Grammars, schema: Any) -> None:
+    for text in ("start: %json " + json.dumps(schema), "start: " + lark_json(schema, is_lenient=True)):
+        with pytest.raises(RequestInvalid):
+            grammars.compile(Constraint(ConstraintKind.GRAMMAR, text))
 
 
 @pytest.mark.parametrize(
