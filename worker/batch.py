@@ -133,7 +133,7 @@ class Batch:
     """The rows on the device. One thread owns it and everything MLX.
 
     `insert` takes a row at any time, `remove` takes it out in any phase, `tick` does one decode step for the decoding
-    rows and then one chunk for the prefilling ones.
+    rows and then one chunk for the prefilling ones. `settle` stores what the rows that ended have computed.
     """
 
     def __init__(
@@ -151,6 +151,8 @@ class Batch:
         self._prefilling: set[int] = set()
         # Rows past their prompt whose KV is nowhere but in the batch: it is stored when they end, or are asked for it.
         self._unstored: set[int] = set()
+        # Rows that have ended, with all tokens and their KV, until `settle`.
+        self._ended: list[tuple[Row, list[int], list[Any]]] = []
         self._eos = StopSequences([[token] for token in eos_ids])
         self._never = StopSequences()
         self._generator = _Generator(
@@ -216,6 +218,7 @@ class Batch:
 
         The last token always runs: its logits are what the first sample needs.
         """
+        self.settle()
         tokens = row.tokens()
         ticket, row.ticket = row.ticket, None
         self._store_running(tokens, row.cache_salt)
@@ -278,6 +281,7 @@ class Batch:
 
     def tick(self, chunk: int) -> Tick:
         """One decode step, then at most `chunk` prompt tokens of each prefilling row."""
+        self.settle()
         self._unpark()
         self._generator.prefill_step_size = chunk
         prompted, generated = self._generator.next()
@@ -308,11 +312,17 @@ class Batch:
                 assert response.all_tokens is not None
                 assert response.prompt_cache is not None
                 self.kv_cost = self.kv_cost or KvCost.of(response.prompt_cache, len(response.all_tokens))
-                self._keep(row, response.all_tokens, response.prompt_cache)
-                self._persist(row, response.all_tokens)
+                self._ended.append((row, response.all_tokens, response.prompt_cache))
                 self._forget(row)
         self._park()
         return Tick(tokens, progress, broken, prefilled)
+
+    def settle(self) -> None:
+        """Store the rows that ended. Not in `tick`: it takes a while, in which their clients can have their answers."""
+        ended, self._ended = self._ended, []
+        for row, tokens, caches in ended:
+            self._keep(row, tokens, caches)
+            self._persist(row, tokens)
 
     def _park(self) -> None:
         """Take out the rows that the step did not wait for: what was sampled for them is dropped, their KV is kept."""
@@ -335,6 +345,7 @@ class Batch:
 
     def abandon(self) -> None:
         """Let go of every row after a failed step, when nothing in the generator can be trusted or even asked."""
+        self._ended.clear()
         for row in self.rows:
             self._forget(row)
 

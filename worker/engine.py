@@ -117,6 +117,7 @@ class Engine:
             if self._batch:
                 self._tick()
             self._flush()
+            self._settle()
             self._cache.hand_over()
         self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
         self._flush()
@@ -132,6 +133,7 @@ class Engine:
         self._batch.insert(row)
         while self._batch:
             self._batch.tick(self._spec.prefill_chunk)
+        self._batch.settle()
         self._cache.clear()
         assert self._batch.kv_cost is not None
         self.kv_cost = self._batch.kv_cost
@@ -277,6 +279,12 @@ class Engine:
         self._gauges.prompt_tokens += tick.prefilled
         self._gauges.generation_tokens += len(tick.tokens)
         self._emit(tick, now)
+
+    def _settle(self) -> None:
+        try:
+            self._batch.settle()
+        except Exception as error:  # the root of the step loop
+            self._recover(error)
 
     def _emit(self, tick: Tick, now: float) -> None:
         for row, done, total in tick.progress:
