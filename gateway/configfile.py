@@ -45,8 +45,7 @@ def to_json(config: Config) -> dict[str, object]:
 
 def keys_of(table: type[Struct]) -> Iterator[tuple[str, str]]:
     """Each key of a table and its default as the file would spell it; empty without one that can be written."""
-    info = msgspec.structs.fields(table)
-    for field in info:
+    for field in msgspec.structs.fields(table):
         if field.name in _NOT_IN_FILE:
             continue
         default = field.default if field.default_factory is NODEFAULT else field.default_factory()
@@ -90,16 +89,14 @@ def _table(path: tuple[str, ...], body: Struct) -> str:
     for name in _fields(type(body)):
         value = getattr(body, name)
         # TOML has no null; a key that is not there means the same.
-        if value is not None and value != _empty(value) and not isinstance(value, dict):
+        if value is not None and not _is_blank(value) and not isinstance(value, dict):
             lines.append(f"{_key(file_key(name))} = {_literal(name, value)}")
     return "\n".join(lines) + "\n"
 
 
-def _empty(value: object) -> object:
-    """What a nested table with nothing set looks like; nothing else equals it."""
-    if isinstance(value, Struct) and all(getattr(value, name) is None for name in value.__struct_fields__):
-        return value
-    return NODEFAULT
+def _is_blank(value: object) -> bool:
+    """A nested table with nothing set."""
+    return isinstance(value, Struct) and all(getattr(value, name) is None for name in value.__struct_fields__)
 
 
 def _literal(field: str, value: object) -> str:
@@ -109,8 +106,7 @@ def _literal(field: str, value: object) -> str:
         case int() | float():
             return _number(field, value)
         case str():
-            # JSON's strings are TOML's basic strings but for this one character.
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            return _string(value)
         case list() | tuple():
             return f"[{', '.join(_literal('', item) for item in value)}]"  # pyright: ignore[reportUnknownVariableType]
         case Struct():
@@ -118,7 +114,7 @@ def _literal(field: str, value: object) -> str:
             inner = ", ".join(f"{file_key(name)} = {_literal(name, item)}" for name, item in items if item is not None)
             return f"{{ {inner} }}"
         case _:
-            return json.dumps(str(value), ensure_ascii=False)
+            return _string(str(value))
 
 
 def _number(field: str, value: float) -> str:
@@ -130,7 +126,12 @@ def _number(field: str, value: float) -> str:
 
 
 def _key(name: str) -> str:
-    return name if _BARE_KEY.match(name) else json.dumps(name, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return name if _BARE_KEY.match(name) else _string(name)
+
+
+def _string(text: str) -> str:
+    # JSON's strings are TOML's basic strings but for this one character.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _plain(value: object) -> object:

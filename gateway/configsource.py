@@ -62,12 +62,12 @@ class Source:
         """`raw` with its keys renamed to the fields of `struct` and its durations and sizes as numbers."""
         if not isinstance(raw, dict):
             raise self.error(f"{'.'.join(where)} must be a table", where)
-        fields = {name: name for name in struct.__struct_fields__ if name not in hidden}
-        short = {file_key(name): name for name in fields}
-        self.refuse_unknown(raw, tuple(short | fields), where)
+        names = [name for name in struct.__struct_fields__ if name not in hidden]
+        fields = {file_key(name): name for name in names} | {name: name for name in names}
+        self.refuse_unknown(raw, tuple(fields), where)
         table: dict[str, Any] = {}
         for key, value in raw.items():
-            field = short.get(key) or fields[key]
+            field = fields[key]
             if field in table:
                 raise self.error(f"{file_key(field)!r} is given twice", (*where, key))
             table[field] = self._number(field, value, (*where, key))

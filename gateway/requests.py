@@ -3,44 +3,25 @@
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from gateway.http import Record
 from gateway.schemas.admin import RequestView
+
+if TYPE_CHECKING:
+    from gateway.generation import Generation
 
 # No id that a client may give has it.
 AGAIN: Final = "~"
-
-
-class Served(Protocol):
-    """A generation, as far as this table knows it."""
-
-    @property
-    def record(self) -> Record: ...
-    @property
-    def state(self) -> str:
-        """`queued`, `loading`, `prefill` or `decode`."""
-        ...
-
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def cached_tokens(self) -> int: ...
-    @property
-    def generated_tokens(self) -> int: ...
-    @property
-    def sequences(self) -> int: ...
-    def cancel(self) -> None: ...
 
 
 class Requests:
     """By the id that their client gave, or else got. One that comes with an id in use is listed as `ID~2`, `ID~3`, …"""
 
     def __init__(self) -> None:
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, Generation] = {}
 
     @contextmanager
-    def hold(self, served: Served) -> Generator[None, None, None]:
+    def hold(self, served: "Generation") -> Generator[None, None, None]:
         """Be listed."""
         name = stem = served.record.id
         number = 1
@@ -70,7 +51,7 @@ class Requests:
         return True
 
 
-def _view(name: str, served: Served) -> RequestView:
+def _view(name: str, served: "Generation") -> RequestView:
     record = served.record
     now = time.perf_counter()
     first = record.first_token_s

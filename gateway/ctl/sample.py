@@ -48,13 +48,13 @@ class Sample(Struct, frozen=True):
     models: list[ModelSample]
 
 
-def take(look: Callable[[], Status], span_s: float, sleep: Callable[[float], None] = time.sleep) -> Sample:
+def take(look: Callable[[], Status], span_s: float) -> Sample:
     """Two looks. Where nothing is generated one is enough."""
     before = look()
     if not any(model.inside for model in before.models):
         return compare(before, before, 0.0)
     began = time.monotonic()
-    sleep(span_s)
+    time.sleep(span_s)
     return compare(before, look(), time.monotonic() - began)
 
 

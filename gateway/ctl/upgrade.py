@@ -89,7 +89,7 @@ class Daemon:
 
         status = local.daemon()
         env = None if status is None else _env_of(status.pid)
-        return None if status is None or env is None else Seen(status.pid, status.version, env, _missing(status))
+        return None if status is None or env is None else Seen(status.pid, env, _missing(status))
 
     def complete(self) -> None:
         from gateway.ctl.doctor import completion

@@ -25,7 +25,6 @@ class Seen(Struct, frozen=True):
     """The daemon that answers. `env`: what it runs from; `missing`: why it is not ready, empty when it is."""
 
     pid: int
-    version: str
     env: Path
     missing: str = ""
 

@@ -54,7 +54,7 @@ class Observer:
         assert env is not None
         if env in self.silent:
             return None
-        return Seen(hash(env), version_of(env), env, "model a is backoff" if env in self.broken else "")
+        return Seen(hash(env), env, "model a is backoff" if env in self.broken else "")
 
     def complete(self) -> None:
         if self.tells:
@@ -207,7 +207,7 @@ def test_a_daemon_that_runs_from_elsewhere_is_not_taken_for_the_new_one(place: P
 
         def look(self) -> Seen:
             self.asked += 1
-            return Seen(self.asked, "1.0", place.first)
+            return Seen(self.asked, place.first)
 
     place.observer = Elsewhere(place.known)
     with pytest.raises(ServiceFailed, match="runs from"):
