@@ -152,6 +152,8 @@ async def check(gateway: Gateway, seed: int, counts: Counter[str]) -> None:
         counts["400 " + whole.error["message"].partition("cannot be enforced: ")[2][:28]] += 1
         return
     assert streamed.texts == whole.texts, where
+    # Null is none: `json_object` without a schema.
+    schema = {"type": "object"} if schema is None else schema
     is_sure = way.is_sure or await is_enforceable(gateway, schema)
     for text, is_cut in whole.texts:
         if is_cut:
