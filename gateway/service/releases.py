@@ -84,8 +84,7 @@ class Releases:
 
     def stale(self, keep: int, in_use: Collection[Path]) -> list[Path]:
         """Those that nobody needs: not linked, not run from, not of the newest `keep`; and what was never completed."""
-        complete = self.complete()
-        kept = {*complete[len(complete) - keep :], *in_use, self.current, self.previous}
+        kept = {*self.complete()[-keep:], *in_use, self.current, self.previous}
         return [path for path in self._folders() if path not in kept]
 
     def _folders(self) -> list[Path]:

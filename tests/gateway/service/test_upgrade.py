@@ -184,6 +184,12 @@ def test_old_versions_go_but_never_one_that_is_linked_or_run_from(place: Place) 
     assert [env.name for env in place.known.complete()] == ["1", "4", "5"]
 
 
+def test_fewer_versions_than_may_stay_all_stay(place: Place) -> None:
+    envs = [place.change.run(place.wanted(keep=5)) for _ in range(4)]
+
+    assert place.known.complete() == envs
+
+
 def test_what_was_never_completed_goes_with_the_next_upgrade(place: Place) -> None:
     make_env(place.known.folder / "7", "3.0")
 
