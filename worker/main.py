@@ -84,6 +84,7 @@ class Process:
         self._spec = spec
         self._gauges = Gauges()
         self._link = Link(spec, self._gauges)
+        self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="compiler")
 
     def run(self) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -95,6 +96,8 @@ class Process:
             return self._load_and_serve()
         finally:
             self._link.close()
+            # Python ends when its pools have done all that waits: grammars in vain, beside the model's memory.
+            self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def _load_and_serve(self) -> int:
         # Imported here so that the gateway hears from this process before the second that these take.
@@ -175,7 +178,6 @@ class Process:
         inbox: "Inbox",
     ) -> None:
         """Requests become rows in order, but for those that wait for the compiler of their grammar."""
-        compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="compiler")
 
         def restrict(row: "Row", request: Generate) -> None:
             with self._refusing(row.rid):
@@ -190,7 +192,7 @@ class Process:
                     continue
                 row = intake.row(request, arrived)
                 if intake.is_restricted(request):
-                    compilers.submit(restrict, row, request)
+                    self._compilers.submit(restrict, row, request)
                 else:
                     inbox.put(row)
 
@@ -203,7 +205,7 @@ class Process:
             yield
         except RequestInvalid as error:
             self._link.send(Rejected(rid, error.failure))
-        except Exception as error:  # one request must never take the thread down
+        except BaseException as error:  # one request must never take the thread down, nor may a panic in Rust
             log.exception("request %d could not be prepared", rid)
             message = f"the request could not be prepared: {type(error).__name__}"
             self._link.send(Rejected(rid, Failure(Code.INTERNAL, message, repr(error))))

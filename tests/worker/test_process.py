@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,11 +37,14 @@ from protocol.messages import (
     Step,
     TextPrompt,
     TokensPrompt,
+    Up,
     Welcome,
 )
+from protocol.sockets import addresses
 from protocol.spec import WorkerSpec
 from tests.support.models import VOCAB
 from tests.support.process import TIMEOUT_S, Gateway, start
+from worker.main import Process
 
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
 rids = itertools.count(1)
@@ -225,6 +229,38 @@ def test_sigterm_ends_an_idle_worker(run_dir: Path, model_folder: Callable[[str]
         assert gateway.exit_status() == Exit.OK
 
 
+def test_grammars_that_wait_for_their_compiler_do_not_keep_the_process(run_dir: Path) -> None:
+    """Python would run everything that its pools have, and hold the model's memory meanwhile."""
+    down, up = addresses(run_dir)
+    process = Process(WorkerSpec(name="m", path="demo", epoch=1, down=down, up=up))
+    compiled, interrupt = threading.Event(), signal.getsignal(signal.SIGINT)
+    grammars = [process._compilers.submit(compiled.wait) for _ in range(5)]  # pyright: ignore[reportPrivateUsage]
+    process._load_and_serve = lambda: Exit.OK  # pyright: ignore[reportPrivateUsage]
+    try:
+        assert process.run() == Exit.OK
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+        compiled.set()
+    assert [grammar.cancelled() for grammar in grammars] == [False, False, True, True, True]
+
+
+def test_a_panic_while_a_request_is_prepared_is_the_end_of_that_request() -> None:
+    """What Rust code of the tokenizer raises when it panics is no `Exception`."""
+
+    class PanicException(BaseException):
+        pass
+
+    process = Process(WorkerSpec(name="m", path="demo", epoch=1, down="", up=""))
+    sent: list[Up] = []
+    process._link.send = sent.append  # pyright: ignore[reportPrivateUsage]
+    with process._refusing(7):  # pyright: ignore[reportPrivateUsage]
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+    process._link._context.term()  # pyright: ignore[reportPrivateUsage]
+    (rejected,) = sent
+    assert isinstance(rejected, Rejected)
+    assert (rejected.rid, rejected.failure.code) == (7, Code.INTERNAL)
+
+
 def test_while_loading_pings_are_answered_requests_refused_drains_done_and_shutdown_obeyed(
     run_dir: Path, model_folder: Callable[[str], Path]
 ) -> None:
@@ -280,7 +316,8 @@ def test_a_bad_spec_is_a_mistake_of_the_configuration(run_dir: Path, spec: str) 
 def test_an_orphan_ends_its_requests_and_can_be_adopted_and_ends_itself_at_last(
     run_dir: Path, model_folder: Callable[[str], Path]
 ) -> None:
-    with Gateway(run_dir, model_folder("qwen3"), orphan_grace_s=0.3, orphan_max_s=3.0) as gateway:
+    # Nobody speaks to it while it loads: that must not take it as long.
+    with Gateway(run_dir, model_folder("qwen3"), orphan_grace_s=0.3, orphan_max_s=8.0) as gateway:
         gateway.ready()
         request = running(gateway)
         end = deltas_until_end(gateway, request.rid)[-1]
