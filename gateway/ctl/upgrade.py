@@ -10,7 +10,7 @@ import typer
 from msgspec import Struct
 
 from gateway.ctl import client, local
-from gateway.ctl.installed import DryRun, System, find, manager_of, needs_root
+from gateway.ctl.installed import DryRun, System, carry_out, find, manager_of, needs_root
 from gateway.ctl.say import Json, tell
 from gateway.failed import Failed
 from gateway.schemas.admin import Done, Status
@@ -65,11 +65,9 @@ def upgrade(
         raise Failed(foreign)
     wanted = _wanted(service, target, source, keep=keep, deadline_s=deadline, keep_workers=keep_workers)
     if dry_run:
-        from gateway.service.machine import describe
-
-        typer.echo(describe(plan(service, manager_of(None), wanted)))
-        return
-    _change(service, json, lambda change: change.run(wanted))
+        carry_out(list(plan(service, manager_of(None), wanted)), dry_run, json)
+    else:
+        _change(service, json, lambda change: change.run(wanted))
 
 
 def rollback(system: System = False, deadline: Deadline = DEADLINE_S, json: Json = False) -> None:

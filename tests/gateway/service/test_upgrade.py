@@ -1,4 +1,5 @@
 import fcntl
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -309,3 +310,8 @@ def test_a_dry_upgrade_prints_the_whole_way_and_touches_nothing(tmp_path: Path) 
     assert "--no-index --find-links /wheels mlxd" in done.stdout
     assert f"link {tmp_path}/current to {tmp_path}/versions/1" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current"]
+
+    told = json.loads(ctl(tmp_path, "service", "upgrade", "2.0", "--from", "/wheels", "--dry-run", "--json").stdout)
+    assert told["done"] is False
+    link = {"type": "Link", "path": f"{tmp_path}/current", "target": f"{tmp_path}/versions/1"}
+    assert link in told["actions"]
