@@ -19,7 +19,7 @@ _PATHS: Final = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions"}
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request. `extra` is added to the body as it is."""
+    """One request."""
 
     prompt: str
     max_tokens: int
@@ -27,7 +27,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent, where and how."""
+    """What is sent, where and how. `extra` is added to each body as it is."""
 
     target: Target
     model: str
