@@ -25,7 +25,7 @@ from gateway.pool.state import Limits
 from protocol.spec import WorkerSpec
 
 WORKERS = Path(__file__).parent.parent / "workers"
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 
 
 @dataclass(slots=True)

@@ -232,7 +232,7 @@ async def test_messages_of_another_epoch_are_dropped_and_counted(home: Path) -> 
 
 
 async def test_a_worker_that_claims_another_epoch_is_never_ready(home: Path) -> None:
-    wrong = config(home, load_timeout_s=0.5)
+    wrong = config(home, load_timeout_s=2.0)
     async with Running(wrong, "--epoch-offset 7", limits=QUICK) as running:
         with pytest.raises(ModelUnavailable):
             await running.ready()

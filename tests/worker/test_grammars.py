@@ -152,7 +152,7 @@ def test_hostile_constraints_are_refused_or_bounded(constraint: Constraint, toke
                 break
             walk.take([token])
             assert time.thread_time() - step < 1.0
-    assert time.thread_time() - started < 8.0
+    assert time.thread_time() - started < 30.0
 
 
 def test_a_refusal_is_short_and_holds_no_stack(tokenizer: Any) -> None:
