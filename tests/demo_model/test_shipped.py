@@ -64,7 +64,7 @@ def test_it_says_who_it_is(plain: Any) -> None:
 @pytest.mark.parametrize("category", CATEGORIES)
 def test_held_out_samples_are_answered(answer: Answer, category: str) -> None:
     # The shortest prompts, because prefill costs time on a CPU. The model card's shares come from hundreds of samples.
-    samples = sorted(held_out_samples(category, 60, seed=1), key=lambda s: len(json.dumps([s.tools, s.messages])))[:3]
+    samples = sorted(held_out_samples(category, 200, seed=1), key=lambda s: len(json.dumps([s.tools, s.messages])))[:3]
     replies = answer(samples)
     assert sum(is_right(sample, reply) for sample, reply in zip(samples, replies, strict=True)) >= 2
     assert all(reply.stopped for reply in replies)

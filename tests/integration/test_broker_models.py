@@ -71,7 +71,7 @@ class Footprints:
         return max(self.samples)
 
     def _watch(self) -> None:
-        while not self._is_over.wait(0.02):
+        while not self._is_over.wait(0.05):
             held = [_footprint(pid) for pid in self._daemon.worker_pids()]
             self.samples.append(sum(held))
             self.most_processes = max(self.most_processes, sum(each > 0 for each in held))
@@ -155,7 +155,7 @@ async def test_three_models_and_memory_for_two_serve_two_hundred_mixed_requests(
     write(home, model_folder, list(ARCHITECTURES), f'budget = {budget}\nmin_residency = "3s"')
     with Daemon(home, module="gateway.main") as daemon, Footprints(daemon) as footprints:
         requests = bodies(200, list(ARCHITECTURES))
-        answers = await ask_all(daemon.url, requests, concurrency=16)
+        answers = await ask_all(daemon.url, requests, concurrency=48)
 
         assert Counter(status for status, _ in answers) == {200: 200}
         loads, evictions = daemon.series("model_loads_total"), daemon.series("model_evictions_total")
