@@ -6,6 +6,8 @@ comma  := ,
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 STAMP  := $(VENV)/.ready
 ARGS   ?=
+# Processes that share the tests; 0 is pytest alone, with which `-s` and `--pdb` work.
+JOBS   ?= 0
 FUZZ_S ?= 600
 
 .DEFAULT_GOAL := help
@@ -14,7 +16,7 @@ FUZZ_S ?= 600
 help:
 	@echo "make setup   create $(VENV) with everything mlxd needs"
 	@echo "make serve   set up if needed, then serve on http://127.0.0.1:8484  (ARGS='--port 9000')"
-	@echo "make test    set up if needed, then run every test                  (ARGS='tests/worker -k stop')"
+	@echo "make test    set up if needed, then run every test                  (ARGS='tests/worker -k stop', JOBS=2)"
 	@echo "make test-clients   drive mlxd with agents and libraries from npm and PyPI (installs them into .cache/clients)"
 	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
 	@echo "make fuzz    ten minutes of made-up requests, from the published OpenAPI document (FUZZ_S=600)"
@@ -32,7 +34,7 @@ serve: $(STAMP)
 
 test: $(STAMP)
 	@echo "mlxd: running the tests"
-	@$(PY) -P -m pytest $(ARGS)
+	@$(PY) -P -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-clients: $(STAMP)
 	@$(PY) -P -m pytest tests/clients $(ARGS)
