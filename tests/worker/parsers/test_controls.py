@@ -35,7 +35,9 @@ def test_tokens_are_read_like_the_text_that_they_stand_for(case: Case) -> None:
 def test_no_split_changes_what_ordinary_tokens_mean(case: Case) -> None:
     rng = random.Random(case.raw)
     places = [hit.start() for hit in TOKEN.finditer(case.raw)]
-    for written in ([], places[::2], rng.sample(places, len(places) // 2)):
+    # With few tokens in it they are the same.
+    ways = dict.fromkeys([(), tuple(places[::2]), tuple(rng.sample(places, len(places) // 2))])
+    for written in ways:
         whole = replay(case, [], controls_of(case), written)
         check_shape(*whole)
         for at in range(1, len(case.raw)):
