@@ -16,7 +16,8 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 from worker.constrain import Masks
 from worker.kv import extract
 from worker.kv_budget import KvCost
-from worker.prefix_cache import PrefixCache, common_prefix
+from worker.prefix_cache import PrefixCache
+from worker.prefix_tree import common_prefix
 from worker.rows import Row
 from worker.sampling import Guard, RowSampler, processors
 

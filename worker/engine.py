@@ -305,7 +305,7 @@ class Engine:
         """Take one token and send what it added."""
         try:
             piece = self._writer.advance(row, token, ended, logprob)
-        except Exception as error:  # the boundary of one row
+        except BaseException as error:  # the boundary of one row; a panic in Rust is no Exception
             self._fail_row(row, f"its text was decoded: {type(error).__name__}: {error}")
             return
         if piece.finish is not None:

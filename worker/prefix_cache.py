@@ -16,9 +16,7 @@ from worker.cache_disk import CacheDisk, Entry, Read
 from worker.cache_file import salt_key
 from worker.counts import Counts
 from worker.kv import Layout, Span, arrays_of, assemble, cut_span, slice_span, view_span
-from worker.prefix_tree import EMPTY, Extent, Node, Path, Tokens, Tree, common_prefix, new_state, span_bytes
-
-__all__ = ["PrefixCache", "Ticket", "Tokens", "common_prefix"]
+from worker.prefix_tree import EMPTY, Extent, Node, Path, Tokens, Tree, new_state, span_bytes
 
 # Metal allows a process 499,000 buffers; many small nodes reach that long before any budget of bytes.
 MAX_ARRAYS: Final = 200_000

@@ -23,7 +23,8 @@ from tests.support.caches import KINDS, contents, filled, layout
 from worker.cache_disk import CacheDisk, Entry, Status
 from worker.cache_file import salt_key
 from worker.kv import Span, arrays_of
-from worker.prefix_cache import PrefixCache, Tokens
+from worker.prefix_cache import PrefixCache
+from worker.prefix_tree import Tokens
 
 PLENTY = 1 << 30
 

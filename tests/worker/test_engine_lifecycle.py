@@ -363,10 +363,15 @@ def test_a_later_drain_does_not_count_what_an_earlier_one_aborted(engine: Engine
 # -- isolation -----------------------------------------------------------------------------------------------------
 
 
-def test_a_row_whose_text_cannot_be_decoded_fails_alone(engine: EngineHarness) -> None:
+class PanicException(BaseException):
+    """What the Rust code of a tokenizer raises when it panics is no `Exception`."""
+
+
+@pytest.mark.parametrize("error", [ValueError, PanicException])
+def test_a_row_whose_text_cannot_be_decoded_fails_alone(engine: EngineHarness, error: type[BaseException]) -> None:
     class Torn:
         def add(self, token: int) -> str:
-            raise ValueError("torn")
+            raise error("torn")
 
         def finish(self) -> str:
             return ""

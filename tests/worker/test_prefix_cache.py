@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.caches import KINDS, contents, filled, layout
-from worker.prefix_cache import PrefixCache, Tokens, common_prefix
+from worker.prefix_cache import PrefixCache
+from worker.prefix_tree import Tokens, common_prefix
 
 PLENTY = 1 << 30
 SALTS = ("", "a", "b")
