@@ -22,16 +22,16 @@ MESSAGES = [{"role": "user", "content": "kato mira sen"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _built(tmp_path_factory.mktemp("plain"), PLAIN)
+    return _built(tmp_path_factory.mktemp("plain"), PLAIN, layers=1)
 
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _built(tmp_path_factory.mktemp("thinking"), THINKING)
+    return _built(tmp_path_factory.mktemp("thinking"), THINKING, layers=4)
 
 
-def _built(path: Path, template: str) -> Path:
-    folder = build("qwen3", path, markers=markers())
+def _built(path: Path, template: str, layers: int) -> Path:
+    folder = build("qwen3", path, markers=markers(), num_hidden_layers=layers)
     (folder / "chat_template.jinja").write_text(template)
     return folder
 
@@ -112,7 +112,7 @@ def test_a_forced_call_goes_on_where_another_worker_left_it(folder: Path) -> Non
 
 
 def test_a_template_without_tools_gets_them_in_a_form_that_is_read_back(tmp_path: Path) -> None:
-    folder = build("qwen3", tmp_path)
+    folder = build("qwen3", tmp_path, num_hidden_layers=1)
     with EngineHarness(spec(folder, parser="none")) as engine:
         (result,) = engine.run([chat(1)])
     assert_called([result])
