@@ -120,10 +120,23 @@ async def _round(run: Run, turn: int) -> None:
                 seed = 100_000 * turn + 1000 * repeat + concurrency
                 jobs = _jobs(run, run.requests[concurrency], run.args.output_tokens, seed)
                 for engine in engines:
+                    if run.args.pin:
+                        _pin(engine, run.args.pin, repeat)
                     await _measure(run, engine, jobs, concurrency, turn)
     finally:
         for engine in engines:
             await engine.stop()
+
+
+def _pin(engine: Engine, cores: int, repeat: int) -> None:
+    """Let all threads that compute run on the same few cores for each engine, and on others in the next repeat.
+
+    A thread stays where it was put, and cores of a virtual machine differ in speed by what their neighbours do.
+    """
+    here = sorted(os.sched_getaffinity(0))
+    own = {here[(repeat * cores + at) % len(here)] for at in range(cores)}
+    for thread in engine.computing().threads():
+        os.sched_setaffinity(thread.id, own)
 
 
 async def _measure(run: Run, engine: Engine, jobs: list[Job], concurrency: int, turn: int) -> None:
@@ -271,6 +284,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1, help="measurements in a round, the engines by turns")
+    parser.add_argument("--pin", type=int, default=0, help="run what computes on this many cores, by turns (Linux)")
     parser.add_argument("--seconds", type=float, default=12.0, help="about how long one measurement takes")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     args = parser.parse_args()

@@ -56,6 +56,10 @@ class Engine(Protocol):
 
     async def start(self) -> None: ...
 
+    def computing(self) -> psutil.Process:
+        """The process that has the model."""
+        ...
+
     async def measure(self, jobs: Sequence[Job], concurrency: int) -> Sample: ...
 
     async def stop(self) -> None: ...
@@ -81,6 +85,10 @@ class Bare:
         )
         async with asyncio.timeout(self._load_timeout_s):
             await self._line()
+
+    def computing(self) -> psutil.Process:
+        assert self._process is not None
+        return psutil.Process(self._process.pid)
 
     async def order(self, order: Order) -> Answer:
         """Have one order carried out. Raises Unavailable when the process has died."""
@@ -147,6 +155,9 @@ class Server:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
+
+    def computing(self) -> psutil.Process:
+        return max(tree(self.pid), key=lambda process: process.memory_info().rss)
 
     @property
     def load(self) -> Load:
