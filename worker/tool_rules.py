@@ -1,5 +1,6 @@
 """Rules that make a chat's answer call tools: what is asked for, as a grammar in the model's own markup."""
 
+import json
 import logging
 import threading
 from collections import OrderedDict
@@ -46,9 +47,22 @@ class ToolRules:
 
     def make(self, prompt: ChatPrompt, prompt_end: str, room: int) -> Rule | None:
         """The rule for `room` tokens of answer; None where there is nothing to enforce. Raises `RequestInvalid`."""
+        self._check_strict(prompt)
         if prompt.must_call:
             return self._forced(prompt, prompt_end, room)
         return self._strict(prompt) if prompt.strict_tools else None
+
+    def _check_strict(self, prompt: ChatPrompt) -> None:
+        """A schema that cannot be held is refused where the client has asked that it be."""
+        for tool in prompt.tools:
+            schema = tool["function"].get("parameters")
+            if _name(tool) not in prompt.strict_tools or not schema:
+                continue
+            try:
+                self._rules.grammars.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
+            except RequestInvalid as error:
+                message = f"The tool '{_name(tool)}' is strict, but {error}"
+                raise RequestInvalid(error.failure.code, message, param="tools") from error
 
     def _forced(self, prompt: ChatPrompt, prompt_end: str, room: int) -> Rule:
         tools = _named(prompt.tools, prompt.callable_tools)
@@ -94,7 +108,7 @@ class ToolRules:
         try:
             compiled = self._try(written)
         except RequestInvalid as error:
-            # A schema that no grammar can hold must not keep a client from calling its tools.
+            # Where it was not asked for, a schema that no grammar can hold must not keep a client from its tools.
             log.warning("tools are called without their schemas: %s", error)
             compiled = self._try(write(replace(calls, is_loose=True)))
         with self._lock:

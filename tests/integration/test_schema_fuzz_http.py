@@ -74,8 +74,8 @@ def _format(schema: Any, strict: bool | None) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": told}}
 
 
-def _tool(schema: Any) -> dict[str, Any]:
-    function = {"name": "f", "strict": True, "parameters": schema}
+def _tool(schema: Any, strict: bool) -> dict[str, Any]:
+    function = {"name": "f", "strict": strict, "parameters": schema}
     return {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
 
 
@@ -89,7 +89,8 @@ WAYS = [
     Way(CHAT, lambda schema: {"guided_json": json.dumps(schema)}),
     Way("/v1/responses", lambda schema: {"text": {"format": {"type": "json_schema", "name": "it", "schema": schema}}}),
     Way("/v1/messages", lambda schema: {"output_format": {"type": "json_schema", "schema": schema}}),
-    Way(CHAT, _tool, is_sure=False, is_tool=True),
+    Way(CHAT, lambda schema: _tool(schema, True), is_tool=True),
+    Way(CHAT, lambda schema: _tool(schema, False), is_sure=False, is_tool=True),
 ]
 
 

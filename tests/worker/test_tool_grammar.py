@@ -12,6 +12,7 @@ from protocol.messages import ChatPrompt
 from tests.support.calls import CALLING, TOOLS, Called, check, markers, reasoning_end, tool
 from tests.support.models import tiny_tokenizer
 from worker.detokenize import Vocabulary
+from worker.errors import RequestInvalid
 from worker.guides import Guide, Rule, Rules
 from worker.tool_grammar import HEADS
 from worker.tool_rules import ToolRules
@@ -86,6 +87,15 @@ def test_a_schema_that_no_grammar_can_hold_leaves_the_arguments_free(family: str
     rule = make(family, ChatPrompt([], [tool("f", impossible)], must_call=True, one_call=True))
     called = Called.read(family, walk(rule, 1) or "", [tool("f")])
     assert [name for name, _ in called.calls] == ["f"]
+
+
+@pytest.mark.parametrize("must_call", [True, False])
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "harmony", "gemma4"])
+def test_a_schema_that_no_grammar_can_hold_is_refused_where_it_is_strict(family: str, must_call: bool) -> None:
+    tools = [tool("g"), tool("f", {"type": "object", "properties": {"x": {"not": {"type": "string"}}}})]
+    with pytest.raises(RequestInvalid, match=r"The tool 'f' is strict, but .* cannot be enforced: .*not") as caught:
+        make(family, ChatPrompt([], tools, must_call=must_call, strict_tools=("f",)))
+    assert caught.value.failure.param == "tools"
 
 
 @pytest.mark.parametrize(
