@@ -66,9 +66,9 @@ class ToolRules:
 
     def _forced(self, prompt: ChatPrompt, prompt_end: str, room: int) -> Rule:
         tools = _named(prompt.tools, prompt.callable_tools)
-        calls = Calls(tools, is_parallel=not prompt.one_call)
+        calls, strict = Calls(tools, is_parallel=not prompt.one_call), prompt.strict_tools
         marks = self._known_marks()
-        compiled = self._compile(lambda calls: call_grammar(self._family, calls, marks, prompt_end), calls)
+        compiled = self._compile(lambda calls: call_grammar(self._family, calls, marks, prompt_end), calls, strict)
         is_messages = isinstance(FAMILIES[self._family].grammar, Channels)
         # Where outputs are messages, the grammar has the reasoning in it.
         prologue = Prologue() if is_messages else self._rules.prologue(prompt_end)
@@ -83,7 +83,8 @@ class ToolRules:
         found = strict_grammar(self._family, calls, marks)
         if found is None:
             return self._strict_by_head(prompt) if self._family in HEADS else None
-        compiled = self._compile(lambda calls: strict_grammar(self._family, calls, marks) or found, calls)
+        strict = prompt.strict_tools
+        compiled = self._compile(lambda calls: strict_grammar(self._family, calls, marks) or found, calls, strict)
         rule = self._rules.of_grammar(compiled.grammar, Prologue((found.trigger.encode(),), is_open=True))
         return replace(rule, is_lazy=True)
 
@@ -94,12 +95,13 @@ class ToolRules:
         for tool in prompt.tools:
             if (name := _name(tool)) not in prompt.strict_tools:
                 continue
-            compiled = self._compile(lambda calls: rest_of_call(family, calls, marks), Calls([tool]))
+            compiled = self._compile(lambda calls: rest_of_call(family, calls, marks), Calls([tool]), (name,))
             by_marker |= {marker.encode(): compiled.grammar for marker in HEADS[family].triggers(name)}
         rule = self._rules.of_grammar(next(iter(by_marker.values())), Prologue(tuple(by_marker), is_open=True))
         return replace(rule, is_lazy=True, by_marker=by_marker)
 
-    def _compile(self, write: Callable[[Calls], CallGrammar], calls: Calls) -> _Compiled:
+    def _compile(self, write: Callable[[Calls], CallGrammar], calls: Calls, strict: Sequence[str]) -> _Compiled:
+        """The grammar; where there is none, one that holds only the `strict` tools. Raises `RequestInvalid`."""
         written = write(calls)
         with self._lock:
             if found := self._compiled.get(written.text):
@@ -110,7 +112,8 @@ class ToolRules:
         except RequestInvalid as error:
             # Where it was not asked for, a schema that no grammar can hold must not keep a client from its tools.
             log.warning("tools are called without their schemas: %s", error)
-            compiled = self._try(write(replace(calls, is_loose=True)))
+            loose = tuple(name for name in map(_name, calls.tools) if name not in strict)
+            compiled = self._try(write(replace(calls, loose_names=loose)))
         with self._lock:
             self._compiled[written.text] = compiled
             if len(self._compiled) > _MAX_CACHED:

@@ -89,6 +89,17 @@ def test_a_schema_that_no_grammar_can_hold_leaves_the_arguments_free(family: str
     assert [name for name, _ in called.calls] == ["f"]
 
 
+@pytest.mark.parametrize("family", CALLING)
+def test_a_list_of_one_item_at_most_is_held(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    one = {"type": "array", "items": {"type": "boolean"}, "maxItems": 1}
+    outer = {"type": "array", "items": one, "minItems": 1, "maxItems": 2}
+    tools = [tool("f", {"type": "object", "properties": {"x": outer}, "required": ["x"]})]
+    rule = make(family, ChatPrompt([], tools, must_call=True, one_call=True))
+    for seed in range(4):
+        check(Called.read(family, walk(rule, seed) or "", tools).calls, tools)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("must_call", [True, False])
 @pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "harmony", "gemma4"])
 def test_a_schema_that_no_grammar_can_hold_is_refused_where_it_is_strict(family: str, must_call: bool) -> None:

@@ -24,16 +24,15 @@ from worker.tool_grammar.values import whole_json
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What may be called: these tools, in OpenAI's shape. Those of `loose_names`, or all, take any arguments."""
+    """What may be called: these tools, in OpenAI's shape. Those of `loose_names` take any arguments."""
 
     tools: Sequence[Mapping[str, Any]]
     is_parallel: bool = True
     loose_names: tuple[str, ...] = ()
-    is_loose: bool = False
 
     def checked(self) -> list[Tool]:
         found = [tool_of(tool) for tool in self.tools]
-        return [anything(tool) if self.is_loose or tool.name in self.loose_names else tool for tool in found]
+        return [anything(tool) if tool.name in self.loose_names else tool for tool in found]
 
 
 @dataclass(frozen=True, slots=True)

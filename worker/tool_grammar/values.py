@@ -132,7 +132,7 @@ class Values:
         if high == 0:
             return f"{left} {right}"
         more = f"({comma} {item}){{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
-        inner = f"{item} {more}"
+        inner = item if high == 1 else f"{item} {more}"
         return self._lark.rule(f"{left} {inner if low else f'({inner})?'} {right}")
 
     def _object(self, schema: Schema) -> str:
