@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 
 from protocol.failures import Failure
 from protocol.messages import Delta, Finish, Kind, TokenLogprob
@@ -26,6 +26,7 @@ class Collector:
     __slots__ = (
         "_deadline",
         "_has_end",
+        "_has_runs",
         "_loop",
         "_open",
         "_patience_s",
@@ -56,8 +57,8 @@ class Collector:
         self._unread: list[Delta | _Run] = []
         # rid -> index of its newest unread delta
         self._tails: dict[int, int] = {}
-        # A terminal delta is among the unread.
-        self._has_end = False
+        # A terminal delta is among the unread; several that became one are.
+        self._has_end = self._has_runs = False
         self._waiter: asyncio.Future[None] | None = None
         self._relay: Relay | None = None
         self._patience_s = float("inf")
@@ -144,6 +145,9 @@ class Collector:
         self._has_end = False
         if not self._open:
             self.close()
+        if not self._has_runs:
+            return cast("list[Delta]", unread)
+        self._has_runs = False
         return [item if isinstance(item, Delta) else item.joined() for item in unread]
 
     def close(self) -> None:
@@ -158,6 +162,7 @@ class Collector:
             if not _is_joinable(last.kind, last.tool and last.tool.index, delta):
                 return False
             self._unread[index] = last = _Run(last)
+            self._has_runs = True
         elif not _is_joinable(last.first.kind, last.first.tool and last.first.tool.index, delta):
             return False
         last.add(delta)
