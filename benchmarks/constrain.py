@@ -107,7 +107,7 @@ class Bench:
                 assert tokens == rows * SLICE, (case, tokens)
                 ticks_s[case].append((time.perf_counter() - start) / SLICE)
         for batch in batches.values():
-            batch.abandon()
+            batch.close()
         return ticks_s
 
     def _batch(self, case: str, rows: int, ticks: int) -> "Batch":
