@@ -7,7 +7,7 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 STAMP  := $(VENV)/.ready
 ARGS   ?=
 # Processes that share the tests; 0 is pytest alone, with which `-s` and `--pdb` work.
-JOBS   ?= $(if $(strip $(ARGS)),0,2)
+JOBS   ?= 0
 FUZZ_S ?= 600
 
 .DEFAULT_GOAL := help
@@ -34,7 +34,7 @@ serve: $(STAMP)
 
 test: $(STAMP)
 	@echo "mlxd: running the tests"
-	@$(PY) -P -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@$(PY) -P -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-clients: $(STAMP)
 	@$(PY) -P -m pytest tests/clients $(ARGS)

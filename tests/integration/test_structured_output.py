@@ -37,6 +37,9 @@ async def gateway(model_folder: Callable[[str], Path]) -> AsyncGenerator[Gateway
     models = [ModelConfig(name="m", path=str(model_folder("qwen3")))]
     with short_home() as home:
         async with running(home, models=models, command=default_command) as made:
+            # A refusal is a status only if it comes within a second: a cold model would take longer.
+            reply = await made.client.post("/v1/chat/completions", json=asking(response_format=FORMAT))
+            assert reply.status_code == 200, reply.text
             yield made
 
 
