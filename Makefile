@@ -7,7 +7,7 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 STAMP  := $(VENV)/.ready
 ARGS   ?=
 # Processes that share the tests; 0 is pytest alone, with which `-s` and `--pdb` work.
-JOBS   ?= 0
+JOBS   ?= $(if $(strip $(ARGS)),0,2)
 FUZZ_S ?= 600
 
 .DEFAULT_GOAL := help
