@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -46,6 +47,11 @@ class UsageFile:
         self._is_failing = False
         self.since = clock()
         self._written = b""
+        # The loop's: how often it looked at the counters.
+        self._looks = 0
+        # A thread that `run` was cancelled over may still be writing, or be about to: never over what is newer.
+        self._lock = threading.Lock()
+        self._newest = 0
         self._restore()
 
     def _restore(self) -> None:
@@ -69,26 +75,34 @@ class UsageFile:
         """Write what has changed, until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            data = self._encoded()
+            look, data = self._look()
             if data != self._written:
-                await asyncio.to_thread(self._write, data)
+                await asyncio.to_thread(self._write, look, data)
 
     def close(self) -> None:
         """Write once more, now."""
-        data = self._encoded()
+        look, data = self._look()
         if data != self._written:
-            self._write(data)
+            self._write(look, data)
 
-    def _encoded(self) -> bytes:
+    def _look(self) -> tuple[int, bytes]:
+        """The file as it should be now, and its place among all that this made."""
+        self._looks += 1
         keys = {
             name: KeyTotals(
                 dict(numbers.requests), dict(numbers.rejections), numbers.prompt_tokens, numbers.generation_tokens
             )
             for name, numbers in self._metrics.keys.items()
         }
-        return msgspec.json.encode(Totals(self.since, keys)) if keys else b""
+        return self._looks, msgspec.json.encode(Totals(self.since, keys)) if keys else b""
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, look: int, data: bytes) -> None:
+        with self._lock:
+            if look > self._newest:
+                self._newest = look
+                self._replace(data)
+
+    def _replace(self, data: bytes) -> None:
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_private(self._path, data)

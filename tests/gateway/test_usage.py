@@ -1,9 +1,13 @@
+import asyncio
 import logging
 import stat
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+import gateway.usage
 from gateway.keys import Key, KeyFile
 from gateway.metrics import Metrics
 from gateway.private import write_private
@@ -74,6 +78,39 @@ def test_a_file_that_cannot_be_written_is_said_once_and_costs_nothing_else(
             usage.close()
 
     assert caplog.text.count("usage is not kept") == 1
+
+
+@pytest.mark.anyio
+async def test_a_write_that_is_under_way_at_the_end_never_lands_on_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, metrics = tmp_path / "usage.json", metrics_of("alice")
+    begun, may_end = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def write(path: Path, data: bytes) -> None:
+        if not begun.is_set():
+            loop.call_soon_threadsafe(begun.set)
+            may_end.wait(10)
+        write_private(path, data)
+
+    monkeypatch.setattr(gateway.usage, "PERIOD_S", 0)
+    monkeypatch.setattr(gateway.usage, "write_private", write)
+    usage = UsageFile(path, metrics)
+    metrics.key("alice").prompt_tokens = 1
+    task = asyncio.create_task(usage.run())
+    await begun.wait()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    metrics.key("alice").prompt_tokens = 2
+    threading.Timer(0.1, may_end.set).start()
+    usage.close()
+    await loop.shutdown_default_executor()
+
+    again = metrics_of("alice")
+    UsageFile(path, again)
+    assert again.key("alice").prompt_tokens == 2
 
 
 def test_a_private_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
