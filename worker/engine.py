@@ -97,6 +97,8 @@ class Engine:
         self._deltas: list[Delta] = []
         self._drain_until: float | None = None
         self._aborted_by_drain = 0
+        # When the newest drain ended: what came before, and took its time in the intake, is refused as well.
+        self._drained_at = float("-inf")
         self._is_stopping = False
         self._recovered_at = float("-inf")
         self._stats_due = 0.0
@@ -203,7 +205,7 @@ class Engine:
         if row.rid in self._rows:  # its one terminal event belongs to the row that is already here
             log.error("request %d came twice; the second was dropped", row.rid)
             return
-        if self._drain_until is not None:
+        if self._drain_until is not None or row.arrived <= self._drained_at:
             self._send(Rejected(row.rid, Failure(Code.DRAINING, "the model is being stopped; try again")))
             return
         if len(self._queue) >= self._spec.max_waiting:
@@ -232,6 +234,7 @@ class Engine:
             self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
         if not self._rows:
             self._flush()
+            self._drained_at = time.monotonic()
             self._send(Drained(self._spec.epoch, self._aborted_by_drain))
             self._drain_until, self._aborted_by_drain = None, 0
 

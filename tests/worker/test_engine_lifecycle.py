@@ -360,6 +360,20 @@ def test_a_later_drain_does_not_count_what_an_earlier_one_aborted(engine: Engine
     assert engine.drained[seen:] == [1, 0]
 
 
+def test_what_came_before_a_drain_ended_is_refused_after_it_too(engine: EngineHarness) -> None:
+    """It may still be in the intake then, or at the compiler of its grammar. What comes later is served."""
+    seen = len(engine.drained)
+    request = short()
+    row = engine.intake.row(request, time.monotonic())
+    engine.command(Drain(0.0))
+    engine.wait(lambda: len(engine.drained) > seen)
+    refused = ended(engine, engine.submit_row(row))
+    assert refused.failure is not None
+    assert refused.failure.code is Code.DRAINING
+    assert refused.accepted is None
+    assert ended(engine, engine.submit(short())).finish is Finish.LENGTH
+
+
 # -- isolation -----------------------------------------------------------------------------------------------------
 
 
