@@ -200,5 +200,6 @@ class Rules:
         return Prologue((final.encode(),), is_open=True)
 
     def _single(self, markers: Sequence[str]) -> tuple[int, ...]:
-        """Those markers that are one token."""
-        return tuple(self._vocabulary[marker] for marker in markers if marker in self._vocabulary)
+        """Those markers that are one token, which the model can say."""
+        ids = (self._vocabulary.get(marker) for marker in markers)
+        return tuple(at for at in ids if at is not None and at < len(self._anything))

@@ -20,20 +20,27 @@ _SLACK: Final = 24
 class Haste:
     """How to end early in one vocabulary; shared by all rows of a grammar.
 
-    `value_ends` are texts that end a value beside JSON's, `ends` those that end more, tried in order.
+    `value_ends` are texts that end a value beside JSON's, `ends` those that end more, tried in order. What `encode`
+    writes with ids from `vocab_size` on, the model cannot say.
     """
 
     def __init__(
         self,
         encode: Callable[[str], Sequence[int]],
+        vocab_size: int,
         eos_ids: Collection[int],
         value_ends: Sequence[str],
         ends: Sequence[str],
     ) -> None:
         self._eos_ids = list(eos_ids)
-        self._texts = [tokens for text in (*value_ends, '"') if (tokens := tuple(encode(text)))]
-        self._marks = [tokens for text in (*ends, *value_ends, *_STRUCTURE) if (tokens := tuple(encode(text)))]
-        self._letters = [tokens[0] for text in _LETTERS if len(tokens := tuple(encode(text))) == 1]
+
+        def spelled(texts: Sequence[str]) -> list[tuple[int, ...]]:
+            found = [tuple(encode(text)) for text in texts]
+            return [tokens for tokens in found if tokens and max(tokens) < vocab_size]
+
+        self._texts = spelled((*value_ends, '"'))
+        self._marks = spelled((*ends, *value_ends, *_STRUCTURE))
+        self._letters = [tokens[0] for tokens in spelled(_LETTERS) if len(tokens) == 1]
 
     def way(self, walk: Walk, allowed: Allowed) -> Sequence[int]:
         """Tokens to go on by; none when every allowed one is as good."""

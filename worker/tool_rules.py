@@ -122,7 +122,7 @@ class ToolRules:
 
     def _try(self, written: CallGrammar) -> _Compiled:
         grammar = self._rules.grammars.compile(Constraint(ConstraintKind.GRAMMAR, written.text, param="tools"))
-        haste = Haste(self._encode, self._eos_ids, written.value_ends, written.ends)
+        haste = Haste(self._encode, grammar.vocab_size, self._eos_ids, written.value_ends, written.ends)
         return _Compiled(grammar, haste, haste.shortest(grammar.walk()))
 
     def _encode(self, text: str) -> list[int]:
