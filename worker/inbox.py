@@ -18,6 +18,8 @@ RETURN_S: Final = 0.1
 QUIET_S: Final = 0.01
 # … for no longer than this in all.
 GATHER_S: Final = 0.025
+# Requests of clients that nobody has heard of come in one burst while one follows the other within this time.
+BURST_S: Final = 0.001
 _MOST_ANSWERED: Final = 1024
 
 
@@ -33,9 +35,10 @@ Command = Row | Abort | Drain | Shutdown | SetMemory | Wake
 class Inbox:
     """Commands, from any thread to the engine's, which alone calls `take` and `answered`."""
 
-    def __init__(self, *, gather_s: float = GATHER_S, quiet_s: float = QUIET_S) -> None:
+    def __init__(self, *, gather_s: float = GATHER_S, quiet_s: float = QUIET_S, burst_s: float = BURST_S) -> None:
         self._gather_s = gather_s
         self._quiet_s = quiet_s
+        self._burst_s = burst_s
         self._queue: SimpleQueue[Command] = SimpleQueue()
         # When rows ended since the engine was last idle.
         self._answered: deque[float] = deque(maxlen=_MOST_ANSWERED)
@@ -62,20 +65,22 @@ class Inbox:
         return commands
 
     def _gather(self, commands: list[Command]) -> None:
-        """Wait a moment for the requests that come with the first.
+        """Wait a moment for the requests that come with the first: their prompts prefill as one batch at little more
+        than the cost of one.
 
-        Those that were answered together come back together when their clients work in loops, and their prompts prefill
-        as one batch at little more than the cost of one.
+        Those that were answered together come back together when their clients work in loops. Others come in bursts.
         """
         begin = time.monotonic()
         missing = sum(begin - at <= RETURN_S for at in self._answered)
         self._answered.clear()
+        is_burst = missing == 0 and isinstance(commands[0], Row)
+        quiet_s = self._burst_s if is_burst else self._quiet_s
         while True:
             missing -= isinstance(commands[-1], Row)
             left_s = begin + self._gather_s - time.monotonic()
-            if missing <= 0 or left_s <= 0:
+            if left_s <= 0 or (missing <= 0 and not is_burst):
                 return
             try:
-                commands.append(self._queue.get(timeout=min(self._quiet_s, left_s)))
+                commands.append(self._queue.get(timeout=min(quiet_s, left_s)))
             except Empty:
                 return

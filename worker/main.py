@@ -42,6 +42,10 @@ _WARM_UP: Final = 20
 # With room for less than this, a model is of no use.
 MIN_CONTEXT: Final = 256
 
+# MLX's CUDA build raises when a cache has missed some hundreds of times since the process began: attention has an entry
+# for each number of rows, of tokens, and of tokens before them, and a daemon sees them all.
+_MISSES_RAISE: Final = "MLX_ENABLE_CACHE_THRASHING_CHECK"
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one worker; returns its exit status."""
@@ -75,6 +79,7 @@ def _prepare_process(spec: WorkerSpec) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault(_MISSES_RAISE, "0")
 
 
 class Process:

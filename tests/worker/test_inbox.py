@@ -44,6 +44,29 @@ def test_those_who_do_not_come_back_are_not_waited_for_long() -> None:
     assert inbox.take(is_idle=True, is_waiting=False) == [only]
 
 
+def test_a_burst_is_taken_together() -> None:
+    inbox = Inbox(gather_s=30.0, burst_s=30.0)
+    rows = [row(rid) for rid in range(3)]
+    inbox.put(rows[0])
+
+    def come_late() -> None:
+        time.sleep(0.05)
+        for command in (*rows[1:], Wake.UP):
+            inbox.put(command)
+
+    thread = threading.Thread(target=come_late)
+    thread.start()
+    assert inbox.take(is_idle=True, is_waiting=False) == [*rows, Wake.UP]
+    thread.join()
+
+
+def test_what_is_no_request_is_never_delayed() -> None:
+    inbox = Inbox(gather_s=3600.0, burst_s=3600.0)
+    command = Shutdown()
+    inbox.put(command)
+    assert inbox.take(is_idle=True, is_waiting=False) == [command]
+
+
 def test_an_answer_long_ago_lets_nobody_wait() -> None:
     inbox = Inbox(gather_s=3600.0, quiet_s=3600.0)
     for _ in range(3):

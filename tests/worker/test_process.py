@@ -3,6 +3,8 @@
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -43,7 +45,7 @@ from protocol.messages import (
 from protocol.sockets import addresses
 from protocol.spec import WorkerSpec
 from tests.support.models import VOCAB
-from tests.support.process import TIMEOUT_S, Gateway, start
+from tests.support.process import ROOT, TIMEOUT_S, Gateway, start
 from worker.main import Process
 
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
@@ -311,6 +313,16 @@ def test_a_bad_spec_is_a_mistake_of_the_configuration(run_dir: Path, spec: str) 
     process = start(spec, run_dir)
     assert process.wait(TIMEOUT_S) == Exit.BAD_CONFIG, (run_dir / "stderr").read_text()
     assert (run_dir / "stderr").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "0"), ("1", "1")])
+def test_mlx_counts_no_cache_misses_unless_the_operator_says_so(given: str | None, kept: str) -> None:
+    code = (
+        "import os; from protocol.spec import WorkerSpec; from worker.main import _prepare_process;"
+        "_prepare_process(WorkerSpec('m', '', 1, '', '')); print(os.environ['MLX_ENABLE_CACHE_THRASHING_CHECK'])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | ({"MLX_ENABLE_CACHE_THRASHING_CHECK": given} if given else {})
+    assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True).strip() == kept
 
 
 def test_an_orphan_ends_its_requests_and_can_be_adopted_and_ends_itself_at_last(
