@@ -122,5 +122,7 @@ def _describe(views: list[WorkerView], scope: Scope, services: Services) -> list
 
 
 def _reason(view: WorkerView) -> str:
-    cause = f": {view.last_failure.message}" if view.last_failure is not None else ""
+    # One that drains was ready: what failed is a predecessor of its.
+    failure = None if view.state is State.DRAINING else view.last_failure
+    cause = f": {failure.message}" if failure is not None else ""
     return f"model {view.name} is {view.state}{cause}"

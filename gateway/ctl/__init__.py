@@ -1,6 +1,6 @@
 """`mlxctl`: what runs, and what should. Imports little, so that it starts at once.
 
-Exit statuses: 0 done · 1 the daemon said no · 2 bad command line · 3 the daemon does not run.
+Exit statuses: 0 done · 1 the daemon said no · 2 bad command line · 3 the daemon does not run · 130 Ctrl-C.
 """
 
 
@@ -8,8 +8,12 @@ def main() -> None:
     """The console script. What a verb raises as `Failed` is one line on stderr and an exit status."""
     import sys
 
-    from gateway.ctl.cli import app
-    from gateway.failed import Failed
+    try:
+        from gateway.ctl.cli import app
+        from gateway.failed import Failed
+    except KeyboardInterrupt:
+        # As a verb that is stopped ends, where it has begun.
+        sys.exit(130)
 
     try:
         app(prog_name="mlxctl")

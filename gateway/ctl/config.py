@@ -5,9 +5,9 @@ from typing import Annotated, Final
 
 import typer
 
-from gateway.config import ConfigError
+from gateway.config import Config, ConfigError
 from gateway.ctl.client import post
-from gateway.ctl.local import read_config
+from gateway.ctl.local import folder_of, read_config
 from gateway.ctl.say import Json, print_json
 from gateway.failed import Failed
 from gateway.schemas.admin import Reload
@@ -34,13 +34,16 @@ def check(file: File = None, json: Json = False) -> None:
             raise Failed(str(error), BAD_CONFIG) from None
         print_json({"ok": False, "file": str(error.path or ""), "line": error.line, "error": str(error)})
         raise typer.Exit(BAD_CONFIG) from None
+    absent = _absent(config)
     if json:
-        print_json({"ok": True, "file": str(config.config_path), "models": list(config.models)})
+        print_json({"ok": True, "file": str(config.config_path), "models": list(config.models), "absent": absent})
         return
     # Only the file in the home may be absent.
     source = config.config_path if config.config_path.exists() else f"no {config.config_path}: the defaults"
     count = len(config.models)
     typer.echo(f"{source}: good, {count} model{'' if count == 1 else 's'}")
+    for name, why in absent.items():
+        typer.echo(f"not here yet: {name}: {why}", err=True)
 
 
 @app.command()
@@ -86,6 +89,19 @@ def schema() -> None:
     from gateway.configfile import schema as make
 
     print_json(make())
+
+
+def _absent(config: Config) -> dict[str, str]:
+    """Models that are not on this machine, and why. No error: they may come before somebody asks for them."""
+    from gateway.modelinfo import Unreadable
+
+    absent: dict[str, str] = {}
+    for name, model in config.models.items():
+        try:
+            folder_of(model.path)
+        except Unreadable as error:
+            absent[name] = str(error)
+    return absent
 
 
 def _rows(done: Reload) -> list[tuple[str, str]]:

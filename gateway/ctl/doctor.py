@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -58,7 +59,10 @@ def machine(home: Path, say: Say, platform: str = sys.platform) -> Iterator[Find
 def daemon(server: ServerConfig) -> Iterator[Finding]:
     """Whether it runs, and if so, whether it works."""
     status = local.daemon()
-    yield doctor.port(server.port, is_taken=_is_taken(server.host, server.port), is_ours=status is not None)
+    # The command line, or a file that has changed since, may say another port than the configuration.
+    number = (urlsplit(status.url).port if status else None) or server.port
+    is_taken = status is None and _is_taken(server.host, number)
+    yield doctor.port(number, is_taken=is_taken, is_ours=status is not None)
     yield doctor.daemon(status.version if status else None, __version__)
     if status is not None:
         yield doctor.livez(_livez(status.url), status.url)

@@ -6,7 +6,7 @@ import typer
 
 from gateway.config import ModelConfig
 from gateway.ctl.complete import a_model
-from gateway.ctl.local import available_bytes, model_of, read_config
+from gateway.ctl.local import available_bytes, folder_of, model_of, read_config
 from gateway.ctl.say import Json, print_json
 from gateway.failed import Failed
 
@@ -56,11 +56,11 @@ def say(name: str, found: "Info") -> None:
 
 def _look(name: str) -> "Info":
     """Here, or else on the hub. Raises `Failed`."""
-    from gateway.modelinfo import Unreadable, find, inspect
+    from gateway.modelinfo import Unreadable, inspect
 
     model = model_of(read_config(), name)
     try:
-        return inspect(find(model.path), model.dtype, model.context, available_bytes())
+        return inspect(folder_of(model.path), model.dtype, model.context, available_bytes())
     except Unreadable as error:
         if not _is_repository(model.path):
             raise Failed(str(error)) from None

@@ -1,5 +1,6 @@
 """What verbs share that work without the daemon."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.config import Config, ConfigError, ModelConfig, default_home
@@ -7,12 +8,10 @@ from gateway.ctl import client
 from gateway.failed import Failed
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from gateway.schemas.admin import ModelStatus, Status
 
 
-def read_config(file: "Path | None" = None) -> Config:
+def read_config(file: Path | None = None) -> Config:
     """The configuration of the home, or another, as the daemon would read it now. Raises `ConfigError`."""
     from gateway.configread import load_config
 
@@ -37,6 +36,18 @@ def model_of(config: Config, name: str) -> ModelConfig:
         return Router(config.models).locate(name, OWNER).model
     except ModelNotFound:
         return ModelConfig(name=name, path=name)
+
+
+def folder_of(path: str) -> Path:
+    """Where a model is. Raises `Unreadable`, and advises a download only for what the hub may have."""
+    from gateway.modelinfo import Unreadable, find
+
+    try:
+        return find(path)
+    except Unreadable:
+        if path.startswith((".", "/", "~")):
+            raise Unreadable(f"there is no folder {path}") from None
+        raise
 
 
 def daemon() -> "Status | None":

@@ -31,14 +31,19 @@ def logs(
     if not path.parent.exists():
         raise Failed(f"no log at {path}; does mlxd use another home (MLXD_HOME), or log_file = false?")
 
-    def show(found: Iterable[str]) -> None:
+    def show(found: Iterable[str]) -> int:
+        shown = 0
         for line in found:
             if model is None or is_about(line, model):
                 typer.echo(line if json else plain(line))
+                shown += 1
+        return shown
 
     # Begun first: a line that is written meanwhile comes twice rather than never.
     newer = logfile.follow(path, lambda: time.sleep(POLL_S))
-    show(logfile.last_lines(path, lines, lambda line: model is None or is_about(line, model)))
+    shown = show(logfile.last_lines(path, lines, lambda line: model is None or is_about(line, model)))
+    if model is not None and not shown and lines and not follow:
+        raise Failed(f"no line of {path} is about a model {model}")
     if follow:
         try:
             show(newer)
@@ -51,8 +56,8 @@ def plain(line: str) -> str:
     fields = _read(line)
     if fields is None:
         return line
-    rest = "".join(f" {key}={value}" for key, value in fields.items() if key not in _HEAD)
-    text = f"{fields.get('time', '')} {fields.get('level', ''):<7} {fields.get('message', '')}{rest}"
+    rest = "".join(f" {key}={value}" for key, value in fields.items() if key not in _HEAD and value is not None)
+    text = f"{fields.get('time', '')} {fields.get('level', ''):<7} {str(fields.get('message', '')).rstrip()}{rest}"
     if trace := fields.get("exception"):
         text += f"\n{trace}"
     # What a client or a worker wrote must not command the terminal.

@@ -37,7 +37,7 @@ def status(status: Status, console: Console) -> None:
         table.add_row(*_row(model))
     console.print(table)
     for model in status.models:
-        if model.last_failure and model.state != "ready":
+        if model.last_failure and model.state not in ("ready", "draining"):
             again = f" (next try in {duration(model.retry_after_s)})" if model.retry_after_s else ""
             console.print(f"{model.name}: {model.last_failure}{again}", style="red", highlight=False, markup=False)
 

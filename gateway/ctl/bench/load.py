@@ -67,6 +67,14 @@ class Report(msgspec.Struct, frozen=True):
     first_errors: list[str]
 
 
+class _Fault(msgspec.Struct):
+    message: str
+
+
+class _Refused(msgspec.Struct):
+    error: _Fault
+
+
 async def closed_loop(load: Load, jobs: Sequence[Job], concurrency: int) -> tuple[float, list[Reply]]:
     """The wall time from the first request to the last answer, and the replies in the order of `jobs`."""
     replies: list[Reply | None] = [None] * len(jobs)
@@ -102,11 +110,7 @@ def report(concurrency: int, wall_s: float, replies: Sequence[Reply]) -> Report:
     good = [reply for reply in replies if reply.ok]
     tokens = sum(reply.completion_tokens for reply in good)
     events = sum(len(reply.times) for reply in good)
-    failures = [
-        reply.error or f"HTTP {reply.status}: {reply.body[:200].decode(errors='replace')}"
-        for reply in replies
-        if not reply.ok
-    ]
+    failures = [reply.error or f"HTTP {reply.status}: {_refusal(reply.body)}" for reply in replies if not reply.ok]
     return Report(
         concurrency=concurrency,
         requests=len(replies),
@@ -123,6 +127,14 @@ def report(concurrency: int, wall_s: float, replies: Sequence[Reply]) -> Report:
         events_per_token=round(events / tokens, 3) if tokens else 0.0,
         first_errors=list(dict.fromkeys(failures))[:5],
     )
+
+
+def _refusal(body: bytes) -> str:
+    """The message of an error; of an answer that has none, its beginning."""
+    try:
+        return msgspec.json.decode(body, type=_Refused).error.message
+    except msgspec.MsgspecError:
+        return body[:200].decode(errors="replace")
 
 
 def as_table(reports: Sequence[Report]) -> str:

@@ -1,0 +1,133 @@
+"""What somebody sees who is new to mlxd and mistypes: the words of `mlxctl`, also after a crash."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from gateway.ctl.logs import plain
+from tests.gateway.test_ctl import ctl
+from tests.support.daemon import DEADLINE_S, DaemonProcess, write_config
+
+ABSENT = """
+[models.demo]
+[models.moved]
+path = "./moved"
+[models.later]
+path = "org/later"
+"""
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Generator[DaemonProcess, None, None]:
+    """A daemon whose model `a` has lost a worker and is served by the next."""
+    home = tmp_path_factory.mktemp("h")
+    write_config(home, ["a"], server="drain = 10", model="preload = true")
+    with DaemonProcess(home, "--step-ms 20") as daemon:
+        _until(lambda: daemon.client.get("/readyz").status_code == 200)
+        [pid] = daemon.worker_pids()
+        os.kill(pid, signal.SIGKILL)
+        _until(lambda: daemon.worker_pids() not in ([], [pid]))
+        assert daemon.complete().status_code == 200
+        yield daemon
+
+
+def test_an_absent_folder_is_told_by_check_and_is_no_reason_not_to_start(tmp_path: Path) -> None:
+    (tmp_path / "mlxd.toml").write_text(ABSENT)
+
+    done = ctl(tmp_path, "config", "check")
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'mlxd.toml'}: good, 3 models\n")
+    moved, later = done.stderr.splitlines()
+    assert moved == f"not here yet: moved: there is no folder {tmp_path / 'moved'}"
+    assert later.startswith("not here yet: later: org/later is neither")
+    assert list(json.loads(ctl(tmp_path, "config", "check", "--json").stdout)["absent"]) == ["moved", "later"]
+
+
+def test_nobody_is_sent_to_the_hub_for_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "mlxd.toml").write_text(ABSENT)
+
+    done = ctl(tmp_path, "info", "moved")
+    assert (done.returncode, done.stderr) == (1, f"mlxctl: there is no folder {tmp_path / 'moved'}\n")
+
+
+def test_doctor_looks_at_the_port_that_the_daemon_has_and_not_at_that_of_the_file(tmp_path: Path) -> None:
+    write_config(tmp_path, ["demo"])
+    path = tmp_path / "mlxd.toml"
+    path.write_text(path.read_text().replace("port = 0", "port = 9"))
+    with DaemonProcess(tmp_path, "--port", "0", module="gateway.main") as daemon:
+        port = urlsplit(daemon.url).port
+        found = {finding["name"]: finding for finding in json.loads(ctl(tmp_path, "doctor", "--json").stdout)}
+
+    assert (found["port"]["level"], found["port"]["text"]) == ("ok", f"{port} is mlxd's")
+
+
+def test_ctrl_c_is_no_traceback_while_mlxctl_still_begins(tmp_path: Path) -> None:
+    code = """
+import sys
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "gateway.ctl.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from gateway.ctl import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code, "status"], capture_output=True, text=True, timeout=30)
+
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_bench_says_why_it_was_refused_and_not_in_json(crashed: DaemonProcess) -> None:
+    done = ctl(crashed.home, "bench", "nope")
+
+    assert done.returncode == 1
+    assert done.stderr == "mlxctl: HTTP 404: The model 'nope' does not exist. Models here: a.\n"
+
+
+def test_a_log_without_a_line_about_a_model_says_so(crashed: DaemonProcess) -> None:
+    done = ctl(crashed.home, "logs", "nope")
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith("mlxd.log is about a model nope\n")
+
+
+def test_the_log_of_a_crash_has_no_empty_lines(crashed: DaemonProcess) -> None:
+    _until(lambda: "died (SIGKILL" in ctl(crashed.home, "logs", "a").stdout)
+
+    assert "" not in ctl(crashed.home, "logs").stdout.splitlines()
+
+
+def test_a_field_without_a_value_is_not_shown_in_pythons_words() -> None:
+    line = json.dumps({"time": "T", "level": "info", "message": "POST /", "ttft_ms": None, "outcome": "ok"})
+
+    assert plain(line) == "T info    POST / outcome=ok"
+
+
+# The last: its daemon is gone then.
+def test_a_model_that_drains_is_not_blamed_for_the_crash_of_a_predecessor(crashed: DaemonProcess) -> None:
+    assert "died (SIGKILL" in json.loads(ctl(crashed.home, "status", "--json").stdout)["models"][0]["last_failure"]
+    running = threading.Thread(target=lambda: crashed.complete(max_tokens=150))
+    running.start()
+    _until(lambda: json.loads(ctl(crashed.home, "status", "--json").stdout)["models"][0]["inside"])
+    crashed.process.send_signal(signal.SIGTERM)
+
+    _until(lambda: crashed.client.get("/readyz").status_code == 503)
+    assert crashed.client.get("/readyz").json()["reasons"] == ["draining", "model a is draining"]
+    assert "died" not in ctl(crashed.home, "status").stdout
+    running.join()
+    assert crashed.wait() == 0
+
+
+def _until(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
