@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from protocol.failures import Code
 from protocol.messages import ChatPrompt, Constraint, ConstraintKind
 from worker.errors import RequestInvalid
 from worker.grammars import Grammar
@@ -43,7 +44,7 @@ class ToolRules:
         self._eos_ids = tuple(eos_ids)
         self._lock = threading.Lock()
         self._marks: Marks | None = None
-        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, frozenset[str]], _Compiled] = OrderedDict()
 
     def make(self, prompt: ChatPrompt, prompt_end: str, room: int) -> Rule | None:
         """The rule for `room` tokens of answer; None where there is nothing to enforce. Raises `RequestInvalid`."""
@@ -103,9 +104,16 @@ class ToolRules:
     def _compile(self, write: Callable[[Calls], CallGrammar], calls: Calls, strict: Sequence[str]) -> _Compiled:
         """The grammar; where there is none, one that holds only the `strict` tools. Raises `RequestInvalid`."""
         written = write(calls)
+        for name in written.unheld.intersection(strict):
+            message = (
+                f"The tool '{name}' is strict, but its schema cannot be enforced in the way this model writes calls"
+            )
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param="tools")
+        # The grammar of the same tools is another one where others of them are strict, and it cannot hold all.
+        key = (written.text, frozenset(strict))
         with self._lock:
-            if found := self._compiled.get(written.text):
-                self._compiled.move_to_end(written.text)
+            if found := self._compiled.get(key):
+                self._compiled.move_to_end(key)
                 return found
         try:
             compiled = self._try(written)
@@ -115,7 +123,7 @@ class ToolRules:
             loose = tuple(name for name in map(_name, calls.tools) if name not in strict)
             compiled = self._try(write(replace(calls, loose_names=loose)))
         with self._lock:
-            self._compiled[written.text] = compiled
+            self._compiled[key] = compiled
             if len(self._compiled) > _MAX_CACHED:
                 self._compiled.popitem(last=False)
         return compiled

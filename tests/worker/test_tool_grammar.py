@@ -4,6 +4,7 @@ import random
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -107,6 +108,72 @@ def test_a_schema_that_no_grammar_can_hold_is_refused_where_it_is_strict(family:
     with pytest.raises(RequestInvalid, match=r"The tool 'f' is strict, but .* cannot be enforced: .*not") as caught:
         make(family, ChatPrompt([], tools, must_call=must_call, strict_tools=("f",)))
     assert caught.value.failure.param == "tools"
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "a type and an enum": {"type": "string", "enum": ["a", 1, None]},
+    "a type that no value has": {"type": "integer", "enum": ["a", True]},
+    "a limit and an enum": {"enum": ["a", "bcd"], "maxLength": 2},
+    "a pattern and an enum": {"enum": ["a", "bcd"], "pattern": "^b"},
+    "a type and options": {"type": "integer", "anyOf": [{"minimum": 5}, {"maximum": 2}]},
+    "a limit and options": {"maxLength": 1, "anyOf": [{"type": "string"}, {"type": "null"}]},
+    "options that are required": {
+        "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+    },
+    "an enum among options": {"anyOf": [{"type": "string", "enum": ["a", "b"]}, {"type": "null"}]},
+    "all of a reference": {"allOf": [{"$ref": "#/$defs/color"}]},
+    "all of two": {"type": "string", "allOf": [{"$ref": "#/$defs/color"}, {"maxLength": 3}]},
+    "a limit and a reference": {"$ref": "#/$defs/color", "maxLength": 3},
+    "a list of such": {"type": "array", "items": {"type": "string", "enum": ["a", 1]}, "minItems": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", BESIDE.values(), ids=BESIDE)
+@pytest.mark.parametrize(
+    "family",
+    ["hermes", "gemma4", "function_gemma", "lfm2_pythonic", "llama4_pythonic", "qwen3_coder", "glm45", "deepseek_v32",
+     "kimi_k3", "minimax_m3", "seed_oss"],
+)  # fmt: skip
+def test_what_stands_beside_other_keywords_is_held_or_refused_where_it_is_strict(
+    family: str, schema: dict[str, Any]
+) -> None:
+    colors = {"color": {"type": "string", "enum": ["red", "green"]}}
+    whole = {"type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": colors}
+    check_strict(family, [tool("f", whole)])
+
+
+@pytest.mark.parametrize("family", CALLING)
+def test_options_of_whole_arguments_are_held_or_refused_where_they_are_strict(family: str) -> None:
+    number = {"type": "integer"}
+    options = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    check_strict(family, [tool("f", {"type": "object", "properties": {"a": number, "b": number}, **options})])
+
+
+def check_strict(family: str, tools: list[dict[str, Any]]) -> None:
+    try:
+        rule = make(family, ChatPrompt([], tools, must_call=True, one_call=True, strict_tools=("f",)))
+    except RequestInvalid:
+        return
+    for seed in range(4):
+        check(Called.read(family, walk(rule, seed) or "", tools).calls, tools)
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "lfm2_pythonic"])
+def test_a_strict_tool_is_held_also_after_it_was_free_beside_one_that_no_grammar_can_hold(family: str) -> None:
+    impossible = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)b\\1"}}}
+    tools, known = [*STRICT, tool("g", impossible)], tokenizer(True)
+    eos_ids = [known.convert_tokens_to_ids("<|im_end|>")]
+    maker = ToolRules(
+        Rules(known, family, len(known), eos_ids, Vocabulary(known).token_bytes), known, family, eos_ids
+    )  # fmt: skip
+    prompt = ChatPrompt([], tools, must_call=True, one_call=True)
+    maker.make(prompt, reasoning_end(family), ROOM)
+    rule = maker.make(msgspec.structs.replace(prompt, strict_tools=("f",)), reasoning_end(family), ROOM)
+    assert rule is not None
+    for seed in range(8):
+        called = Called.read(family, walk(rule, seed, room=4000) or "", tools)
+        check([call for call in called.calls if call[0] == "f"] or [("f", '{"n": 3}')], STRICT)
 
 
 @pytest.mark.parametrize(

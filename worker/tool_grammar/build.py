@@ -37,12 +37,16 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """`text` is Lark. `trigger` is what begins a call, where only calls are ruled. The ends: see `Shape`."""
+    """`text` is Lark. `trigger` is what begins a call, where only calls are ruled. The ends: see `Shape`.
+
+    It holds less than the schemas of the tools in `unheld` say.
+    """
 
     text: str
     value_ends: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     trigger: str = ""
+    unheld: frozenset[str] = frozenset()
 
 
 def has_calls(family: str) -> bool:
@@ -61,7 +65,8 @@ def call_grammar(family: str, calls: Calls, marks: Marks, prompt_end: str = "") 
     form = _format(family, marks)
     shape = _shape(lark, form, family, tools)
     start = "" if shape.start and prompt_end.rstrip().endswith(shape.start) else lark.text(shape.start)
-    return CallGrammar(lark.source(f"{start} {_all(shape, calls.is_parallel, family)}"), shape.value_ends, shape.ends)
+    text = lark.source(f"{start} {_all(shape, calls.is_parallel, family)}")
+    return CallGrammar(text, shape.value_ends, shape.ends, unheld=frozenset(lark.unheld))
 
 
 def strict_grammar(family: str, calls: Calls, marks: Marks) -> CallGrammar | None:
@@ -74,14 +79,14 @@ def strict_grammar(family: str, calls: Calls, marks: Marks) -> CallGrammar | Non
     if len(shape.start) < _TRIGGER_MIN:
         return None
     text = lark.source(_all(shape, calls.is_parallel and bool(shape.tail), family))
-    return CallGrammar(text, shape.value_ends, shape.ends, shape.start)
+    return CallGrammar(text, shape.value_ends, shape.ends, shape.start, frozenset(lark.unheld))
 
 
 def rest_of_call(family: str, calls: Calls, marks: Marks) -> CallGrammar:
     """What follows the head of a call of the one tool among `calls`, in a family of `HEADS`."""
     lark = Lark(marks)
     [tool] = calls.checked()
-    return CallGrammar(lark.source(HEADS[family].rest(lark, tool)))
+    return CallGrammar(lark.source(HEADS[family].rest(lark, tool)), unheld=frozenset(lark.unheld))
 
 
 # Shorter ones are ordinary punctuation.
@@ -158,9 +163,10 @@ def _message(lark: Lark, channels: Channels, family: str, tools: Sequence[Tool],
         calls = [f"{lark.text(header.format(tool.name))} {whole_json(lark, tool)}" for tool in tools]
     if lark.marks.is_plain(opening):
         # Nothing could tell the end of a thought from its text.
-        return CallGrammar(lark.source(either(calls)), value_ends, ends)
+        return CallGrammar(lark.source(either(calls)), value_ends, ends, unheld=frozenset(lark.unheld))
     reasoning = f"({lark.text(thought)} {lark.ordinary()} {lark.text(opening)})?"
-    return CallGrammar(lark.source(f"{reasoning} {either(calls)}"), (opening, *value_ends), ends)
+    text = lark.source(f"{reasoning} {either(calls)}")
+    return CallGrammar(text, (opening, *value_ends), ends, unheld=frozenset(lark.unheld))
 
 
 def next_message(family: str) -> str:

@@ -36,7 +36,7 @@ def _json_rest(lark: Lark, tool: Tool) -> str:
 
 
 def _python_rest(lark: Lark, tool: Tool) -> str:
-    return f'{Values(lark, tool, PYTHON).members(tool.properties, tool.required, "{}=")} ")"'
+    return f'{Values(lark, tool, PYTHON).members(lark.parameters(tool), tool.required, "{}=")} ")"'
 
 
 _JSON: Final = Head(_json_triggers, _json_rest)

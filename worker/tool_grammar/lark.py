@@ -5,6 +5,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from worker.parsers.schema import Schema
+from worker.tool_grammar.schemas import Tool
+
 _PUNCTUATION: Final = frozenset("\\.+*?()|[]{}^$#&-~/")
 
 
@@ -54,6 +57,8 @@ class Lark:
 
     def __init__(self, marks: Marks) -> None:
         self.marks = marks
+        # Tools whose schemas say more than the grammar holds.
+        self.unheld: set[str] = set()
         self._rules: dict[str, str] = {}
         self._names: dict[str, str] = {}
 
@@ -74,6 +79,12 @@ class Lark:
             return f"({some})? {self.text(end)}"
         head, rest = self.terminal(f"({plain}) {self.text(pieces[0])}"), end[len(pieces[0]) :]
         return f"{head} {self.text(rest)}" if rest else head
+
+    def parameters(self, tool: Tool) -> Schema:
+        """Those of a tool, to be written one by one: what is said of several is not held then."""
+        if not tool.is_plain:
+            self.unheld.add(tool.name)
+        return tool.properties
 
     def ordinary(self) -> str:
         """Any tokens but control tokens; a character may be left half written, unlike in `until`."""

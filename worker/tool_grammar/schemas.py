@@ -10,6 +10,14 @@ from worker.parsers.schema import Schema, mapping, referred
 INTEGER_MAX: Final = 2**53 - 1
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAPS: Final = ("properties", "$defs", "definitions")
+# Say what is valid, and are held where arguments are JSON; other keywords are refused there.
+_LIMITS: Final = frozenset(
+    {
+        "$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "format", "items", "maxItems", "maxLength",
+        "maxProperties", "minItems", "minLength", "minProperties", "oneOf", "pattern", "patternProperties",
+        "prefixItems", "properties", "required", "type", *_BOUNDS,
+    }
+)  # fmt: skip
 # Says nothing about what is valid.
 _PROSE: Final = frozenset({"description", "title", "default", "examples", "$schema", "$comment"})
 _MAX_DEPTH: Final = 64
@@ -30,6 +38,12 @@ class Tool:
     @property
     def required(self) -> frozenset[str]:
         return names(self.parameters.get("required"))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is said of each parameter is all that is said."""
+        of_keys = ("type", "properties", "required", "additionalProperties", "patternProperties")
+        return only(self.parameters, *of_keys) and self.required <= self.properties.keys()
 
 
 def tool_of(declared: Mapping[str, Any]) -> Tool:
@@ -54,6 +68,12 @@ def closed(schema: Any, depth: int = 0) -> Any:
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return schema
     fields = {key: value for key, value in cast(Schema, schema).items() if key not in _PROSE}
+    if (
+        isinstance(every := fields.get("allOf"), list)
+        and len(cast("list[Any]", every)) == 1
+        and fields.keys() == {"allOf"}
+    ):
+        return closed(every[0], depth + 1)
     for key, value in fields.items():
         if key in _MAPS:
             fields[key] = {name: closed(inner, depth + 1) for name, inner in mapping(value).items()}
@@ -86,6 +106,40 @@ def types_of(schema: Schema) -> tuple[str, ...]:
     if "properties" in schema:
         return ("object",)
     return ("array",) if "items" in schema else ()
+
+
+def only(schema: Schema, *keywords: str) -> bool:
+    """Whether nothing but these keywords says what is valid."""
+    return schema.keys() & _LIMITS <= set(keywords)
+
+
+def constants(schema: Schema) -> list[Any]:
+    """The only values that are allowed: those of its types, if there are any."""
+    if "const" in schema:
+        found: list[Any] = [schema["const"]]
+    else:
+        found = list(cast("list[Any]", schema["enum"])) if isinstance(schema["enum"], list) else []
+    kinds = types_of(schema) if "type" in schema else ()
+    return [value for value in found if not kinds or any(_is_of(kind, value) for kind in kinds)] or found or [None]
+
+
+def _is_of(kind: str, value: Any) -> bool:
+    match kind:
+        case "boolean":
+            return isinstance(value, bool)
+        case "null":
+            return value is None
+        case "string":
+            return isinstance(value, str)
+        case "integer" | "number":
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            return is_number and (kind == "number" or float(value).is_integer())
+        case "array":
+            return isinstance(value, list)
+        case "object":
+            return isinstance(value, Mapping)
+        case _:
+            return True
 
 
 def is_bounded(schema: Schema) -> bool:

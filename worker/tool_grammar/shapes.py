@@ -139,7 +139,7 @@ def python_shape(lark: Lark, form: PythonCalls, family: str, tools: Sequence[Too
     open_, between, close = ("\n", "\n", "\n" + end) if is_lines else ("[", ", ", "]" + end)
     calls: list[str] = []
     for tool in tools:
-        members = Values(lark, tool, PYTHON).members(tool.properties, tool.required, "{}=")
+        members = Values(lark, tool, PYTHON).members(lark.parameters(tool), tool.required, "{}=")
         calls.append(f'{lark.text(tool.name + "(")} {members} ")"')
     one = either(calls)
     more = (lark.rule(f"{lark.text(between)} {one}"),) * MANY
@@ -152,7 +152,7 @@ def gemma_shape(lark: Lark, form: GemmaCalls, tools: Sequence[Tool]) -> Shape:
     calls: list[str] = []
     for tool in tools:
         values = Values(lark, tool, style, (*form.starts, *form.ends))
-        members = values.members(tool.properties, tool.required, "{}:")
+        members = values.members(lark.parameters(tool), tool.required, "{}:")
         calls.append(f'{lark.text("call:" + tool.name + "{")} {members} "}}" {end}')
     one = either(calls)
     return Shape(start, one, (lark.rule(f"{lark.text(start)} {one}"),) * MANY, value_ends=(style.delimiter,))

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from worker.parsers.minimax_m3 import MiniMaxM3Calls
-from worker.parsers.schema import Parameters, Schema
+from worker.parsers.schema import Parameters, Schema, mapping
 from worker.parsers.xml_calls import XmlCalls
 from worker.tool_grammar.lark import Lark, either
-from worker.tool_grammar.schemas import Tool, quantifier, resolved
+from worker.tool_grammar.schemas import Tool, constants, only, quantifier, resolved
 from worker.tool_grammar.shape import MANY, NUMBERED, Shape
-from worker.tool_grammar.values import JSON, Values, constants
+from worker.tool_grammar.values import JSON, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class _XmlWriter:
         name = look.name.replace("{name}", tool.name).replace("{index}", str(index + 1))
         # In some families a line break or the first parameter ends the head.
         head_end = "" if form.head_end[0] == "\n" else form.head_end[0]
-        params = [self._param(tool, key, schema) for key, schema in tool.properties.items()]
+        params = [self._param(tool, key, schema) for key, schema in lark.parameters(tool).items()]
         return f"{lark.text(name + head_end + look.head)} {' '.join(params)} {lark.text(form.call_end)}"
 
     def _param(self, tool: Tool, key: str, schema: Any) -> str:
@@ -141,7 +141,7 @@ def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[Tool]) ->
 
     def call(tool: Tool) -> str:
         params: list[str] = []
-        for key, schema in tool.properties.items():
+        for key, schema in lark.parameters(tool).items():
             value = parameter(lark, tool, key, schema, f"{mark}</{key}>", (mark,))
             whole = lark.rule(f"{lark.text(f'{mark}<{key}>')} {value}")
             params.append(whole if key in tool.required else f"({whole})?")
@@ -154,15 +154,34 @@ def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[Tool]) ->
 
 def parameter(lark: Lark, tool: Tool, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
     """The value of a parameter and the `end` behind it. A string is plain text, everything else JSON."""
+    options = _options(resolved(schema, tool.parameters))
+    return either([_option(lark, tool, key, option, end, banned) for option in options or [schema]])
+
+
+def _options(fields: Schema) -> list[Any]:
+    """What a value may be, one level deep."""
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(options := fields.get(keyword), list) and only(fields, keyword):
+            return cast("list[Any]", options)
+    return []
+
+
+def _option(lark: Lark, tool: Tool, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
     fields = resolved(schema, tool.parameters)
+    if not ("$ref" not in mapping(schema) or only(schema, "$ref")) or schema is False:
+        lark.unheld.add(tool.name)
     if "enum" in fields or "const" in fields:
         values = Values(lark, tool, JSON, banned)
+        if not only(fields, "enum", "type") and not only(fields, "const", "type"):
+            lark.unheld.add(tool.name)
         options = [lark.text(each) if isinstance(each, str) else values.value({"const": each})
                    for each in constants(fields)]  # fmt: skip
         return f"{either([option for option in options if option])} {lark.text(end)}"
-    kinds = Parameters(tool.parameters).types(key)
+    kinds = Parameters({"properties": {key: schema}}, tool.parameters).types(key)
     if kinds and "string" not in kinds:
         return f"{Values(lark, tool, JSON, banned).value(schema)} {lark.text(end)}"
+    if not only(fields, "type", "minLength", "maxLength") and not only(fields, "type", "pattern"):
+        lark.unheld.add(tool.name)
     return lark.until(end, banned, body=_body(fields))
 
 

@@ -1,20 +1,22 @@
 """Arguments as a grammar: each parameter as its schema wants it, written as a family writes values."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from worker.grammars import lark_json
 from worker.parsers.schema import Schema, mapping
 from worker.tool_grammar.lark import Lark, either
-from worker.tool_grammar.schemas import Tool, count, is_bounded, names, quantifier, resolved, types_of
+from worker.tool_grammar.schemas import Tool, constants, count, is_bounded, names, only, quantifier, resolved, types_of
 
 _INTEGER: Final = r"/-?(0|[1-9][0-9]{0,14})/"
 _NUMBER: Final = r"/-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,15})?([eE][+\-]?[0-9]{1,2})?/"
 # Half surrogates are escapes that nothing can encode.
 _ESCAPE: Final = r"\\([\"\\\/bfnrt]|u([0-9a-cA-Ce-fE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))"
 _CHAR: Final = rf"([^\"\\\x00-\x1F\x7F]|{_ESCAPE})"
+# What llguidance knows better.
+_FOREIGN: Final = frozenset({"allOf", "patternProperties", "prefixItems", "minProperties", "maxProperties"})
 _TYPES: Final = ("string", "number", "boolean", "null", "array", "object")
 
 
@@ -41,6 +43,7 @@ class Values:
 
     def __init__(self, lark: Lark, tool: Tool, style: Style, banned: Sequence[str] = ()) -> None:
         self._lark = lark
+        self._name = tool.name
         self._root = tool.parameters
         self._style = style
         self._banned = tuple(banned)
@@ -50,18 +53,23 @@ class Values:
 
     def value(self, schema: Any) -> str:
         """An expression for a value of `schema`."""
-        ref = mapping(schema).get("$ref")
-        if isinstance(ref, str):
-            return self._reference(ref, schema)
         fields = mapping(schema)
+        if isinstance(ref := fields.get("$ref"), str):
+            return self._reference(ref, schema) if only(fields, "$ref") else self._foreign(fields)
         if "enum" in fields or "const" in fields:
+            if not only(fields, "enum", "type") and not only(fields, "const", "type"):
+                return self._foreign(fields)
             return either([self._constant(each) for each in constants(fields)])
         for key in ("anyOf", "oneOf"):
             options = fields.get(key)
             if isinstance(options, list) and options:
+                if not only(fields, key):
+                    return self._foreign(fields)
                 return either([self.value(option) for option in cast("list[Any]", options)])
-        if "allOf" in fields or "patternProperties" in fields or "prefixItems" in fields:
+        if fields.keys() & _FOREIGN or not names(fields.get("required")) <= mapping(fields.get("properties")).keys():
             return self._foreign(fields)
+        if schema is False:
+            self._lark.unheld.add(self._name)
         kinds = types_of(fields)
         return either([self._typed(kind, fields) for kind in kinds]) if kinds else self._anything()
 
@@ -111,9 +119,11 @@ class Values:
     def _string(self, schema: Schema) -> str:
         if self._style.delimiter:
             mark = self._style.delimiter
+            if schema.keys() & {"pattern", "format"}:
+                self._lark.unheld.add(self._name)
             return f"{self._lark.text(mark)} {self._lark.until(mark, self._banned, body=f'(?s:.{quantifier(schema)})')}"
-        if "pattern" in schema:
-            return self._foreign(schema)
+        if schema.keys() & {"pattern", "format"}:
+            return self._foreign({**schema, "type": "string"})
         # As one lexeme, from quote to quote.
         body = self._lark.without(rf"\"{_CHAR}{quantifier(schema)}\"", self._banned)
         return self._lark.terminal(body)
@@ -175,11 +185,3 @@ class Values:
         """What llguidance knows better: as JSON."""
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         return self._lark.rule(lark_json({**definitions, **schema}, is_lenient=True))
-
-
-def constants(schema: Schema) -> list[Any]:
-    """The only values that are allowed."""
-    if "const" in schema:
-        return [schema["const"]]
-    options: Iterable[Any] = schema["enum"] if isinstance(schema["enum"], list) else ()
-    return list(options) or [None]
