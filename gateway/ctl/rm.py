@@ -38,7 +38,8 @@ def rm(
         print_json({"repository": repository, "freed_bytes": freed})
         return
     typer.echo(f"{repository} is removed: {size(freed)} are free again")
-    if named := [one.name for one in config.models.values() if one.path == repository]:
+    # Read anew: a model that was served because the cache held it is in no file.
+    if named := [one.name for one in read_config().models.values() if one.path == repository]:
         typer.echo(f"{config.config_path} still has it as {', '.join(named)}", err=True)
 
 

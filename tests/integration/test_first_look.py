@@ -58,6 +58,26 @@ def test_nobody_is_sent_to_the_hub_for_a_folder(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, f"mlxctl: there is no folder {tmp_path / 'moved'}\n")
 
 
+@pytest.mark.parametrize(("table", "is_named"), [("", False), ('[models."org/one"]', True)])
+def test_a_file_that_never_named_a_removed_model_is_not_said_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, is_named: bool
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--org--one"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    for folder in (snapshot, repository / "refs", repository / "blobs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    (snapshot / "model.safetensors").write_bytes(b"x")
+    (tmp_path / "mlxd.toml").write_text(table)
+    assert "org/one" in json.loads(ctl(tmp_path, "config", "check", "--json").stdout)["models"]
+
+    done = ctl(tmp_path, "rm", "org/one", "--yes")
+    assert done.returncode == 0
+    assert ("still has it as org/one" in done.stderr) is is_named
+
+
 def test_doctor_looks_at_the_port_that_the_daemon_has_and_not_at_that_of_the_file(tmp_path: Path) -> None:
     write_config(tmp_path, ["demo"])
     path = tmp_path / "mlxd.toml"
