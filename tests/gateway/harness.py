@@ -21,8 +21,10 @@ from gateway.guard import GuardedProtocol
 from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
+from gateway.pool.spawn import default_command
 from gateway.pool.state import Limits
 from protocol.spec import WorkerSpec
+from tests.support.pool import short_home
 
 WORKERS = Path(__file__).parent.parent / "workers"
 DEADLINE_S = 60.0
@@ -58,6 +60,14 @@ def events(text: str) -> list[Any]:
     """The data of each event of a stream; the end mark stays a string, comments are left out."""
     blocks = [block for block in text.split("\n\n") if block.startswith("data: ")]
     return [block[6:] if block == "data: [DONE]" else json.loads(block[6:]) for block in blocks]
+
+
+@asynccontextmanager
+async def serving(*models: ModelConfig) -> AsyncGenerator[Gateway, None]:
+    """A gateway with real workers, in a home of its own."""
+    with short_home() as home:
+        async with running(home, models=models, command=default_command) as gateway:
+            yield gateway
 
 
 @asynccontextmanager

@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 
 from gateway.config import ModelConfig
-from gateway.pool.spawn import default_command
-from tests.gateway.harness import Gateway, events, running
+from tests.gateway.harness import Gateway, events, serving
 from tests.support.merged import merge_blocks, merge_chat
-from tests.support.pool import short_home
 from tests.support.schemas import Schemas, errors_of
 
 pytestmark = pytest.mark.anyio
@@ -101,11 +99,9 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def gateway(model_folder: Callable[[str], Path]) -> AsyncGenerator[Gateway, None]:
-    models = [ModelConfig(name="m", path=str(model_folder("qwen3")))]
-    with short_home() as home:
-        async with running(home, models=models, command=default_command) as made:
-            made.client.timeout = DEADLINE_S
-            yield made
+    async with serving(ModelConfig(name="m", path=str(model_folder("qwen3")))) as made:
+        made.client.timeout = DEADLINE_S
+        yield made
 
 
 async def test_random_schemas_are_kept_to_or_refused_however_they_are_sent(gateway: Gateway) -> None:

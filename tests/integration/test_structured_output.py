@@ -9,9 +9,7 @@ import jsonschema
 import pytest
 
 from gateway.config import ModelConfig
-from gateway.pool.spawn import default_command
-from tests.gateway.harness import Gateway, events, running
-from tests.support.pool import short_home
+from tests.gateway.harness import Gateway, events, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -34,13 +32,11 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def gateway(model_folder: Callable[[str], Path]) -> AsyncGenerator[Gateway, None]:
-    models = [ModelConfig(name="m", path=str(model_folder("qwen3")))]
-    with short_home() as home:
-        async with running(home, models=models, command=default_command) as made:
-            # A refusal is a status only if it comes within a second: a cold model would take longer.
-            reply = await made.client.post("/v1/chat/completions", json=asking(response_format=FORMAT))
-            assert reply.status_code == 200, reply.text
-            yield made
+    async with serving(ModelConfig(name="m", path=str(model_folder("qwen3")))) as made:
+        # A refusal is a status only if it comes within a second: a cold model would take longer.
+        reply = await made.client.post("/v1/chat/completions", json=asking(response_format=FORMAT))
+        assert reply.status_code == 200, reply.text
+        yield made
 
 
 def asking(**fields: Any) -> dict[str, Any]:
