@@ -48,3 +48,8 @@ def test_a_unix_socket_replaces_a_stale_file_and_is_private(tmp_path: Path, monk
 def test_a_unix_socket_path_that_is_too_long_is_a_plain_sentence(tmp_path: Path) -> None:
     with pytest.raises(CannotListen, match="cannot listen on"):
         listen_unix(tmp_path / ("x" * 200))
+
+
+def test_a_folder_where_a_unix_socket_should_be_is_a_plain_sentence(tmp_path: Path) -> None:
+    with pytest.raises(CannotListen, match=f"cannot listen on {tmp_path}"):
+        listen_unix(tmp_path)
