@@ -19,7 +19,7 @@ from gateway.config import Config, ConfigError
 from gateway.errors import Unavailable
 from gateway.guard import GuardedProtocol
 from gateway.link import Link
-from gateway.listen import BACKLOG, close_all, listen_tcp, listen_unix
+from gateway.listen import BACKLOG, CannotListen, close_all, listen_tcp, listen_unix
 from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
 from gateway.pool.spawn import Command, default_command
@@ -59,7 +59,7 @@ class Daemon:
         )
         try:
             self._admin_socket = listen_unix(config.admin_socket)
-        except BaseException:
+        except CannotListen:
             close_all(self._public_sockets)
             raise
         self._servers = [_Server(_settings(self._app)), _Server(_settings(admin))]

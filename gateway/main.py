@@ -83,8 +83,7 @@ async def _serve(config: Config, read: Callable[[], Config], command: Command) -
     daemon = Daemon(config, read, command=command)
     try:
         await daemon.run()
-    except Exception:
-        # The root of the process. Workers that still run outlive us, and the next daemon adopts them.
+    except Exception:  # The root of the process. Workers that still run outlive us, and the next daemon adopts them.
         log.exception("mlxd ends after a fault of its own")
         return Status.FAULT
     return Status.OK

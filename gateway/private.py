@@ -20,7 +20,7 @@ def write_private(path: Path, data: bytes) -> None:
             out.flush()
             os.fsync(out.fileno())
         new.replace(path)
-    except BaseException:
+    except BaseException:  # Whatever it was, ^C too, and it goes on: no half of a file stays.
         new.unlink(missing_ok=True)
         raise
     _sync_folder(folder)

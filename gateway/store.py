@@ -135,7 +135,7 @@ class Store:
             database.execute("PRAGMA foreign_keys = ON")
             database.execute("PRAGMA secure_delete = ON")
             database.executescript(_SCHEMA)
-        except BaseException:
+        except sqlite3.Error:
             database.close()
             raise
         return database

@@ -176,8 +176,7 @@ class Grammars:
             return Failure(Code.INVALID_REQUEST, f"this {what} cannot be enforced: {error}")
         except RequestInvalid as error:
             return error.failure
-        except BaseException as error:
-            # A panic in Rust, which is no Exception: it is this grammar's, and the thread is as good as before.
+        except BaseException as error:  # the boundary to Rust: a panic is no Exception, and is this grammar's
             if type(error).__name__ != "PanicException":
                 raise
             return Failure(Code.INVALID_REQUEST, "this grammar cannot be enforced: it is too complex", repr(error))

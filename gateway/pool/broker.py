@@ -182,8 +182,7 @@ class Broker:
             self._poke.clear()
             try:
                 wake_at = self._settle()
-            except Exception:
-                # What runs must go on whatever is wrong here; the next look may be luckier.
+            except Exception:  # The root of the task: what runs must go on, and the next look may be luckier.
                 log.exception("a fault of ours while memory was shared out")
                 wake_at = self._clock() + FAULT_PAUSE_S
 

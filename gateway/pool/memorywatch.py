@@ -50,7 +50,7 @@ class MemoryWatch:
             await self._sleep(self._limits.look_s)
             try:
                 await self.look()
-            except Exception:
+            except Exception:  # The root of the task: the next look may be luckier.
                 log.exception("a fault of ours while memory was looked at")
 
     async def look(self) -> None:

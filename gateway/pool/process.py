@@ -48,7 +48,7 @@ class Worker(Life):
                     item = await self._inbox.get()
                     try:
                         self._handle(item)
-                    except Exception:
+                    except Exception:  # The root of a worker's task: the model is given up, the task goes on.
                         log.exception("worker %s: a fault of ours in state %s", self.name, self.state)
                         self._give_up(Failure(Code.INTERNAL, f"model '{self.name}' is not available: internal error"))
                         self._stoppers.wake()

@@ -59,7 +59,7 @@ class Spawner:
                 cwd=self._home,
                 start_new_session=True,
             )
-        except BaseException:
+        except BaseException:  # Whatever it was, it goes on: nobody else knows of this end of the pipe.
             os.close(read_fd)
             raise
         finally:

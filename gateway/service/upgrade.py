@@ -114,7 +114,7 @@ class Upgrade:
             if not version:
                 raise ServiceFailed(f"{wanted.source.what} has no mlxd in it")
             carry_out(check(env, self._service.home), self._machine)
-        except BaseException:
+        except BaseException:  # Whatever it was, ^C too, and it goes on: no half of an environment stays.
             carry_out([RemoveTree(env)], self._machine)
             raise
         release = Release(version, wanted.source.what, wanted.source.find)
