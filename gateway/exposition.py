@@ -58,7 +58,11 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], int]], ...]] = (
     ("prefix_cache_disk_restored", "Prompt tokens read back from the disk.", lambda s: s.disk_restored_tokens),
     ("prefix_cache_disk_writes", "Files written to the disk.", lambda s: s.disk_writes),
     ("prefix_cache_disk_dropped", "Writes given up because the disk was too slow or full.", lambda s: s.disk_dropped),
-    ("prefix_cache_disk_quarantined", "Files that were not what they should be.", lambda s: s.disk_quarantined),
+    (
+        "prefix_cache_disk_quarantined",
+        "Files set aside: corrupt, truncated, foreign or stale.",
+        lambda s: s.disk_quarantined,
+    ),
     ("num_preemptions", "Running sequences that had to make room.", lambda s: s.preemptions),
     (
         "malformed_tool_calls",

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from gateway.hfcache import cache_dir
+from gateway.hfcache import folder_of
 
 # As the loader takes them.
 WEIGHTS: Final = "model*.safetensors"
@@ -84,7 +84,7 @@ def find(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.resolve()
-    repository = cache_dir() / f"models--{path.replace('/', '--')}"
+    repository = folder_of(path)
     try:
         revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
