@@ -5,15 +5,34 @@ import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from gateway.config import ConfigError, file_key
+from gateway.config import (
+    CacheConfig,
+    ConfigError,
+    MemoryConfig,
+    ModelConfig,
+    SamplingDefaults,
+    ServerConfig,
+    ThinkingDefaults,
+    file_key,
+)
 from gateway.configtext import Locator, parse_duration, parse_size
 
 T = TypeVar("T", bound=Struct)
+
+# Where a key may have been meant to stand.
+_TABLES: Final[dict[str, type[Struct]]] = {
+    "server": ServerConfig,
+    "memory": MemoryConfig,
+    "models.NAME": ModelConfig,
+    "models.NAME.sampling": SamplingDefaults,
+    "models.NAME.thinking": ThinkingDefaults,
+    "models.NAME.cache": CacheConfig,
+}
 
 
 class Source:
@@ -51,10 +70,8 @@ class Source:
         for key in table:
             if key in known:
                 continue
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
             inside = f" in [{'.'.join(where)}]" if where else ""
-            raise self.error(f"unknown key {key!r}{inside}; {hint}", (*where, key))
+            raise self.error(f"unknown key {key!r}{inside}; {_hint(key, known)}", (*where, key))
 
     def table(
         self, raw: Any, struct: type[Struct], where: tuple[str, ...], hidden: tuple[str, ...] = ()
@@ -119,6 +136,20 @@ class Source:
         if path in (".", "..") or path.startswith(("./", "../")):
             return os.path.normpath(self.path.absolute().parent / path)
         return path
+
+
+def _hint(key: str, known: tuple[str, ...]) -> str:
+    """What somebody may have meant with a key that is not known where it stands."""
+    homes = [
+        f"[{table}]"
+        for table, struct in _TABLES.items()
+        # A model's name is in the header of its table.
+        if key != "name" and key in (*struct.__struct_fields__, *map(file_key, struct.__struct_fields__))
+    ]
+    if homes:
+        return f"it belongs in {' or '.join(homes)}"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
 
 
 def _sentence(what: str) -> str:

@@ -51,6 +51,23 @@ def test_an_absent_folder_is_told_by_check_and_is_no_reason_not_to_start(tmp_pat
     assert list(json.loads(ctl(tmp_path, "config", "check", "--json").stdout)["absent"]) == ["moved", "later"]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("port = 1", "mlxd.toml:1: unknown key 'port'; it belongs in [server]"),
+        ("[models.demo]\nmax_loaded = 1", ":2: unknown key 'max_loaded' in [models.demo]; it belongs in [memory]"),
+        ("[models.demo]\ntemperature = 1", "'temperature' in [models.demo]; it belongs in [models.NAME.sampling]"),
+        ("[memory]\nlog_level = 1", "'log_level' in [memory]; it belongs in [server] or [models.NAME]"),
+        ("name = 1", "unknown key 'name'; known keys: memory, models, server"),
+    ],
+)
+def test_a_key_in_the_wrong_table_is_shown_its_own(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "mlxd.toml").write_text(text)
+
+    done = ctl(tmp_path, "config", "check")
+    assert (done.returncode, done.stderr.rstrip().endswith(expected)) == (2, True), done.stderr
+
+
 def test_nobody_is_sent_to_the_hub_for_a_folder(tmp_path: Path) -> None:
     (tmp_path / "mlxd.toml").write_text(ABSENT)
 
