@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.outlet import KEY, Outlet
 
@@ -51,6 +51,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._has_ended_head = False
         self._has_request = False
+        # What is answered while newer requests wait behind it: uvicorn knows only of the newest.
+        self._answered: RequestResponseCycle | None = None
         self._is_too_large = False
         self._is_half_closed = False
         self._prober: asyncio.TimerHandle | None = None
@@ -65,6 +67,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._prober is not None:
             self._prober.cancel()
         super().connection_lost(exc)
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """A client that closed its half may still read the answer, and looks like one that has left.
@@ -119,6 +124,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._disarm()
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answered = self.cycle
         # Its task has not had a turn yet.
         self.scope[KEY] = Outlet(self.cycle)  # type: ignore[typeddict-unknown-key]
 
@@ -131,6 +138,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         has_more = bool(self.pipeline)
+        if has_more:
+            self._answered = self.pipeline[-1][0]
         super().on_response_complete()
         if self._is_half_closed and not has_more and not self.transport.is_closing():
             self.transport.close()

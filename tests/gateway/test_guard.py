@@ -1,10 +1,11 @@
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 
 import pytest
 
 from gateway.guard import HEAD_BYTES_MAX, GuardedProtocol
-from tests.gateway.harness import DEADLINE_S, Gateway, running
+from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until
 
 pytestmark = pytest.mark.anyio
 
@@ -136,3 +137,23 @@ async def test_an_answer_is_never_cut_off_by_the_time_for_a_head(hasty: Gateway)
     writer.close()
 
     assert b"t299" in answer
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["first", "second"])
+async def test_a_client_that_leaves_with_another_request_behind_its_stream_has_left(
+    gateway: Gateway, before: bytes
+) -> None:
+    """The connection knows of its newest request, and the one that is answered is not that one."""
+    body = json.dumps(chat(stream=True, max_tokens=100_000)).encode()
+    request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(before + request)
+    async with asyncio.timeout(DEADLINE_S):
+        await reader.readuntil(b'"content":')
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        await writer.drain()
+        await reader.readuntil(b'"content":')
+        assert gateway.link.in_flight == 1
+        writer.transport.abort()
+        await until(lambda: gateway.link.in_flight == 0)
+    assert gateway.metrics.unhandled_errors == 0
