@@ -171,7 +171,8 @@ class Life(Front):
             return
         failure = self._blame or report.failure
         where = postmortem.crash_report(status)
-        log.error("worker %s#%d ended: %s%s\n%s", self.name, epoch, failure.message, where, "\n".join(lines[-20:]))
+        told = "\n".join([f"{failure.message}{where}", *lines[-20:]])
+        log.error("worker %s#%d ended: %s", self.name, epoch, told)
         if report.kind is postmortem.Kind.INCOMPATIBLE or failure.code is Code.INCOMPATIBLE:
             self._settle_final(State.INCOMPATIBLE, failure)
         elif report.kind is postmortem.Kind.FINAL:
@@ -241,7 +242,8 @@ class Life(Front):
         self._waiters.refuse(lambda: ModelUnavailable(failure, retry_after_s))
 
     def _enter(self, state: State) -> None:
-        log.info("worker %s#%d: %s -> %s", self.name, self.epoch, self.state, state)
+        if state is not self.state:
+            log.info("worker %s#%d: %s -> %s", self.name, self.epoch, self.state, state)
         self.state = state
         self._since = self._effects.now()
         self._chores.disarm()
