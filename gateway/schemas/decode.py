@@ -49,7 +49,7 @@ def decode(
     except msgspec.ValidationError as error:
         raise _validation(str(error)) from None
     except msgspec.DecodeError as error:
-        raise BadRequest(f"The body is not valid JSON: {error}.") from None
+        raise BadRequest(f"The body is not valid JSON: {error}." if body else "The request has no body.") from None
     return request, unknown
 
 

@@ -106,15 +106,16 @@ def test_doctor_looks_at_the_port_that_the_daemon_has_and_not_at_that_of_the_fil
     assert (found["port"]["level"], found["port"]["text"]) == ("ok", f"{port} is mlxd's")
 
 
-def test_ctrl_c_is_no_traceback_while_mlxctl_still_begins(tmp_path: Path) -> None:
-    code = """
+@pytest.mark.parametrize(("package", "imported"), [("gateway.ctl", "gateway.ctl.cli"), ("gateway", "gateway.main")])
+def test_ctrl_c_is_no_traceback_while_all_still_begins(package: str, imported: str) -> None:
+    code = f"""
 import sys
 class Interrupt:
     def find_spec(self, name, path, target=None):
-        if name == "gateway.ctl.cli":
+        if name == "{imported}":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupt())
-from gateway.ctl import main
+from {package} import main
 main()
 """
     done = subprocess.run([sys.executable, "-P", "-c", code, "status"], capture_output=True, text=True, timeout=30)
@@ -146,6 +147,14 @@ def test_a_field_without_a_value_is_not_shown_in_pythons_words() -> None:
     line = json.dumps({"time": "T", "level": "info", "message": "POST /", "ttft_ms": None, "outcome": "ok"})
 
     assert plain(line) == "T info    POST / outcome=ok"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"])
+def test_a_request_without_a_body_is_told_so(crashed: DaemonProcess, path: str) -> None:
+    answer = crashed.client.post(path, headers={"content-type": "application/json"})
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "The request has no body."
 
 
 # The last: its daemon is gone then.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("gateway", "worker", "protocol")
-SCRIPTS = "[console_scripts]\nmlxd = gateway.main:main\nmlxctl = gateway.ctl:main\n"
+SCRIPTS = "[console_scripts]\nmlxd = gateway:main\nmlxctl = gateway.ctl:main\n"
 
 
 def build_wheel(folder: Path, version: str, more: Mapping[str, str] | None = None) -> Path:
