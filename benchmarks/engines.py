@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -126,7 +127,7 @@ class Bare:
         return line
 
 
-class Server:
+class Server(ABC):
     """An HTTP server in a child process, with a folder of its own that is removed at the end."""
 
     name = ""
@@ -142,11 +143,13 @@ class Server:
         self._load_timeout_s = load_timeout_s
         self._process: asyncio.subprocess.Process | None = None
 
+    @abstractmethod
     def command(self) -> list[str]:
-        raise NotImplementedError
+        """What starts it."""
 
+    @abstractmethod
     def model_name(self) -> str:
-        raise NotImplementedError
+        """As requests say it."""
 
     def environment(self) -> dict[str, str]:
         return blas.environment()
