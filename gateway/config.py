@@ -218,6 +218,11 @@ def log_path(home: Path) -> Path:
     return home / "logs" / "mlxd.log"
 
 
+def audit_path(home: Path) -> Path:
+    """The audit log of a home; older ones are beside it."""
+    return home / "logs" / "audit.log"
+
+
 def file_key(field: str) -> str:
     """The key of a field as the file spells it best: without its unit."""
     return field.removesuffix("_s").removesuffix("_bytes") if field.endswith(("_s", "_bytes")) else field
