@@ -6,7 +6,7 @@
     ├── Unauthorized       401  no key, or none that is valid
     ├── Forbidden          403
     ├── ModelNotFound      404  also where the key may not know of it
-    ├── BodyTooLarge       413
+    ├── BodyTooLarge       413  also what is too large for a worker once it is lowered
     ├── RateLimited        429  the key has used what it may
     ├── Overloaded         429  this model's queue is full
     ├── Cancelled          499  the operator ended it; no client tries again by itself
@@ -22,6 +22,7 @@ from typing import Final
 
 import msgspec
 
+from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, Unsendable
 from protocol.failures import Code, Failure
 
 INVALID: Final = "invalid_request_error"
@@ -164,6 +165,14 @@ def from_failure(failure: Failure, retry_after_s: float = 0.0) -> ApiError:
         retry_after_s=max(answer.retry_after_s, retry_after_s),
         numbers=failure.numbers,
     )
+
+
+def from_unsendable(error: Unsendable) -> ApiError:
+    """The request's messages to its worker, one for each choice of each prompt, make no frames of its protocol."""
+    if isinstance(error, FrameTooLarge):
+        message = f"The request is too large: with all of its choices, a worker takes {MAX_FRAME_BYTES} bytes."
+        return ApiError(413, message, code="request_too_large")
+    return BadRequest("The request holds a value that its worker cannot be sent.", code="invalid_value")
 
 
 # -- OpenAI's shape --------------------------------------------------------------------------------------------------

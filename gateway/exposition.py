@@ -72,7 +72,12 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], int]], ...]] = (
 )
 _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, int]]"], ...]] = (
     ("request_success", "Sequences by how they ended.", "finished_reason", lambda m: m.finished),
-    ("admission_rejections", "Requests turned away.", "reason", lambda m: m.rejections),
+    (
+        "admission_rejections",
+        "Requests turned away; `unsendable`: larger than a frame to a worker.",
+        "reason",
+        lambda m: m.rejections,
+    ),
     ("model_loads", "Loads, because there was room or others had to leave.", "reason", lambda m: m.loads),
     ("model_evictions", "Models unloaded without an order.", "reason", lambda m: m.evictions),
     ("worker_restarts", "Workers that ended unasked, by exit status.", "exit", lambda m: m.restarts),

@@ -11,7 +11,7 @@ from typing import Final, Self
 import msgspec
 
 from gateway.config import ModelConfig
-from gateway.errors import ApiError, Cancelled, Unavailable, from_failure
+from gateway.errors import ApiError, Cancelled, Unavailable, from_failure, from_unsendable
 from gateway.http import Record
 from gateway.limits import Bill, Meter
 from gateway.link import LATE, WorkerGone
@@ -19,6 +19,7 @@ from gateway.pool.process import Worker
 from gateway.pool.state import ModelUnavailable, State
 from gateway.services import Services
 from gateway.stream import Collector, Relay
+from protocol.codec import Unsendable
 from protocol.failures import Code, Failure
 from protocol.messages import Delta, Finish, Generate
 
@@ -131,7 +132,7 @@ class Generation:
     # -- starting ------------------------------------------------------------------------------------------------
 
     def open_now(self) -> bool:
-        """Start on a worker that is ready. False when none is: then `open` waits for one."""
+        """Start on a worker that is ready. False when none is: then `open` waits for one. Raises `ApiError`."""
         return self._worker.is_ready and self._submit(self._worker)
 
     async def open(self) -> None:
@@ -174,6 +175,9 @@ class Generation:
             self._collector = self._services.link.submit(worker, generates)
         except WorkerGone:
             return False
+        except Unsendable as error:
+            self._services.metrics.rejected(self._model.name, "unsendable")
+            raise from_unsendable(error) from None
         self.record.rids = self._collector.rids
         self.record.phases.sent_at = self._elapsed()
         self._seen_step = self._newest_step()

@@ -16,7 +16,7 @@ from gateway.pool.state import Events
 from gateway.questions import Questions
 from gateway.stream import Collector
 from protocol import sockets
-from protocol.codec import MalformedFrame, decode_up, encode
+from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, MalformedFrame, Unsendable, decode_up, encode
 from protocol.failures import Code, Failure
 from protocol.messages import (
     Abort,
@@ -54,6 +54,9 @@ _LOST: Final = Failure(Code.WORKER_DIED, "the model's worker was lost; try again
 # A worker ends a sequence at its deadline; we do it so much later, for a worker that does not.
 LATE_GRACE_S: Final = 1.0
 LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
+
+
+UNSENDABLE: Final = Failure(Code.INVALID_REQUEST, "the request cannot be sent to the model's worker")
 
 
 class WorkerGone(Exception):
@@ -155,20 +158,24 @@ class Link:
         return is_running or self._questions.are_open(epoch)
 
     def submit(self, worker: Peer, requests: Sequence[Generate]) -> Collector:
-        """Start the sequences of one request on `worker`. Raises `WorkerGone`, and then none of them has started."""
+        """Start the sequences of one request on `worker`.
+
+        Raises `WorkerGone` or `Unsendable`, and then none of them has started.
+        """
         if not worker.is_ready:
             raise WorkerGone(f"{worker.name} is not ready")
         loop = asyncio.get_running_loop()
         now = loop.time()
         collector = Collector([request.rid for request in requests])
+        frames = _frames(requests)
         try:
-            for request in requests:
+            for request, frame in zip(requests, frames, strict=True):
                 if (refusal := worker.refusal(request)) is not None:
                     collector.put(Delta(request.rid, finish=Finish.ERROR, failure=refusal))
                     continue
                 deadline = now + request.deadline_ms / 1000 if request.deadline_ms else None
                 self._flights[request.rid] = Flight(request, worker, worker.epoch, collector, deadline)
-                self.send(worker, request)
+                self._send(worker, frame)
         except WorkerGone:
             for request in requests:
                 self._flights.pop(request.rid, None)
@@ -181,18 +188,26 @@ class Link:
         return collector
 
     def resume(self, worker: Peer, flight: Flight) -> None:
-        """Let a parked sequence go on at `worker`. Raises `WorkerGone`, and then it stays parked."""
+        """Let a parked sequence go on at `worker`. Raises `WorkerGone`, and then it stays parked.
+
+        One that is too large to be sent with what its client has ends.
+        """
         now = asyncio.get_running_loop().time()
         if flight.deadline is not None and now >= flight.deadline:
             self.fail([flight], LATE)
             return
-        self.send(worker, flight.continuation(now))
+        try:
+            self.send(worker, flight.continuation(now))
+        except Unsendable as error:
+            log.error("worker %s: sequence %d cannot go on: %s", worker.name, flight.rid, error)
+            self.fail([flight], UNSENDABLE)
+            return
         flight.epoch = worker.epoch
         flight.given = len(flight.token_ids)
         flight.resumes += 1
 
     async def ask(self, worker: Peer, question: Tokenize | Detokenize) -> Tokenized:
-        """A worker's answer. Raises `Refused`, also when the worker dies over it, and `WorkerGone`."""
+        """A worker's answer. Raises `Refused`, also when the worker dies over it, `WorkerGone` and `Unsendable`."""
         with self._questions.asking(worker.epoch, question.rid) as answer:
             self.send(worker, question)
             return await answer
@@ -260,11 +275,14 @@ class Link:
         self.fail([flight for flight in flights if flight.deadline is not None and now >= flight.deadline], LATE)
 
     def send(self, peer: Peer, message: Down) -> None:
-        """Send at once. Raises `WorkerGone` when the worker is not connected."""
+        """Send at once. Raises `WorkerGone` when the worker is not connected, and `Unsendable`."""
+        self._send(peer, encode(message))
+
+    def _send(self, peer: Peer, frame: bytes) -> None:
         if self._router is None:
             raise WorkerGone("the link is closed")
         try:
-            self._router.send_multipart((f"{peer.name}#{peer.epoch}".encode(), encode(message)), zmq.NOBLOCK)
+            self._router.send_multipart((f"{peer.name}#{peer.epoch}".encode(), frame), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise WorkerGone(f"{peer.name}#{peer.epoch}: {error}") from error
 
@@ -411,3 +429,18 @@ class Link:
         if now >= self._next_malformed_log:
             self._next_malformed_log = now + MALFORMED_LOG_S
             log.warning("dropped a malformed frame of %d bytes: %s", len(frame), error)
+
+
+def _frames(requests: Sequence[Generate]) -> list[bytes]:
+    """The frames of one request's sequences. Together they are no larger than one may be: libzmq queues all of them.
+
+    Raises `Unsendable`.
+    """
+    frames: list[bytes] = []
+    size = 0
+    for request in requests:
+        frames.append(encode(request))
+        size += len(frames[-1])
+        if size > MAX_FRAME_BYTES:
+            raise FrameTooLarge(size)
+    return frames

@@ -10,7 +10,7 @@ from starlette.types import Receive, Send
 
 from gateway.api.encoder import Fold, StreamEncoder
 from gateway.config import ModelConfig
-from gateway.errors import Unavailable, from_failure
+from gateway.errors import Unavailable, from_failure, from_unsendable
 from gateway.generation import Generation
 from gateway.http import Record, ignored_header
 from gateway.link import WorkerGone
@@ -18,6 +18,7 @@ from gateway.pool.state import ModelUnavailable
 from gateway.questions import Refused
 from gateway.services import Services
 from gateway.sse import respond_stream, respond_whole
+from protocol.codec import Unsendable
 from protocol.messages import Detokenize, Generate, Prompt, Tokenize, Tokenized
 
 
@@ -78,6 +79,9 @@ async def _ask(services: Services, model: ModelConfig, question: Callable[[int],
                 return await services.link.ask(worker, question(services.link.next_rid()))
         except (ModelUnavailable, Refused) as error:
             raise from_failure(error.failure, getattr(error, "retry_after_s", 0.0)) from None
+        except Unsendable as error:
+            services.metrics.rejected(model.name, "unsendable")
+            raise from_unsendable(error) from None
         except (WorkerGone, TimeoutError):
             raise Unavailable("The model's worker did not answer. Try again.", 1.0) from None
 

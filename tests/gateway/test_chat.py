@@ -361,3 +361,15 @@ async def test_a_thousand_clients_at_once_are_all_answered(tmp_path: Path) -> No
         assert set(answers) == {200, 429}
         assert answers.count(200) >= 100
         assert gateway.app.services.admission.inside("m") == 0
+
+
+async def test_a_body_that_is_too_large_for_a_frame_is_one_requests_error(tmp_path: Path) -> None:
+    async with running(tmp_path, ["--step-ms", "1"]) as gateway:
+        assert (await gateway.client.post(PATH, json=chat())).status_code == 200
+        answer = await gateway.client.post(PATH, json=chat("x" * (5 * 1024 * 1024), n=16))
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "request_too_large"
+        assert gateway.metrics.model("m").rejections["unsendable"] == 1
+        # The worker was not cut off: it answers without having been started again.
+        assert (await gateway.client.post(PATH, json=chat())).status_code == 200
+        assert gateway.pool.worker("m").epoch == 1

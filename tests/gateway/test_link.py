@@ -11,7 +11,7 @@ from gateway.flight import Flight
 from gateway.link import RID_BITS, SEQ_BITS, Link, WorkerGone
 from gateway.stream import Collector
 from protocol import sockets
-from protocol.codec import MAX_FRAME_BYTES, decode_down, encode
+from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, decode_down, encode
 from protocol.failures import Code, Failure
 from protocol.messages import (
     Abort,
@@ -29,6 +29,7 @@ from protocol.messages import (
     Sampling,
     Step,
     TextPrompt,
+    Tokenize,
     Up,
 )
 from protocol.stats import Stats
@@ -410,6 +411,53 @@ async def test_an_oversize_frame_costs_its_sender_the_connection_and_nobody_else
         await until(lambda: wire.events.steps == 1)
         assert wire.events.malformed == 0
         rogue.close(0)
+
+
+async def test_a_request_larger_than_a_frame_is_refused_and_the_worker_stays_connected(home: Path) -> None:
+    async with Wire(home) as wire:
+        large = Generate(wire.link.next_rid(), TextPrompt("x" * MAX_FRAME_BYTES), Sampling())
+        with pytest.raises(FrameTooLarge):
+            wire.link.submit(wire.peer, [wire.request(), large])
+        assert wire.link.in_flight == 0
+        assert wire.peer.suspected == 0
+        request = wire.request()
+        wire.link.submit(wire.peer, [request])
+        assert wire.hear() == request
+
+
+async def test_choices_that_together_exceed_a_frame_are_refused_before_one_is_sent(home: Path) -> None:
+    async with Wire(home) as wire:
+        text = "x" * (MAX_FRAME_BYTES // 15)
+        choices = [Generate(wire.link.next_rid(), TextPrompt(text), Sampling()) for _ in range(16)]
+        with pytest.raises(FrameTooLarge):
+            wire.link.submit(wire.peer, choices)
+        wire.link.ping(wire.peer, 1)
+        assert isinstance(wire.hear(), Ping)
+
+
+async def test_a_question_larger_than_a_frame_is_refused_and_the_worker_stays_connected(home: Path) -> None:
+    async with Wire(home) as wire:
+        with pytest.raises(FrameTooLarge):
+            await wire.link.ask(wire.peer, Tokenize(wire.link.next_rid(), TextPrompt("x" * MAX_FRAME_BYTES)))
+        assert not wire.link.is_busy(wire.peer.epoch)
+        wire.link.ping(wire.peer, 1)
+        assert isinstance(wire.hear(), Ping)
+
+
+async def test_a_sequence_that_has_outgrown_a_frame_ends_when_its_worker_does(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = Generate(wire.link.next_rid(), TextPrompt("x" * (MAX_FRAME_BYTES - 100)), Sampling())
+        collector = wire.link.submit(wire.peer, [request])
+        wire.hear()
+        wire.say(Step(3, 1, [Delta(request.rid, text="y", token_ids=tuple(range(1000)))]))
+        await collector.next(5.0)
+        (flight,) = wire.link.detach(wire.peer.epoch)
+        wire.link.attach(wire.peer)
+        wire.link.resume(wire.peer, flight)
+        (end,) = await collector.next(5.0)
+        assert end.failure is not None
+        assert end.failure.code is Code.INVALID_REQUEST
+        assert wire.link.in_flight == 0
 
 
 async def test_request_ids_of_two_boots_never_meet(home: Path) -> None:

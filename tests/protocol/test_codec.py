@@ -190,3 +190,28 @@ def test_any_kind_of_map_key_inside_a_chat_message_is_decoded_or_malformed(key: 
 )
 def test_any_kind_of_value_inside_a_chat_message_is_decoded_or_malformed(value: bytes) -> None:
     decode_both(b"\x94\x02\x01\x92\x01\x91\x81\xa7content" + value + b"\x90")
+
+
+def test_a_message_larger_than_a_frame_may_be_is_refused_where_it_is_made() -> None:
+    def generate(text: str) -> m.Generate:
+        return m.Generate(1, m.TextPrompt(text), m.Sampling())
+
+    room = codec.MAX_FRAME_BYTES - len(codec.encode(generate("x" * (1 << 16)))) + (1 << 16)
+    assert len(codec.encode(generate("x" * room))) == codec.MAX_FRAME_BYTES
+    with pytest.raises(codec.FrameTooLarge) as caught:
+        codec.encode(generate("x" * (room + 1)))
+    assert caught.value.size_bytes == codec.MAX_FRAME_BYTES + 1
+
+
+@pytest.mark.parametrize("value", [2**64, "half \ud83d", [[1 << 70]]])
+def test_a_message_that_msgpack_cannot_hold_is_refused_as_such(value: Any) -> None:
+    with pytest.raises(codec.Unsendable):
+        codec.encode(m.Generate(1, m.ChatPrompt([{"role": "user", "content": value}]), m.Sampling()))
+
+
+def test_a_message_nested_too_deeply_is_refused_as_such() -> None:
+    value: Any = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(codec.Unsendable):
+        codec.encode(m.Generate(1, m.ChatPrompt([{"role": "user", "content": value}]), m.Sampling()))
