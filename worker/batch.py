@@ -225,8 +225,8 @@ class Batch:
         self._store_running(tokens, row.cache_salt)
         with mx.stream(self._generator.stream):
             reused, caches = self._cache.fetch(tokens[:-1], row.cache_salt, ticket)
-        if not row.output:
-            row.cached = reused
+        if row.cached is None:
+            row.cached = 0 if row.output else reused
         row.prefilled = row.reused = reused
         guards = [Guard(processor) for processor in (*row.processors, *processors(row.sampling, len(row.prompt)))]
         (uid,) = self._generator.insert_segments(
@@ -337,12 +337,12 @@ class Batch:
         if self._parked and len(self._parked) == len(self._rows):
             self._masks.wait(list(self._parked), PARKED_WAIT_S)
         for uid in [uid for uid in self._parked if self._masks.is_done(uid)]:
-            row, cached = self._parked.pop(uid), self._rows.pop(uid).cached
+            row = self._parked.pop(uid)
+            del self._rows[uid]
             self._guards.pop(uid)
             self._prefilling.discard(uid)
             self._sampler.discard(uid)
             self.insert(row, parked=uid)
-            row.cached = cached
 
     def abandon(self) -> None:
         """Let go of every row after a failed step, when nothing in the generator can be trusted or even asked."""

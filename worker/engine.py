@@ -292,7 +292,7 @@ class Engine:
     def _emit(self, tick: Tick, now: float) -> None:
         for row, done, total in tick.progress:
             if row.want_progress:
-                self._send(Progress(row.rid, done, total, row.cached))
+                self._send(Progress(row.rid, done, total, row.cached or 0))
         logprobs = self._read_logprobs(tick.tokens)
         for token in tick.tokens:
             if not token.row.first_token:

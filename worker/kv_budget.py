@@ -77,5 +77,6 @@ class KvBudget:
 
 
 def _expected(row: Row) -> int:
-    """Tokens of a row at its probable end."""
-    return len(row.prompt) + max(len(row.output), min(row.max_tokens, RESERVED_OUTPUT))
+    """Tokens of a row at its probable end; at least what the next step needs, so that no row is admitted for `surplus`
+    to take it out again."""
+    return len(row.prompt) + max(len(row.output) + 1, min(row.max_tokens, RESERVED_OUTPUT))

@@ -60,7 +60,8 @@ class Row:
     # What is written for the model once the budget is used up.
     closing_ids: tuple[int, ...] = ()
     reasoning: int = 0
-    cached: int = 0
+    # Prompt tokens that the prefix cache gave when the row was first inserted; later ones may be the row's own.
+    cached: int | None = None
     completion: int = 0
     admitted: float = 0.0
     first_token: float = 0.0
@@ -84,7 +85,7 @@ class Row:
         first = self.first_token or now
         return Usage(
             prompt=len(self.prompt),
-            cached=self.cached,
+            cached=self.cached or 0,
             completion=self.completion,
             reasoning=self.reasoning,
             queue_ms=(admitted - self.arrived) * 1e3,

@@ -53,6 +53,7 @@ def test_a_running_rows_prompt_is_stored_when_somebody_asks_for_it(model_folder:
             batch.tick(512)
     assert len(cache) == 0, "nobody has asked"
     batch.insert(relative)
+    assert relative.cached is not None
     assert relative.cached >= 200
     assert stranger.cached == 0
     cache.check()
