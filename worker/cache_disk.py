@@ -92,6 +92,7 @@ class CacheDisk:
         self._queued_bytes = 0
         self._mutex = threading.Lock()
         self._is_failing = False
+        self._is_reading = True
         self.lost = 0
         self.counts = DiskCounts()
         self._threads = [
@@ -139,8 +140,10 @@ class CacheDisk:
         self._to_write.put(_Write(entry, span, state, nbytes))
 
     def read(self, entry: Entry, *, with_state: bool) -> Read:
-        """Queue a read, or join one that is queued."""
+        """Queue a read, or join one that is queued. Where no thread reads any more, it is done with nothing read."""
         with self._mutex:
+            if not self._is_reading:
+                return Read(entry, with_state, is_done=True)
             read = self._reads.get(entry)
             if read is None or (with_state and not read.with_state):
                 read = self._reads[entry] = Read(entry, with_state)
@@ -264,23 +267,37 @@ class CacheDisk:
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def _read_all(self) -> None:
-        while (read := self._to_read.get()) is not None:
-            path = self._folder.path(read.entry.key)
-            try:
-                span, read.state = load(path, read.entry.key, with_state=read.with_state)
-                read.span = span
-                self._touch(read.entry)
-            except FileNotFoundError:
-                self._lose(read.entry)
-            except Exception as error:  # the root of the thread: whatever is wrong with a file, it is not used
-                self._lose(read.entry)
-                if path.exists():  # else it was deleted while it was being read
-                    self._quarantine(path, error)
+        try:
+            while (read := self._to_read.get()) is not None:
+                self._read_one(read)
+        finally:
             with self._mutex:
-                if self._reads.get(read.entry) is read:
-                    del self._reads[read.entry]
-            read.is_done = True
-            self._wake()
+                self._is_reading = False
+                reads = list(self._reads.values())
+            for read in reads:
+                self._end(read)
+
+    def _read_one(self, read: Read) -> None:
+        """Whatever is wrong with a file, it is not used, and whoever waits for it is told at once."""
+        path = self._folder.path(read.entry.key)
+        try:
+            span, read.state = load(path, read.entry.key, with_state=read.with_state)
+            read.span = span
+            self._touch(read.entry)
+        except FileNotFoundError:
+            self._lose(read.entry)
+        except Exception as error:  # the root of the thread
+            self._lose(read.entry)
+            self._quarantine(path, error)
+        finally:
+            self._end(read)
+
+    def _end(self, read: Read) -> None:
+        with self._mutex:
+            if self._reads.get(read.entry) is read:
+                del self._reads[read.entry]
+        read.is_done = True
+        self._wake()
 
     # -- books -------------------------------------------------------------------------------------------------------
 
@@ -307,6 +324,8 @@ class CacheDisk:
             self.counts.dropped += 1
 
     def _quarantine(self, path: Path, error: Exception) -> None:
+        if not os.path.lexists(path):  # deleted while it was being read; never raises, as `Path.exists` may
+            return
         with self._mutex:
             self.counts.quarantined += 1
         log.warning("disk cache: %s is not used and set aside: %s", path.name, error)

@@ -1,5 +1,6 @@
 """The disk cache's folder: shared, capped, private, and of no danger whatever becomes of its files."""
 
+import errno
 import logging
 import os
 import random
@@ -227,6 +228,31 @@ def test_bad_files_are_set_aside_with_a_line_in_the_log(tmp_path: Path, caplog: 
     assert [disk.counts.quarantined, after.counts.quarantined] == [1, 1]
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["disk cache"] * 2
     assert {path.name for path in (tmp_path / "quarantine").iterdir()} == {f"model.{path.name}" for path in paths[:2]}
+
+
+def test_a_file_that_fails_in_reading_and_in_looking_for_it_does_not_end_the_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = started(tmp_path)
+    bad, good = write(disk, 1), write(disk, 2)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "the device has failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("worker.cache_disk.load", fail)
+        patched.setattr(Path, "exists", fail)
+        assert folder.read(disk, bad).span is None
+    assert folder.read(disk, good).span is not None
+
+
+def test_a_read_that_nobody_will_do_is_done_at_once_with_nothing(tmp_path: Path) -> None:
+    disk = started(tmp_path)
+    entry = write(disk, 1)
+    disk.close(folder.DEADLINE_S)
+    read = disk.read(entry, with_state=True)
+    assert read.is_done
+    assert read.span is None
 
 
 def test_a_writer_killed_at_any_moment_leaves_only_whole_files(tmp_path: Path) -> None:
