@@ -51,8 +51,9 @@ log = logging.getLogger("mlxd.worker")
 
 _STATS_EVERY_S: Final = 0.1
 _MEMORY_EVERY_S: Final = 1.0
-# An abort can overtake its request on the way here.
-_TOMBSTONE_S: Final = 30.0
+# An abort can overtake its request, which a grammar or a queue of long prompts may hold in the intake for minutes: the
+# newest of those that named no row are kept, far more than requests can be on their way.
+_MOST_TOMBSTONES: Final = 1 << 16
 # A second failure of the step loop within this time is not bad luck.
 _RECOVERY_S: Final = 60.0
 # Rows that may wait, at a time, for another row to prefill what they share.
@@ -93,7 +94,7 @@ class Engine:
         self._policy = ChunkPolicy(spec.prefill_chunk)
         self._logprobs = LogprobReader(writer.token_bytes)
         self._rows: dict[int, Row] = {}
-        self._tombstones: dict[int, float] = {}
+        self._tombstones: dict[int, None] = {}
         self._deltas: list[Delta] = []
         self._drain_until: float | None = None
         self._aborted_by_drain = 0
@@ -192,14 +193,14 @@ class Engine:
         self._cache.flush()
 
     def _abort(self, rids: Iterable[int]) -> None:
-        now = time.monotonic()
-        self._tombstones = {rid: at for rid, at in self._tombstones.items() if now - at < _TOMBSTONE_S}
         for rid in rids:
             row = self._rows.get(rid)
             if row is None:
-                self._tombstones[rid] = now
+                self._tombstones[rid] = None
             else:
                 self._finish(row, Finish.ABORT)
+        while len(self._tombstones) > _MOST_TOMBSTONES:
+            del self._tombstones[next(iter(self._tombstones))]
 
     def _enqueue(self, row: Row) -> None:
         if row.rid in self._rows:  # its one terminal event belongs to the row that is already here
@@ -213,7 +214,8 @@ class Engine:
             return
         self._send(Accepted(row.rid, len(row.prompt)))
         self._rows[row.rid] = row
-        if self._tombstones.pop(row.rid, None) is not None:
+        if row.rid in self._tombstones:
+            del self._tombstones[row.rid]
             self._finish(row, Finish.ABORT)
             return
         if row.echo:

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +136,24 @@ def test_an_abort_that_overtakes_its_request_is_remembered_by_an_idle_engine(eng
     ended(engine, engine.submit(short()))
     assert_idle(engine)
     assert ended(engine, engine.submit(request)).finish is Finish.ABORT
+
+
+def test_an_abort_waits_as_long_for_its_request_as_that_is_prepared(
+    engine: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = endless()
+    abort(engine, request.rid)
+    ended(engine, engine.submit(short()))
+    monkeypatch.setattr("worker.engine.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0))
+    abort(engine, 10**9)
+    assert ended(engine, engine.submit(request)).finish is Finish.ABORT
+
+
+def test_aborts_of_nobody_are_not_remembered_without_bound(engine: EngineHarness) -> None:
+    request = endless()
+    abort(engine, *range(10**10, 10**10 + 70_000), request.rid)
+    assert ended(engine, engine.submit(request)).finish is Finish.ABORT
+    assert len(engine.engine._tombstones) <= 1 << 16  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_second_abort_and_an_abort_of_nobody_change_nothing(engine: EngineHarness) -> None:
