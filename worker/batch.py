@@ -365,11 +365,15 @@ class Batch:
         return [part.tolist() for part in np.split(tokens[reused:], [at - reused for at in cuts])]
 
     def _shareable(self, other: Row, common: int) -> int:
-        """How much of `common` leading tokens `other` will leave in the cache: all, or up to its last checkpoint."""
+        """How much of `common` leading tokens `other` will leave in the cache: all, or up to its last checkpoint, as
+        far as there is room."""
         if not self._cache.needs_checkpoints:
-            return common
-        cuts = (*other.boundaries, len(other.prompt) - 1, *range(CHECKPOINT_TOKENS, common + 1, CHECKPOINT_TOKENS))
-        return max((at for at in cuts if at <= common), default=0)
+            return min(common, self.kv_cost.storable(self._cache.budget)) if self.kv_cost is not None else common
+        marks = (*other.boundaries, len(other.prompt) - 1, *range(CHECKPOINT_TOKENS, common + 1, CHECKPOINT_TOKENS))
+        cuts = sorted({at for at in marks if at <= common})
+        while cuts and self.kv_cost is not None and self.kv_cost.stored(cuts[-1], len(cuts)) > self._cache.budget:
+            cuts.pop()
+        return cuts[-1] if cuts else 0
 
     def _checkpoint(self, row: Row, is_prompt_end: bool) -> None:
         """Share a prompt with the requests that follow while this one still runs.

@@ -14,6 +14,8 @@ from worker.rows import Row
 
 # mlx-lm grows KV in steps of this many tokens (mlx_lm/models/cache.py, KVCache.step).
 STEP_TOKENS: Final = 256
+# A token's id in the prefix cache.
+ID_BYTES: Final = 4
 # Admission counts on this much output; a row that grows further may have to make room for older ones.
 RESERVED_OUTPUT: Final = 256
 
@@ -44,6 +46,15 @@ class KvCost:
         padded = -(-tokens // STEP_TOKENS) * STEP_TOKENS
         windows = sum(each * min(padded, size) for each, size in self.windows)
         return rows * (self.token_bytes * padded + windows + self.fixed_bytes)
+
+    def stored(self, tokens: int, checkpoints: int) -> int:
+        """Of a prefix in the prefix cache, at most: its tokens' ids and KV, and its checkpoints."""
+        windows = sum(each * min(tokens, size * checkpoints) for each, size in self.windows)
+        return tokens * (self.token_bytes + ID_BYTES) + windows + checkpoints * self.fixed_bytes
+
+    def storable(self, budget: int) -> int:
+        """Tokens of plain KV that a prefix cache of this size has room for."""
+        return budget // (self.token_bytes + ID_BYTES)
 
     def longest(self, budget: int) -> int:
         """The longest sequence that fits `budget` alone, in tokens."""

@@ -83,6 +83,11 @@ class PrefixCache:
         return self._tree.arrays
 
     @property
+    def budget(self) -> int:
+        """Bytes that it may hold."""
+        return self._budget
+
+    @property
     def is_on(self) -> bool:
         return self._budget > 0
 

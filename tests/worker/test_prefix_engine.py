@@ -103,6 +103,19 @@ def test_identical_prompts_at_once_are_prefilled_once(architecture: str, model_f
     assert processed == size + copies - 1, "the last token of each, and the rest once"
 
 
+@pytest.mark.parametrize("architecture", KINDS)
+def test_equal_prompts_that_the_cache_has_no_room_for_are_prefilled_together(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    batch = [Generate(rid, TokensPrompt(words("same", 300)), GREEDY, max_tokens=2) for rid in range(1, 4)]
+    with EngineHarness(spec(model_folder(architecture), cache_bytes=20_000, prefill_chunk=32)) as engine:
+        rows = [engine.intake.row(request, 0.0) for request in batch]
+        results = [engine.submit_row(row) for row in rows]
+        engine.wait(lambda: all(result.terminals for result in results), "all ends")
+    assert [cached(result) for result in results] == [0, 0, 0]
+    assert max(row.admitted for row in rows) < min(row.first_token for row in rows)
+
+
 def test_different_ends_of_a_shared_prompt_wait_for_it_and_run_it_once(model_folder: Callable[[str], Path]) -> None:
     batch = family(6, shared=400)
     with EngineHarness(spec(model_folder("qwen3"), prefill_chunk=64)) as engine:
