@@ -31,8 +31,8 @@ from gateway.parsers import bad_parser
 from gateway.routing import Router
 from gateway.tracing import bad_endpoint
 
-# A chat template travels in a worker's argv as JSON, where Linux takes 128 KiB. The longest known are a fifth of this.
-TEMPLATE_BYTES_MAX: Final = 96 * 1024
+# A chat template is kept in the configuration and in a worker's state file. The longest known have 20 KiB.
+TEMPLATE_BYTES_MAX: Final = 1024 * 1024
 _TABLES: Final[dict[str, type[Struct]]] = {
     "sampling": SamplingDefaults,
     "thinking": ThinkingDefaults,

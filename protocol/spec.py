@@ -1,10 +1,16 @@
 """What the gateway starts a worker with."""
 
+import sys
+from typing import Final
+
 import msgspec
+
+# In place of JSON in a worker's arguments: the specification is what its standard input holds.
+STDIN: Final = "-"
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker is started with: JSON in its argv, so it holds no secrets.
+    """What a worker is started with: JSON on its standard input. Arguments have too little room, and no secrecy.
 
     `path` is a folder, a Hugging Face repository in the local cache, or `demo` for the embedded model.
     `dtype` is `auto` (float32 on CPU, else as stored), `float32`, `float16` or `bfloat16`.
@@ -45,3 +51,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def identity(self) -> bytes:
         """The ROUTER identity of this incarnation."""
         return f"{self.name}#{self.epoch}".encode()
+
+
+def read_spec(argument: str) -> WorkerSpec:
+    """The specification that `--spec` gives, on standard input or as JSON. Raises `msgspec.DecodeError`."""
+    text = sys.stdin.buffer.read() if argument == STDIN else argument
+    return msgspec.json.decode(text, type=WorkerSpec)

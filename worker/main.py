@@ -20,7 +20,7 @@ import msgspec
 
 from protocol.failures import Code, Exit, Failure
 from protocol.messages import Generate, Goodbye, Loading, Ready, Rejected, Shutdown
-from protocol.spec import WorkerSpec
+from protocol.spec import WorkerSpec, read_spec
 from worker.gauges import Gauges
 from worker.link import Link, Question
 
@@ -51,10 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run one worker; returns its exit status."""
     parser = argparse.ArgumentParser(prog="worker", description="One mlxd worker; started by the gateway.")
     parser.add_argument("name", help="the model's name, for those who read process lists")
-    parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON")
+    parser.add_argument("--epoch", type=int, help="of this incarnation, likewise")
+    parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON; - reads it from standard input")
     options = parser.parse_args(argv)
     try:
-        spec = msgspec.json.decode(options.spec, type=WorkerSpec)
+        spec = read_spec(options.spec)
         _check(spec)
     except (msgspec.DecodeError, ValueError) as error:
         print(f"worker: bad --spec: {error}", file=sys.stderr)

@@ -33,7 +33,7 @@ from protocol.messages import (
     TokensPrompt,
     Up,
 )
-from protocol.spec import WorkerSpec
+from protocol.spec import WorkerSpec, read_spec
 from protocol.verify import Check, Difference
 from worker import memory
 from worker.engine import Engine
@@ -273,12 +273,12 @@ def _crowd(vocab_size: int) -> list[Generate]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Verify one model; returns the exit status."""
     parser = argparse.ArgumentParser(prog="worker.verify", description="Compare what a model says however it is run.")
-    parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON")
+    parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON; - reads it from standard input")
     parser.add_argument("--tokens", type=int, default=48, help="generated for each request")
     parser.add_argument("--words", type=int, default=LONGEST_WORDS, help="of the longest prompt")
     options = parser.parse_args(argv)
     try:
-        spec = msgspec.json.decode(options.spec, type=WorkerSpec)
+        spec = read_spec(options.spec)
     except msgspec.DecodeError as error:
         print(f"bad --spec: {error}", file=sys.stderr)
         return Exit.BAD_CONFIG

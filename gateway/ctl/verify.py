@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,7 +16,7 @@ import msgspec
 from gateway.config import ModelConfig
 from gateway.ctl import client
 from gateway.failed import Failed
-from protocol.spec import WorkerSpec
+from protocol.spec import STDIN, WorkerSpec
 from protocol.verify import Check, Difference
 
 STREAMS: Final = 6
@@ -49,9 +50,13 @@ def in_process(model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
         parser=model.parser,
         chat_template=model.chat_template,
     )
-    argv = [sys.executable, "-P", "-m", "worker.verify", "--spec", msgspec.json.encode(spec).decode()]
-    # The arguments are ours.
-    with subprocess.Popen([*argv, "--tokens", str(tokens)], stdout=subprocess.PIPE) as process:
+    argv = [sys.executable, "-P", "-m", "worker.verify", "--spec", STDIN, "--tokens", str(tokens)]
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(msgspec.json.encode(spec))
+        stdin.seek(0)
+        # The arguments are ours.
+        process = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE)
+    with process:
         assert process.stdout is not None
         for line in process.stdout:
             yield _check.decode(line)

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import psutil
 
 from gateway.pool.leftovers import Ledger, Record
 from gateway.pool.watch import wait_exit
-from protocol.spec import WorkerSpec
+from protocol.spec import STDIN, WorkerSpec
 
 worker_log = logging.getLogger("worker")
 
@@ -30,8 +31,11 @@ Command = Callable[[WorkerSpec], list[str]]
 
 
 def default_command(spec: WorkerSpec) -> list[str]:
-    """`-P`: a `worker/` in the current folder must never be imported instead of ours."""
-    return [sys.executable, "-P", "-m", "worker", spec.name, "--spec", msgspec.json.encode(spec).decode()]
+    """`-P`: a `worker/` in the current folder must never be imported instead of ours.
+
+    Its name and epoch tell it from every other process; the rest of the specification comes on its standard input.
+    """
+    return [sys.executable, "-P", "-m", "worker", spec.name, "--epoch", str(spec.epoch), "--spec", STDIN]
 
 
 class Spawner:
@@ -51,14 +55,13 @@ class Spawner:
         argv = self._command(spec)
         read_fd, write_fd = os.pipe()
         try:
-            popen = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=write_fd,
-                stderr=write_fd,
-                cwd=self._home,
-                start_new_session=True,
-            )
+            # A file without a name, not a pipe: nobody waits until the worker has read it.
+            with tempfile.TemporaryFile(dir=down.parent) as stdin:
+                stdin.write(msgspec.json.encode(spec))
+                stdin.seek(0)
+                popen = subprocess.Popen(
+                    argv, stdin=stdin, stdout=write_fd, stderr=write_fd, cwd=self._home, start_new_session=True
+                )
         except BaseException:  # Whatever it was, it goes on: nobody else knows of this end of the pipe.
             os.close(read_fd)
             raise

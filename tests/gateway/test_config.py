@@ -278,7 +278,7 @@ def test_bad_profiles_defaults_and_templates_name_their_line(tmp_path: Path, tex
 
 def test_a_chat_template_is_given_as_text_or_by_its_file(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    (tmp_path / "huge.jinja").write_text("{{ x }}" + "x" * 200_000)
+    (tmp_path / "huge.jinja").write_text("{{ x }}" + "x" * (1 << 20))
     by_file = load(tmp_path, '[models.a]\nchat_template = "own.jinja"')
     inline = load(tmp_path, "[models.a]\nchat_template = '{{ messages }}'")
 
