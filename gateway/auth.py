@@ -2,7 +2,7 @@
 
 | keys | asked without a valid key |
 |---|---|
-| never one | on the loopback everybody is the owner, web pages of other origins excepted; elsewhere as below |
+| never one | on the loopback everybody is the owner, web pages excepted; elsewhere as below |
 | one, now or once | only the daemon's health, without names, and unless configured otherwise `/metrics` |
 """
 
@@ -16,13 +16,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.caller import NOBODY, OWNER, Caller
-from gateway.errors import Forbidden, Unauthorized
+from gateway.errors import Forbidden, Misdirected, Unauthorized
 from gateway.http import record_of
 from gateway.keys import PREFIX_CHARS, SECRET_CHARS_MAX, Key, KeyFile, KeysUnusable, Stamp, digest
 from gateway.limits import Limits, Meter
 from gateway.live import Live
 from gateway.metrics import Metrics
-from gateway.origins import is_own
+from gateway.origins import is_own, is_served
 from gateway.patterns import Pattern
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ SECRETS_MAX: Final = 4
 _UNCOUNTED: Final = ("/count_tokens", "/input_tokens", "/cancel")
 INVALID: Final = "invalid_api_key"
 EXPIRED: Final = "expired_api_key"
+# By a page of another site, or of another port or name of this one: `same-origin` and `none` are what is left.
+_CROSS_SITE: Final = ("cross-site", "same-site")
 _REASONS: Final = {None: "missing", INVALID: "invalid", EXPIRED: "expired"}
 _NO_SALT: Final = "00" * 16
 UNKNOWN: Final[Stamp] = (-1, -1, -1)
@@ -174,8 +176,12 @@ class Auth:
         path = scope["path"]
         is_closed = self._live.config.server.metrics_auth
         needs_none = path in HEALTH or (path == METRICS and not is_closed)
-        if keyring.is_open and self._is_loopback:
-            return self._owner(Headers(scope=scope))
+        is_everybodys = keyring.is_open and self._is_loopback
+        if is_everybodys or self._live.config.server.hosts:
+            self._check_host(Headers(scope=scope), is_everybodys)
+        if is_everybodys:
+            self._check_page(Headers(scope=scope))
+            return OWNER
         try:
             caller = self._identify(scope["headers"])
         except Unauthorized as error:
@@ -199,14 +205,29 @@ class Auth:
             raise Unauthorized("There is no API key yet. Make one with: mlxctl keys create NAME", None)
         raise Unauthorized("An API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.", None)
 
-    def _owner(self, headers: Headers) -> Caller:
-        # Any page that a browser of this machine shows could ask, and, by a name that it makes resolve to the
-        # loopback, also read the answer. The loopback is open to programs, not to them.
+    def _check_host(self, headers: Headers, is_everybodys: bool) -> None:
+        """Refuse the name by which a page of the web may reach this machine: its owner makes it resolve to us, and
+        then the page is of our origin for the browser. Raises `Misdirected`."""
+        server = self._live.config.server
+        for host in headers.getlist("host"):
+            if not is_served(host, (*server.hosts, server.host)):
+                self._metrics.auth_failures["host"] += 1
+                advice = ", or make an API key: mlxctl keys create NAME" if is_everybodys else ""
+                raise Misdirected(
+                    f"mlxd is not served as {host[:200]!r}. Add that name to [server] hosts in mlxd.toml{advice}."
+                )
+
+    def _check_page(self, headers: Headers) -> None:
+        """Refuse pages of the web: the open loopback is for programs. Raises `Forbidden`."""
         origin = headers.get("origin")
-        if origin is None or origin in self._live.config.server.cors or is_own(origin):
-            return OWNER
-        self._metrics.auth_failures["origin"] += 1
-        raise Forbidden("This web page may not use mlxd. Name its origin in [server] cors, or use an API key.")
+        if origin is not None:
+            is_foreign = origin not in self._live.config.server.cors and not is_own(origin)
+        else:
+            # A browser names no origin for what a page merely shows, such as an image.
+            is_foreign = headers.get("sec-fetch-site", "").lower() in _CROSS_SITE
+        if is_foreign:
+            self._metrics.auth_failures["origin"] += 1
+            raise Forbidden("This web page may not use mlxd. Name its origin in [server] cors, or use an API key.")
 
 
 class Trusted:

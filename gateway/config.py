@@ -56,6 +56,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     response_store_age_s: Seconds = 30 * 86400.0
     cors: tuple[str, ...] = ()
+    # Names of this machine beside the loopback's that clients may use; with any, `Host` is checked for all of them.
+    hosts: tuple[str, ...] = ()
     metrics_auth: bool = False
     # `vllm`: also under vLLM's names.
     metrics_compat: Literal["", "vllm"] = ""

@@ -26,7 +26,7 @@ from gateway.configsource import Source
 from gateway.errors import ModelNotFound
 from gateway.hfcache import cached_models
 from gateway.keys import KeyFile, KeysUnusable
-from gateway.origins import bad_origin, is_loopback
+from gateway.origins import bad_host, bad_origin, is_loopback
 from gateway.parsers import bad_parser
 from gateway.routing import Router
 from gateway.tracing import bad_endpoint
@@ -75,6 +75,9 @@ def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig
     for origin in server.cors:
         if reason := bad_origin(origin):
             raise source.error(f"cors: {origin!r} {reason}", ("server", "cors"))
+    for host in server.hosts:
+        if reason := bad_host(host):
+            raise source.error(f"hosts: {host!r} {reason}", ("server", "hosts"))
     if server.prevent_sleep == "always" and not awake.IS_POSSIBLE:
         raise source.error("prevent_sleep: 'always' is for macOS; set that in this system", ("server", "prevent_sleep"))
     if reason := bad_endpoint(server.otlp_endpoint):

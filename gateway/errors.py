@@ -5,6 +5,7 @@
     │   └── Unsupported    400  it could by another server, or a later version
     ├── Unauthorized       401  no key, or none that is valid
     ├── Forbidden          403
+    ├── Misdirected        421  the host is none of this machine
     ├── ModelNotFound      404  also where the key may not know of it
     ├── BodyTooLarge       413  also what is too large for a worker once it is lowered
     ├── RateLimited        429  the key has used what it may
@@ -74,6 +75,11 @@ class Unauthorized(ApiError):
 class Forbidden(ApiError):
     def __init__(self, message: str) -> None:
         super().__init__(403, message, code="permission_denied")
+
+
+class Misdirected(ApiError):
+    def __init__(self, message: str) -> None:
+        super().__init__(421, message, code="unknown_host")
 
 
 class RateLimited(ApiError):

@@ -1,12 +1,16 @@
-"""Which addresses and web origins are this machine's own, and how an origin is written."""
+"""Hosts and web origins that are this machine's own, and how the configuration writes them."""
 
 import ipaddress
 import re
+from collections.abc import Collection
 from typing import Final
 from urllib.parse import urlsplit
 
 # scheme://host:port, or what extensions and desktop apps have; no path, no user.
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._~\[\]:-]+")
+# A name or an address with its port, as a client that follows RFC 9110 sends it.
+_HOST: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._~-]+)(?::[0-9]{0,5})?")
+_HOST_NAME: Final = re.compile(r"\[[0-9a-f:.]+\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*")
 _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 
@@ -18,6 +22,24 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_served(host: str, names: Collection[str]) -> bool:
+    """Whether a `Host` header names this machine: its loopback, or one of `names`, with any port."""
+    found = _HOST.fullmatch(host.strip().lower())
+    if found is None:
+        return False
+    name = found[1].removesuffix(".")
+    return name in names or is_loopback(name.strip("[]"))
+
+
+def bad_host(host: str) -> str | None:
+    """Error of a name in `[server] hosts`."""
+    if "*" in host:
+        return "must not contain '*': list the names"
+    if not _HOST_NAME.fullmatch(host):
+        return "is not a host; write it like studio.local, in lower case, without scheme, port and path"
+    return None
 
 
 def is_own(origin: str) -> bool:

@@ -228,6 +228,15 @@ def test_pages_that_may_use_mlxd_are_listed_one_by_one(tmp_path: Path) -> None:
     assert ":2: cors: 'app.example.com' is not an origin" in failure(tmp_path, "[server]\ncors = ['app.example.com']")
 
 
+def test_names_of_this_machine_are_listed_one_by_one(tmp_path: Path) -> None:
+    assert load(tmp_path, "[server]\nhosts = ['studio.local', '[fd00::5]']").server.hosts == (
+        "studio.local",
+        "[fd00::5]",
+    )
+    assert ":2: hosts: '*' must not contain '*'" in failure(tmp_path, "[server]\nhosts = ['*']")
+    assert ":2: hosts: 'a:80' is not a host" in failure(tmp_path, "[server]\nhosts = ['a:80']")
+
+
 def test_profiles_and_thinking_are_read(tmp_path: Path) -> None:
     config = load(
         tmp_path,
