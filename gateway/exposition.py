@@ -69,6 +69,11 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], int]], ...]] = (
         "Tool calls that broke: made text, closed, or finished as `length`.",
         lambda s: s.malformed_tool_calls,
     ),
+    (
+        "worker_repaired_messages",
+        "Messages of workers that could not be sent as they were: not Unicode, or too large.",
+        lambda s: s.repaired_messages,
+    ),
 )
 _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, int]]"], ...]] = (
     ("request_success", "Sequences by how they ended.", "finished_reason", lambda m: m.finished),

@@ -37,3 +37,5 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     # The share of memory that it knows of, and how much of it Metal may wire; 0 where nothing is wired.
     share_bytes: int = 0
     wired_limit: int = 0
+    # Messages that could not be sent as they were: not Unicode, or too large.
+    repaired_messages: int = 0

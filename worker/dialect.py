@@ -16,6 +16,7 @@ from worker.parsers import (
     Controls,
     Parser,
     UnknownFamily,
+    call_ids,
     detect_family,
     is_markup,
     make_parser,
@@ -73,8 +74,9 @@ class Dialect:
             return wanted
         return 0
 
-    def parser(self, prompt: ChatPrompt, rendered: str, is_ruled: bool = False) -> tuple[Parser, bool]:
-        """A parser for one answer, and whether the answer begins inside of reasoning.
+    def parser(self, prompt: ChatPrompt, rendered: str, is_ruled: bool = False, *, id_seed: str) -> tuple[Parser, bool]:
+        """A parser for one answer, and whether the answer begins inside of reasoning. Its calls' ids follow from
+        `id_seed`, so that a successor gives them again.
 
         `is_ruled`: a grammar goes by characters, whatever tokens write them, and so must what reads its output.
         """
@@ -85,6 +87,7 @@ class Dialect:
             start_in_reasoning=is_reasoning,
             parse_tools=bool(prompt.tools),
             controls=NO_CONTROLS if is_ruled else self._controls,
+            new_id=call_ids(id_seed),
         )
         return parser, is_reasoning
 

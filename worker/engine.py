@@ -33,6 +33,7 @@ from worker import memory
 from worker.batch import Batch, Tick, Token
 from worker.cache_key import open_disk
 from worker.chunking import ChunkPolicy
+from worker.encodable import encodable
 from worker.errors import StepFailed
 from worker.gauges import Gauges
 from worker.inbox import Inbox, Wake
@@ -320,7 +321,7 @@ class Engine:
 
     def _fail_row(self, row: Row, when: str) -> None:
         log.error("row %d failed while %s", row.rid, when)
-        self._finish(row, Finish.ERROR, Failure(Code.ROW_FAILED, f"the request failed while {when}"))
+        self._finish(row, Finish.ERROR, Failure(Code.ROW_FAILED, encodable(f"the request failed while {when}")))
 
     def _close_reasoning(self, row: Row) -> None:
         """Write the end of the reasoning block for the model and go on from there."""

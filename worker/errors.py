@@ -7,6 +7,7 @@ WorkerError
 """
 
 from protocol.failures import Code, Exit, Failure
+from worker.encodable import encodable
 
 
 class WorkerError(Exception):
@@ -16,7 +17,8 @@ class WorkerError(Exception):
         self, code: Code, message: str, *, detail: str = "", param: str | None = None, numbers: tuple[int, ...] = ()
     ) -> None:
         super().__init__(message)
-        self.failure = Failure(code, message, detail, param, numbers)
+        # A message may quote what a client or a model wrote.
+        self.failure = Failure(code, encodable(message), encodable(detail), param, numbers)
 
 
 class LoadFailed(WorkerError):

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Gauges:
-    """One writer, the engine; a torn read across fields is harmless. `busy_since` is 0 while the engine is idle."""
+    """One writer, the engine; a torn read across fields is harmless. `busy_since` is 0 while the engine is idle.
+
+    `repaired_messages` is the sending thread's.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -31,6 +34,7 @@ class Gauges:
     wired_limit: int = 0
     preemptions: int = 0
     malformed_tool_calls: int = 0
+    repaired_messages: int = 0
     cache_bytes: int = 0
     cache_nodes: int = 0
     cache: Counts = field(default_factory=Counts)
@@ -82,4 +86,5 @@ class Gauges:
             disk_quarantined=self.disk.quarantined,
             share_bytes=self.share_bytes,
             wired_limit=self.wired_limit,
+            repaired_messages=self.repaired_messages,
         )

@@ -23,6 +23,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from protocol.failures import Code, Failure
 from protocol.messages import Constraint, ConstraintKind
+from worker.encodable import encodable
 from worker.errors import RequestInvalid
 from worker.schema_check import SchemaInvalid, check
 from worker.schema_exact import bound, exact
@@ -173,7 +174,7 @@ class Grammars:
             _try_out(grammar, self._eos_ids)
         except GrammarFailed as error:
             what = constraint.kind.name.lower().replace("_", " ")
-            return Failure(Code.INVALID_REQUEST, f"this {what} cannot be enforced: {error}")
+            return Failure(Code.INVALID_REQUEST, encodable(f"this {what} cannot be enforced: {error}"))
         except RequestInvalid as error:
             return error.failure
         except BaseException as error:  # the boundary to Rust: a panic is no Exception, and is this grammar's

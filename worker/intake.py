@@ -93,7 +93,12 @@ class Intake:
             boundaries=self._boundaries(ids) if is_chat else [],
         )
         if isinstance(request.prompt, ChatPrompt):
-            row.parser, row.is_reasoning = self._dialect.parser(request.prompt, text or "", self.is_restricted(request))
+            row.parser, row.is_reasoning = self._dialect.parser(
+                request.prompt,
+                text or "",
+                self.is_restricted(request),
+                id_seed=f"{request.rid}:{request.sampling.seed}",
+            )
             row.thinking_budget = self._dialect.thinking_budget(request.prompt, request.thinking_budget)
             row.closing_ids = self._dialect.closing_ids
             row.is_one_call = request.prompt.one_call

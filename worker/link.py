@@ -37,6 +37,7 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.spec import WorkerSpec
+from worker.frames import Frames
 from worker.gauges import Gauges
 
 log = logging.getLogger("mlxd.worker")
@@ -58,6 +59,7 @@ class Link:
         self._gauges = gauges
         self._context = zmq.Context()
         self._outbox: SimpleQueue[Up | None] = SimpleQueue()
+        self._frames = Frames(gauges, lambda abort: self.on_control(abort))
         self._is_closing = threading.Event()
         self._ready: Ready | None = None
         self._state = "loading"
@@ -174,11 +176,11 @@ class Link:
     def _transmit(self) -> None:
         socket = sockets.connect_push(self._context, self._spec.up)
         while (message := self._outbox.get()) is not None:
-            frame = codec.encode(message)
-            while not _try_send(socket, frame):
-                if self._is_closing.is_set():  # nobody will ever take it
-                    socket.close(linger=0)
-                    return
+            for frame in self._frames.of(message):
+                while not _try_send(socket, frame):
+                    if self._is_closing.is_set():  # nobody will ever take it
+                        socket.close(linger=0)
+                        return
         socket.close()
 
     def _guarded(self, body: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from protocol import codec
 from protocol.failures import Code, Failure
 from protocol.messages import (
     Accepted,
@@ -103,6 +104,7 @@ class EngineHarness:
             self._is_loaded.set()
 
     def _receive(self, message: Up) -> None:
+        codec.encode(message)
         with self._changed:
             match message:
                 case Accepted():

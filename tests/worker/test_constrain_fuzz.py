@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from mlx_lm.utils import load_tokenizer
 
+from protocol import codec
 from protocol.failures import Code
-from protocol.messages import Constraint, ConstraintKind, Finish, Generate, Sampling, TokensPrompt
+from protocol.messages import Constraint, ConstraintKind, Finish, Generate, Rejected, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.schemas import Schemas, doubled, errors_of
 from worker.errors import RequestInvalid
@@ -68,8 +69,9 @@ def test_what_llguidance_would_not_hold_or_not_end_with_is_refused_at_once(
     grammars: Grammars, schema: Any, reason: str
 ) -> None:
     started = time.thread_time()
-    with pytest.raises(RequestInvalid, match=re.escape(reason)):
+    with pytest.raises(RequestInvalid, match=re.escape(reason)) as refused:
         grammars.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
+    codec.encode(Rejected(1, refused.value.failure))
     assert time.thread_time() - started < 2.0
 
 

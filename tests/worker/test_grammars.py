@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_tokenizer
 
+from protocol import codec
 from protocol.failures import Code
-from protocol.messages import Constraint, ConstraintKind
+from protocol.messages import Constraint, ConstraintKind, Rejected
 from worker import grammars
 from worker.errors import RequestInvalid
 from worker.grammars import GrammarFailed, Grammars
@@ -205,3 +206,21 @@ def test_what_is_no_schema_is_found(schema: Any) -> None:
 )
 def test_what_is_a_schema_is_left_alone(schema: Any) -> None:
     check(schema)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '{"properties": {"\\ud800": {"type": 5}}}',
+        '{"properties": {"\\ud800": 5}}',
+        '{"properties": {"\\ud800": {"const": 1e300}}}',
+        '{"properties": {"\\ud800": {"pattern": "[a-z&&[^b]]"}}}',
+        '{"properties": {"\\ud800": {"minProperties": 2}}}',
+    ],
+)
+@pytest.mark.parametrize("kind", [KIND.JSON_SCHEMA, KIND.GRAMMAR])
+def test_a_refusal_that_quotes_half_a_surrogate_can_be_sent(tokenizer: Any, kind: ConstraintKind, broken: str) -> None:
+    text = broken if kind is KIND.JSON_SCHEMA else f"start: %json {broken}"
+    with pytest.raises(RequestInvalid) as caught:
+        made(tokenizer).compile(Constraint(kind, text))
+    codec.encode(Rejected(1, caught.value.failure))

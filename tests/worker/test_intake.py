@@ -271,3 +271,20 @@ def test_no_value_of_any_parameter_stops_the_engine_or_makes_an_id_that_is_none(
     assert engine.error is None
     assert result.terminals == 1
     assert all(0 <= token < VOCAB for token in result.ids)
+
+
+def test_a_successor_gives_calls_the_same_ids_and_another_answer_gives_others(
+    model_folder: Callable[[str], Path],
+) -> None:
+    intake = Intake(load(spec(model_folder("qwen3"), context=1024), lambda *_: None))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    raw = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 2
+
+    def ids(rid: int) -> list[str]:
+        made = intake.row(Generate(rid, chat(USER, tools=[tool]), Sampling(seed=5)), time.monotonic())
+        assert made.parser is not None
+        made.parser.ignore_controls()
+        return [event.tool.call_id for event in made.parser.feed(raw) if event.tool and event.tool.name]
+
+    assert ids(1) == ids(1)
+    assert len({*ids(1), *ids(2)}) == 4

@@ -1,6 +1,7 @@
 """A real worker process: how it introduces itself, serves, survives its gateway, and leaves."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,8 @@ from protocol.messages import (
     Abort,
     Accepted,
     ChatPrompt,
+    Constraint,
+    ConstraintKind,
     Delta,
     Drain,
     Drained,
@@ -28,6 +31,7 @@ from protocol.messages import (
     Generate,
     Goodbye,
     Hello,
+    Kind,
     Loading,
     Ping,
     Pong,
@@ -135,6 +139,41 @@ def test_a_request_that_cannot_be_served_is_rejected_and_the_next_one_is_served(
     rejected = gateway.expect(Rejected)
     assert (rejected.rid, rejected.failure.code) == (bad.rid, Code.INVALID_REQUEST)
     assert deltas_until_end(gateway, good.rid)[-1].finish is Finish.LENGTH
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        Constraint(ConstraintKind.JSON_SCHEMA, '{"properties": {"\\ud800": {"type": 5}}}'),
+        Constraint(ConstraintKind.GRAMMAR, 'start: %json {"properties": {"\\ud800": {"type": 5}}}'),
+    ],
+    ids=["schema", "grammar"],
+)
+def test_a_refusal_that_quotes_half_a_surrogate_arrives_and_the_worker_lives(
+    gateway: Gateway, constraint: Constraint
+) -> None:
+    request = Generate(next(rids), TextPrompt("kato"), ENDLESS, constraint=constraint)
+    gateway.send(request)
+    assert gateway.expect(Rejected).rid == request.rid
+    good = Generate(next(rids), TextPrompt("kato"), ENDLESS, max_tokens=2)
+    gateway.send(good)
+    assert deltas_until_end(gateway, good.rid)[-1].finish is Finish.LENGTH
+
+
+def test_the_name_of_a_tool_with_half_a_surrogate_arrives_and_the_worker_lives(gateway: Gateway) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    call = json.dumps('\n{"name": "f\\ud800", "id": "\\ud800", "arguments": {}}\n')
+    request = Generate(
+        next(rids),
+        ChatPrompt([{"role": "user", "content": "kato"}], [tool]),
+        Sampling(temperature=0.0),
+        max_tokens=200,
+        constraint=Constraint(ConstraintKind.GRAMMAR, f"start: <tool_call> {call} </tool_call>"),
+    )
+    gateway.send(request)
+    deltas = deltas_until_end(gateway, request.rid)
+    assert [delta.tool.name for delta in deltas if delta.kind is Kind.TOOL_BEGIN and delta.tool] == ["f?"]
+    assert deltas[-1].finish is Finish.TOOL_CALLS
 
 
 def test_an_abort_sent_with_its_request_ends_it_whichever_is_handled_first(gateway: Gateway) -> None:

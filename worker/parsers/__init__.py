@@ -4,7 +4,7 @@ from worker.parsers.controls import NO_CONTROLS, Controls, is_markup
 from worker.parsers.detect import detect_family, reasoning_end, start_in_reasoning
 from worker.parsers.families import ALIASES, FAMILIES, UnknownFamily, resolve
 from worker.parsers.output import Event
-from worker.parsers.parser import Parser, make_parser
+from worker.parsers.parser import Parser, call_ids, make_parser
 
 __all__ = [
     "ALIASES",
@@ -14,6 +14,7 @@ __all__ = [
     "Event",
     "Parser",
     "UnknownFamily",
+    "call_ids",
     "detect_family",
     "is_markup",
     "make_parser",

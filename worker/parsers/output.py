@@ -8,9 +8,12 @@ from typing import Final
 import msgspec
 
 from protocol.messages import Kind, Tool
+from worker.encodable import encodable
 
 _BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]')
 _CLOSERS: Final = {"{": "}", "[": "]"}
+# An id that a model has written and that every client can send back.
+_CALL_ID: Final = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -38,6 +41,7 @@ class Output:
         self._held: list[str] = []
         self._tool: Tool | None = None
         self._args: list[str] = []
+        self._ids: set[str] = set()
         self.calls = 0
         self._has_content = False
         self._after_block = False
@@ -92,13 +96,16 @@ class Output:
         self.is_blank = self._after_block = True
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """Announce a call."""
+        """Announce a call. A `call_id` that is no plain name, or that another call has, is replaced by a new one."""
         if self.in_reasoning:
             self.end_reasoning()
         self.is_reasoning_open = False
         self._close_content(self._trim)
         self._flush()
-        self._tool = Tool(index=self.calls, call_id=call_id or self._new_id(), name=name)
+        if call_id in self._ids or not _CALL_ID.fullmatch(call_id):
+            call_id = self._new_id()
+        self._ids.add(call_id)
+        self._tool = Tool(index=self.calls, call_id=call_id, name=encodable(name))
         self._events.append(Event(Kind.TOOL_BEGIN, tool=self._tool))
         self._args.clear()
         self.calls += 1

@@ -1,5 +1,7 @@
 """The parser of one output."""
 
+import hashlib
+import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +20,12 @@ from worker.parsers.schema import Tools
 def new_call_id() -> str:
     """An id for a call that has none."""
     return f"call_{secrets.token_hex(12)}"
+
+
+def call_ids(seed: str) -> Callable[[], str]:
+    """Makes the ids of one answer's calls: the same ones for the same `seed`, also in another process."""
+    at = itertools.count()
+    return lambda: f"call_{hashlib.sha256(f'{seed}:{next(at)}'.encode()).hexdigest()[:24]}"
 
 
 class Parser:

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from protocol.messages import Kind
+from protocol import codec
+from protocol.messages import Delta, Kind, Step
 from worker.parsers import NO_CONTROLS, Controls, Event, make_parser
 
 CASES = Path(__file__).parent / "cases"
@@ -65,6 +66,7 @@ def replay(
         events += parser.feed(case.raw[begin:end])
     events += parser.finish(case.is_cut)
     assert parser.finish() == []
+    codec.encode(Step(1, 1, [Delta(1, event.kind, event.text, tool=event.tool) for event in events]))
     assert parser.saw_tool_call == any(event.kind is Kind.TOOL_BEGIN for event in events)
     assert parser.is_broken != all(is_json(call.arguments) for call in calls_of(events))
     return list(merged(events)), parser.malformed
@@ -119,6 +121,7 @@ def check_shape(events: list[Event], malformed: int) -> None:
             assert open_index is None
             assert event.text
     assert open_index is None
+    assert len({call.id for call in calls_of(events)}) == len(calls_of(events))
     whole = [call.arguments for call in calls_of(events) if is_json(call.arguments)]
     assert all(isinstance(json.loads(arguments), dict) for arguments in whole)
     assert len(calls_of(events)) - len(whole) <= malformed

@@ -12,7 +12,8 @@ CASES = load_cases()
 PIECES = [
     "<tool_call>", "</tool_call>", "{", "}", "[", "]", '"', "'", "\\", "<think>", "</think>", "\n", " ", "<function=",
     "<parameter=", '"name": "f"', '"arguments": {', "<|", "|>", "[TOOL_CALLS]", "<|channel|>", "<|message|>", "call:f{",
-    '<|"|>', "(", "=", ",", ":", "f(", "é", "\ud83d", "<arg_key>", "</arg_key>", "<arg_value>", "```", "<|im_end|>",
+    '<|"|>', "(", "=", ",", ":", "f(", "é", "<arg_key>", "</arg_key>", "<arg_value>", "```", "<|im_end|>",
+    '"name": "f\\ud83d"', '"id": "\\ud800"', '"id": "a"',
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.messages import Kind, Tool
-from worker.parsers import FAMILIES, Event, UnknownFamily, make_parser, reasoning_end
+from worker.parsers import FAMILIES, Event, UnknownFamily, call_ids, make_parser, reasoning_end
 
 
 def test_arguments_leave_as_they_are_generated() -> None:
@@ -41,6 +41,40 @@ def test_generated_ids_differ_and_calls_are_numbered() -> None:
     assert [tool.index for tool in begins if tool] == [0, 1]
     assert len({tool.call_id for tool in begins if tool}) == 2
     assert parser.saw_tool_call
+
+
+def ids_of(family: str, raw: str) -> list[str]:
+    parser = make_parser(family, new_id=call_ids("answer"))
+    return [event.tool.call_id for event in parser.feed(raw) if event.kind is Kind.TOOL_BEGIN and event.tool]
+
+
+NEW = [make() for make in [call_ids("answer")] for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("written", "ids"),
+    [
+        (("call_1", "call_1"), ["call_1", NEW[0]]),
+        (("functions.f:0", "A1b2-c3_d4"), ["functions.f:0", "A1b2-c3_d4"]),
+        (("x" * 65, "x" * 64), [NEW[0], "x" * 64]),
+        (("a b", "a\\nb"), NEW),
+        (("é", "f\\ud800"), NEW),
+    ],
+)
+def test_an_id_that_the_model_writes_is_kept_if_it_is_plain_and_new(written: tuple[str, str], ids: list[str]) -> None:
+    calls = (f'<tool_call>{{"name": "f", "id": "{one}", "arguments": {{}}}}</tool_call>' for one in written)
+    assert ids_of("hermes", "".join(calls)) == ids
+
+
+def test_an_id_in_the_markup_of_a_call_is_kept_by_the_same_rule() -> None:
+    assert ids_of("mistral", "[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{}") == ["abc123def"]
+    assert ids_of("mistral", "[TOOL_CALLS]f[CALL_ID]ab c[ARGS]{}") == NEW[:1]
+
+
+def test_half_a_surrogate_in_the_name_of_a_tool_becomes_a_question_mark() -> None:
+    (begin, *_) = make_parser("hermes").feed('<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>')
+    assert begin.tool is not None
+    assert begin.tool.name == "f?"
 
 
 def test_without_tools_their_markup_is_text() -> None:
