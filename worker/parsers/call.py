@@ -13,6 +13,7 @@ from worker.parsers.schema import STRING, Parameters, Tools, coerced_string, jso
 NAME_LIMIT: Final = 256
 # A key may follow although the comma is missing.
 _QUOTES: Final = ("'", '"')
+_NOT_IN_KEYS: Final = tuple("\"'{}[](),<")
 _NAME = re.compile(r"[\w.\-:/@$]+")
 
 
@@ -156,11 +157,14 @@ def _member_key(r: Reader, char: str, dialect: Dialect, separator: Markers) -> S
         key = yield from collected(lambda emit: scalar(r, char, emit, dialect))
         yield from r.expect(separator)
         return json.loads(key)
-    key, _ = yield from r.capture(separator, NAME_LIMIT)
-    key = key.strip()
-    if not key or (not dialect.bare and ":" in separator.words) or not set(key).isdisjoint("\"'{}[](),"):
+    if not dialect.bare and ":" in separator.words:
         raise Malformed
-    return key
+    # Not beyond the end of a broken call.
+    key, hit = yield from r.capture(markers(*separator.words, *_NOT_IN_KEYS), NAME_LIMIT, keep=True)
+    if not key.strip() or hit not in separator.words:
+        raise Malformed
+    yield from r.literal(separator)
+    return key.strip()
 
 
 def _member_value(r: Reader, params: Parameters, key: str, emit: Emit, dialect: Dialect) -> Steps[None]:

@@ -35,7 +35,6 @@ class Grammar:
     """How a family writes. `drop` is markup without a meaning of its own; `opening` is tried where content begins.
 
     `tool_ends_think`: a call inside of reasoning ends it `always`, if it begins a `line`, or `never` (it is a thought).
-    `is_last`: what follows the calls is dropped, because the family ends its turn with them.
     """
 
     formats: tuple[Format, ...] = ()
@@ -43,7 +42,6 @@ class Grammar:
     drop: tuple[str, ...] = ()
     opening: Format | None = None
     tool_ends_think: Literal["always", "line", "never"] = "never"
-    is_last: bool = False
 
 
 class Conversation:
@@ -66,8 +64,7 @@ class Conversation:
         ctx, out = self._ctx, self._ctx.out
         while hit := (yield from ctx.r.until(self._content, out.text)):
             if form := self._by_start.get(hit):
-                called = yield from attempt(ctx, form, hit, out.text)
-                out.muted = out.muted or (called and self._grammar.is_last)
+                yield from attempt(ctx, form, hit, out.text)
             elif hit in self._starts:
                 if out.is_line_start or self._is_special(hit):
                     yield from self._read_reasoning()
@@ -118,7 +115,6 @@ class Conversation:
             elif self._grammar.tool_ends_think == "line" and out.in_reasoning and not out.is_line_start:
                 out.reasoning(hit)
             elif (yield from attempt(ctx, self._by_start[hit], hit, out.reasoning)):
-                out.muted = self._grammar.is_last
                 return
             elif not out.in_reasoning:
                 return  # `Verbatim` has ended the block.

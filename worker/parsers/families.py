@@ -137,7 +137,7 @@ def _row(
     return Family(Grammar(formats, think), keep_gap=keep_gap, trim_before_tool=trim_before_tool)
 
 
-_DEEPSEEK_V3 = Grammar((_DEEPSEEK,), _THINK, tool_ends_think="always", is_last=True)
+_DEEPSEEK_V3 = Grammar((_DEEPSEEK,), _THINK, (*_DEEPSEEK.section_end, *_DEEPSEEK.ends), tool_ends_think="always")
 _DEEPSEEK_V32 = Grammar((_DSML,), _THINK, tool_ends_think="always")
 _MISTRAL = Grammar((MistralCalls(),), Think(("[THINK]",), ("[/THINK]",), is_explicit=True))
 _QWEN_LINE = Grammar((_QWEN_XML,), _THINK, tool_ends_think="line")

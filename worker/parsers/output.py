@@ -51,7 +51,6 @@ class Output:
         self.is_reasoning_open = False
         self.malformed = 0
         self.is_broken = False  # the arguments of a call are no JSON
-        self.muted = False
 
     @property
     def in_call(self) -> bool:
@@ -67,9 +66,8 @@ class Output:
         """Content."""
         if self.in_reasoning:
             self.end_reasoning()
-        if not self.muted:
-            is_gap = self._after_block and not self._has_content and (self.calls > 0 or not self._keep_gap)
-            self._spaced(Kind.TEXT, text, is_gap)
+        is_gap = self._after_block and not self._has_content and (self.calls > 0 or not self._keep_gap)
+        self._spaced(Kind.TEXT, text, is_gap)
 
     def reasoning(self, text: str) -> None:
         if not self.in_reasoning:
