@@ -3,7 +3,7 @@
 | keys | asked without a valid key |
 |---|---|
 | never one | on the loopback everybody is the owner, web pages excepted; elsewhere as below |
-| one, now or once | only the daemon's health, without names, and unless configured otherwise `/metrics` |
+| one, now or once | only the daemon's health, without names, and `/metrics` where the configuration says so |
 """
 
 import logging
@@ -135,6 +135,7 @@ class Keyring:
             key.name,
             tuple(map(Pattern, key.models)) if key.models else None,
             key.is_admin,
+            key.is_metrics_only,
             key.priority,
             key.cache_salt,
             meter,
@@ -189,8 +190,11 @@ class Auth:
                 return NOBODY
             self._metrics.auth_failures[_REASONS[error.code]] += 1
             raise
-        if path == METRICS and is_closed and not caller.is_admin:
-            raise Forbidden("Metrics tell of every model and key: they need an admin key.")
+        if path == METRICS:
+            if is_closed and not (caller.is_admin or caller.is_metrics_only):
+                raise Forbidden("Metrics tell of every model and key: they need a key made with --role metrics.")
+        elif caller.is_metrics_only and path not in HEALTH:
+            raise Forbidden("This key may read /metrics and nothing else.")
         return caller
 
     def _identify(self, headers: list[tuple[bytes, bytes]]) -> Caller:

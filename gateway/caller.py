@@ -19,12 +19,15 @@ class Caller:
     key: str | None = None
     models: tuple[Pattern, ...] | None = None
     is_admin: bool = False
+    is_metrics_only: bool = False
     priority: int = 0
     cache_salt: str = ""
     meter: Meter | None = None
 
     def may_use(self, model: ModelConfig) -> bool:
         """Whether a pattern of the key matches the model's name or one of its aliases."""
+        if self.is_metrics_only:
+            return False
         if self.models is None:
             return True
         names = (model.name, *model.aliases)

@@ -58,7 +58,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     cors: tuple[str, ...] = ()
     # Names of this machine beside the loopback's that clients may use; with any, `Host` is checked for all of them.
     hosts: tuple[str, ...] = ()
-    metrics_auth: bool = False
+    # From the first key on, `/metrics` needs one that may read it.
+    metrics_auth: bool = True
     # `vllm`: also under vLLM's names.
     metrics_compat: Literal["", "vllm"] = ""
     # What answers a request that names no model, and one that asks for a vendor's small model. Empty: nothing does.

@@ -52,6 +52,8 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     concurrency: Limit = 0
     expires: float | None = None
     is_admin: bool = False
+    # May read `/metrics`, and nothing else.
+    is_metrics_only: bool = False
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     cache_salt: str = ""
     created: float = 0.0
@@ -214,6 +216,8 @@ def _check(key: Key) -> None:
         raise KeyRefused(f"key {key.name!r}: a model pattern is empty")
     if key.is_admin and (key.models or key.rpm or key.tpm or key.concurrency):
         raise KeyRefused(f"key {key.name!r}: an admin key has all models and no limits")
+    if key.is_metrics_only and (key.is_admin or key.models or key.rpm or key.tpm or key.concurrency):
+        raise KeyRefused(f"key {key.name!r}: a key that reads metrics only has no models and no limits")
     try:
         # Constructing a struct checks nothing, and what is written must be readable.
         msgspec.convert(msgspec.to_builtins(key), Key)

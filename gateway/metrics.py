@@ -1,10 +1,12 @@
 """What is counted, in plain numbers that cost nothing to add to. `exposition.py` turns them into Prometheus series."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from gateway.exposition import Exposition
 from gateway.histogram import BATCH_BUCKETS, ITL_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
@@ -128,7 +130,12 @@ class Metrics:
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return b"".join(self.families())
+
+    def families(self) -> Iterator[bytes]:
+        """The same, a family at a time."""
+        for family in self.registry.collect():
+            yield generate_latest(_Family(family))
 
     # Events: called by the pool and the link.
 
@@ -234,3 +241,13 @@ class Metrics:
     def rejected(self, model: str, reason: str) -> None:
         """Admission turned a request away."""
         self.model(model).rejections[reason] += 1
+
+
+class _Family(Collector):
+    """A collector of one family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        return (self._family,)

@@ -12,6 +12,7 @@ from gateway.api.deep import BROKEN
 from gateway.errors import BadRequest
 from gateway.http import record_of, send_body
 from gateway.pool.state import State, WorkerView
+from gateway.scrape import ScrapeText
 from gateway.services import Services
 
 
@@ -97,10 +98,10 @@ class Scrape:
     """Prometheus' text format."""
 
     def __init__(self, services: Services) -> None:
-        self._services = services
+        self._text = ScrapeText(services.metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, 200, self._services.metrics.text(), kind=CONTENT_TYPE_LATEST.encode())
+        await send_body(send, 200, await self._text.read(), kind=CONTENT_TYPE_LATEST.encode())
 
 
 class Root:

@@ -160,7 +160,7 @@ _MLXD: Final = (
     Operation(
         "GET",
         "/metrics",
-        "Prometheus' text format. An admin key is needed where `metrics_auth` says so.",
+        "Prometheus' text format. Once there are keys, one of role `metrics` or `admin` is needed.",
         str,
         ErrorBody,
         _ALWAYS,

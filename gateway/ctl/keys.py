@@ -4,6 +4,7 @@ Only what must be caught is on stdout, so `KEY=$(mlxctl keys create NAME)` holds
 """
 
 import time
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
     from gateway.keys import Key, KeyFile
 
 app = typer.Typer(help="Make, show and end API keys.", no_args_is_help=True)
+
+
+class Role(StrEnum):
+    """Roles of keys."""
+
+    USER = "user"
+    ADMIN = "admin"
+    METRICS = "metrics"
+
 
 Name = Annotated[str, typer.Argument(help="The key's name, as logs and metrics show it.", show_default=False)]
 
@@ -34,7 +44,10 @@ def create(
     tpm: Annotated[int, typer.Option(min=0, help="Tokens per minute, prompt and completion; 0 is no limit.")] = 0,
     concurrency: Annotated[int, typer.Option(min=0, help="Requests at once; 0 is no limit.")] = 0,
     expires: Annotated[str | None, typer.Option(help="Ends after this long: 12h, 30d.")] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="All models, no limits, and /metrics where it asks.")] = False,
+    role: Annotated[
+        Role, typer.Option(help="admin: all models, no limits, /metrics and deep health; metrics: only /metrics.")
+    ] = Role.USER,
+    admin: Annotated[bool, typer.Option("--admin", help="The same as --role admin.")] = False,
     priority: Annotated[int, typer.Option(min=-100, max=100, help="Lower runs first when a model is busy.")] = 0,
     share_cache: Annotated[
         bool, typer.Option("--share-cache", help="Reuse prompts that other such keys have sent.")
@@ -49,6 +62,8 @@ def create(
 
     if more and not models:
         raise typer.BadParameter(f"what is {more[0]!r}? One name; patterns of models belong after --models")
+    if admin and role is Role.METRICS:
+        raise typer.BadParameter("a key is an admin's or for metrics, not both", param_hint="--admin")
     patterns = [part.strip() for text in (*(models or ()), *(more or ())) for part in text.split(",")]
     key = Key(
         name=name,
@@ -60,7 +75,8 @@ def create(
         tpm=tpm,
         concurrency=concurrency,
         expires=None if expires is None else _expiry(expires),
-        is_admin=admin,
+        is_admin=admin or role is Role.ADMIN,
+        is_metrics_only=role is Role.METRICS,
         priority=priority,
     )
     made, secret = _file().create(key, shares_cache=share_cache)

@@ -123,6 +123,8 @@ def keys(found: Sequence[Key], now: float, console: Console) -> None:
         if key.is_expired(now):
             left = "expired"
         models = "all (admin)" if key.is_admin else ", ".join(key.models) or "all"
+        if key.is_metrics_only:
+            models = "none (metrics)"
         made.add_row(
             Text(key.name),
             f"{key.prefix}…",

@@ -20,7 +20,6 @@ MODELS = [
     ModelConfig(name="m", path="m", aliases=("mine",)),
     ModelConfig(name="org/secret", path="s", aliases=("hidden", "claude-*")),
 ]
-OPEN_ROUTES = HEALTH | {"/metrics"}
 
 
 def make(home: Path, name: str = "k", **fields: Any) -> str:
@@ -83,7 +82,7 @@ async def test_no_route_but_the_health_answers_without_a_key(gateway: Gateway) -
     for method, path in routes(gateway):
         for headers in ({}, bearer("sk-mlxd-wrong"), {"x-api-key": "wrong"}):
             answer = await gateway.client.request(method, path, headers=headers, json={})
-            if path in OPEN_ROUTES:
+            if path in HEALTH:
                 assert answer.status_code == 200, (method, path)
             else:
                 assert answer.status_code == 401, (method, path)
@@ -94,7 +93,7 @@ async def test_every_route_takes_a_key_either_way(gateway: Gateway, home: Path) 
     for method, path in routes(gateway):
         for headers in (bearer(secret), {"authorization": f"bearer  {secret}"}, {"x-api-key": secret}):
             answer = await gateway.client.request(method, path, headers=headers, json={})
-            assert answer.status_code not in (401, 403), (method, path, headers)
+            assert answer.status_code == 403 if path == "/metrics" else answer.status_code not in (401, 403), path
 
 
 async def test_unknown_paths_methods_and_neighbours_of_the_open_routes_need_a_key_too(gateway: Gateway) -> None:
@@ -353,12 +352,34 @@ async def test_without_a_key_health_has_no_names(tmp_path: Path) -> None:
             assert "private-name" in everything.text
 
 
-async def test_metrics_may_need_an_admin_key(tmp_path: Path) -> None:
+async def test_metrics_name_models_and_keys_to_admins_and_scrapers_only(tmp_path: Path) -> None:
     boss, user = make(tmp_path, "boss", is_admin=True), make(tmp_path, "user")
-    async with running(tmp_path, server=ServerConfig(metrics_auth=True)) as gateway:
-        assert (await gateway.client.get("/metrics")).status_code == 401
-        assert (await gateway.client.get("/metrics", headers=bearer(user))).status_code == 403
-        assert (await gateway.client.get("/metrics", headers=bearer(boss))).status_code == 200
+    scraper = make(tmp_path, "prometheus", is_metrics_only=True)
+    async with running(tmp_path) as gateway:
+        await gateway.client.post("/v1/chat/completions", headers=bearer(user), json={})
+        for headers, status in (({}, 401), (bearer("wrong"), 401), (bearer(user), 403)):
+            refused = await gateway.client.get("/metrics", headers=headers)
+            assert refused.status_code == status
+            assert "boss" not in refused.text
+        for secret in (boss, scraper):
+            shown = await gateway.client.get("/metrics", headers=bearer(secret))
+            assert shown.status_code == 200
+            assert 'key="user"' in shown.text
+
+
+async def test_metrics_are_for_everybody_where_the_configuration_says_so(tmp_path: Path) -> None:
+    make(tmp_path)
+    async with running(tmp_path, server=ServerConfig(metrics_auth=False)) as gateway:
+        assert (await gateway.client.get("/metrics")).status_code == 200
+
+
+async def test_a_key_for_metrics_may_do_nothing_else(gateway: Gateway, home: Path) -> None:
+    secret = make(home, "scraper", is_metrics_only=True)
+    for method, path in [*routes(gateway), ("GET", "/nope"), ("POST", "/v1/nope"), ("GET", "/metrics/")]:
+        answer = await gateway.client.request(method, path, headers=bearer(secret), json={})
+        assert answer.status_code == (200 if path in HEALTH | {"/metrics"} else 403), (method, path)
+    health = await gateway.client.get("/health?deep=1", headers=bearer(secret))
+    assert health.status_code == 403
 
 
 # -- limits, priority, cache, numbers --------------------------------------------------------------------------------
@@ -458,7 +479,7 @@ async def test_the_use_of_a_key_is_in_the_metrics_by_name(gateway: Gateway, home
     for _ in range(2):
         await gateway.client.post("/v1/chat/completions", headers=bearer(secret), json=chat(max_tokens=4))
     await gateway.client.get("/v1/models", headers=bearer("wrong"))
-    text = (await gateway.client.get("/metrics")).text
+    text = gateway.metrics.text().decode()
 
     assert 'mlxd_key_requests_total{key="counted",status="200"} 1.0' in text
     assert 'mlxd_key_requests_total{key="counted",status="429"} 1.0' in text

@@ -94,7 +94,16 @@ def test_names_are_unique_and_unknown_ones_are_refused_with_those_that_exist(fil
 
 
 @pytest.mark.parametrize(
-    "fields", [{"rpm": 10**13}, {"rpm": -1}, {"priority": 1000}, {"models": ("",)}, {"is_admin": True, "rpm": 1}]
+    "fields",
+    [
+        {"rpm": 10**13},
+        {"rpm": -1},
+        {"priority": 1000},
+        {"models": ("",)},
+        {"is_admin": True, "rpm": 1},
+        {"is_metrics_only": True, "is_admin": True},
+        {"is_metrics_only": True, "models": ("a",)},
+    ],
 )
 def test_what_could_not_be_read_again_is_never_written(file: KeyFile, fields: dict[str, object]) -> None:
     with pytest.raises(KeyRefused):

@@ -50,6 +50,18 @@ def test_every_option_is_kept(tmp_path: Path) -> None:
     assert 29.9 * 86400 < key["expires"] - time.time() <= 30 * 86400
 
 
+def test_a_role_is_kept(tmp_path: Path) -> None:
+    created(tmp_path, "prometheus", "--role", "metrics")
+    created(tmp_path, "boss", "--role", "admin")
+    created(tmp_path, "old", "--admin")
+    created(tmp_path, "user", "--role", "user")
+
+    assert [(key["is_metrics_only"], key["is_admin"]) for key in listed(tmp_path)] == [
+        (True, False), (False, True), (False, True), (False, False),
+    ]  # fmt: skip
+    assert "none (metrics)" in ctl(tmp_path, "keys", "list").stdout
+
+
 def test_secrets_are_shown_by_nothing_later(tmp_path: Path) -> None:
     secret = created(tmp_path, "alice")
     table = ctl(tmp_path, "keys", "list").stdout
@@ -66,6 +78,8 @@ def test_secrets_are_shown_by_nothing_later(tmp_path: Path) -> None:
     [
         (["create", "bad name"], 1, "cannot be used"),
         (["create", "x", "--admin", "--rpm", "1"], 1, "no limits"),
+        (["create", "x", "--role", "metrics", "--models", "a"], 1, "no models"),
+        (["create", "x", "--role", "metrics", "--admin"], 2, "not both"),
         (["create", "x", "--expires", "soon"], 2, "not a duration"),
         (["create", "x", "--expires", "0s"], 2, "last a while"),
         (["create", "x", "y"], 2, "--models"),
