@@ -1,5 +1,12 @@
 """Text-level stop strings: nothing of a stop string is ever emitted, in any split of the text."""
 
+from array import array
+from functools import lru_cache
+from typing import Final
+
+# Stop strings whose tables are kept: those of several requests, each with as many as are allowed.
+_MAX_CACHED: Final = 256
+
 
 class StopScanner:
     """Holds back text that may be the start of a stop string.
@@ -45,12 +52,7 @@ class _Pattern:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        # For each length matched: the next shorter one that the text also ends with.
-        self._fallback = [0] * (len(stop) + 1)
-        for size in range(1, len(stop)):
-            self.advance(stop[size])
-            self._fallback[size + 1] = self.matched
-        self.matched = 0
+        self._fallback = _fallback(stop)
 
     def advance(self, char: str) -> bool:
         """Read one character; True when the stop string is complete."""
@@ -61,3 +63,18 @@ class _Pattern:
             matched += 1
         self.matched = matched
         return matched == len(self.stop)
+
+
+@lru_cache(maxsize=_MAX_CACHED)
+def _fallback(stop: str) -> "array[int]":
+    """For each length matched: the next shorter one that the text also ends with. The choices of a request share it."""
+    table = array("i", [0]) * (len(stop) + 1)
+    matched = 0
+    for size in range(1, len(stop)):
+        char = stop[size]
+        while matched and stop[matched] != char:
+            matched = table[matched]
+        if stop[matched] == char:
+            matched += 1
+        table[size + 1] = matched
+    return table

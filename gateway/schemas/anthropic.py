@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from gateway.config import ModelConfig, ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported
 from gateway.schemas import canonical
-from gateway.schemas.canonical import EFFORTS, Call, Choice, Thinking, Tool, ToolUse
+from gateway.schemas.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX, Call, Choice, Thinking, Tool, ToolUse
 from gateway.schemas.decode import decode
 from gateway.schemas.lowering import derive_seed
 from gateway.schemas.thinking import of_config
@@ -43,6 +43,7 @@ NO_ACTION: Final = frozenset(
 
 
 Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
+StopSequence = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
 
 
 class Block(Struct, frozen=True):
@@ -121,7 +122,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
     max_tokens: Tokens
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[StopSequence], Meta(max_length=STOPS_MAX)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None

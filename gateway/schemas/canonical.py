@@ -20,6 +20,9 @@ T = TypeVar("T")
 _ROOM: Final = 50
 
 TOOLS_MAX: Final = 512
+# A worker looks for each of them in every sequence of a request.
+STOPS_MAX: Final = 16
+STOP_CHARS_MAX: Final = 1024
 # OpenAI's effort words, then those of others, as templates know them; the first two mean: do not think.
 EFFORTS: Final[dict[str, str]] = {
     "none": "",

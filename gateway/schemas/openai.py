@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.errors import Unsupported
-from gateway.schemas.canonical import EFFORTS
+from gateway.schemas.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX
 from gateway.schemas.constraints import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from gateway.schemas.decode import decode
 from gateway.schemas.openai_tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
@@ -15,7 +15,6 @@ from gateway.schemas.told import NULL, TEXT, UNSERVED, case, shape, words
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
-STOPS_MAX: Final = 16
 PROMPTS_MAX: Final = 4096
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -28,7 +27,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Choices = Annotated[int, Meta(ge=1, le=16)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
-StopText = Annotated[str, Meta(min_length=1)]
+StopText = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)]
 Effort = Annotated[str, Meta(max_length=32), words(*EFFORTS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]

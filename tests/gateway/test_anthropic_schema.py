@@ -340,6 +340,17 @@ def test_sampling_is_the_requests_then_the_models_then_anthropics() -> None:
     assert lowered().sampling.temperature == 1.0
 
 
+@pytest.mark.parametrize(
+    ("stops", "param"),
+    [(["x"] * 17, "stop_sequences"), (["x", "y" * 1025], "stop_sequences[1]")],
+)
+def test_stop_sequences_are_bounded(stops: list[str], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        lowered(stop_sequences=stops)
+    assert caught.value.param == param
+    assert lowered(stop_sequences=["x" * 1024] * 16).stop == ("x" * 1024,) * 16
+
+
 def test_stop_sequences_and_max_tokens_are_kept() -> None:
     made = lowered(stop_sequences=["END", ""], stream=True)
 

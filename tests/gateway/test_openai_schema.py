@@ -175,6 +175,8 @@ def test_logprobs_of_chat_are_a_flag_and_a_count() -> None:
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": [""]}, "stop[0]"),
+        ({"stop": ["x" * 1024, "x" * 1025]}, "stop[1]"),
+        ({"stop": "x" * 1025}, "stop"),
         ({"stop": ""}, "stop"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),

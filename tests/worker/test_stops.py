@@ -117,6 +117,24 @@ def test_characters_are_read_once_however_long_the_stop_string_is() -> None:
     assert Counting.looks - built <= 4 * size
 
 
+def test_the_sequences_of_a_request_share_what_is_made_of_a_stop_string() -> None:
+    class Counting(str):
+        """A text that counts how often its characters are looked at."""
+
+        looks = 0
+
+        def __getitem__(self, key: object) -> str:
+            Counting.looks += 1
+            return super().__getitem__(key)  # type: ignore[index]
+
+    stop = Counting("ab" * 2000 + "c")
+    StopScanner((stop,))
+    once = Counting.looks
+    for _ in range(103):
+        StopScanner((stop,))
+    assert Counting.looks <= once + 103
+
+
 def test_random_texts_agree_with_the_reference_for_long_overlapping_stops() -> None:
     rng = random.Random(3)
     for _ in range(300):
