@@ -227,7 +227,9 @@ def _source(constraint: Constraint) -> str:
             _check_schemas(text)
             return LLMatcher.grammar_from_lark(_lark(text))
         case ConstraintKind.CHOICE:
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in _choices(text)))
+            # As one terminal: of alternatives in a rule, llguidance takes no more than 2,000.
+            choices = " | ".join(json.dumps(each) for each in _choices(text))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case _:
             assert_never(constraint.kind)
 

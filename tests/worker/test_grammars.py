@@ -224,3 +224,24 @@ def test_a_refusal_that_quotes_half_a_surrogate_can_be_sent(tokenizer: Any, kind
     with pytest.raises(RequestInvalid) as caught:
         made(tokenizer).compile(Constraint(kind, text))
     codec.encode(Rejected(1, caught.value.failure))
+
+
+def test_as_many_choices_as_are_allowed_can_be_held(tokenizer: Any) -> None:
+    choices = ["a", "ab", 'né"\n', *(f"{at} of many" for at in range(grammars.MAX_CHOICES - 3))]
+    walker = made(tokenizer).compile(Constraint(KIND.CHOICE, json.dumps(choices)))
+
+    def holds(text: str) -> bool:
+        walk = walker.walk()
+        with suppress(GrammarFailed):
+            walk.take_bytes(text.encode())
+            return walk.is_complete
+        return False
+
+    assert all(holds(text) for text in ("a", "ab", 'né"\n', "0 of many", "9996 of many"))
+    assert not any(holds(text) for text in ("", "abc", "9997 of many", "0 of man"))
+
+
+def test_one_choice_more_is_refused_in_a_sentence_about_choices(tokenizer: Any) -> None:
+    choices = [str(at) for at in range(grammars.MAX_CHOICES + 1)]
+    with pytest.raises(RequestInvalid, match="it has more than 10000 entries"):
+        made(tokenizer).compile(Constraint(KIND.CHOICE, json.dumps(choices)))
