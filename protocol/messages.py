@@ -63,7 +63,7 @@ Prompt = ChatPrompt | TextPrompt | TokensPrompt
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How tokens are chosen. The gateway validates ranges; the worker validates ids against its vocabulary.
 
-    Order: bias and penalties on logits, then temperature, top_k, top_p, min_p, as vLLM does.
+    Order: bias and penalties on logits, then temperature, min_p, top_k, and top_p over what those left, as vLLM does.
     `repetition_penalty` looks at prompt and output (CTRL, arXiv:1909.05858); `presence_penalty` and
     `frequency_penalty` at the output only, as OpenAI defines them. `top_k` 0 and `top_p` 1 mean off.
     The token at output position p is drawn with a key derived from (seed, p) and nothing else.

@@ -21,6 +21,8 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 _MASK64 = (1 << 64) - 1
 # Below this, dividing by the temperature says nothing but "the best", and at last overflows.
 _COLD = 1e-5
+# Up to here, choosing the best and ordering only those is faster than ordering all tokens.
+_RANKED_MAX = 1024
 # SplitMix64's increment (Steele, Lea, Flood 2014): spreads consecutive positions over the key space.
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -68,11 +70,16 @@ class RowSampler:
 
 @dataclass(slots=True)
 class _Plan:
-    """The parameters of one batch composition, as columns `[rows, 1]`."""
+    """The parameters of one batch composition, as columns `[rows, 1]`.
+
+    `width` is how many of the best tokens `top_k` and `top_p` look at in order: 0 is none of them, None is all.
+    """
 
     is_random: bool
-    has_filters: bool
+    has_min_p: bool
+    width: int | None
     greedy: mx.array
+    is_whole: mx.array
     temperature: mx.array
     top_k: mx.array
     top_p: mx.array
@@ -84,13 +91,14 @@ class _Plan:
             return mx.array(values, dtype=dtype)[:, None]
 
         greedy = [row.temperature < _COLD for row in rows]
+        is_whole = [cold or not (row.top_k or row.top_p < 1) for row, cold in zip(rows, greedy, strict=True)]
+        ranked = [row.top_k for row, whole in zip(rows, is_whole, strict=True) if not whole]
         return cls(
             is_random=not all(greedy),
-            has_filters=any(
-                not cold and (row.top_k > 0 or row.top_p < 1 or row.min_p > 0)
-                for row, cold in zip(rows, greedy, strict=True)
-            ),
+            has_min_p=any(row.min_p > 0 for row in rows),
+            width=max(ranked, default=0) if all(0 < top_k <= _RANKED_MAX for top_k in ranked) else None,
             greedy=mx.array(greedy),
+            is_whole=mx.array(is_whole)[:, None],
             temperature=column([1.0 if cold else row.temperature for row, cold in zip(rows, greedy, strict=True)]),
             top_k=column([row.top_k or 2**31 - 1 for row in rows], mx.int32),
             top_p=column([row.top_p if row.top_p < 1 else 2.0 for row in rows]),
@@ -102,23 +110,28 @@ class _Plan:
         if not self.is_random:
             return best
         scaled = logprobs.astype(mx.float32) / self.temperature
-        if self.has_filters:
+        if self.has_min_p:
+            best_scaled = mx.max(scaled, axis=-1, keepdims=True)
+            scaled = mx.where(scaled >= best_scaled + self.log_min_p, scaled, -math.inf)
+        if self.width != 0:
             scaled = self._filter(scaled)
         # Gumbel-max: argmax(log p + Gumbel noise) is a draw from p.
         noise = _gumbel(keys, logprobs.shape[-1])
         return mx.where(self.greedy, best, mx.argmax(scaled + noise, axis=-1))
 
     def _filter(self, scaled: mx.array) -> mx.array:
-        """top_k, then top_p over what is left, then min_p relative to the best; a tie at the border is kept."""
-        ordered = -mx.sort(-scaled, axis=-1)
+        """top_k, then top_p over what is left; a tie at the border is kept."""
+        width = scaled.shape[-1] if self.width is None else self.width
+        best = mx.topk(scaled, width, axis=-1) if width < scaled.shape[-1] else scaled
+        ordered = -mx.sort(-best, axis=-1)
         rank = mx.arange(ordered.shape[-1], dtype=mx.int32)[None]
-        kept = mx.where(rank < self.top_k, ordered, -math.inf)
-        probs = mx.softmax(kept, axis=-1)
-        mass_before = mx.cumsum(probs, axis=-1) - probs
-        alive = (rank < self.top_k) & (mass_before < self.top_p) & (ordered >= ordered[:, :1] + self.log_min_p)
-        # The best token is always alive: rank 0, no mass before it, not below itself.
+        # Sums that run along the order are the same however many tokens follow: a row alone is a row in company.
+        mass = mx.where(rank < self.top_k, mx.exp(ordered - ordered[:, :1]), 0.0)
+        mass_until = mx.cumsum(mass, axis=-1)
+        alive = (rank < self.top_k) & (mass_until - mass < self.top_p * mass_until[:, -1:])
+        # The best token is always alive: rank 0 and no mass before it.
         threshold = mx.min(mx.where(alive | (rank == 0), ordered, math.inf), axis=-1, keepdims=True)
-        return mx.where(scaled >= threshold, scaled, -math.inf)
+        return mx.where((scaled >= threshold) | self.is_whole, scaled, -math.inf)
 
 
 def _gumbel(keys: list[list[int]], vocab: int) -> mx.array:

@@ -44,8 +44,10 @@ def reseeded(params: Sampling, seed: int) -> Sampling:
 
 
 def reference(logprobs: Floats, params: Sampling) -> Floats:
-    """The distribution that the parameters mean: temperature, then top_k, then top_p, then min_p."""
+    """The distribution that the parameters mean: temperature, then min_p, then top_k, then top_p."""
     scaled = logprobs[0] / params.temperature
+    if params.min_p > 0:
+        scaled = np.where(np.exp(scaled - scaled.max()) >= params.min_p, scaled, -math.inf)
     order = np.argsort(-scaled, kind="stable")
     kept = order[: params.top_k] if params.top_k else order
     probs = np.exp(scaled[kept] - scaled.max())
@@ -54,9 +56,6 @@ def reference(logprobs: Floats, params: Sampling) -> Floats:
         before = np.cumsum(probs) - probs
         count = max(1, int((before < params.top_p).sum()))
         kept, probs = kept[:count], probs[:count]
-    if params.min_p > 0:
-        keep = probs >= params.min_p * probs.max()
-        kept, probs = kept[keep], probs[keep]
     full = np.zeros(logprobs.shape[-1])
     full[kept] = probs / probs.sum()
     return full
@@ -118,6 +117,25 @@ def test_a_token_that_is_filtered_out_is_never_sampled(
     near = Sampling(temperature, min(1.0, top_p + 1e-4), top_k, max(0.0, min_p - 1e-4))
     allowed = set(np.flatnonzero(reference(logprobs, near)))
     assert set(draws(logprobs, params, 64)) <= allowed
+
+
+def test_top_p_is_of_what_min_p_has_left() -> None:
+    logprobs = np.log(np.array([[0.4, 0.3, 0.1, 0.1, 0.1]]))
+    assert set(draws(logprobs, Sampling(top_p=0.55, min_p=0.5), 256)) == {0}
+    assert set(draws(logprobs, Sampling(top_p=0.55), 256)) == {0, 1}
+    assert set(draws(logprobs, Sampling(min_p=0.5), 256)) == {0, 1}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 50), st.floats(0, 1), st.booleans())
+def test_the_best_tokens_alone_decide_as_all_of_them_do(seed: int, top_k: int, top_p: float, has_ties: bool) -> None:
+    """A companion with top_p alone makes the sampler order all tokens."""
+    logprobs = some_logprobs(seed, vocab=700)
+    if has_ties:
+        logprobs = np.round(logprobs * 2) / 2
+    few = [reseeded(Sampling(1.5, top_p, top_k), seed) for seed in range(16)]
+    rows = np.repeat(logprobs, 17, axis=0)
+    assert draw(rows[:16], few) == draw(rows, [*few, Sampling(top_p=0.5)])[:16]
 
 
 def test_tokens_at_a_tie_on_the_border_are_kept() -> None:
