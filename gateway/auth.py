@@ -35,9 +35,10 @@ SECRETS_MAX: Final = 4
 _UNCOUNTED: Final = ("/count_tokens", "/input_tokens", "/cancel")
 INVALID: Final = "invalid_api_key"
 EXPIRED: Final = "expired_api_key"
+DISABLED: Final = "disabled_api_key"
 # By a page of another site, or of another port or name of this one: `same-origin` and `none` are what is left.
 _CROSS_SITE: Final = ("cross-site", "same-site")
-_REASONS: Final = {None: "missing", INVALID: "invalid", EXPIRED: "expired"}
+_REASONS: Final = {None: "missing", INVALID: "invalid", EXPIRED: "expired", DISABLED: "disabled"}
 _NO_SALT: Final = "00" * 16
 UNKNOWN: Final[Stamp] = (-1, -1, -1)
 
@@ -89,13 +90,16 @@ class Keyring:
             log.error("the keys stay as they were: %s", error)
 
     def caller(self, secret: bytes) -> Caller | None:
-        """Whoever holds `secret`. Raises `Unauthorized` when it has expired."""
+        """Whoever holds `secret`. Raises `Unauthorized` when it has expired or is disabled."""
         account = self._account(secret)
         if account is None:
             return None
         if account.key.is_expired(self._wall()):
             self._metrics.key(account.key.name).rejections["expired"] += 1
             raise Unauthorized("This API key has expired.", EXPIRED)
+        if not account.key.is_usable:
+            self._metrics.key(account.key.name).rejections["disabled"] += 1
+            raise Unauthorized("This API key is disabled.", DISABLED)
         return account.caller
 
     def _account(self, secret: bytes) -> Account | None:
@@ -121,8 +125,14 @@ class Keyring:
             by_prefix.setdefault(key.prefix.encode(), []).append(Account(key, self._make_caller(key)))
         self._by_prefix = by_prefix
         self.is_open = stamp is None
-        if stamp is not None:
-            log.info("%d API keys are in force", len(keys))
+        if stamp is None:
+            return
+        log.info("%d API keys are in force", sum(key.is_usable for key in keys))
+        if unknown := self._file.unknown():
+            log.warning("another version of mlxd wrote of the keys what this one ignores: %s", ", ".join(unknown))
+        for key in keys:
+            if not key.is_usable and not key.is_disabled:
+                log.warning("the key %s is not in force: it requires a later version of mlxd", key.name)
 
     def _make_caller(self, key: Key) -> Caller:
         limits = Limits(key.rpm, key.tpm, key.concurrency)

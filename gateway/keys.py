@@ -5,23 +5,23 @@ it. The salt keeps two files from being compared. The file is replaced as a whol
 it before or after a change and never in between.
 """
 
-import fcntl
 import hashlib
 import hmac
-import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta, Struct
 
 from gateway.failed import Failed
-from gateway.private import write_private
+from gateway.keyfolder import FolderRefused, KeyFolder
+from gateway.private import write_private_in
 
 # `sk-` because some clients look for it.
 SECRET_START: Final = "sk-mlxd-"
@@ -33,13 +33,18 @@ NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 FILE_VERSION: Final = 1
 
 Limit = Annotated[int, Meta(ge=0, le=10**12)]
+Percent = Annotated[int, Meta(ge=0, le=100)]
 
 
-class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Key(Struct, frozen=True, kw_only=True):
     """One key. `models` empty means all; limits of 0 mean none; times are seconds since 1970.
 
-    Requests of a lower `priority` run first. `cache_salt` keeps the prefix cache of one key from the others, who could
-    otherwise tell by the time of an answer what has been asked before; empty means the common cache.
+    A request is counted as its sequences: prompts times choices. Requests of a lower `priority` run first. `cache_salt`
+    keeps the prefix cache of one key from the others, who could otherwise tell by the time of an answer what has been
+    asked before; empty means the common cache.
+
+    Fields that a later mlxd has written are ignored here and kept on every change. Where ignoring one would let the key
+    do more than it may, that mlxd names it in `requires`: a key that requires what is unknown here opens nothing.
     """
 
     name: str
@@ -57,18 +62,65 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     cache_salt: str = ""
     created: float = 0.0
+    is_disabled: bool = False
+    # Sequences of one request, and tokens of one answer.
+    max_sequences: Limit = 0
+    max_tokens: Limit = 0
+    # How much of a model's queue the key may fill while there are others, in percent; 0 is the server's.
+    queue_share: Percent = 0
+    requests_per_day: Limit = 0
+    tokens_per_day: Limit = 0
+    requests_per_month: Limit = 0
+    tokens_per_month: Limit = 0
+    # The part of a day's or a month's budget, in percent, from which on its use is told; 0 is never.
+    alert_at: Percent = 80
+    # Names of fields without which the key must not be used.
+    requires: tuple[str, ...] = ()
 
     def is_expired(self, now: float) -> bool:
         return self.expires is not None and now >= self.expires
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it opens anything, its expiry aside."""
+        return not self.is_disabled and _KNOWN.issuperset(self.requires)
+
+    @property
+    def is_limited(self) -> bool:
+        return any(getattr(self, name) for name in LIMITS)
 
     def is_opened_by(self, secret: bytes) -> bool:
         """Whether this is the key's secret; takes the same time whatever the answer."""
         return hmac.compare_digest(digest(self.salt, secret), self.hash)
 
 
-class _Contents(Struct, frozen=True, forbid_unknown_fields=True):
+_KNOWN: Final = frozenset(Key.__struct_fields__)
+# What an admin key has none of.
+LIMITS: Final = (
+    "rpm",
+    "tpm",
+    "concurrency",
+    "max_sequences",
+    "max_tokens",
+    "queue_share",
+    "requests_per_day",
+    "tokens_per_day",
+    "requests_per_month",
+    "tokens_per_month",
+)
+
+
+class _Contents(Struct, frozen=True):
     keys: tuple[Key, ...]
     version: int = FILE_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """The file as it is: the keys, and all that it says, with what only another version knows."""
+
+    keys: tuple[Key, ...] = ()
+    raw: dict[str, Any] | None = None
 
 
 class KeysUnusable(Failed):
@@ -94,6 +146,7 @@ class KeyFile:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = path
+        self._folder = KeyFolder(path.parent)
         self._clock = clock
 
     def stamp(self) -> Stamp | None:
@@ -106,28 +159,30 @@ class KeyFile:
 
     def read(self) -> tuple[Key, ...]:
         """All keys; none without a file. Raises `KeysUnusable`."""
+        return self._read().keys
+
+    def unknown(self) -> list[str]:
+        """The names of fields that another version has written and this one ignores. Raises `KeysUnusable`."""
+        raw = self._read().raw or {}
+        return sorted((_fields(raw, "keys") - _KNOWN) | (raw.keys() - set(_Contents.__struct_fields__)))
+
+    def _read(self, folder: int | None = None) -> _Read:
+        """From the open folder, or from one that is opened for it."""
         try:
-            with self.path.open("rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                data = file.read()
+            if folder is None:
+                with self._folder.reading() as opened:
+                    return self._read(opened)
+            mode, data = self._folder.read(folder, self.path.name)
         except FileNotFoundError:
-            return ()
-        except OSError as error:
-            raise KeysUnusable(f"{self.path}: {error.strerror or error}") from None
+            return _Read()
+        except (OSError, FolderRefused) as error:
+            raise self._unusable(error) from None
         if mode & 0o022:
             raise KeysUnusable(f"{self.path} can be written by others; run: chmod 600 {self.path}")
         try:
-            contents = _decoder.decode(data)
-            names = [key.name for key in contents.keys]
-            if contents.version != FILE_VERSION:
-                raise KeysUnusable(f"{self.path} is of version {contents.version}; this mlxd reads {FILE_VERSION}")
-            if len(set(names)) != len(names):
-                raise KeysUnusable(f"{self.path} has two keys of one name")
-            for key in contents.keys:
-                _check(key)
+            return _Read(_decode(data), msgspec.json.decode(data))
         except (msgspec.DecodeError, UnicodeDecodeError, KeyRefused) as error:
             raise KeysUnusable(f"{self.path}: {error}") from None
-        return contents.keys
 
     def create(self, key: Key, *, shares_cache: bool = False) -> tuple[Key, str]:
         """Keep a key like `key`, with a secret of its own. Returns both. Raises `KeyRefused`, `KeysUnusable`."""
@@ -139,6 +194,14 @@ class KeyFile:
             _check(made)
             keys[made.name] = made
         return made, secret
+
+    def change(self, name: str, **fields: Any) -> Key:
+        """Replace fields of a key. Raises `KeyRefused`, `KeysUnusable`."""
+        with self._changing() as keys:
+            key = msgspec.structs.replace(_find(keys, name), **fields)
+            _check(key)
+            keys[name] = key
+        return key
 
     def rotate(self, name: str) -> tuple[Key, str]:
         """A new secret for a key; the old one ends. Raises `KeyRefused`, `KeysUnusable`."""
@@ -157,40 +220,44 @@ class KeyFile:
     @contextmanager
     def _changing(self) -> Generator[dict[str, Key], None, None]:
         """The keys by name; what they are at the end is written, unless an exception ends it."""
-        folder = self.path.parent
         try:
-            # Parents that `mkdir` makes itself have the ordinary mode.
-            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise KeysUnusable(f"{folder}: {error.strerror or error}") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            _belong_to_owner(folder)
-            keys = {key.name: key for key in self.read()}
-            before = dict(keys)
-            yield keys
-            if keys != before:
-                self._write(tuple(keys.values()))
-        finally:
-            os.close(lock)
+            with self._folder.changing() as folder:
+                before = self._read(folder)
+                keys = {key.name: key for key in before.keys}
+                yield keys
+                if tuple(keys.values()) != before.keys:
+                    write_private_in(folder, self.path.name, _encode(keys.values(), before.raw or {}))
+        except (OSError, FolderRefused) as error:
+            raise self._unusable(error) from None
 
-    def _write(self, keys: tuple[Key, ...]) -> None:
-        data = msgspec.json.format(msgspec.json.encode(_Contents(keys)), indent=2) + b"\n"
-        try:
-            write_private(self.path, data)
-        except OSError as error:
-            raise KeysUnusable(f"{self.path}: {error.strerror or error}") from None
+    def _unusable(self, error: OSError | FolderRefused) -> KeysUnusable:
+        if isinstance(error, FolderRefused):
+            return KeysUnusable(str(error))
+        return KeysUnusable(f"{self.path}: {error.strerror or error}")
 
 
-def _belong_to_owner(folder: Path) -> None:
-    """What root made in a service's home, the service's user must be able to read."""
-    if os.geteuid() != 0:
-        return
-    home = folder.parent.stat()
-    for path in (folder, *folder.iterdir()):
-        os.chown(path, home.st_uid, home.st_gid, follow_symlinks=False)
+def _decode(data: bytes) -> tuple[Key, ...]:
+    contents = _decoder.decode(data)
+    if contents.version != FILE_VERSION:
+        raise KeyRefused(f"is of version {contents.version}; this mlxd reads {FILE_VERSION}")
+    names = [key.name for key in contents.keys]
+    if len(set(names)) != len(names):
+        raise KeyRefused("two keys have one name")
+    for key in contents.keys:
+        _check(key)
+    return contents.keys
+
+
+def _encode(keys: Iterable[Key], before: dict[str, Any]) -> bytes:
+    """The file with these keys, and with what others than this version have written of them and beside them."""
+    others: dict[str, dict[str, Any]] = {raw["name"]: raw for raw in before.get("keys", ())}
+    made = [others.get(key.name, {}) | msgspec.to_builtins(key) for key in keys]
+    whole = before | {"keys": made, "version": FILE_VERSION}
+    return msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n"
+
+
+def _fields(raw: dict[str, Any], name: str) -> set[str]:
+    return {field for one in raw.get(name, ()) for field in one}
 
 
 def _with_secret(key: Key) -> tuple[Key, str]:
@@ -214,7 +281,7 @@ def _check(key: Key) -> None:
         )
     if not all(key.models):
         raise KeyRefused(f"key {key.name!r}: a model pattern is empty")
-    if key.is_admin and (key.models or key.rpm or key.tpm or key.concurrency):
+    if key.is_admin and (key.models or key.is_limited):
         raise KeyRefused(f"key {key.name!r}: an admin key has all models and no limits")
     if key.is_metrics_only and (key.is_admin or key.models or key.rpm or key.tpm or key.concurrency):
         raise KeyRefused(f"key {key.name!r}: a key that reads metrics only has no models and no limits")

@@ -2,34 +2,37 @@
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 
 def write_private(path: Path, data: bytes) -> None:
     """Whoever reads sees the old content or the new one, also after a power cut. Raises `OSError`."""
-    folder = path.parent
-    new = folder / f".{path.stem}-{secrets.token_hex(8)}"
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        write_private_in(folder, path.name, data)
+    finally:
+        os.close(folder)
+
+
+def write_private_in(folder: int, name: str, data: bytes) -> None:
+    """The same in a folder that is open: a link that is put in its place meanwhile leads nowhere. Raises `OSError`."""
+    new = f".{name.partition('.')[0]}-{secrets.token_hex(8)}"
     # Born private: between open and chmod anybody could read it.
-    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         with open(file, "wb") as out:
             if os.geteuid() == 0:
                 # Root works in the homes of others, and whose folder it is must be able to read it.
-                os.fchown(file, folder.stat().st_uid, folder.stat().st_gid)
+                owner = os.fstat(folder)
+                os.fchown(file, owner.st_uid, owner.st_gid)
             out.write(data)
             out.flush()
             os.fsync(out.fileno())
-        new.replace(path)
+        os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:  # Whatever it was, ^C too, and it goes on: no half of a file stays.
-        new.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(new, dir_fd=folder)
         raise
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    # Makes the rename survive a power cut.
+    os.fsync(folder)

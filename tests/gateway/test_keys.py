@@ -1,15 +1,19 @@
+import fcntl
+import json
 import os
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway.keys import NAME, Key, KeyFile, KeyRefused, KeysUnusable, digest
 
 
-def key(name: str = "k", **fields: object) -> Key:
-    return Key(name=name, prefix="", salt="", hash="", **fields)  # pyright: ignore[reportArgumentType]
+def key(name: str = "k", **fields: Any) -> Key:
+    return Key(name=name, prefix="", salt="", hash="", **fields)
 
 
 @pytest.fixture
@@ -118,7 +122,6 @@ def test_what_could_not_be_read_again_is_never_written(file: KeyFile, fields: di
         ("{", "truncated"),
         ("[]", "Expected `object`"),
         ('{"keys": [], "version": 2}', "version 2"),
-        ('{"keys": [], "extra": 1}', "unknown field"),
         ('{"keys": [{"name": "a"}]}', "missing required field"),
         ('{"keys": [{"name": "a", "prefix": "", "salt": "zz", "hash": ""}]}', "salt is damaged"),
         ('{"keys": [{"name": "\x80", "prefix": "", "salt": "", "hash": ""}]}', ""),
@@ -156,12 +159,184 @@ def test_changes_at_once_are_all_kept(file: KeyFile) -> None:
     assert sorted(found.name for found in file.read()) == sorted(f"k{n}" for n in range(12))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file for others")
-def test_a_key_that_root_makes_in_a_services_home_is_the_services(tmp_path: Path) -> None:
+def edited(file: KeyFile, edit: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The file with a change that a later version might have made."""
+    contents = json.loads(file.path.read_bytes())
+    edit(contents)
+    file.path.write_text(json.dumps(contents))
+    return contents
+
+
+def test_what_a_later_version_has_written_is_ignored_and_kept_on_every_change(file: KeyFile) -> None:
+    file.create(key("a", rpm=5))
+    file.create(key("b"))
+
+    def later(contents: dict[str, Any]) -> None:
+        contents["groups"] = [{"name": "team"}]
+        contents["keys"][0]["group"] = {"name": "team", "weight": 2}
+
+    edited(file, later)
+    assert [one.name for one in file.read()] == ["a", "b"]
+    assert file.unknown() == ["group", "groups"]
+
+    file.create(key("c"))
+    file.rotate("a")
+    file.change("a", rpm=7)
+    file.revoke("b")
+    contents = json.loads(file.path.read_bytes())
+    assert contents["groups"] == [{"name": "team"}]
+    assert contents["keys"][0]["group"] == {"name": "team", "weight": 2}
+    assert "group" not in contents["keys"][1]
+    assert file.read()[0].rpm == 7
+
+
+def test_a_key_that_requires_what_only_a_later_version_knows_opens_nothing(file: KeyFile) -> None:
+    file.create(key("a"))
+    edited(file, lambda contents: contents["keys"][0].update(requires=["addresses"], addresses=["10.0.0.0/8"]))
+
+    assert not file.read()[0].is_usable
+    assert file.create(key("b", requires=("rpm",)))[0].is_usable
+
+
+def test_a_key_is_changed_in_place_and_its_secret_stays(file: KeyFile) -> None:
+    _, secret = file.create(key("a", rpm=5, models=("x",)))
+    changed = file.change("a", rpm=60, models=(), is_disabled=True)
+
+    assert changed.is_opened_by(secret.encode())
+    assert (changed.rpm, changed.models, changed.is_usable) == (60, (), False)
+    assert file.read() == (changed,)
+    with pytest.raises(KeyRefused):
+        file.change("a", rpm=-1)
+    with pytest.raises(KeyRefused, match="no limits"):
+        file.change("a", is_admin=True)
+    with pytest.raises(KeyRefused, match="no key 'z'"):
+        file.change("z", rpm=1)
+    assert file.read() == (changed,)
+
+
+# -- root in a service's home ----------------------------------------------------------------------------------------
+
+SERVICE = 12345
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files for others")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A service's, that its user can reach."""
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o755)
     home = tmp_path / "home"
     home.mkdir()
-    os.chown(home, 12345, 12345)
+    os.chown(home, SERVICE, SERVICE)
+    return home
 
-    KeyFile(home / "keys" / "keys.json").create(key())
 
-    assert {path.stat().st_uid for path in (home / "keys", *(home / "keys").iterdir())} == {12345}
+def as_service(what: Callable[[], object]) -> None:
+    """Do it in a process of the service's user."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setgroups([])
+            os.setgid(SERVICE)
+            os.setuid(SERVICE)
+            what()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def precious(folder: Path) -> Path:
+    """A folder of root's with a secret in it."""
+    folder.mkdir()
+    (folder / "shadow").write_text("root's")
+    (folder / "shadow").chmod(0o600)
+    return folder
+
+
+def assert_untouched(folder: Path) -> None:
+    assert [path.name for path in folder.iterdir()] == ["shadow"]
+    assert {path.lstat().st_uid for path in (folder, folder / "shadow")} == {0}
+    assert (folder / "shadow").read_text() == "root's"
+
+
+@as_root
+def test_a_key_that_root_makes_in_a_services_home_is_the_services(home: Path) -> None:
+    file = KeyFile(home / "keys" / "keys.json")
+    file.create(key())
+    assert {path.stat().st_uid for path in (home / "keys", *(home / "keys").iterdir())} == {SERVICE}
+
+    as_service(lambda: file.create(key("own")))
+    file.change("own", rpm=3)
+    assert {path.stat().st_uid for path in (home / "keys").iterdir()} == {SERVICE}
+
+
+@as_root
+def test_root_follows_no_folder_of_keys_that_is_a_link(home: Path, tmp_path: Path) -> None:
+    target = precious(tmp_path / "etc")
+    as_service(lambda: (home / "keys").symlink_to(target))
+    file = KeyFile(home / "keys" / "keys.json")
+
+    with pytest.raises(KeysUnusable, match="symbolic link"):
+        file.create(key())
+    with pytest.raises(KeysUnusable, match="symbolic link"):
+        file.read()
+    assert_untouched(target)
+
+
+@as_root
+def test_root_follows_no_home_that_is_the_services_link(home: Path, tmp_path: Path) -> None:
+    target = precious(tmp_path / "etc")
+    as_service(lambda: (home / ".mlxd").symlink_to(target))
+
+    with pytest.raises(KeysUnusable, match="symbolic link of user 12345"):
+        KeyFile(home / ".mlxd" / "keys" / "keys.json").create(key())
+    assert_untouched(target)
+
+
+@as_root
+@pytest.mark.parametrize("name", ["lock", "keys.json"])
+def test_root_neither_follows_nor_gives_away_a_file_that_is_linked_into_the_folder(
+    home: Path, tmp_path: Path, name: str
+) -> None:
+    target = precious(tmp_path / "etc")
+    as_service(lambda: (home / "keys").mkdir())
+    for link in (lambda: (home / "keys" / name).symlink_to(target / "shadow"),
+                 lambda: os.link(target / "shadow", home / "keys" / name)):  # fmt: skip
+        link()
+        with pytest.raises(KeysUnusable):
+            KeyFile(home / "keys" / "keys.json").create(key())
+        assert_untouched(target)
+        (home / "keys" / name).unlink()
+
+
+@as_root
+def test_root_takes_no_file_of_another_user_or_with_another_name_for_the_keys(home: Path, tmp_path: Path) -> None:
+    other = KeyFile(tmp_path / "other" / "keys" / "keys.json")
+    (tmp_path / "other").mkdir()
+    other.create(key("others"))
+    as_service(lambda: (home / "keys").mkdir())
+    file = KeyFile(home / "keys" / "keys.json")
+
+    os.link(other.path, file.path)
+    with pytest.raises(KeysUnusable, match="user 0's"):
+        file.create(key())
+    file.path.unlink()
+    as_service(lambda: ((home / "mine").write_text("{}"), os.link(home / "mine", file.path)))
+    with pytest.raises(KeysUnusable, match="another name"):
+        file.create(key())
+
+
+@as_root
+def test_a_service_that_holds_the_lock_does_not_hold_root_for_good(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = KeyFile(home / "keys" / "keys.json")
+    file.create(key())
+    monkeypatch.setattr("gateway.keyfolder.LOCK_TIMEOUT_S", 0.1)
+    holder = os.open(home / "keys" / "lock", os.O_RDWR)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+
+    with pytest.raises(KeysUnusable, match="has not ended"):
+        file.create(key("b"))
+    os.close(holder)
+    file.create(key("b"))
