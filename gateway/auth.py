@@ -97,9 +97,11 @@ class Keyring:
         if account.key.is_expired(self._wall()):
             self._metrics.key(account.key.name).rejections["expired"] += 1
             raise Unauthorized("This API key has expired.", EXPIRED)
+        numbers = self._metrics.key(account.key.name)
         if not account.key.is_usable:
-            self._metrics.key(account.key.name).rejections["disabled"] += 1
+            numbers.rejections["disabled"] += 1
             raise Unauthorized("This API key is disabled.", DISABLED)
+        numbers.last_used = self._wall()
         return account.caller
 
     def _account(self, secret: bytes) -> Account | None:

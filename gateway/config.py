@@ -195,7 +195,7 @@ class Config(Struct, frozen=True):
 
     @property
     def usage_path(self) -> Path:
-        return self.home / "state" / "usage.json"
+        return usage_path(self.home)
 
     @property
     def store_path(self) -> Path:
@@ -214,6 +214,11 @@ def default_home(environ: Mapping[str, str] = os.environ) -> Path:
 def keys_path(home: Path) -> Path:
     """Where the API keys of a home are."""
     return home / "keys" / "keys.json"
+
+
+def usage_path(home: Path) -> Path:
+    """Where it is kept what the keys of a home have used."""
+    return home / "state" / "usage.json"
 
 
 def log_path(home: Path) -> Path:

@@ -95,6 +95,8 @@ class Key(Struct, frozen=True, kw_only=True):
 
 
 _KNOWN: Final = frozenset(Key.__struct_fields__)
+# A mlxd that does not know these would let the key do more.
+_RESTRICTIONS: Final = frozenset({"is_disabled", "is_metrics_only"})
 # What an admin key has none of.
 LIMITS: Final = (
     "rpm",
@@ -191,16 +193,19 @@ class KeyFile:
                 raise KeyRefused(f"there is a key {key.name!r} already; revoke or rotate it, or choose another name")
             salt = "" if shares_cache else secrets.token_hex(8)
             made, secret = _with_secret(msgspec.structs.replace(key, created=self._clock(), cache_salt=salt))
+            made = _marked(made)
             _check(made)
             keys[made.name] = made
         return made, secret
 
-    def change(self, name: str, **fields: Any) -> Key:
+    def change(self, name: str, *, shares_cache: bool | None = None, **fields: Any) -> Key:
         """Replace fields of a key. Raises `KeyRefused`, `KeysUnusable`."""
         with self._changing() as keys:
             key = msgspec.structs.replace(_find(keys, name), **fields)
+            if shares_cache is not None and shares_cache is bool(key.cache_salt):
+                key = msgspec.structs.replace(key, cache_salt="" if shares_cache else secrets.token_hex(8))
+            keys[name] = key = _marked(key)
             _check(key)
-            keys[name] = key
         return key
 
     def rotate(self, name: str) -> tuple[Key, str]:
@@ -260,6 +265,12 @@ def _fields(raw: dict[str, Any], name: str) -> set[str]:
     return {field for one in raw.get(name, ()) for field in one}
 
 
+def _marked(key: Key) -> Key:
+    """The key, requiring of an older mlxd that it knows what restricts it."""
+    needed = {name for name in _RESTRICTIONS if getattr(key, name)} | (set(key.requires) - _RESTRICTIONS)
+    return msgspec.structs.replace(key, requires=tuple(sorted(needed)))
+
+
 def _with_secret(key: Key) -> tuple[Key, str]:
     secret = SECRET_START + secrets.token_urlsafe(SECRET_BYTES)
     salt = secrets.token_hex(16)
@@ -283,7 +294,7 @@ def _check(key: Key) -> None:
         raise KeyRefused(f"key {key.name!r}: a model pattern is empty")
     if key.is_admin and (key.models or key.is_limited):
         raise KeyRefused(f"key {key.name!r}: an admin key has all models and no limits")
-    if key.is_metrics_only and (key.is_admin or key.models or key.rpm or key.tpm or key.concurrency):
+    if key.is_metrics_only and (key.is_admin or key.models or key.is_limited):
         raise KeyRefused(f"key {key.name!r}: a key that reads metrics only has no models and no limits")
     try:
         # Constructing a struct checks nothing, and what is written must be readable.

@@ -87,6 +87,8 @@ class KeyMetrics:
     rejections: Counter[str] = field(default_factory=Counter[str])
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    # Seconds since 1970; 0 is never.
+    last_used: float = 0.0
 
 
 class Metrics:

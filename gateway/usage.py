@@ -28,6 +28,8 @@ class KeyTotals(Struct, frozen=True):
     rejections: dict[str, int] = {}
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    # Seconds since 1970; 0 is never.
+    last_used: float = 0.0
 
 
 class Totals(Struct, frozen=True):
@@ -35,6 +37,15 @@ class Totals(Struct, frozen=True):
 
     since: float
     keys: dict[str, KeyTotals] = {}
+
+
+def last_used(path: Path) -> dict[str, float]:
+    """When each key was used last, as of the newest write of the file; empty when nothing is kept."""
+    try:
+        totals = msgspec.json.decode(path.read_bytes(), type=Totals)
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return {name: kept.last_used for name, kept in totals.keys.items() if kept.last_used}
 
 
 class UsageFile:
@@ -70,6 +81,7 @@ class UsageFile:
                 numbers.rejections += Counter(kept.rejections)
                 numbers.prompt_tokens += kept.prompt_tokens
                 numbers.generation_tokens += kept.generation_tokens
+                numbers.last_used = max(numbers.last_used, kept.last_used)
 
     async def run(self) -> None:
         """Write what has changed, until cancelled."""
@@ -90,7 +102,11 @@ class UsageFile:
         self._looks += 1
         keys = {
             name: KeyTotals(
-                dict(numbers.requests), dict(numbers.rejections), numbers.prompt_tokens, numbers.generation_tokens
+                dict(numbers.requests),
+                dict(numbers.rejections),
+                numbers.prompt_tokens,
+                numbers.generation_tokens,
+                numbers.last_used,
             )
             for name, numbers in self._metrics.keys.items()
         }

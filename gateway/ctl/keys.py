@@ -5,14 +5,14 @@ Only what must be caught is on stdout, so `KEY=$(mlxctl keys create NAME)` holds
 
 import time
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from gateway.config import default_home, keys_path
+from gateway.config import default_home, keys_path, usage_path
 from gateway.ctl.client import get
-from gateway.ctl.say import Json, console, print_json, seconds
+from gateway.ctl.say import Json, console, print_json, seconds, tell
 from gateway.schemas.admin import UsageReport
 
 if TYPE_CHECKING:
@@ -30,28 +30,73 @@ class Role(StrEnum):
 
 
 Name = Annotated[str, typer.Argument(help="The key's name, as logs and metrics show it.", show_default=False)]
+More = Annotated[list[str] | None, typer.Argument(hidden=True)]
+
+
+def _limit(text: str) -> object:
+    return typer.Option(min=0, help=f"{text}; 0 is no limit.", show_default=False)
+
+
+Models = Annotated[
+    list[str] | None,
+    typer.Option(help="Names, aliases or patterns of models; '*' is all of them.", metavar="PATTERN..."),
+]
+Rpm = Annotated[int | None, _limit("Requests per minute")]
+Tpm = Annotated[int | None, _limit("Tokens per minute, prompt and completion")]
+Concurrency = Annotated[int | None, _limit("Requests at once")]
+MaxSequences = Annotated[int | None, _limit("Sequences (prompts x n) of one request")]
+MaxTokens = Annotated[int | None, _limit("Tokens of one answer")]
+DayRequests = Annotated[int | None, _limit("Requests of a day")]
+DayTokens = Annotated[int | None, _limit("Tokens of a day")]
+MonthRequests = Annotated[int | None, _limit("Requests of a month")]
+MonthTokens = Annotated[int | None, _limit("Tokens of a month")]
+AlertAt = Annotated[
+    int | None,
+    typer.Option(min=0, max=100, help="Percent of a budget whose use is told; 0 is never.", show_default=False),
+]
+QueueShare = Annotated[
+    int | None,
+    typer.Option(min=0, max=100, help="Percent of a model's queue; 0 is the server's.", show_default=False),
+]
+Expires = Annotated[str | None, typer.Option(help="Ends after this long: 12h, 30d; never.")]
+RoleOption = Annotated[
+    Role | None,
+    typer.Option(
+        "--role",
+        help="admin: all models, no limits, /metrics and deep health; metrics: only /metrics.",
+        show_default=False,
+    ),
+]
+Admin = Annotated[bool, typer.Option("--admin", help="The same as --role admin.")]
+Priority = Annotated[
+    int | None, typer.Option(min=-100, max=100, help="Lower runs first when a model is busy.", show_default=False)
+]
+ShareCache = Annotated[
+    bool | None, typer.Option("--share-cache/--own-cache", help="Reuse prompts that other such keys have sent.")
+]
 
 
 @app.command()
 def create(
     name: Name,
-    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    models: Annotated[
-        list[str] | None,
-        typer.Option(help="Names, aliases or patterns of models. Default: all of them.", metavar="PATTERN..."),
-    ] = None,
-    rpm: Annotated[int, typer.Option(min=0, help="Requests per minute; 0 is no limit.")] = 0,
-    tpm: Annotated[int, typer.Option(min=0, help="Tokens per minute, prompt and completion; 0 is no limit.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=0, help="Requests at once; 0 is no limit.")] = 0,
-    expires: Annotated[str | None, typer.Option(help="Ends after this long: 12h, 30d.")] = None,
-    role: Annotated[
-        Role, typer.Option(help="admin: all models, no limits, /metrics and deep health; metrics: only /metrics.")
-    ] = Role.USER,
-    admin: Annotated[bool, typer.Option("--admin", help="The same as --role admin.")] = False,
-    priority: Annotated[int, typer.Option(min=-100, max=100, help="Lower runs first when a model is busy.")] = 0,
-    share_cache: Annotated[
-        bool, typer.Option("--share-cache", help="Reuse prompts that other such keys have sent.")
-    ] = False,
+    more: More = None,
+    models: Models = None,
+    rpm: Rpm = None,
+    tpm: Tpm = None,
+    concurrency: Concurrency = None,
+    max_sequences: MaxSequences = None,
+    max_tokens: MaxTokens = None,
+    requests_per_day: DayRequests = None,
+    tokens_per_day: DayTokens = None,
+    requests_per_month: MonthRequests = None,
+    tokens_per_month: MonthTokens = None,
+    alert_at: AlertAt = None,
+    queue_share: QueueShare = None,
+    expires: Expires = None,
+    role: RoleOption = None,
+    admin: Admin = False,
+    priority: Priority = None,
+    share_cache: ShareCache = None,
     json: Json = False,
 ) -> None:
     """Make a key and print its secret, which is shown once.
@@ -60,27 +105,62 @@ def create(
     """
     from gateway.keys import Key
 
-    if more and not models:
-        raise typer.BadParameter(f"what is {more[0]!r}? One name; patterns of models belong after --models")
-    if admin and role is Role.METRICS:
-        raise typer.BadParameter("a key is an admin's or for metrics, not both", param_hint="--admin")
-    patterns = [part.strip() for text in (*(models or ()), *(more or ())) for part in text.split(",")]
-    key = Key(
-        name=name,
-        prefix="",
-        salt="",
-        hash="",
-        models=tuple(patterns),
-        rpm=rpm,
-        tpm=tpm,
-        concurrency=concurrency,
-        expires=None if expires is None else _expiry(expires),
-        is_admin=admin or role is Role.ADMIN,
-        is_metrics_only=role is Role.METRICS,
-        priority=priority,
+    asked = _asked(locals())
+    made, secret = _file().create(
+        Key(name=name, prefix="", salt="", hash="", **asked), shares_cache=share_cache is True
     )
-    made, secret = _file().create(key, shares_cache=share_cache)
     _show_secret(made, secret, json)
+
+
+@app.command("set")
+def set_key(
+    name: Name,
+    more: More = None,
+    models: Models = None,
+    rpm: Rpm = None,
+    tpm: Tpm = None,
+    concurrency: Concurrency = None,
+    max_sequences: MaxSequences = None,
+    max_tokens: MaxTokens = None,
+    requests_per_day: DayRequests = None,
+    tokens_per_day: DayTokens = None,
+    requests_per_month: MonthRequests = None,
+    tokens_per_month: MonthTokens = None,
+    alert_at: AlertAt = None,
+    queue_share: QueueShare = None,
+    expires: Expires = None,
+    role: RoleOption = None,
+    admin: Admin = False,
+    priority: Priority = None,
+    share_cache: ShareCache = None,
+    json: Json = False,
+) -> None:
+    """Change a key in place: what is named changes, all else and the secret stay.
+
+    Example: mlxctl keys set alice --rpm 120 --tokens-per-day 2000000
+    """
+    file, asked = _file(), _asked(locals())
+    if not asked and share_cache is None:
+        raise typer.BadParameter("name what to change, such as --rpm 60")
+    _show_changed(file.change(name, shares_cache=share_cache, **asked), f"{name} is changed", json)
+
+
+@app.command()
+def disable(name: Name, json: Json = False) -> None:
+    """Refuse a key from the next request on, until it is enabled. What it has running goes on.
+
+    Example: mlxctl keys disable alice
+    """
+    _show_changed(_file().change(name, is_disabled=True), f"{name} is disabled", json)
+
+
+@app.command()
+def enable(name: Name, json: Json = False) -> None:
+    """Let a key that was disabled in again.
+
+    Example: mlxctl keys enable alice
+    """
+    _show_changed(_file().change(name, is_disabled=False), f"{name} is enabled", json)
 
 
 @app.command("list")
@@ -90,14 +170,15 @@ def list_keys(json: Json = False) -> None:
     Example: mlxctl keys list
     """
     from gateway.ctl import show
+    from gateway.usage import last_used
 
-    keys = _file().read()
+    keys, used = _file().read(), last_used(usage_path(default_home()))
     if json:
-        print_json([_public(key) for key in keys])
+        print_json([_public(key) | {"last_used": used.get(key.name)} for key in keys])
     elif not keys:
         typer.echo("No keys. Make one with: mlxctl keys create NAME", err=True)
     else:
-        show.keys(keys, time.time(), console())
+        show.keys(keys, used, time.time(), console())
 
 
 @app.command()
@@ -151,11 +232,40 @@ def _file() -> "KeyFile":
     return KeyFile(keys_path(default_home()))
 
 
+def _asked(options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a key that these options of a verb set."""
+    from gateway.keys import Key
+
+    models, more, expires, role = (options[name] for name in ("models", "more", "expires", "role"))
+    if options["admin"] and role not in (None, Role.ADMIN):
+        raise typer.BadParameter(f"a key is an admin's or has the role {role}, not both", param_hint="--admin")
+    if more and not models:
+        raise typer.BadParameter(f"what is {more[0]!r}? One name; patterns of models belong after --models")
+    fields = {
+        name: value
+        for name, value in options.items()
+        if name in Key.__struct_fields__ and name not in ("name", "models", "expires") and value is not None
+    }
+    if models:
+        patterns = tuple(part.strip() for text in (*models, *(more or ())) for part in text.split(","))
+        fields["models"] = () if patterns == ("*",) else patterns
+    if expires is not None:
+        fields["expires"] = None if expires == "never" else _expiry(expires)
+    if role is not None or options["admin"]:
+        fields |= {"is_admin": role is not Role.METRICS and role is not Role.USER}
+        fields |= {"is_metrics_only": role is Role.METRICS}
+    return fields
+
+
 def _expiry(text: str) -> float:
     length_s = seconds(text, "--expires")
     if length_s <= 0:
         raise typer.BadParameter("a key must last a while", param_hint="--expires")
     return time.time() + length_s
+
+
+def _show_changed(key: "Key", text: str, json: bool) -> None:
+    tell(_public(key), text, json)
 
 
 def _show_secret(key: "Key", secret: str, json: bool) -> None:

@@ -1,6 +1,6 @@
 """What `mlxctl` prints for people."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -115,26 +115,53 @@ def duration(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
-def keys(found: Sequence[Key], now: float, console: Console) -> None:
-    """One row for each API key."""
-    made = table(("NAME", "KEY", "MODELS"), ("RPM", "TPM", "AT ONCE", "PRIORITY", "EXPIRES", "AGE"))
+def keys(found: Sequence[Key], used: Mapping[str, float], now: float, console: Console) -> None:
+    """One row for each API key; what only some have is below."""
+    made = table(("NAME", "KEY", "MODELS"), ("RPM", "TPM", "AT ONCE", "PRIORITY", "EXPIRES", "AGE", "LAST USED"))
     for key in found:
-        left = "never" if key.expires is None else f"in {duration(key.expires - now)}"
-        if key.is_expired(now):
-            left = "expired"
-        models = "all (admin)" if key.is_admin else ", ".join(key.models) or "all"
-        if key.is_metrics_only:
-            models = "none (metrics)"
+        state = _key_state(key, now)
+        last = used.get(key.name)
         made.add_row(
             Text(key.name),
             f"{key.prefix}…",
-            Text(models),
+            Text(_key_models(key)),
             *(str(limit or "-") for limit in (key.rpm, key.tpm, key.concurrency)),
             str(key.priority),
-            Text(left, style="red" if left == "expired" else ""),
+            Text(state, style="" if state == "never" or state.startswith("in ") else "red"),
             duration(now - key.created),
+            "never" if last is None else f"{duration(max(0.0, now - last))} ago",
         )
     console.print(made)
+    for key in found:
+        if more := _more_limits(key):
+            console.print(f"{key.name}: {more}", highlight=False, markup=False)
+
+
+def _key_models(key: Key) -> str:
+    if key.is_metrics_only:
+        return "none (metrics)"
+    return "all (admin)" if key.is_admin else ", ".join(key.models) or "all"
+
+
+def _key_state(key: Key, now: float) -> str:
+    if key.is_expired(now):
+        return "expired"
+    if not key.is_usable:
+        return "disabled" if key.is_disabled else f"needs a later mlxd ({', '.join(key.requires)})"
+    return "never" if key.expires is None else f"in {duration(key.expires - now)}"
+
+
+def _more_limits(key: Key) -> str:
+    numbers = (
+        (key.requests_per_day, "requests a day"),
+        (key.tokens_per_day, "tokens a day"),
+        (key.requests_per_month, "requests a month"),
+        (key.tokens_per_month, "tokens a month"),
+        (key.max_sequences, "sequences a request"),
+        (key.max_tokens, "tokens an answer"),
+        (key.queue_share, "% of a queue"),
+    )
+    return ", ".join(f"{number} {text}" for number, text in numbers if number)
 
 
 def usage(report: UsageReport, console: Console) -> None:

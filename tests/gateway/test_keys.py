@@ -109,7 +109,7 @@ def test_names_are_unique_and_unknown_ones_are_refused_with_those_that_exist(fil
         {"is_metrics_only": True, "models": ("a",)},
     ],
 )
-def test_what_could_not_be_read_again_is_never_written(file: KeyFile, fields: dict[str, object]) -> None:
+def test_what_could_not_be_read_again_is_never_written(file: KeyFile, fields: dict[str, Any]) -> None:
     with pytest.raises(KeyRefused):
         file.create(key(**fields))
     assert file.read() == ()
@@ -203,6 +203,10 @@ def test_a_key_is_changed_in_place_and_its_secret_stays(file: KeyFile) -> None:
     changed = file.change("a", rpm=60, models=(), is_disabled=True)
 
     assert changed.is_opened_by(secret.encode())
+    # An mlxd before this field would let the key in.
+    assert changed.requires == ("is_disabled",)
+    assert file.change("a", is_disabled=False).requires == ()
+    changed = file.change("a", is_disabled=True)
     assert (changed.rpm, changed.models, changed.is_usable) == (60, (), False)
     assert file.read() == (changed,)
     with pytest.raises(KeyRefused):

@@ -22,7 +22,7 @@ def listed(home: Path) -> list[dict[str, object]]:
 
 
 def test_every_verb_has_help_with_an_example(tmp_path: Path) -> None:
-    for verb in ("create", "list", "revoke", "rotate", "usage"):
+    for verb in ("create", "set", "disable", "enable", "list", "revoke", "rotate", "usage"):
         assert "Example: mlxctl keys" in ctl(tmp_path, "keys", verb, "--help").stdout
 
 
@@ -41,7 +41,7 @@ def test_every_option_is_kept(tmp_path: Path) -> None:
     [key] = listed(tmp_path)
 
     assert shown.pop("key").startswith(key["prefix"])
-    assert shown == key
+    assert shown == {name: value for name, value in key.items() if name != "last_used"}
     assert key["models"] == ["qwen*", "a", "b", "default"]
     assert (key["rpm"], key["tpm"], key["concurrency"], key["priority"]) == (60, 9000, 4, -5)
     assert key["shares_cache"] is True
@@ -60,6 +60,23 @@ def test_a_role_is_kept(tmp_path: Path) -> None:
         (True, False), (False, True), (False, True), (False, False),
     ]  # fmt: skip
     assert "none (metrics)" in ctl(tmp_path, "keys", "list").stdout
+
+
+def test_what_set_names_changes_and_all_else_stays(tmp_path: Path) -> None:
+    created(tmp_path, "bob", "--models", "a", "--rpm", "60", "--expires", "30d")
+    [before] = listed(tmp_path)
+    words = "--tpm 5000 --models * --expires never --tokens-per-day 1000 --alert-at 50 --queue-share 25 --share-cache"
+    done = ctl(tmp_path, "keys", "set", "bob", *words.split())
+    [after] = listed(tmp_path)
+
+    assert done.stdout == "bob is changed\n"
+    changed = {name: value for name, value in after.items() if before[name] != value}
+    assert changed == {
+        "tpm": 5000, "models": [], "expires": None, "tokens_per_day": 1000, "alert_at": 50, "queue_share": 25,
+        "shares_cache": True,
+    }  # fmt: skip
+    assert ctl(tmp_path, "keys", "set", "bob", "--admin").returncode == 1
+    assert "1000 tokens a day" in ctl(tmp_path, "keys", "list").stdout
 
 
 def test_secrets_are_shown_by_nothing_later(tmp_path: Path) -> None:
@@ -88,6 +105,9 @@ def test_secrets_are_shown_by_nothing_later(tmp_path: Path) -> None:
         (["revoke", "nobody"], 1, "no key 'nobody'"),
         (["rotate", "nobody"], 1, "no key 'nobody'"),
         (["usage"], 3, "mlxd does not run"),
+        (["set", "nobody", "--rpm", "1"], 1, "no key 'nobody'"),
+        (["set", "nobody"], 2, "name what to change"),
+        (["disable", "nobody"], 1, "no key 'nobody'"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence_and_a_status(
@@ -138,6 +158,10 @@ def test_keys_hold_at_once_in_a_daemon_that_runs(daemon: DaemonProcess) -> None:
     assert status(None) == 200
     alice = created(daemon.home, "alice")
     assert (status(None), status(alice)) == (401, 200)
+    assert ctl(daemon.home, "keys", "disable", "alice").stdout == "alice is disabled\n"
+    assert (status(alice), "disabled" in ctl(daemon.home, "keys", "list").stdout) == (401, True)
+    assert ctl(daemon.home, "keys", "enable", "alice").returncode == 0
+    assert status(alice) == 200
     fresh = ctl(daemon.home, "keys", "rotate", "alice").stdout.strip()
     assert (status(alice), status(fresh)) == (401, 200)
     assert ctl(daemon.home, "keys", "revoke", "alice").returncode == 0
