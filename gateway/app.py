@@ -72,7 +72,10 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
     """The public app."""
     services = Services.make(config, pool, link, metrics)
     server = config.server
-    store = Store(config.store_path, server.response_store_bytes, server.response_store_age_s)
+    max_bytes, max_age_s = server.response_store_bytes, server.response_store_age_s
+    store = Store(config.store_path, max_bytes, max_age_s, problems=metrics.store_problems)
+    # One that is there is checked now, not when the first client comes back to it.
+    store.limit(max_bytes, max_age_s)
     models = Models(services)
     healthy = health.Healthy(services)
     return App(

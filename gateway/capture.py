@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.config import ServerConfig
 from gateway.http import Header, Record
 from gateway.schemas.admin import Captured, CapturedLine
+from gateway.wallclock import WallClock
 
 log = logging.getLogger(__name__)
 
@@ -122,12 +123,10 @@ class _Kept:
 class Captures:
     """The ring: one file for each request, all work on files in one thread, in the order of the calls."""
 
-    def __init__(
-        self, folder: Path, settings: Callable[[], ServerConfig], clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, folder: Path, settings: Callable[[], ServerConfig], clock: WallClock | None = None) -> None:
         self._folder = folder
         self._settings = settings
-        self._clock = clock
+        self._now = clock or WallClock()
         self._thread = ThreadPoolExecutor(1, "captures")
         self._room = threading.Semaphore(PENDING_MAX)
         self._is_failing = False
@@ -218,7 +217,7 @@ class Captures:
         """What is kept, once what must not be any longer is deleted."""
         settings = self._settings()
         kept = self._load()
-        oldest = self._clock() - settings.capture_age_s
+        oldest = self._now() - settings.capture_age_s
         total = sum(one.size for one in kept)
         count = 0
         while count < len(kept) and (
@@ -246,6 +245,8 @@ class Captures:
                     # Half written when the power went, or not ours any more.
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
+            if self._kept:
+                self._now.resume(max(one.line.at for one in self._kept))
         return self._kept
 
 

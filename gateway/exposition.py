@@ -23,6 +23,8 @@ STATES: Final = (
     "stopped", "starting", "loading", "ready", "draining", "stopping", "backoff", "failed", "incompatible",
 )  # fmt: skip
 
+STORE_PROBLEMS: Final = ("damaged", "failed", "dropped")
+
 _HISTOGRAMS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], Histogram]"], ...]] = (
     ("time_to_first_token_seconds", "From the request's arrival to its first token.", lambda m: m.ttft),
     ("inter_token_latency_seconds", "Between two tokens of a sequence, as the gateway receives them.", lambda m: m.itl),
@@ -154,6 +156,8 @@ def _of_gateway(metrics: "Metrics") -> Iterator[Metric]:
     yield _gauge("unacked_aborts", "Aborted sequences that their worker has not ended yet.", [], [([], unacked)])
     failures = [([reason], count) for reason, count in metrics.auth_failures.items()]
     yield _counter("auth_failures", "Requests without a valid API key.", ["reason"], failures)
+    problems = [([reason], metrics.store_problems[reason]) for reason in STORE_PROBLEMS]
+    yield _counter("response_store_problems", "Calls of the store of responses that failed.", ["reason"], problems)
     requests = [(["unknown", status], count) for status, count in metrics.requests_without_model.items()]
     requests += [
         ([model, status], count) for model, m in metrics.models.items() for status, count in m.requests.items()

@@ -109,6 +109,8 @@ class Metrics:
         self.stale_messages = 0
         self.malformed_frames = 0
         self.unhandled_errors = 0
+        # Of the store of responses: `damaged`, `failed` or `dropped`.
+        self.store_problems: Counter[str] = Counter()
         # Read when scraped; the link knows.
         self.unacked_aborts: Callable[[], int] = int
         # As configured.

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api import serve
 from gateway.api.responses_compact import Compact
 from gateway.api.responses_encoder import ResponseFold, ResponseStream, Run
-from gateway.api.responses_history import History, numbered
+from gateway.api.responses_history import History, numbered, tenant_of
 from gateway.api.responses_output import Output
 from gateway.config import ModelConfig
 from gateway.errors import BadRequest, Unsupported
@@ -39,7 +39,7 @@ _encode = msgspec.json.Encoder().encode
 
 def routes(services: Services, store: Store) -> list[Route]:
     """All of the API."""
-    history = History(store)
+    history = History(store, lambda: services.config.server.max_body_bytes)
     running: Running = {}
     one = One(history, running)
     return [
@@ -64,27 +64,26 @@ class Create:
         services, record = self._services, record_of(scope)
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
         request, ignored = decode_responses(body)
-        tenant = tenant_of(record)
-        request = msgspec.structs.replace(request, input=await self._history.resolved(tenant, request.items))
-        before = await self._history.before(tenant, request.previous_response_id)
+        request = msgspec.structs.replace(request, input=await self._history.resolved(record, request.items))
+        before = await self._history.before(record, request.previous_response_id)
         box = toolbox(request)
         prompt, left_out = lower_prompt(request, box, before)
         ignored = list(dict.fromkeys([*ignored, *box.ignored, *left_out]))
         stream = bool(request.stream)
         model, seed = serve.begin(services, record, request.model, stream, request.seed, ignored)
         generate = lower_responses(request, prompt, model, services.link.next_rid, seed, serve.deadline_ms(services))
-        run = self._run(request, box, model, tenant)
+        run = self._run(request, box, model, record)
         job = serve.Job(services, record, model, [generate])
         if not stream:
             await job.whole(ResponseFold(run), receive, send)
             return
-        self._running[run.response.id] = (tenant, run)
+        self._running[run.response.id] = (tenant_of(record), run)
         try:
             await job.stream(ResponseStream(run), receive, send)
         finally:
             del self._running[run.response.id]
 
-    def _run(self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, tenant: str) -> Run:
+    def _run(self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: Record) -> Run:
         stem = secrets.token_hex(20)
         is_stored = self._history.is_on and request.store is not False
         response = echo(request, box, model, f"resp_{stem}", serve.now(), is_stored)
@@ -93,7 +92,7 @@ class Create:
 
         def keep(last: out.Response) -> None:
             if is_stored:
-                self._history.keep(tenant, last, inputs)
+                self._history.keep(tenant_of(record), last, inputs, record.body_bytes)
 
         def stop(rids: Sequence[int]) -> None:
             link.stop(rids, "cancelled")
@@ -113,9 +112,8 @@ class CountTokens:
         services, record = self._services, record_of(scope)
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
         request, ignored = decode_count(body)
-        tenant = tenant_of(record)
-        request = msgspec.structs.replace(request, input=await self._history.resolved(tenant, request.items))
-        before = await self._history.before(tenant, request.previous_response_id)
+        request = msgspec.structs.replace(request, input=await self._history.resolved(record, request.items))
+        before = await self._history.before(record, request.previous_response_id)
         prompt, left_out = lower_prompt(request, toolbox(request), before)
         model, _ = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])
         prompt = with_thinking(prompt, lower_thinking(request, model.thinking))
@@ -162,31 +160,34 @@ class InputItems:
         self._history = history
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant, response_id = tenant_of(record_of(scope)), _path_id(scope)
-        stored: Stored = await self._history.get(tenant, response_id)
-        items = [*await self._history.before(tenant, stored.previous), *self._history.inputs(stored)]
-        await send_body(send, 200, _encode(_page(items, _query(scope))))
+        record, query = record_of(scope), _query(scope)
+        limit = _limit(query)
+        stored: Stored = await self._history.get(tenant_of(record), _path_id(scope))
+        items = [*await self._history.before(record, stored.previous), *self._history.inputs(stored)]
+        await send_body(send, 200, _encode(_page(items, query, limit)))
 
 
-def tenant_of(record: Record) -> str:
-    """Who may come back to what this request leaves behind."""
-    return record.caller.key or ""
+def _limit(query: QueryParams) -> int:
+    """How many items a page has. Raises `BadRequest`."""
+    given = query.get("limit", str(ITEMS_DEFAULT))
+    limit = int(given) if given.isascii() and given.isdigit() and len(given) <= len(str(ITEMS_MAX)) else 0
+    if not 1 <= limit <= ITEMS_MAX:
+        raise BadRequest(f"Invalid value for 'limit': expected 1 to {ITEMS_MAX}.", "limit", "invalid_value")
+    return limit
 
 
-def _page(items: list[Item], query: QueryParams) -> out.ItemList:
+def _page(items: list[Item], query: QueryParams, limit: int) -> out.ItemList:
     """The newest first, unless asked otherwise. Raises `BadRequest`."""
-    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(ITEMS_DEFAULT))
+    order, after = query.get("order", "desc"), query.get("after")
     if order not in ("asc", "desc"):
         raise BadRequest("Invalid value for 'order': expected asc or desc.", "order", "invalid_value")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= ITEMS_MAX):
-        raise BadRequest(f"Invalid value for 'limit': expected 1 to {ITEMS_MAX}.", "limit", "invalid_value")
     ordered = items if order == "asc" else items[::-1]
     if after is not None:
         places = [index for index, item in enumerate(ordered) if item.id == after]
         if not places:
             raise BadRequest(f"There is no item {after[:100]!r} here.", "after", "invalid_value")
         ordered = ordered[places[-1] + 1 :]
-    page = ordered[: int(limit)]
+    page = ordered[:limit]
     ids = [item.id for item in page] or [None]
     return out.ItemList(page, ids[0], ids[-1], len(ordered) > len(page))
 

@@ -38,9 +38,8 @@ class Compact:
         services, record = self._services, record_of(scope)
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
         request, ignored = decode_count(body)
-        tenant = record.caller.key or ""
-        items = await self._history.resolved(tenant, request.items)
-        before = [*await self._history.before(tenant, request.previous_response_id), *items]
+        items = await self._history.resolved(record, request.items)
+        before = [*await self._history.before(record, request.previous_response_id), *items]
         # What could not be answered cannot be summed up either.
         lower_prompt(msgspec.structs.replace(request, input=None), toolbox(request), before)
         asking = _asking(request)

@@ -1,15 +1,20 @@
 """What came before a response: kept ones, and the items in them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
 from gateway.errors import ApiError, BadRequest, Unavailable
+from gateway.http import Record
 from gateway.schemas import responses_out as out
 from gateway.schemas.responses import Item
-from gateway.store import Store, StoreBroken, Stored
+from gateway.schemas.responses_lowering import FOREIGN_ITEMS, unseal
+from gateway.store import Store, StoreBroken, Stored, TooMuchSaid
+
+# Of the conversation before a request, in all.
+ITEMS_MAX: Final = 20_000
 
 _PREFIXES: Final = {
     "message": "msg",
@@ -23,6 +28,7 @@ _PREFIXES: Final = {
 
 class _Output(Struct, frozen=True):
     output: list[Item]
+    status: str = ""
 
 
 _encode = msgspec.json.Encoder().encode
@@ -36,30 +42,49 @@ class ResponseNotFound(ApiError):
 
 
 def numbered(items: Sequence[Item], stem: str) -> list[Item]:
-    """Input items as they are listed: each with an id, the client's or one of ours."""
+    """Input items as they are listed: each with an id, the client's or one of ours.
+
+    Of what no model here is ever shown, that it was there is all that is listed.
+    """
     return [
         msgspec.structs.replace(
-            item, type=item.kind, id=item.id or f"{_PREFIXES.get(item.kind, 'item')}_{stem}i{index:04x}"
+            _bare(item) if item.kind in FOREIGN_ITEMS and unseal(item.encrypted_content) is None else item,
+            type=item.kind,
+            id=item.id or f"{_PREFIXES.get(item.kind, 'item')}_{stem}i{index:04x}",
         )
         for index, item in enumerate(items)
     ]
 
 
-class History:
-    """The store, in the terms of this API. Everything raises `ApiError`."""
+def _bare(item: Item) -> Item:
+    return Item(status=item.status, call_id=item.call_id)
 
-    def __init__(self, store: Store) -> None:
+
+class History:
+    """The store, in the terms of this API. Everything raises `ApiError`.
+
+    `limit_bytes` bounds what one request may have read again: a conversation is no larger than a body. What is
+    decoded is decoded in the store's thread.
+    """
+
+    def __init__(self, store: Store, limit_bytes: Callable[[], int]) -> None:
         self._store = store
+        self._limit_bytes = limit_bytes
 
     @property
     def is_on(self) -> bool:
         return self._store.is_on
 
-    def keep(self, tenant: str, last: out.Response, inputs: Sequence[Item]) -> None:
+    def keep(self, tenant: str, last: out.Response, inputs: Sequence[Item], about_bytes: int) -> None:
         """Keep a response that has ended."""
-        ids = [item.id for item in (*inputs, *last.output) if item.id]
-        stored = Stored(last.id, tenant, last.previous_response_id, _encode(last), _encode(inputs), ids)
-        self._store.keep(stored)
+
+        def make() -> Stored:
+            ids = [item.id for item in (*inputs, *last.output) if item.id]
+            sent = _encode(inputs)
+            said_bytes = len(sent) + len(_encode(last.output))
+            return Stored(last.id, tenant, last.previous_response_id, _encode(last), sent, ids, said_bytes)
+
+        self._store.keep(about_bytes, make)
 
     async def get(self, tenant: str, response_id: str) -> Stored:
         """Raises `ResponseNotFound`."""
@@ -80,38 +105,82 @@ class History:
         if not is_found:
             raise ResponseNotFound(response_id)
 
-    async def before(self, tenant: str, previous: str | None) -> list[Item]:
-        """The conversation up to a response, its output included. Raises `BadRequest` when a part of it is gone."""
+    async def before(self, record: Record, previous: str | None) -> list[Item]:
+        """The conversation up to a response, its output included.
+
+        Raises `BadRequest` when a part of it is gone, when it has failed, or is too large with the request's body.
+        """
         if previous is None:
             return []
+        room = self._limit_bytes() - record.body_bytes
         try:
-            conversation = await self._store.conversation(tenant, previous)
+            found = await self._store.conversation(tenant_of(record), previous, room, _turns)
         except StoreBroken:
             raise _broken() from None
-        if conversation is None:
+        except TooMuchSaid:
+            raise self._too_large("previous_response_id") from None
+        except NotContinued:
+            message = f"Response {previous[:100]!r} has failed: a conversation cannot go on from it."
+            raise BadRequest(message, "previous_response_id", "previous_response_failed") from None
+        if found is None:
             message = f"Previous response with id {previous[:100]!r} not found, or one before it is gone."
             raise BadRequest(message, "previous_response_id", "previous_response_not_found")
-        return [item for stored in conversation for item in (*self.inputs(stored), *_output.decode(stored.body).output)]
+        size, items = found
+        if len(items) > ITEMS_MAX:
+            message = f"The conversation before has {len(items)} items; at most {ITEMS_MAX} can be continued."
+            raise BadRequest(message, "previous_response_id", "conversation_too_long")
+        record.body_bytes += size
+        return items
 
-    async def resolved(self, tenant: str, items: Sequence[Item]) -> list[Item]:
+    async def resolved(self, record: Record, items: Sequence[Item]) -> list[Item]:
         """The items, each reference replaced by what it refers to. What is not found stays."""
-        return [
-            await self._referred(tenant, item) if item.kind == "item_reference" and item.id else item for item in items
-        ]
+        asked = [item.id for item in items if item.id and item.kind == "item_reference"]
+        if not asked:
+            return list(items)
+        room = self._limit_bytes() - record.body_bytes
+        try:
+            found = {item.id: item for item in await self._store.owners(tenant_of(record), asked, room, _all_items)}
+        except StoreBroken:
+            raise _broken() from None
+        except TooMuchSaid:
+            raise self._too_large("input") from None
+        # The same item may be referred to many times.
+        sizes = {item_id: len(_encode(found[item_id])) for item_id in dict.fromkeys(asked) if item_id in found}
+        size = sum(sizes.get(item_id, 0) for item_id in asked)
+        if size > room:
+            raise self._too_large("input")
+        record.body_bytes += size
+        return [found.get(item.id, item) if item.kind == "item_reference" else item for item in items]
 
     def inputs(self, stored: Stored) -> list[Item]:
         """What the client had sent for a response."""
         return _items.decode(stored.inputs)
 
-    async def _referred(self, tenant: str, reference: Item) -> Item:
-        try:
-            stored = await self._store.owner(tenant, reference.id or "")
-        except StoreBroken:
-            raise _broken() from None
-        if stored is None:
-            return reference
-        found = [*self.inputs(stored), *_output.decode(stored.body).output]
-        return next((item for item in found if item.id == reference.id), reference)
+    def _too_large(self, param: str) -> BadRequest:
+        message = f"The request and the conversation that it continues are larger than {self._limit_bytes()} bytes."
+        return BadRequest(message, param, "conversation_too_large")
+
+
+class NotContinued(Exception):
+    """A response that has failed says nothing that a conversation could go on from."""
+
+
+def tenant_of(record: Record) -> str:
+    """Who may come back to what this request leaves behind."""
+    return record.caller.key or ""
+
+
+def _turns(stored: Stored) -> list[Item]:
+    """What a conversation goes on from. In the store's thread."""
+    answer = _output.decode(stored.body)
+    if answer.status == "failed":
+        raise NotContinued
+    return [*_items.decode(stored.inputs), *answer.output]
+
+
+def _all_items(stored: Stored) -> list[Item]:
+    """What can be referred to. In the store's thread."""
+    return [*_items.decode(stored.inputs), *_output.decode(stored.body).output]
 
 
 def _broken() -> Unavailable:

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import stat
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.capture import Captures
 from gateway.config import ServerConfig
+from gateway.wallclock import STEP_S, TRUST_S, WallClock
 from tests.gateway.harness import Gateway, chat, events, running, until
 
 pytestmark = pytest.mark.anyio
@@ -266,6 +269,20 @@ async def test_captures_are_deleted_when_they_are_too_much_too_old_or_no_longer_
     async with running(tmp_path) as gateway:
         await gateway.app.services.captures.sweep()
     assert files(tmp_path) == []
+
+
+async def test_a_clock_that_jumps_forward_deletes_no_capture_until_it_has_stayed_there(tmp_path: Path) -> None:
+    server = ServerConfig(capture=5, capture_age_s=10 * STEP_S)
+    async with running(tmp_path, ["--step-ms", "1"], server=server) as gateway:
+        await asker(gateway)("one")
+        await kept(gateway, 1)
+    elapsed_s = 0.0
+    clock = WallClock(lambda: time.time() + 1e9, lambda: elapsed_s)
+    captures = Captures(tmp_path / "captures", lambda: server, clock)
+    assert [line.id for line in await captures.lines()] == ["one"]
+    elapsed_s += TRUST_S + 1
+    assert await captures.lines() == []
+    captures.close()
 
 
 async def test_a_body_beyond_the_limit_is_cut_and_says_so(tmp_path: Path) -> None:

@@ -219,7 +219,8 @@ async def test_input_items_come_in_pages_the_newest_first(gateway: Gateway) -> N
     assert first["has_more"]
     assert first["last_id"] == "msg_3"
     assert [item["id"] for item in rest["data"]] == ["msg_2", "msg_1"]
-    for wrong in ({"limit": 0}, {"limit": "x"}, {"after": "nobody"}, {"order": "up"}):
+    wrong_limits = [{"limit": wrong} for wrong in ("0", "x", "101", "000000001999", "9" * 5000, "-1")]
+    for wrong in (*wrong_limits, {"after": "nobody"}, {"order": "up"}):
         assert (await gateway.client.get(path, params=wrong)).status_code == 400
 
 
@@ -231,6 +232,53 @@ async def test_an_item_can_be_referred_to(gateway: Gateway) -> None:
     page = (await gateway.client.get(f"{PATH}/{second['id']}/input_items", params={"order": "asc"})).json()
 
     assert page["data"][0]["name"] == "f"
+
+
+async def test_a_conversation_is_continued_while_it_is_no_larger_than_a_body(gateway: Gateway) -> None:
+    text = json.dumps([*TEXT, ["wait"]]) + " " * 40_000
+    first = await post(gateway, {"model": "m", "input": text})
+    second = await post(gateway, {"model": "m", "input": text, "previous_response_id": first["id"]})
+    # What is kept beside the conversation is no part of it.
+    asking_again = {"model": "m", "previous_response_id": second["id"], "instructions": "x" * 10_000}
+    third = await post(gateway, asking(TEXT) | asking_again)
+    bodies = [
+        ("", asking(TEXT) | {"previous_response_id": third["id"], "input": text}),
+        ("/input_tokens", {"model": "m", "previous_response_id": third["id"], "input": text}),
+        ("/compact", {"model": "m", "previous_response_id": third["id"], "input": text}),
+    ]
+    for path, body in bodies:
+        answer = await gateway.client.post(PATH + path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "conversation_too_large"), path
+    assert (await gateway.client.get(f"{PATH}/{third['id']}/input_items")).status_code == 200
+
+
+async def test_an_item_that_is_referred_to_counts_each_time(gateway: Gateway) -> None:
+    item = {"role": "user", "content": "x" * 30_000, "id": "msg_large"}
+    await post(gateway, {"model": "m", "input": [item, {"role": "user", "content": json.dumps(TEXT)}]})
+    reference, last = {"type": "item_reference", "id": "msg_large"}, {"role": "user", "content": json.dumps(TEXT)}
+
+    await post(gateway, {"model": "m", "input": [reference, reference, last]})
+    answer = await gateway.client.post(PATH, json={"model": "m", "input": [reference] * 4 + [last]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "conversation_too_large")
+
+
+async def test_a_response_that_failed_is_kept_and_not_continued(gateway: Gateway) -> None:
+    script = [["text", "a"], *[["wait"]] * 10, ["finish", "error"]]
+    answer = await gateway.client.post(PATH, json=asking(script, stream=True))
+    made = events(answer.text)[-1]["response"]
+    assert made["status"] == "failed"
+
+    assert (await gateway.client.get(f"{PATH}/{made['id']}")).json()["status"] == "failed"
+    answer = await gateway.client.post(PATH, json=asking(TEXT, previous_response_id=made["id"]))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "previous_response_failed")
+
+
+async def test_what_no_model_is_shown_is_listed_without_its_content(gateway: Gateway) -> None:
+    foreign = {"type": "web_search_call", "id": "ws_1", "status": "completed", "output": "x" * 1000, "arguments": "y"}
+    made = await post(gateway, {"model": "m", "input": [foreign, {"role": "user", "content": json.dumps(TEXT)}]})
+    page = (await gateway.client.get(f"{PATH}/{made['id']}/input_items", params={"order": "asc"})).json()
+
+    assert page["data"][0] == {"type": "web_search_call", "id": "ws_1", "status": "completed"}
 
 
 async def test_what_is_not_to_be_kept_is_not(gateway: Gateway) -> None:
