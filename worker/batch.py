@@ -378,14 +378,17 @@ class Batch:
     def _checkpoint(self, row: Row, is_prompt_end: bool) -> None:
         """Share a prompt with the requests that follow while this one still runs.
 
-        Where caches cannot be cut, the checkpoint before the last token serves: a cached prompt must leave one to run.
-        Elsewhere a short prompt is stored when somebody asks for it.
+        The checkpoint before the last token serves: a cached prompt must leave one to run, and the row is not among the
+        decoding ones yet. A copy of its KV out of theirs would keep all of theirs twice until it is made. Where caches
+        can be cut, a short prompt is stored when somebody asks for it.
         """
-        if is_prompt_end == self._cache.needs_checkpoints:
-            return
         assert row.uid is not None
-        if not self._cache.needs_checkpoints and len(row.tokens()) <= EARLY_TOKENS:
-            self._unstored.add(row.uid)
+        is_lazy = not self._cache.needs_checkpoints and len(row.tokens()) <= EARLY_TOKENS
+        if is_prompt_end:
+            if is_lazy:
+                self._unstored.add(row.uid)
+            return
+        if is_lazy:
             return
         caches, tokens = self._generator.extract_cache([row.uid])[row.uid]
         self._keep(row, tokens, caches)

@@ -148,7 +148,7 @@ class Engine:
 
     def _limit(self, limits: memory.Limits) -> None:
         self._cache.resize(limits.prefixes)
-        self._kv = KvBudget(self.kv_cost, limits.kv)
+        self._kv = KvBudget(self.kv_cost, limits.kv, limits.buffers)
         self._gauges.kv_limit = limits.kv
         self._gauges.share_bytes = self._share.bytes
         self._gauges.wired_limit = self._share.wired_limit

@@ -22,30 +22,40 @@ RESERVED_OUTPUT: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
-    """Bytes of KV by sequence length: per token, per token up to a window, and per sequence."""
+    """Bytes of KV by sequence length: per token, per token up to a window, and per sequence.
+
+    `widest` are the bytes per token of the layer that has the most.
+    """
 
     token_bytes: int
     windows: tuple[tuple[int, int], ...]
     fixed_bytes: int
+    widest: int = 0
 
     @classmethod
     def of(cls, caches: Sequence[Any], tokens: int) -> "KvCost":
         """Measured on the caches of one sequence of `tokens` tokens."""
-        token_bytes, fixed_bytes, windows = 0, 0, list[tuple[int, int]]()
+        layers, fixed_bytes, windows = list[int](), 0, list[tuple[int, int]]()
         for leaf in leaves(caches):
             if is_sliceable(leaf):
-                token_bytes += leaf.nbytes // tokens
+                layers.append(leaf.nbytes // tokens)
             elif isinstance(leaf, RotatingKVCache):
                 windows.append((leaf.nbytes // min(tokens, leaf.max_size), leaf.max_size))
             else:
                 fixed_bytes += sum(array.nbytes for array in arrays_of([], [leaf]))
-        return cls(token_bytes, tuple(windows), fixed_bytes)
+        widest = max([*layers, *(each for each, _ in windows)], default=0)
+        return cls(sum(layers), tuple(windows), fixed_bytes, widest)
 
     def bytes(self, rows: int, tokens: int) -> int:
         """Of `rows` sequences padded to `tokens` tokens."""
         padded = -(-tokens // STEP_TOKENS) * STEP_TOKENS
         windows = sum(each * min(padded, size) for each, size in self.windows)
         return rows * (self.token_bytes * padded + windows + self.fixed_bytes)
+
+    def transient(self, rows: int, tokens: int) -> int:
+        """What a join, or growth by a step, takes beside `bytes` while it is under way: mlx-lm makes the KV of all rows
+        anew, layer by layer, and lets go of a layer's old KV when its new one is there."""
+        return rows * self.widest * (-(-tokens // STEP_TOKENS) * STEP_TOKENS)
 
     def stored(self, tokens: int, checkpoints: int) -> int:
         """Of a prefix in the prefix cache, at most: its tokens' ids and KV, and its checkpoints."""
@@ -67,24 +77,28 @@ class KvCost:
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """Decides who may be in the batch."""
+    """Decides who may be in the batch. `spare` is memory for what passes: the room that free buffers have otherwise."""
 
     cost: KvCost
     limit: int
+    spare: int = 0
 
     def admits(self, running: Iterable[Row], row: Row) -> bool:
         """Whether `row` may join, each row counted with the output it will probably have. Alone, it always may."""
         lengths = [_expected(other) for other in running]
-        return not lengths or self.cost.bytes(len(lengths) + 1, max(*lengths, _expected(row))) <= self.limit
+        return not lengths or self._fits(len(lengths) + 1, max(*lengths, _expected(row)))
 
     def surplus(self, running: Sequence[Row]) -> Row | None:
         """The row to take out before the next step, if memory would not last: the least urgent, newest one."""
         if len(running) < 2:
             return None
-        longest = max(len(row.prompt) + len(row.output) for row in running) + 1
-        if self.cost.bytes(len(running), longest) <= self.limit:
+        if self._fits(len(running), max(len(row.prompt) + len(row.output) for row in running) + 1):
             return None
         return max(running, key=lambda row: (row.priority, row.arrival))
+
+    def _fits(self, rows: int, tokens: int) -> bool:
+        passing = max(0, self.cost.transient(rows, tokens) - self.spare)
+        return self.cost.bytes(rows, tokens) + passing <= self.limit
 
 
 def _expected(row: Row) -> int:

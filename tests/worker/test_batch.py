@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
+import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import spec
+from tests.support.models import build
 from worker.batch import Batch
 from worker.intake import Intake
 from worker.kv import Layout
@@ -14,14 +17,16 @@ from worker.loader import Loaded, load
 from worker.prefix_cache import PrefixCache
 from worker.rows import Row
 
+MIB = 1 << 20
+
 
 def nothing(_stage: str, _done_bytes: int, _total_bytes: int) -> None:
     pass
 
 
-def row(loaded: Loaded, rid: int, prompt: int) -> Row:
+def row(loaded: Loaded, rid: int, prompt: int, output: int = 4) -> Row:
     ids = tuple(20 + (rid + at) % 400 for at in range(prompt))
-    return Intake(loaded).row(Generate(rid, TokensPrompt(ids), Sampling(temperature=0.0), max_tokens=4), 0.0)
+    return Intake(loaded).row(Generate(rid, TokensPrompt(ids), Sampling(temperature=0.0), max_tokens=output), 0.0)
 
 
 def test_a_long_prompt_stays_a_long_one_to_its_end(model_folder: Callable[[str], Path]) -> None:
@@ -57,4 +62,33 @@ def test_a_running_rows_prompt_is_stored_when_somebody_asks_for_it(model_folder:
     assert relative.cached >= 200
     assert stranger.cached == 0
     cache.check()
+    batch.close()
+
+
+def test_a_long_prompt_that_joins_takes_no_more_memory_than_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 KiB of KV a token in eight layers, so that what the step itself needs is small beside it."""
+    monkeypatch.setattr("worker.batch.EARLY_TOKENS", 200)
+    wide = {"num_key_value_heads": 8, "num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 8}
+    loaded = load(spec(build("qwen3", tmp_path / "wide", **wide)), nothing)
+    cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 30)
+    batch = Batch(loaded.model, loaded.eos_ids, 4, 512, cache)
+    batch.insert(row(loaded, 1, 20, output=1))
+    while batch:
+        batch.tick(64)
+    batch.settle()
+    assert batch.kv_cost is not None
+    weights = mx.get_active_memory() - cache.nbytes
+    for rid in (2, 3):
+        batch.insert(row(loaded, 50 * rid, 240, output=14))
+        while batch.prefilling:
+            mx.reset_peak_memory()
+            batch.tick(32)
+        for _ in range(3):
+            batch.tick(32)
+    mx.synchronize()
+    assert cache.nbytes > batch.kv_cost.token_bytes * 2 * 200
+    counted = weights + cache.nbytes + batch.kv_cost.bytes(2, 256) + batch.kv_cost.transient(2, 256)
+    assert mx.get_peak_memory() < counted + 8 * MIB
     batch.close()
