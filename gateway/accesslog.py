@@ -4,7 +4,9 @@ import logging
 import time
 from typing import Final
 
+from gateway.caller import NOBODY
 from gateway.http import Record
+from gateway.strangers import Sample
 
 log = logging.getLogger(__name__)
 
@@ -12,8 +14,11 @@ log = logging.getLogger(__name__)
 QUIET: Final = frozenset({"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/v1/requests", "/"})
 
 
-def write(record: Record, slow_s: float, trace_id: str = "") -> None:
-    """The lines of a request that has ended. `slow_s` 0 warns of none; `trace_id` is that of its exported trace."""
+def write(record: Record, slow_s: float, sample: Sample, trace_id: str = "") -> None:
+    """The lines of a request that has ended; `sample` takes those of strangers.
+
+    `slow_s` 0 warns of none; `trace_id` is that of its exported trace.
+    """
     elapsed_s = time.perf_counter() - record.started
     if slow_s and elapsed_s >= slow_s and record.model is not None:
         log.warning(
@@ -21,7 +26,7 @@ def write(record: Record, slow_s: float, trace_id: str = "") -> None:
             extra={"fields": _fields(record, elapsed_s, trace_id)},
         )  # fmt: skip
     level = logging.DEBUG if record.path in QUIET else logging.INFO
-    if log.isEnabledFor(level):
+    if log.isEnabledFor(level) and (record.caller is not NOBODY or sample.takes(record.client)):
         fields = _fields(record, elapsed_s, trace_id)
         log.log(level, "%s %s", record.method, record.path[:200], extra={"fields": fields})
 
@@ -31,6 +36,7 @@ def _fields(record: Record, elapsed_s: float, trace_id: str) -> dict[str, object
         "request": record.id,
         "status": record.status,
         "ms": round(elapsed_s * 1000, 1),
+        "client": str(record.client),
     }
     if record.caller.key is not None:
         fields["key"] = record.caller.key

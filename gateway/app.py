@@ -65,7 +65,8 @@ def _guarded(app: ASGIApp, services: Services) -> ASGIApp:
     """What every public request passes before it meets a route."""
     # Where we listen is settled for good.
     is_local = is_loopback(services.config.server.host)
-    return Cors(Auth(app, services.keyring, services.metrics, services.live, is_loopback=is_local), services.live)
+    auth = Auth(app, services.keyring, services.throttle, services.metrics, services.live, is_loopback=is_local)
+    return Cors(auth, services.live)
 
 
 def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:

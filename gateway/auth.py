@@ -10,20 +10,21 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.caller import NOBODY, OWNER, Caller
-from gateway.errors import Forbidden, Misdirected, Unauthorized
-from gateway.http import record_of
+from gateway.errors import Forbidden, Misdirected, RateLimited, Unauthorized
+from gateway.http import Record, record_of
 from gateway.keys import PREFIX_CHARS, SECRET_CHARS_MAX, Key, KeyFile, KeysUnusable, Stamp, digest
 from gateway.limits import Limits, Meter
 from gateway.live import Live
 from gateway.metrics import Metrics
 from gateway.origins import is_own, is_served
 from gateway.patterns import Pattern
+from gateway.strangers import Throttle
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +162,7 @@ class Auth:
         self,
         app: ASGIApp,
         keyring: Keyring,
+        throttle: Throttle,
         metrics: Metrics,
         live: Live,
         *,
@@ -168,6 +170,7 @@ class Auth:
     ) -> None:
         self._app = app
         self._keyring = keyring
+        self._throttle = throttle
         self._metrics = metrics
         self._live = live
         self._is_loopback = is_loopback
@@ -175,7 +178,7 @@ class Auth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
         path = scope["path"]
-        record.caller = caller = self._admit(scope)
+        record.caller = caller = self._admit(scope, record)
         meter = caller.meter
         if meter is not None and meter.is_limited:
             record.late_headers = meter.anthropic_headers if record.is_anthropic else meter.openai_headers
@@ -183,13 +186,15 @@ class Auth:
                 meter.request()
         await self._app(scope, receive, send)
 
-    def _admit(self, scope: Scope) -> Caller:
+    def _admit(self, scope: Scope, record: Record) -> Caller:
         keyring = self._keyring
         keyring.refresh()
         path = scope["path"]
         is_closed = self._live.config.server.metrics_auth
         needs_none = path in HEALTH or (path == METRICS and not is_closed)
-        is_everybodys = keyring.is_open and self._is_loopback
+        # A proxy on this machine must not make others of its clients the owner.
+        is_local = self._is_loopback and (not record.client.is_forwarded or record.client.is_loopback)
+        is_everybodys = keyring.is_open and is_local
         if is_everybodys or self._live.config.server.hosts:
             self._check_host(Headers(scope=scope), is_everybodys)
         if is_everybodys:
@@ -200,14 +205,23 @@ class Auth:
         except Unauthorized as error:
             if needs_none:
                 return NOBODY
-            self._metrics.auth_failures[_REASONS[error.code]] += 1
-            raise
+            self._refuse(error, record)
         if path == METRICS:
             if is_closed and not (caller.is_admin or caller.is_metrics_only):
                 raise Forbidden("Metrics tell of every model and key: they need a key made with --role metrics.")
         elif caller.is_metrics_only and path not in HEALTH:
             raise Forbidden("This key may read /metrics and nothing else.")
         return caller
+
+    def _refuse(self, error: Unauthorized, record: Record) -> NoReturn:
+        """Only now that no key was valid: those of others behind the same address are not held up."""
+        try:
+            self._throttle.fail(record.client)
+        except RateLimited:
+            self._metrics.auth_failures["throttled"] += 1
+            raise
+        self._metrics.auth_failures[_REASONS[error.code]] += 1
+        raise error
 
     def _identify(self, headers: list[tuple[bytes, bytes]]) -> Caller:
         secrets = _secrets(headers)

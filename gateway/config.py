@@ -55,6 +55,10 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # Of the Responses API, for clients that come back to an answer: for each key. 0 bytes keeps none.
     response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     response_store_age_s: Seconds = 30 * 86400.0
+    # Proxies whose X-Forwarded-For tells the client's address.
+    trusted_proxies: tuple[str, ...] = ()
+    # Requests without a valid key, a minute and address; more are a 429, and 0 is no limit.
+    unauthorized_rpm: Annotated[int, Meta(ge=0, le=1_000_000)] = 300
     cors: tuple[str, ...] = ()
     # Names of this machine beside the loopback's that clients may use; with any, `Host` is checked for all of them.
     hosts: tuple[str, ...] = ()

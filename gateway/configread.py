@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from gateway import awake
+from gateway.address import bad_proxy
 from gateway.caller import OWNER
 from gateway.config import (
     CONFIG_NAME,
@@ -75,6 +76,9 @@ def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig
     for origin in server.cors:
         if reason := bad_origin(origin):
             raise source.error(f"cors: {origin!r} {reason}", ("server", "cors"))
+    for proxy in server.trusted_proxies:
+        if reason := bad_proxy(proxy):
+            raise source.error(f"trusted_proxies: {proxy!r} {reason}", ("server", "trusted_proxies"))
     for host in server.hosts:
         if reason := bad_host(host):
             raise source.error(f"hosts: {host!r} {reason}", ("server", "hosts"))

@@ -56,6 +56,11 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
 
+    @property
+    def outcome(self) -> str:
+        """How the request ended, for the logs."""
+        return self.code or "error"
+
 
 class BadRequest(ApiError):
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -70,6 +75,10 @@ class Unsupported(BadRequest):
 class Unauthorized(ApiError):
     def __init__(self, message: str, code: str | None) -> None:
         super().__init__(401, message, code=code)
+
+    @property
+    def outcome(self) -> str:
+        return self.code or "missing_api_key"
 
 
 class Forbidden(ApiError):

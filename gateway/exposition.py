@@ -47,7 +47,7 @@ _COUNTERS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], int]"], ...]] =
     ("ignored_fields", "Request fields that nobody knows.", lambda m: m.ignored_fields),
     ("request_resumes", "Sequences that went on at another worker.", lambda m: m.resumes),
     ("requests_quarantined", "Requests found to kill workers.", lambda m: m.quarantined),
-    ("worker_stuck", "Times that a worker's step did not end in time.", lambda m: m.stuck),
+    ("worker_stuck", "Workers ended because a step did not end in time or pings had no answer.", lambda m: m.stuck),
     ("worker_trims", "Times that a worker was told to do with less memory.", lambda m: m.trims),
     ("worker_recycles", "Workers started anew because their memory had grown.", lambda m: m.recycles),
 )

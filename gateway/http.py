@@ -9,6 +9,7 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway.address import UNKNOWN, Address
 from gateway.caller import NOBODY, Caller
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
 from gateway.outlet import Outlet
@@ -36,6 +37,7 @@ class Record:
     id: str
     method: str
     path: str
+    client: Address = UNKNOWN
     # Whether the client speaks Anthropic's dialect.
     is_anthropic: bool = False
     started: float = field(default_factory=time.perf_counter)

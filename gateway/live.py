@@ -1,5 +1,6 @@
 """The configuration in force."""
 
+from gateway.address import Proxies
 from gateway.config import Config
 from gateway.routing import Router
 
@@ -10,7 +11,7 @@ class Live:
     Whoever serves a request takes from it once what that request needs, so that what runs keeps what it began with.
     """
 
-    __slots__ = ("config", "router")
+    __slots__ = ("config", "proxies", "router")
 
     def __init__(self, config: Config) -> None:
         self.apply(config)
@@ -18,3 +19,4 @@ class Live:
     def apply(self, config: Config) -> None:
         self.config = config
         self.router = Router.of(config)
+        self.proxies = Proxies(config.server.trusted_proxies)

@@ -49,11 +49,11 @@ class ConsoleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
         fields = "".join(f" {key}={_plain(value)}" for key, value in _fields(record).items())
-        line = f"{clock} {record.levelname.lower():<7} {_one_line(record.getMessage())}{fields}"
+        line = escaped(f"{clock} {record.levelname.lower():<7} {_one_line(record.getMessage())}{fields}")
         if self._color and (color := _COLORS.get(record.levelname)):
             line = f"{color}{line}\x1b[0m"
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            line += "\n" + escaped(self.formatException(record.exc_info))
         return line
 
 
@@ -145,6 +145,13 @@ class Logs:
             logger.propagate = True
         for writer in self._writers:
             writer.stop()
+
+
+def escaped(text: str) -> str:
+    """Text whose control characters a terminal shows instead of obeying; its lines and tabs stay."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def set_level(level: str) -> None:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import accesslog
+from gateway.address import UNIX
 from gateway.caller import NOBODY
 from gateway.capture import Tape
 from gateway.errors import ApiError, error_headers, openai_body
@@ -50,7 +51,8 @@ class Entry:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        record = Record(_request_id(headers), scope["method"], scope["path"])
+        client = self._services.live.proxies.client(scope) if self._is_public else UNIX
+        record = Record(_request_id(headers), scope["method"], scope["path"], client)
         record.is_anthropic = record.path.startswith(ANTHROPIC) or ANTHROPIC_HEADER in headers
         if "traceparent" in headers:
             record.trace = read_context(headers.getlist("traceparent"), headers.getlist("tracestate"))
@@ -83,7 +85,7 @@ class Entry:
             self._account(record, tape)
 
     async def _refuse(self, answer: Answer, record: Record, error: ApiError) -> None:
-        record.outcome = error.code or "error"
+        record.outcome = error.outcome
         if not answer.is_started:
             body = anthropic_body(error, record.id) if record.is_anthropic else openai_body(error)
             await send_body(answer, error.status, body, [*error_headers(error), *record.headers])
@@ -94,7 +96,7 @@ class Entry:
             services.metrics.request_ended(record.model, record.caller.key, record.status)
         tracer = services.tracer
         trace_id = tracer.export(record) if tracer is not None and record.model is not None else ""
-        accesslog.write(record, services.config.server.slow_request_s, trace_id)
+        accesslog.write(record, services.config.server.slow_request_s, services.sample, trace_id)
         # Whoever may not come in must not push out what is kept of the others.
         if tape is not None and record.caller is not NOBODY:
             services.captures.put(tape.captured(record))

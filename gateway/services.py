@@ -13,6 +13,7 @@ from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
 from gateway.requests import Requests
 from gateway.routing import Router
+from gateway.strangers import Sample, Throttle
 from gateway.tracing import Tracer
 from gateway.usage import UsageFile
 
@@ -27,6 +28,8 @@ class Services:
     metrics: Metrics
     admission: Admission
     keyring: Keyring
+    throttle: Throttle
+    sample: Sample
     requests: Requests
     captures: Captures
     usage: UsageFile
@@ -47,6 +50,8 @@ class Services:
             metrics=metrics,
             admission=Admission(metrics.rejected),
             keyring=keyring,
+            throttle=Throttle(lambda: live.config.server),
+            sample=Sample(),
             requests=Requests(),
             captures=Captures(config.capture_dir, lambda: live.config.server),
             usage=UsageFile(config.usage_path, metrics),
@@ -65,6 +70,7 @@ class Services:
 
     def close(self) -> None:
         """Finish writing and sending. The last call."""
+        self.sample.tell()
         self.usage.close()
         self.captures.close()
         if self.tracer is not None:

@@ -12,6 +12,7 @@ from gateway.config import default_home, log_path
 from gateway.ctl.complete import a_model
 from gateway.ctl.say import Json
 from gateway.failed import Failed
+from gateway.logs import escaped
 
 POLL_S: Final = 0.2
 _HEAD: Final = ("time", "level", "logger", "message", "exception")
@@ -60,8 +61,8 @@ def plain(line: str) -> str:
     text = f"{fields.get('time', '')} {fields.get('level', ''):<7} {str(fields.get('message', '')).rstrip()}{rest}"
     if trace := fields.get("exception"):
         text += f"\n{trace}"
-    # What a client or a worker wrote must not command the terminal.
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    # A client or a worker wrote parts of it.
+    return escaped(text)
 
 
 def is_about(line: str, model: str) -> bool:

@@ -110,6 +110,7 @@ async def running(
             http=protocol,
             log_config=None,
             access_log=False,
+            proxy_headers=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config import ServerConfig
+from gateway.ctl.logs import plain
 from gateway.logs import ConsoleFormatter, JsonFormatter, Logs, LogWriter, dropped_records
 from tests.gateway.harness import chat, running, until
 
@@ -33,6 +34,23 @@ def test_a_console_line_cannot_be_forged_by_what_it_quotes() -> None:
 
     assert all(part.startswith("    ") for part in line.split("\n")[1:])
     assert "value='a b\\nc'" in line
+
+
+@pytest.mark.parametrize("control", ["\x1b]0;owned\x07", "\x9b31m", "\x85", "\u2028", "\u202e", "\x7f", "\b"])
+def test_a_console_line_does_not_command_the_terminal(control: str) -> None:
+    quoting = record(f"GET /{control}", value=f"a{control}")
+    try:
+        raise ValueError(control)
+    except ValueError as error:
+        quoting.exc_info = (ValueError, error, None)
+    for line in (
+        ConsoleFormatter(False).format(quoting),
+        plain(json.dumps({"message": control, "exception": control})),
+    ):
+        assert all(c.isprintable() or c == "\n" for c in line), repr(line)
+        assert "\\x" in line or "\\u" in line
+    colored = ConsoleFormatter(True).format(quoting)
+    assert colored.replace("\x1b[33m", "").replace("\x1b[0m", "") == ConsoleFormatter(False).format(quoting)
 
 
 def test_only_our_loggers_are_touched() -> None:

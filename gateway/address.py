@@ -1,0 +1,116 @@
+"""Addresses of clients: of the connection, or as a trusted proxy tells it in `X-Forwarded-For`."""
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Address, IPv6Network
+from typing import Final
+
+from starlette.types import Scope
+
+FORWARDED: Final = b"x-forwarded-for"
+# Proxies in a row that a header is followed through.
+HOPS_MAX: Final = 16
+# What one customer of a provider has of IPv6.
+_CUSTOMER_BITS: Final = 64
+_WITH_PORT: Final = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::[0-9]{1,5})?|([0-9.]+):[0-9]{1,5}")
+
+Network = IPv4Network | IPv6Network
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`host` is an IP address, `unix` or, where nothing is known, empty. A forwarded one has no port."""
+
+    host: str
+    port: int | None = None
+    is_forwarded: bool = False
+
+    def __str__(self) -> str:
+        if self.port is None:
+            return self.host
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def network(self) -> str:
+        """By which clients are told apart: the address, of IPv6 what belongs to one customer."""
+        if ":" not in self.host:
+            return self.host
+        address = IPv6Address(self.host.partition("%")[0])
+        return str(IPv6Network((int(address), _CUSTOMER_BITS), strict=False))
+
+    @property
+    def is_loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+UNIX: Final = Address("unix")
+UNKNOWN: Final = Address("")
+
+
+class Proxies:
+    """Proxies that are believed: `[server] trusted_proxies`."""
+
+    def __init__(self, addresses: Iterable[str]) -> None:
+        """Addresses or networks. Raises ValueError."""
+        self._networks = tuple(ipaddress.ip_network(address) for address in addresses)
+
+    def client(self, scope: Scope) -> Address:
+        """The client of a request: its connection's other end; behind trusted proxies the last address before them.
+
+        A header of anybody else, or with anything that is no address where one is needed, is ignored.
+        """
+        peer = scope.get("client")
+        if peer is None:
+            return UNKNOWN
+        address = Address(peer[0], peer[1])
+        if not self._networks or not self._trusts(address.host):
+            return address
+        for hop in _last_hops(scope):
+            host = _ip(hop)
+            if host is None:
+                break
+            if not self._trusts(host):
+                return Address(host, is_forwarded=True)
+        return address
+
+    def _trusts(self, host: str) -> bool:
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return any(address in network for network in self._networks)
+
+
+def bad_proxy(address: str) -> str | None:
+    """Error of an address in `[server] trusted_proxies`."""
+    try:
+        ipaddress.ip_network(address)
+    except ValueError:
+        return "is neither an address like 127.0.0.1 nor a network like 10.0.0.0/8"
+    return None
+
+
+def _last_hops(scope: Scope) -> list[str]:
+    """What each proxy says it was asked by, the nearest first."""
+    lines = [value for name, value in scope["headers"] if name == FORWARDED]
+    told = b",".join(lines).decode("latin-1").rsplit(",", HOPS_MAX)[-HOPS_MAX:]
+    return [hop.strip() for hop in reversed(told)]
+
+
+def _ip(hop: str) -> str | None:
+    """The address of a hop, which some proxies write with its port; None if it is none."""
+    found = _WITH_PORT.fullmatch(hop)
+    try:
+        address = ipaddress.ip_address(hop if found is None else found[1] or found[2])
+    except ValueError:
+        return None
+    if isinstance(address, IPv6Address):
+        if address.scope_id is not None:
+            return None
+        return str(address.ipv4_mapped or address)
+    return str(address)
