@@ -18,6 +18,7 @@ Seconds = Annotated[float, Meta(ge=0, le=30 * 86400)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bytes = Annotated[int, Meta(ge=1)] | Literal["auto"]
+Connections = Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["auto"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 PreventSleep = Literal["busy", "always", "never"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -59,6 +60,9 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     trusted_proxies: tuple[str, ...] = ()
     # Requests without a valid key, a minute and address; more are a 429, and 0 is no limit.
     unauthorized_rpm: Annotated[int, Meta(ge=0, le=1_000_000)] = 300
+    # At once, in all and from one address; `auto` is what the limit of open files leaves, and half of that.
+    max_connections: Connections = "auto"
+    max_connections_per_address: Connections = "auto"
     cors: tuple[str, ...] = ()
     # Names of this machine beside the loopback's that clients may use; with any, `Host` is checked for all of them.
     hosts: tuple[str, ...] = ()

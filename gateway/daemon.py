@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Generator, Iterator
+from functools import partial
 from typing import Final
 
 import uvicorn
@@ -16,10 +17,11 @@ from gateway import awake
 from gateway.app import create_admin_app, create_app
 from gateway.awake import Awake
 from gateway.config import Config, ConfigError
+from gateway.connections import Connections, admin_connections, public_connections
 from gateway.errors import Unavailable
 from gateway.guard import GuardedProtocol
 from gateway.link import Link
-from gateway.listen import BACKLOG, CannotListen, close_all, listen_tcp, listen_unix
+from gateway.listen import BACKLOG, CannotListen, close_all, file_limit, listen_tcp, listen_unix
 from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
 from gateway.pool.spawn import Command, default_command
@@ -47,11 +49,13 @@ class Daemon:
     """
 
     def __init__(self, config: Config, read: Callable[[], Config], *, command: Command = default_command) -> None:
-        """`read` is how a changed file is read. Raises `PathTooLong`, `CannotListen`, `KeysUnusable`."""
+        """`read` is how a changed file is read. Raises `PathTooLong`, `CannotListen`, `TooFewFiles`, `KeysUnusable`."""
         metrics = Metrics()
         link = Link(config.run_dir, metrics)
         self._pool = Pool(config, link, metrics, command=command)
         self._app = create_app(config, self._pool, link, metrics)
+        live = self._app.services.live
+        clients = public_connections(live, metrics, file_limit())
         self._reloader = Reloader(self._app, read)
         self._public_sockets = listen_tcp(config.server.host, config.server.port)
         admin = create_admin_app(
@@ -62,7 +66,8 @@ class Daemon:
         except CannotListen:
             close_all(self._public_sockets)
             raise
-        self._servers = [_Server(_settings(self._app)), _Server(_settings(admin))]
+        owners = admin_connections(live, metrics)
+        self._servers = [_Server(_settings(self._app, clients)), _Server(_settings(admin, owners))]
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         # Of this end, where it was asked for with one of its own.
         self._drain_s: float | None = None
@@ -190,11 +195,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _settings(app: object) -> uvicorn.Config:
+def _settings(app: object, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]  # uvicorn's own ASGI types are narrower than starlette's
         loop="uvloop",
-        http=GuardedProtocol,
+        http=partial(GuardedProtocol, connections=connections),  # type: ignore[arg-type]  # it only calls it
         ws="none",
         lifespan="off",
         log_config=None,

@@ -130,6 +130,7 @@ class Exposition(Collector):
     def _families(self) -> Iterator[Metric]:
         metrics = self._metrics
         yield from _of_gateway(metrics)
+        yield from _of_connections(metrics)
         yield from _of_keys(metrics.keys)
         yield from _of_models(metrics.models)
         yield from _of_workers({model: m.stats for model, m in metrics.models.items() if m.stats is not None})
@@ -163,6 +164,17 @@ def _of_gateway(metrics: "Metrics") -> Iterator[Metric]:
         ([model, status], count) for model, m in metrics.models.items() for status, count in m.requests.items()
     ]
     yield _counter("requests", "API requests by HTTP status.", ["model", "status"], requests)
+
+
+def _of_connections(metrics: "Metrics") -> Iterator[Metric]:
+    count = [([listener], read()) for listener, read in metrics.connections.items()]
+    yield _gauge("connections", "Open connections of clients.", ["listener"], count)
+    most = [([listener], read()) for listener, read in metrics.connections_max.items()]
+    yield _gauge("connections_max", "How many there may be.", ["listener"], most)
+    refused = [([*labels], count) for labels, count in metrics.connections_refused.items()]
+    yield _counter("connections_refused", "Connections turned away at once.", ["listener", "reason"], refused)
+    dropped = [([reason], count) for reason, count in metrics.connections_dropped.items()]
+    yield _counter("connections_dropped", "Connections ended for what the client did or did not.", ["reason"], dropped)
 
 
 def _of_keys(keys: "Mapping[str, KeyMetrics]") -> Iterator[Metric]:

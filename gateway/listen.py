@@ -67,6 +67,11 @@ def close_all(sockets: list[socket.socket]) -> None:
         one.close()
 
 
+def file_limit() -> int:
+    """How many files this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def raise_file_limit() -> int:
     """As many open files as the system gives. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

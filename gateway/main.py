@@ -17,6 +17,7 @@ import uvloop
 
 from gateway.config import Config, ConfigError, default_home
 from gateway.configread import load_config
+from gateway.connections import TooFewFiles
 from gateway.daemon import Daemon
 from gateway.keys import KeysUnusable
 from gateway.listen import CannotListen, raise_file_limit
@@ -75,7 +76,7 @@ def serve(read: Callable[[], Config], *, command: Command = default_command) -> 
             raise_file_limit()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_serve(config, read, command))
-    except (HomeUnusable, CannotListen, PathTooLong, KeysUnusable) as error:
+    except (HomeUnusable, CannotListen, TooFewFiles, PathTooLong, KeysUnusable) as error:
         return _refuse(str(error), Status.CANNOT_USE)
 
 

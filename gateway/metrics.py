@@ -111,6 +111,12 @@ class Metrics:
         self.unhandled_errors = 0
         # Of the store of responses: `damaged`, `failed` or `dropped`.
         self.store_problems: Counter[str] = Counter()
+        # By listener; read when scraped, and what is the most.
+        self.connections: dict[str, Callable[[], int]] = {}
+        self.connections_max: dict[str, Callable[[], int]] = {}
+        # Turned away at once, by listener and reason, and ended by us, by reason.
+        self.connections_refused: Counter[tuple[str, str]] = Counter()
+        self.connections_dropped: Counter[str] = Counter()
         # Read when scraped; the link knows.
         self.unacked_aborts: Callable[[], int] = int
         # As configured.

@@ -1,8 +1,8 @@
-"""The short way of a piece of a streamed body: from the callback that heard of it to the socket."""
+"""Bodies on their way to the socket: the short way of a streamed piece, and those of HTTP/1.0, which has no chunks."""
 
 from typing import Final
 
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 KEY: Final = "mlxd.outlet"
@@ -32,6 +32,40 @@ class Outlet:
     def write(self, data: bytes) -> None:
         """One chunk, not empty. https://www.rfc-editor.org/rfc/rfc9112#section-7.1"""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def write_plainly(self) -> None:
+        """Send what follows without chunks. Before the body's first piece."""
+        self._cycle.chunked_encoding = False
+
+    def expect(self, size: int) -> None:
+        """Let this much more of a body without chunks pass."""
+        self._cycle.expected_content_length += size
+
+
+class CloseDelimited:
+    """The app for a request of HTTP/1.0: a body of no stated length ends with the connection.
+
+    https://www.rfc-editor.org/rfc/rfc9112#section-6.1
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outlet: Outlet = scope[KEY]
+        is_sized = True
+
+        async def send_plainly(message: Message) -> None:
+            nonlocal is_sized
+            if message["type"] == "http.response.start":
+                is_sized = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                if not is_sized:
+                    outlet.write_plainly()
+            elif not is_sized:
+                outlet.expect(len(message.get("body", b"")))
+            await send(message)
+
+        await self._app(scope, receive, send_plainly)
 
 
 def outlet_of(scope: Scope) -> Outlet | None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import uvicorn
 
 from gateway.app import App, create_admin_app, create_app
 from gateway.config import Config, ModelConfig, ServerConfig
+from gateway.connections import public_connections
 from gateway.guard import GuardedProtocol
 from gateway.link import Link
+from gateway.listen import file_limit
 from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
 from gateway.pool.spawn import default_command
@@ -104,10 +107,11 @@ async def running(
     listener.listen(2048)
     port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
+    connections = public_connections(app.services.live, metrics, file_limit())
     http = _Server(
         uvicorn.Config(
             app,
-            http=protocol,
+            http=partial(protocol, connections=connections),  # type: ignore[arg-type]  # it only calls it
             log_config=None,
             access_log=False,
             proxy_headers=False,

@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from msgspec.structs import replace
 
+from gateway.main import Status
 from gateway.pool.spawn import default_command
 from gateway.pool.state import Limits, State
 from protocol.messages import TextPrompt, Tokenize
 from tests.gateway.test_metrics import parsed
-from tests.support.daemon import DaemonProcess, stream_text, write_config
+from tests.support.daemon import DEADLINE_S, DaemonProcess, stream_text, write_config
 from tests.support.pool import Running, config, read_all, short_home, text_of, tokens
 
 pytestmark = pytest.mark.anyio
@@ -62,6 +64,62 @@ def test_a_shortage_of_descriptors_costs_new_connections_only_and_can_be_seen(ho
         found = parsed(daemon.client.get("/metrics").text)
         assert found["process_max_fds{}"] == most
         assert 0 < found["process_open_fds{}"] <= most
+
+
+def fill(daemon: DaemonProcess, count: int) -> list[socket.socket]:
+    """So many connections that say nothing; those that are turned away or give way are closed at the other end only."""
+    address = ("127.0.0.1", int(daemon.url.rpartition(":")[2]))
+    return [socket.create_connection(address, timeout=DEADLINE_S) for _ in range(count)]
+
+
+@pytest.mark.parametrize("files", [256, 1024])
+def test_clients_cannot_take_the_descriptors_that_workers_and_mlxctl_need(home: Path, files: int) -> None:
+    write_config(home, server="max_connections_per_address = 100000")
+    admin = httpx.HTTPTransport(uds=str(home / "run" / "admin.sock"))
+    with (
+        DaemonProcess(home, "--step-ms 1", files=files) as daemon,
+        httpx.Client(transport=admin, base_url="http://mlxd", timeout=DEADLINE_S) as mlxctl,
+    ):
+        process = psutil.Process(daemon.process.pid)
+        idle = fill(daemon, files + 200)
+        # A worker starts and connects, files are opened, and a client is answered.
+        assert daemon.complete(model="a").status_code == 200
+        idle += fill(daemon, files)
+        assert daemon.complete(model="b").status_code == 200
+        assert mlxctl.get("/v1/status").status_code == 200
+        os.kill(daemon.worker_pids()[0], signal.SIGKILL)
+        idle += fill(daemon, files)
+        assert {daemon.complete(model=model).status_code for model in ("a", "b")} == {200}
+        assert mlxctl.get("/v1/status").status_code == 200
+        shown = parsed(daemon.client.get("/metrics").text)
+        assert shown["mlxd_connections{listener=public}"] == shown["mlxd_connections_max{listener=public}"]
+        # Part of the reserve is still there.
+        assert process.num_fds() < files - 16
+        for connection in idle:
+            connection.close()
+
+
+def test_clients_of_the_admin_socket_have_a_bound_of_their_own(home: Path) -> None:
+    write_config(home)
+    path = str(home / "run" / "admin.sock")
+    with DaemonProcess(home, files=256) as daemon:
+        idle: list[socket.socket] = []
+        for _ in range(200):
+            idle.append(socket.socket(socket.AF_UNIX))
+            idle[-1].connect(path)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://m", timeout=DEADLINE_S) as mlxctl:
+            assert mlxctl.get("/v1/status").status_code == 200
+        assert psutil.Process(daemon.process.pid).num_fds() < 128
+        for connection in idle:
+            connection.close()
+
+
+def test_a_limit_of_open_files_that_is_too_small_is_said_at_the_start(home: Path) -> None:
+    write_config(home)
+    daemon = DaemonProcess(home, files=128)
+
+    assert daemon.wait() == Status.CANNOT_USE
+    assert "mlxd: at most 128 files may be open, and mlxd needs 144 for itself" in daemon.new_log()
 
 
 async def test_a_worker_that_is_starved_for_a_moment_is_left_alone(home: Path) -> None:

@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -21,7 +23,10 @@ DEADLINE_S = 20.0
 class DaemonProcess:
     """Starts `module` in `home` and finds its port in its log. Kills it and its workers at the end."""
 
-    def __init__(self, home: Path, *args: str, module: str = "tests.support.scripted_daemon") -> None:
+    def __init__(
+        self, home: Path, *args: str, module: str = "tests.support.scripted_daemon", files: int | None = None
+    ) -> None:
+        """With `files` it and its workers may have so many open files, and no more."""
         self.home = home
         self.log = home / "stderr"
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
@@ -33,6 +38,7 @@ class DaemonProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=partial(resource.setrlimit, resource.RLIMIT_NOFILE, (files, files)) if files else None,
             )
 
     def __enter__(self) -> Self:
