@@ -154,7 +154,7 @@ async def test_a_body_without_a_length_is_cut_off_at_the_limit(gateway: Gateway)
 
 async def test_a_huge_body_is_refused_before_it_is_sent(gateway: Gateway) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    writer.write(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n".encode())
+    writer.write(f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000000\r\n\r\n".encode())
     head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
     writer.close()
 
@@ -198,7 +198,7 @@ async def _open(gateway: Gateway, body: dict[str, Any]) -> tuple[asyncio.StreamR
     """A connection that has sent a request."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     data = json.dumps(body).encode()
-    writer.write(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    writer.write(f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
     return reader, writer
 
 

@@ -15,9 +15,9 @@ from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until
 
 pytestmark = pytest.mark.anyio
 
-LIVEZ = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
+LIVEZ = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
 LONG = json.dumps(chat(stream=True, max_tokens=1_000_000)).encode()
-STREAM = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(LONG), LONG)
+STREAM = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(LONG), LONG)
 
 
 class Peer:

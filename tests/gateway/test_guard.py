@@ -102,6 +102,12 @@ async def flood(gateway: Gateway, start: bytes, piece: bytes, most: int) -> tupl
     return sent, b""
 
 
+def post(body: dict[str, object]) -> bytes:
+    data = json.dumps(body).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+    return head % len(data) + data
+
+
 async def exchange(gateway: Gateway, *pieces: bytes) -> bytes:
     """Everything that is answered until the server closes or the client has its first answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
@@ -117,7 +123,7 @@ async def exchange(gateway: Gateway, *pieces: bytes) -> bytes:
 
 async def test_headers_of_an_ordinary_client_pass(gateway: Gateway) -> None:
     padding = b"x-a: " + b"a" * 30_000 + b"\r\n"
-    assert b" 200 " in await exchange(gateway, b"GET /livez HTTP/1.1\r\nhost: x\r\n", padding, b"\r\n")
+    assert b" 200 " in await exchange(gateway, b"GET /livez HTTP/1.1\r\nhost: localhost\r\n", padding, b"\r\n")
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 40])
@@ -129,7 +135,7 @@ async def test_headers_that_are_too_large_are_a_431(gateway: Gateway, pieces: in
         else [b"x-a: " + b"a" * length + b"\r\n"] * pieces
     )
 
-    assert b" 431 " in await exchange(gateway, b"GET /livez HTTP/1.1\r\nhost: x\r\n", *one)
+    assert b" 431 " in await exchange(gateway, b"GET /livez HTTP/1.1\r\nhost: localhost\r\n", *one)
 
 
 async def test_a_header_without_an_end_does_not_grow_in_memory(gateway: Gateway) -> None:
@@ -167,8 +173,8 @@ async def test_a_large_body_is_no_large_head(gateway: Gateway) -> None:
 
 async def test_requests_in_one_packet_are_all_answered(gateway: Gateway) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    request = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
-    last = b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    request = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    last = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     writer.write(request * 20 + last)
     async with asyncio.timeout(DEADLINE_S):
         answers = await reader.read(-1)
@@ -188,7 +194,7 @@ async def test_a_head_that_does_not_come_is_given_up(hasty: Gateway, said: bytes
 
 async def test_a_body_that_nobody_waits_for_cannot_hold_a_connection(hasty: Gateway) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", hasty.port)
-    writer.write(b"POST /nope HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\nabc")
+    writer.write(b"POST /nope HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\nabc")
     async with asyncio.timeout(DEADLINE_S):
         assert b"404" in await reader.readline()
         # Trickles on, and is cut off all the same.
@@ -201,7 +207,8 @@ async def test_a_body_that_nobody_waits_for_cannot_hold_a_connection(hasty: Gate
 async def test_an_answer_is_never_cut_off_by_the_time_for_a_head(hasty: Gateway) -> None:
     body = b'{"model": "m", "prompt": "hi", "max_tokens": 300, "stream": true}'
     reader, writer = await asyncio.open_connection("127.0.0.1", hasty.port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body + b"\r\n")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+    writer.write(head + body + b"\r\n")
     async with asyncio.timeout(DEADLINE_S):
         answer = await reader.readuntil(b"[DONE]")
     writer.close()
@@ -209,18 +216,17 @@ async def test_an_answer_is_never_cut_off_by_the_time_for_a_head(hasty: Gateway)
     assert b"t299" in answer
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["first", "second"])
+@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"], ids=["first", "second"])
 async def test_a_client_that_leaves_with_another_request_behind_its_stream_has_left(
     gateway: Gateway, before: bytes
 ) -> None:
     """The connection knows of its newest request, and the one that is answered is not that one."""
-    body = json.dumps(chat(stream=True, max_tokens=100_000)).encode()
-    request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    request = post(chat(stream=True, max_tokens=100_000))
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(before + request)
     async with asyncio.timeout(DEADLINE_S):
         await reader.readuntil(b'"content":')
-        writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
         await writer.drain()
         await reader.readuntil(b'"content":')
         assert gateway.link.in_flight == 1
@@ -231,7 +237,7 @@ async def test_a_client_that_leaves_with_another_request_behind_its_stream_has_l
 
 # -- trailers and framing --------------------------------------------------------------------------------------------
 
-CHUNKED = b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNKED = b"POST %b HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
 COMPLETION = json.dumps({"model": "m", "prompt": "hi", "max_tokens": 1}).encode()
 
 
@@ -275,7 +281,7 @@ async def test_many_small_fields_are_too_large(gateway: Gateway) -> None:
 async def test_a_late_body_ends_the_connection_when_it_is_long(gateway: Gateway) -> None:
     most = 100 * LATE_BYTES_MAX
     sent, said = await flood(
-        gateway, b"POST /nope HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n", b"a" * 8000, most
+        gateway, b"POST /nope HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000\r\n\r\n", b"a" * 8000, most
     )
 
     assert sent < most
@@ -284,10 +290,10 @@ async def test_a_late_body_ends_the_connection_when_it_is_long(gateway: Gateway)
 
 # -- upgrades --------------------------------------------------------------------------------------------------------
 
-LAST = b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-OFFER = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: %b\r\n"
+LAST = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+OFFER = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: %b\r\n"
 UNKNOWN = b'{"model": "nobody", "prompt": "hi"}'
-SMUGGLED = b"GET /smuggled HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+SMUGGLED = b"GET /smuggled HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
 
 
 def offers() -> dict[str, tuple[bytes, bytes]]:
@@ -300,7 +306,7 @@ def offers() -> dict[str, tuple[bytes, bytes]]:
         "websocket": (sized % (b"websocket", len(UNKNOWN), UNKNOWN), unknown),
         "chunked": (OFFER % b"h2c" + b"transfer-encoding: chunked\r\n\r\n" + chunked(UNKNOWN), unknown),
         "smuggled": (sized % (b"anything", len(SMUGGLED), SMUGGLED), wrong),
-        "bodiless": (b"GET /livez HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\nhost: x\r\n\r\n", plain),
+        "bodiless": (b"GET /livez HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\nhost: localhost\r\n\r\n", plain),
     }
 
 
@@ -370,15 +376,14 @@ async def in_pieces_of(gateway: Gateway, data: bytes) -> list[tuple[bytes, bytes
 
 
 async def test_of_too_many_requests_in_one_packet_the_first_are_answered(gateway: Gateway) -> None:
-    answers = await in_pieces_of(gateway, b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n" * (PIPELINED_MAX * 3))
+    answers = await in_pieces_of(gateway, b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n" * (PIPELINED_MAX * 3))
 
     assert [line for line, _ in answers] == [b"HTTP/1.1 200 OK "] * (PIPELINED_MAX + 1)
 
 
 @pytest.mark.parametrize("behind", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\na: " + b"b" * 2 * HEAD_BYTES_MAX])
 async def test_what_is_wrong_behind_a_stream_is_not_answered_within_it(gateway: Gateway, behind: bytes) -> None:
-    body = json.dumps(chat(stream=True, max_tokens=300)).encode()
-    request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    request = post(chat(stream=True, max_tokens=300))
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(request)
     async with asyncio.timeout(DEADLINE_S):
@@ -399,8 +404,7 @@ async def test_what_is_wrong_behind_a_stream_is_not_answered_within_it(gateway: 
 async def test_a_client_that_leaves_with_another_request_behind_a_whole_answer_has_left(
     gateway: Gateway, behind: bytes, is_reset: bool
 ) -> None:
-    body = json.dumps(chat(max_tokens=1_000_000)).encode()
-    request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    request = post(chat(max_tokens=1_000_000))
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(request)
     await until(lambda: gateway.link.in_flight == 1)
@@ -421,7 +425,7 @@ async def test_answers_that_are_never_read_end_with_the_write_timeout(tmp_path: 
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", gateway.port))
-            client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * (PIPELINED_MAX // 2) + last)
+            client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * (PIPELINED_MAX // 2) + last)
             count = gateway.metrics.connections["public"]
             await until(lambda: count() == 1)
             await until(lambda: count() == 0)

@@ -28,7 +28,7 @@ async def connected(gateway: Gateway) -> AsyncGenerator[tuple[asyncio.StreamRead
 
 def http(path: str, body: dict[str, object]) -> bytes:
     data = json.dumps(body).encode()
-    return b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (path.encode(), len(data), data)
+    return b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (path.encode(), len(data), data)
 
 
 @pytest.mark.parametrize("stream", [False, True])
