@@ -76,6 +76,11 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], int]], ...]] = (
         "Messages of workers that could not be sent as they were: not Unicode, or too large.",
         lambda s: s.repaired_messages,
     ),
+    (
+        "worker_refused_questions",
+        "Requests to count or decode tokens that found too many of them waiting.",
+        lambda s: s.refused_questions,
+    ),
 )
 _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, int]]"], ...]] = (
     ("request_success", "Sequences by how they ended.", "finished_reason", lambda m: m.finished),

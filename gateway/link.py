@@ -210,7 +210,11 @@ class Link:
         """A worker's answer. Raises `Refused`, also when the worker dies over it, `WorkerGone` and `Unsendable`."""
         with self._questions.asking(worker.epoch, question.rid) as answer:
             self.send(worker, question)
-            return await answer
+            try:
+                return await answer
+            except asyncio.CancelledError:  # its client has left, or will not wait any longer
+                self._try_send(worker, Abort((question.rid,)))
+                raise
 
     def abort(self, rids: Iterable[int], reason: str) -> None:
         """Stop sequences and forget them. Unknown and finished rids are ignored."""

@@ -1,6 +1,8 @@
 """Server-sent events over raw ASGI: who left, who does not read, what keeps an idle client waiting."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
@@ -245,7 +247,7 @@ async def respond_whole(generation: Generation, fold: Fold, record: Record, rece
         fold.add(generation.take())
         return True
 
-    async with Watch(receive, 0) as watch:
+    async with cut_off(record, receive):
         while not generation.is_done:
             if not generation.is_open and not generation.open_now():
                 await generation.open()
@@ -253,6 +255,13 @@ async def respond_whole(generation: Generation, fold: Fold, record: Record, rece
             if generation.failure is not None:
                 raise generation.failure
         await send_body(send, 200, fold.result(), record.headers)
+
+
+@asynccontextmanager
+async def cut_off(record: Record, receive: Receive) -> AsyncGenerator[None]:
+    """Ends what is inside when its client leaves, and goes on behind it."""
+    async with Watch(receive, 0) as watch:
+        yield
     if watch.reason is not None:
         _note_cut(record, watch.reason)
 

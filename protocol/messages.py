@@ -145,7 +145,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Stop these sequences. Idempotent; each still gets its terminal event."""
+    """Stop these sequences, each of which still gets its terminal event, and forget these questions. Idempotent."""
 
     rids: tuple[int, ...]
     reason: str = "client"

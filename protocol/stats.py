@@ -39,3 +39,5 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     wired_limit: int = 0
     # Messages that could not be sent as they were: not Unicode, or too large.
     repaired_messages: int = 0
+    # Requests to count or decode tokens that found too many of them waiting.
+    refused_questions: int = 0

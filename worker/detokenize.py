@@ -64,6 +64,10 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[int]) -> str:
         """All of `ids` as text, hidden ones included."""
+        if self._backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", True):
+            # The batch call gives up the GIL while it works.
+            (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=False)
+            return str(text)
         return str(self._tokenizer.decode(list(ids)))
 
     def _byte_table(self) -> list[bytes] | None:

@@ -1,25 +1,108 @@
 """Text to token ids, without stopping the step loop."""
 
-from typing import Any
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+# Of one slice: half a megabyte of text takes a hundred of memory while it is encoded.
+_SLICE_CHARS: Final = 64 * 1024
+# Where text may be cut: between two words of ASCII letters, which every pre-tokenizer takes apart.
+_GAP: Final = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+_NORMAL_GAP: Final = re.compile(r"(?<=[A-Za-z])[ ▁](?=[A-Za-z])")
+_CROSSING: Final = re.compile(r"[A-Za-z][ ▁Ġ]")
+# Words, numbers, spaces and signs next to each other in the ways that pre-tokenizers care about.
+_PROBE: Final = (
+    "The cat sat on a MAT and it's We're  done x  y\tz Then AB c De fG 12 a 345 b6 c , d. e! f\n g\n\nh (i j) k"
+    " naïve é日本 l 🙂 m don't STOP ifThen else_ n I am po\u0301p <q r> s\n"
+)
 
 
 class Encoder:
-    """One tokenizer, used by one thread.
+    """One tokenizer, for threads that may wait.
 
     Where there is a `tokenizers` backend its batch call is used, which gives up the GIL while it works. By way of
     transformers, 300 kB of text cost four times as long and kept the step loop from running for 40 ms at a time.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, slice_chars: int = _SLICE_CHARS) -> None:
         self._tokenizer = tokenizer
+        self._slice_chars = slice_chars
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             # Once and for all: changing them later fails while another thread decodes.
             self._backend.no_truncation()
             self._backend.no_padding()
+        # How many characters of a gap the next slice leaves out; None where text cannot be cut.
+        self._skip = self._find_skip()
+
+    @property
+    def is_sliceable(self) -> bool:
+        """Whether `slices` needs the memory of a slice only."""
+        return self._skip is not None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._backend is None:
             return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=add_special_tokens)]
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
+
+    def slices(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
+        """What `encode` gives, in parts. Of a tokenizer that does not take words apart, there is one part."""
+        around = self._around() if add_special_tokens else ([], [])
+        if self._skip is None or around is None or len(text) <= self._slice_chars:
+            yield self.encode(text, add_special_tokens=add_special_tokens)
+            return
+        yield around[0]
+        at = 0
+        while (gap := _GAP.search(text, at + self._slice_chars)) is not None:
+            yield self.encode(text[at : gap.start()], add_special_tokens=False)
+            at = gap.start() + self._skip
+        yield self.encode(text[at:], add_special_tokens=False)
+        yield around[1]
+
+    def _around(self) -> tuple[list[int], list[int]] | None:
+        """The special tokens before and after a text."""
+        plain = self.encode("a", add_special_tokens=False)
+        whole = self.encode("a", add_special_tokens=True)
+        for at in range(len(whole) - len(plain) + 1):
+            if whole[at : at + len(plain)] == plain:
+                return whole[:at], whole[at + len(plain) :]
+        return None
+
+    def _find_skip(self) -> int | None:
+        """A gap can be cut if no token reaches over it, and if the rest is encoded alone as it is within a text."""
+        if self._backend is None or not self._keeps_gaps():
+            return None
+        whole = self.encode(_PROBE, add_special_tokens=False)
+        cuts = [gap.start() for gap in _GAP.finditer(_PROBE)]
+        for skip in (0, 1):
+            if all(self._joined(_PROBE[:at], _PROBE[at + skip :]) == whole for at in cuts):
+                return skip
+        return None
+
+    def _joined(self, *parts: str) -> list[int]:
+        return [token for part in parts for token in self.encode(part, add_special_tokens=False)]
+
+    def _keeps_gaps(self) -> bool:
+        """Whether no token reaches over a gap: the pre-tokenizer parts the text there, or no such piece exists."""
+        backend = self._backend
+        if any(_reaches(token) for token in backend.get_added_tokens_decoder().values()):
+            return False
+        text = backend.normalizer.normalize_str(_PROBE) if backend.normalizer is not None else _PROBE
+        gaps = [gap.start() for gap in _NORMAL_GAP.finditer(text)]
+        if len(gaps) < len(_GAP.findall(_PROBE)):
+            return False
+        if backend.pre_tokenizer is not None:
+            spans: Sequence[tuple[int, int]] = [span for _, span in backend.pre_tokenizer.pre_tokenize_str(text)]
+            if not any(begin < gap < end for gap in gaps for begin, end in spans):
+                return True
+        if type(backend.model).__name__ not in ("BPE", "Unigram"):
+            return False
+        return not any(map(_CROSSING.search, backend.get_vocab(with_added_tokens=False)))
+
+
+def _reaches(token: Any) -> bool:
+    """Whether an added token may hold a gap, or swallow one beside it."""
+    text: str = token.content
+    at_edge = (token.rstrip and text[-1:].isalpha()) or (token.lstrip and text[:1].isalpha())
+    return bool(at_edge or _GAP.search(text) or _NORMAL_GAP.search(text))

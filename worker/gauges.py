@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Gauges:
     """One writer, the engine; a torn read across fields is harmless. `busy_since` is 0 while the engine is idle.
 
-    `repaired_messages` is the sending thread's.
+    `repaired_messages` is the sending thread's, `refused_questions` the receiving one's.
     """
 
     running: int = 0
@@ -35,6 +35,7 @@ class Gauges:
     preemptions: int = 0
     malformed_tool_calls: int = 0
     repaired_messages: int = 0
+    refused_questions: int = 0
     cache_bytes: int = 0
     cache_nodes: int = 0
     cache: Counts = field(default_factory=Counts)
@@ -87,4 +88,5 @@ class Gauges:
             share_bytes=self.share_bytes,
             wired_limit=self.wired_limit,
             repaired_messages=self.repaired_messages,
+            refused_questions=self.refused_questions,
         )

@@ -4,7 +4,7 @@ MLX does no bounds checks, so every id that could reach it is checked here.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from protocol.failures import Code
@@ -37,6 +37,8 @@ log = logging.getLogger("mlxd.worker")
 _PROMPT_END = 4096
 # Text longer than this many characters for each token of the context hardly ever fits.
 _CHARS_PER_TOKEN: Final = 8
+# Tokens are counted of no more text than this many times what fits.
+_QUESTION_CONTEXTS: Final = 4
 # A cut may split a token, and so add a few.
 _SLICE_SLACK: Final = 16
 
@@ -105,15 +107,46 @@ class Intake:
         self.writer.replay(row, request.resume)
         return row
 
-    def tokenize(self, request: Tokenize | Detokenize) -> Tokenized:
-        """The answer to a question about tokens. Raises `RequestInvalid`."""
+    def tokenize(self, request: Tokenize | Detokenize, is_wanted: Callable[[], bool]) -> Tokenized | None:
+        """The answer to a question about tokens; None once it is not wanted any more. Raises `RequestInvalid`."""
         match request:
             case Detokenize(rid, ids):
-                self._check_ids(ids, "tokens")
+                self._check_count(ids, "tokens")
                 return Tokenized(rid, len(ids), text=self.vocabulary.decode(ids))
             case Tokenize(rid, prompt, want_ids):
-                ids, _ = self._encode(prompt, must_fit=False)
-                return Tokenized(rid, len(ids), tuple(ids) if want_ids else ())
+                count, ids = 0, list[int]()
+                for part in self._parts(prompt):
+                    if not is_wanted():
+                        return None
+                    count += len(part)
+                    if want_ids:
+                        ids += part
+                if not count:
+                    raise _empty()
+                return Tokenized(rid, count, tuple(ids))
+
+    def _parts(self, prompt: Prompt) -> Iterable[Sequence[int]]:
+        """The tokens of a prompt that need not fit, in parts."""
+        match prompt:
+            case TokensPrompt(ids):
+                self._check_count(ids, "prompt")
+                return [ids]
+            case TextPrompt(text):
+                pass
+            case ChatPrompt():
+                text = self._render(prompt)
+        most = _QUESTION_CONTEXTS * _CHARS_PER_TOKEN * self.max_context
+        if len(text) > most:
+            message = f"The text has {len(text)} characters; tokens are counted of at most {most} at once."
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param=_param(prompt))
+        return self._encoder.slices(text, add_special_tokens=isinstance(prompt, TextPrompt))
+
+    def _check_count(self, ids: Sequence[int], param: str) -> None:
+        most = _QUESTION_CONTEXTS * self.max_context
+        if len(ids) > most:
+            message = f"{param} has {len(ids)} token ids; at most {most} are taken at once."
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+        self._check_ids(ids, param)
 
     def is_restricted(self, request: Generate) -> bool:
         """Whether a row needs `restrict` before it may run."""
@@ -143,25 +176,28 @@ class Intake:
         prompt_end = self.vocabulary.decode(row.prompt[-_PROMPT_END:]) if constraint.after_reasoning else ""
         row.rule = self._rules.make(constraint, prompt_end, ignore_eos=row.sampling.ignore_eos)
 
-    def _encode(self, prompt: Prompt, *, must_fit: bool = True) -> tuple[list[int], str | None]:
+    def _render(self, prompt: ChatPrompt) -> str:
+        return self._renderer.render(self._dialect.asked(prompt))
+
+    def _encode(self, prompt: Prompt) -> tuple[list[int], str | None]:
         match prompt:
             case ChatPrompt():
-                text = self._renderer.render(self._dialect.asked(prompt))
-                ids = self._encode_text(text, prompt, must_fit)
+                text = self._render(prompt)
+                ids = self._encode_text(text, prompt)
             case TextPrompt(text=text):
-                ids = self._encode_text(text, prompt, must_fit)
+                ids = self._encode_text(text, prompt)
             case TokensPrompt(ids=given):
                 text, ids = None, list(given)
         if not ids:
-            raise RequestInvalid(Code.INVALID_REQUEST, "the prompt is empty", param="prompt")
+            raise _empty()
         self._check_ids(ids, "prompt")
         return ids, text
 
-    def _encode_text(self, text: str, prompt: Prompt, must_fit: bool) -> list[int]:
+    def _encode_text(self, text: str, prompt: Prompt) -> list[int]:
         add_special_tokens = isinstance(prompt, TextPrompt)
         # Megabytes that cannot fit would cost seconds and gigabytes: their beginning is enough to know.
         start = text[: _CHARS_PER_TOKEN * self.max_context]
-        if must_fit and len(start) < len(text):
+        if len(start) < len(text):
             at_least = len(self._encoder.encode(start, add_special_tokens=add_special_tokens))
             if at_least > self.max_context + _SLICE_SLACK:
                 raise self._too_long(at_least, prompt, "at least ")
@@ -205,6 +241,14 @@ class Intake:
             Code.CONTEXT_LENGTH_EXCEEDED,
             f"This model's maximum context length is {self.max_context} tokens. However, your request has "
             f"{hedge}{tokens} tokens of prompt. Please shorten it.",
-            param="messages" if isinstance(prompt, ChatPrompt) else "prompt",
+            param=_param(prompt),
             numbers=(tokens, self.max_context),
         )
+
+
+def _param(prompt: Prompt) -> str:
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def _empty() -> RequestInvalid:
+    return RequestInvalid(Code.INVALID_REQUEST, "the prompt is empty", param="prompt")

@@ -17,12 +17,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec import structs
 
 from protocol.failures import Code, Exit, Failure
-from protocol.messages import Generate, Goodbye, Loading, Ready, Rejected, Shutdown
+from protocol.messages import Abort, Generate, Goodbye, Loading, Ready, Rejected, Shutdown
 from protocol.spec import WorkerSpec, read_spec
 from worker.gauges import Gauges
-from worker.link import Link, Question
+from worker.link import Control, Link, Question
 
 if TYPE_CHECKING:
     from worker.engine import Engine
@@ -152,10 +153,7 @@ class Process:
         intake.limit_context(fitting)
         self._gauges.measure_memory()
 
-        requests: SimpleQueue[tuple[Question, float]] = SimpleQueue()
-        threading.Thread(target=self._tokenize, args=(intake, requests, inbox), name="intake", daemon=True).start()
-        self._link.on_control = inbox.put
-        self._link.on_question = lambda question: requests.put((question, time.monotonic()))
+        self._take_requests(intake, inbox)
 
         def stop(_signum: int, _frame: FrameType | None) -> None:
             inbox.put(Shutdown("SIGTERM"))
@@ -177,10 +175,33 @@ class Process:
         )
         return engine
 
+    def _take_requests(self, intake: "Intake", inbox: "Inbox") -> None:
+        """From here on, what the link receives goes to the thread that it is for."""
+        from worker.questions import Questions
+
+        requests: SimpleQueue[tuple[Generate, float]] = SimpleQueue()
+        questions = Questions(intake, self._link.send, self._refusing, self._gauges)
+
+        def take(request: Question) -> None:
+            if isinstance(request, Generate):
+                requests.put((request, time.monotonic()))
+            else:
+                questions.put(request)
+
+        def control(command: Control) -> None:
+            if isinstance(command, Abort):
+                command = structs.replace(command, rids=tuple(questions.abort(command.rids)))
+            inbox.put(command)
+
+        questions.start()
+        threading.Thread(target=self._tokenize, args=(intake, requests, inbox), name="intake", daemon=True).start()
+        self._link.on_control = control
+        self._link.on_question = take
+
     def _tokenize(
         self,
         intake: "Intake",
-        requests: "SimpleQueue[tuple[Question, float]]",
+        requests: "SimpleQueue[tuple[Generate, float]]",
         inbox: "Inbox",
     ) -> None:
         """Requests become rows in order, but for those that wait for the compiler of their grammar."""
@@ -193,9 +214,6 @@ class Process:
         while True:
             request, arrived = requests.get()
             with self._refusing(request.rid):
-                if not isinstance(request, Generate):
-                    self._link.send(intake.tokenize(request))
-                    continue
                 row = intake.row(request, arrived)
                 if intake.is_restricted(request):
                     self._compilers.submit(restrict, row, request)

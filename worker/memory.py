@@ -128,6 +128,11 @@ def prepare_load() -> None:
 def give_back() -> None:
     """What nobody uses goes to the system: MLX's free buffers, and what the C library keeps for later."""
     mx.clear_cache()
+    give_back_heap()
+
+
+def give_back_heap() -> None:
+    """What the C library keeps for later goes to the system. For any thread."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # a C library that is not glibc
             ctypes.CDLL(None).malloc_trim(0)

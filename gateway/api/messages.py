@@ -12,6 +12,7 @@ from gateway.http import read_body, record_of, send_body
 from gateway.schemas.anthropic import decode_count, decode_messages, lower_messages, lower_prompt
 from gateway.schemas.anthropic_out import TokenCount
 from gateway.services import Services
+from gateway.sse import cut_off
 
 BETAS_MAX: Final = 50
 
@@ -49,8 +50,9 @@ class CountTokens:
         request, unknown = decode_count(body)
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
         prompt, _ = lower_prompt(request, model.thinking)
-        tokenized = await serve.tokenize(services, model, prompt)
-        await send_body(send, 200, msgspec.json.encode(TokenCount(tokenized.count)), record.headers)
+        async with cut_off(record, receive):
+            tokenized = await serve.tokenize(services, model, prompt)
+            await send_body(send, 200, msgspec.json.encode(TokenCount(tokenized.count)), record.headers)
 
 
 def _betas(scope: Scope) -> list[str]:

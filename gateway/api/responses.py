@@ -25,6 +25,7 @@ from gateway.schemas.responses_lowering import lower_prompt, lower_responses
 from gateway.schemas.responses_tools import Toolbox, toolbox
 from gateway.schemas.thinking import lower_thinking
 from gateway.services import Services
+from gateway.sse import cut_off
 from gateway.store import Store, Stored
 
 ITEMS_MAX: Final = 100
@@ -117,8 +118,9 @@ class CountTokens:
         prompt, left_out = lower_prompt(request, toolbox(request), before)
         model, _ = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])
         prompt = with_thinking(prompt, lower_thinking(request, model.thinking))
-        tokenized = await serve.tokenize(services, model, prompt)
-        await send_body(send, 200, _encode(out.TokenCount(tokenized.count)), record.headers)
+        async with cut_off(record, receive):
+            tokenized = await serve.tokenize(services, model, prompt)
+            await send_body(send, 200, _encode(out.TokenCount(tokenized.count)), record.headers)
 
 
 class One:

@@ -17,6 +17,7 @@ from gateway.schemas.openai_turns import turns
 from gateway.schemas.thinking import of_config
 from gateway.schemas.told import NULL, TEXT, case
 from gateway.services import Services
+from gateway.sse import cut_off
 from protocol.messages import ChatPrompt, TextPrompt
 
 
@@ -68,10 +69,11 @@ class TokenizeText:
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
         prompt = _prompt(request, model.thinking)
         worker = services.pool.worker(model.name)
-        found = await serve.tokenize(services, model, prompt, want_ids=True)
-        ready = worker.ready
-        answer = Tokens(found.ids, found.count, ready.max_context if ready is not None else 0)
-        await send_body(send, 200, msgspec.json.encode(answer), record.headers)
+        async with cut_off(record, receive):
+            found = await serve.tokenize(services, model, prompt, want_ids=True)
+            ready = worker.ready
+            answer = Tokens(found.ids, found.count, ready.max_context if ready is not None else 0)
+            await send_body(send, 200, msgspec.json.encode(answer), record.headers)
 
 
 class DetokenizeIds:
@@ -85,8 +87,9 @@ class DetokenizeIds:
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
         request, unknown = decode(_detokenize, body, DetokenizeRequest, frozenset())
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
-        found = await serve.detokenize(services, model, tuple(request.tokens))
-        await send_body(send, 200, msgspec.json.encode(Text(found.text)), record.headers)
+        async with cut_off(record, receive):
+            found = await serve.detokenize(services, model, tuple(request.tokens))
+            await send_body(send, 200, msgspec.json.encode(Text(found.text)), record.headers)
 
 
 def _prompt(request: TokenizeRequest, default: ThinkingDefaults) -> ChatPrompt | TextPrompt:

@@ -435,6 +435,19 @@ async def test_choices_that_together_exceed_a_frame_are_refused_before_one_is_se
         assert isinstance(wire.hear(), Ping)
 
 
+async def test_a_worker_is_told_that_nobody_waits_for_an_answer_any_more(home: Path) -> None:
+    async with Wire(home) as wire:
+        rid = wire.link.next_rid()
+        asking = asyncio.create_task(wire.link.ask(wire.peer, Tokenize(rid, TextPrompt("x"))))
+        await asyncio.sleep(0)
+        assert isinstance(wire.hear(), Tokenize)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert wire.hear() == Abort((rid,))
+        assert not wire.link.is_busy(wire.peer.epoch)
+
+
 async def test_a_question_larger_than_a_frame_is_refused_and_the_worker_stays_connected(home: Path) -> None:
     async with Wire(home) as wire:
         with pytest.raises(FrameTooLarge):

@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 
+import httpx
 import pytest
 
 from gateway.config import ServerConfig
@@ -188,3 +189,14 @@ async def test_a_request_that_was_cancelled_tells_what_was_seen_of_it(tmp_path: 
     assert (line["outcome"], line["finish"], line["prompt_tokens"], line["status"]) == ("cancelled", "abort", 3, 499)
     assert line["completion_tokens"] > 3
     assert line["decode_ms"] > 0
+
+
+@pytest.mark.anyio
+async def test_a_question_whose_client_leaves_is_over(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with Logs("info", json=True, stream=stream):
+        async with running(tmp_path) as gateway:
+            with pytest.raises(httpx.ReadTimeout):
+                await gateway.client.post("/tokenize", json={"model": "m", "prompt": "never"}, timeout=0.2)
+            await until(lambda: "disconnect" in stream.getvalue())
+            assert (await gateway.client.post("/tokenize", json={"model": "m", "prompt": "hi"})).json()["count"] == 3

@@ -21,6 +21,7 @@ from gateway.pool.state import Limits, State
 from protocol.messages import TextPrompt, Tokenize
 from tests.gateway.test_metrics import parsed
 from tests.support.daemon import DEADLINE_S, DaemonProcess, stream_text, write_config
+from tests.support.models import build
 from tests.support.pool import Running, config, read_all, short_home, text_of, tokens
 
 pytestmark = pytest.mark.anyio
@@ -185,8 +186,9 @@ async def test_a_long_prefill_is_no_stuck_step(home: Path, model_folder: ModelFo
         assert running.events.stuck_workers == 0
 
 
-async def test_a_huge_prompt_is_tokenized_beside_the_stream_that_runs(home: Path, model_folder: ModelFolder) -> None:
-    async with Running(config(home, path=str(model_folder("qwen3"))), command=default_command) as running:
+async def test_a_huge_prompt_is_tokenized_beside_the_stream_that_runs(home: Path, tmp_path: Path) -> None:
+    model = build("qwen3", tmp_path / "model", max_position_embeddings=1 << 17)
+    async with Running(config(home, path=str(model)), command=default_command) as running:
         worker = await running.ready()
         stream = running.generate(worker, "one", 3000)
         await stream.next()

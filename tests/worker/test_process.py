@@ -42,6 +42,8 @@ from protocol.messages import (
     Shutdown,
     Step,
     TextPrompt,
+    Tokenize,
+    Tokenized,
     TokensPrompt,
     Up,
     Welcome,
@@ -174,6 +176,25 @@ def test_the_name_of_a_tool_with_half_a_surrogate_arrives_and_the_worker_lives(g
     deltas = deltas_until_end(gateway, request.rid)
     assert [delta.tool.name for delta in deltas if delta.kind is Kind.TOOL_BEGIN and delta.tool] == ["f?"]
     assert deltas[-1].finish is Finish.TOOL_CALLS
+
+
+def test_requests_are_served_before_the_questions_that_came_before_them(gateway: Gateway) -> None:
+    long = TextPrompt("kato mira " * 13_000)
+    questions = [Tokenize(next(rids), long) for _ in range(40)]
+    for question in questions:
+        gateway.send(question)
+    request = Generate(next(rids), TextPrompt("kato"), ENDLESS, max_tokens=1)
+    gateway.send(request)
+    assert deltas_until_end(gateway, request.rid)[-1].finish is Finish.LENGTH
+    answered = sum(isinstance(message, Tokenized) for message in gateway.seen)
+    assert answered < len(questions)
+
+    # Nobody waits for the others any more: the next question is the next that is answered.
+    gateway.send(Abort(tuple(question.rid for question in questions)))
+    last = Tokenize(next(rids), TextPrompt("kato"))
+    gateway.send(last)
+    gateway.expect(Tokenized, lambda answer: answer.rid == last.rid)
+    assert sum(isinstance(message, Tokenized) for message in gateway.seen) < len(questions)
 
 
 def test_an_abort_sent_with_its_request_ends_it_whichever_is_handled_first(gateway: Gateway) -> None:

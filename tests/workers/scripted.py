@@ -130,6 +130,8 @@ class Scripted:
                 self.generate(message)
             case Abort(rids=rids):
                 self.send_step([self.end(rid, Finish.ABORT) for rid in rids if rid in self.rows])
+            case Tokenize(prompt=TextPrompt("never")):
+                pass
             case Tokenize(rid):
                 self.send(Tokenized(rid, PROMPT_TOKENS, tuple(range(PROMPT_TOKENS))))
             case Detokenize(rid, ids):
