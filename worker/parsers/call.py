@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from worker.parsers.literal import LOOSE, Dialect, is_string_start, quoted, scalar, value
+from worker.parsers.literal import LOOSE, Dialect, is_padded, is_string_start, padded, quoted, scalar, token, value
 from worker.parsers.output import Output
 from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, Unclosed, collected, markers, stray
 from worker.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
@@ -171,14 +171,20 @@ def _member_value(r: Reader, params: Parameters, key: str, emit: Emit, dialect: 
     types = params.types(key)
     char = yield from r.space()
     is_string = is_string_start(char, dialect)
-    if not types or char in ("{", "[", "(") or is_string == ("string" in types):
+    is_fitting = is_string == ("string" in types) and (is_string or not dialect.bare)
+    if not types or char in ("{", "[", "(") or is_fitting:
         yield from value(r, emit, dialect)
         return
-    found = yield from collected(lambda emit: scalar(r, char, emit, dialect))
-    if is_string:
+    if not is_string and not dialect.bare:
+        word = yield from token(r)
+        found = quoted(word) if "string" in types and is_padded(word) else padded(word)
+    else:
+        levels = ")" if dialect.is_python else ""
+        found = yield from collected(lambda emit: scalar(r, char, emit, dialect, levels))
+    if found.startswith('"'):
         emit(coerced_string(found, types))
     else:
-        emit(quoted(found) if types == STRING and not found.startswith(('"', "n")) else found)
+        emit(quoted(found) if types == STRING and not found.startswith("n") else found)
 
 
 def json_arguments(ctx: Context, params: Parameters, emit: Emit | None = None) -> Steps[None]:

@@ -4,6 +4,7 @@ import json
 import re
 from typing import Final, NamedTuple
 
+from worker.parsers.quotes import ends_string
 from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, collected, markers, stray
 
 # Deeper than any tool needs, and shallow enough for every client's JSON parser.
@@ -11,6 +12,7 @@ MAX_DEPTH: Final = 128
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LOOSE_NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9_]*)(?:\.[0-9_]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_PADDED = re.compile(r"([+-]?)0+([0-9].*)")
 _HEX = re.compile(r"0[xXoObB][0-9a-fA-F]+")
 _WORDS: Final = {
     "true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null",
@@ -27,13 +29,18 @@ _HEX_ESCAPES: Final = {"x": 2, "u": 4, "U": 8}
 
 
 class Dialect(NamedTuple):
-    """`delimiter` quotes a raw string (Gemma). `bare` allows words without quotes, as keys and as values."""
+    """`delimiter` quotes a raw string (Gemma). `bare` allows words without quotes, as keys and as values.
+
+    `is_python`: it is a part of a Python call, where quotes inside of a string may not be escaped.
+    """
 
     delimiter: str = ""
     bare: bool = False
+    is_python: bool = False
 
 
 LOOSE: Final = Dialect()
+PYTHON: Final = Dialect(is_python=True)
 GEMMA: Final = Dialect('<|"|>', bare=True)
 FUNCTION_GEMMA: Final = Dialect("<escape>", bare=True)
 
@@ -64,6 +71,17 @@ def number(token: str) -> str:
     except (ValueError, OverflowError):
         pass
     raise Malformed
+
+
+def is_padded(token: str) -> bool:
+    """Whether this is a number with zeros in front, which may be meant as text, such as a postcode."""
+    found = _PADDED.fullmatch(token)
+    return bool(found and _LOOSE_NUMBER.fullmatch(found[2]))
+
+
+def padded(token: str) -> str:
+    """As `number`, also of one with zeros in front."""
+    return number(_PADDED.sub(r"\1\2", token) if is_padded(token) else token)
 
 
 def is_string_start(char: str, dialect: Dialect) -> bool:
@@ -98,14 +116,14 @@ def value(r: Reader, emit: Emit, dialect: Dialect = LOOSE) -> Steps[None]:
         if char != source:
             emit(", ")
             if target == "}":
-                yield from _key(r, emit, dialect)
+                yield from _key(r, emit, dialect, _levels(dialect, open_))
             want_value = True
 
 
 def _begin_value(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], dialect: Dialect) -> Steps[bool]:
     """Read a scalar, or go one level down; returns whether a value must follow."""
     if char not in _OPENS or not char:
-        yield from scalar(r, char, emit, dialect)
+        yield from scalar(r, char, emit, dialect, _levels(dialect, open_))
         return False
     r.take(1)
     if len(open_) >= MAX_DEPTH:
@@ -127,14 +145,15 @@ def _brace(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], diale
     """After `{`: an object if its first item is a key, else a Python set."""
     if dialect.bare:
         emit("{")
-        yield from _key(r, emit, dialect)
+        yield from _key(r, emit, dialect, "")
         open_.append(("}", "}"))
         return True
     if char in _OPENS:
         emit("[")
         open_.append(("}", "]"))
         return True
-    first = yield from collected(lambda emit: scalar(r, char, emit, dialect))
+    levels = _levels(dialect, [*open_, ("}", "}")])
+    first = yield from collected(lambda emit: scalar(r, char, emit, dialect, levels, is_key=True))
     following = yield from r.space()
     if following == ":":
         r.take(1)
@@ -146,19 +165,29 @@ def _brace(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], diale
     return False
 
 
-def _key(r: Reader, emit: Emit, dialect: Dialect) -> Steps[None]:
+def _levels(dialect: Dialect, open_: list[tuple[str, str]]) -> str:
+    """What closes the brackets of a Python call, from its own on; "" where quotes are always escaped."""
+    return ")" + "".join(source for source, _ in open_) if dialect.is_python else ""
+
+
+def _key(r: Reader, emit: Emit, dialect: Dialect, levels: str) -> Steps[None]:
     char = yield from r.space()
     if dialect.bare and not is_string_start(char, dialect):
         name, _ = yield from r.capture(_KEY_END, keep=True)
         key = quoted(name.strip())
     else:
-        key = yield from collected(lambda emit: scalar(r, char, emit, dialect))
+        key = yield from collected(lambda emit: scalar(r, char, emit, dialect, levels, is_key=True))
     yield from r.expect(markers(":"))
     emit((key if key.startswith('"') else quoted(key)) + ": ")
 
 
-def scalar(r: Reader, char: str, emit: Emit, dialect: Dialect = LOOSE) -> Steps[None]:
-    """Read a string, number or word that begins with `char` (which is not consumed yet)."""
+def scalar(
+    r: Reader, char: str, emit: Emit, dialect: Dialect = LOOSE, levels: str = "", is_key: bool = False
+) -> Steps[None]:
+    """Read a string, number or word that begins with `char` (which is not consumed yet).
+
+    `levels` and `is_key` tell where a string ends whose quotes are not escaped: see `ends_string`.
+    """
     if dialect.delimiter and char == "<":
         delimiter = markers(dialect.delimiter)
         yield from r.expect(delimiter)
@@ -167,12 +196,12 @@ def scalar(r: Reader, char: str, emit: Emit, dialect: Dialect = LOOSE) -> Steps[
             raise Malformed
         emit('"')
     elif char in _RUNS:
-        yield from string(r, char, emit)
+        yield from string(r, char, emit, levels, is_key)
     elif dialect.bare:
         word = yield from collected(lambda emit: r.until(_BARE_END, emit, keep=True))
         emit(_bare(word.strip()))
     else:
-        emit(number((yield from _token(r))))
+        emit(padded((yield from token(r))))
 
 
 _BARE_END: Final[Markers] = markers(",", "}", "]", "<tool_call|>", "<end_function_call>")
@@ -186,7 +215,8 @@ def _bare(word: str) -> str:
         return quoted(word)
 
 
-def _token(r: Reader) -> Steps[str]:
+def token(r: Reader) -> Steps[str]:
+    """Read what may be a number or word."""
     parts: list[str] = []
     while True:
         found = _TOKEN.match(r.buf, r.at)
@@ -197,8 +227,11 @@ def _token(r: Reader) -> Steps[str]:
         yield
 
 
-def string(r: Reader, quote: str, emit: Emit) -> Steps[None]:
-    """Read a string in `quote`s, or in three of them as Python may, and emit it as JSON."""
+def string(r: Reader, quote: str, emit: Emit, levels: str = "", is_key: bool = False) -> Steps[None]:
+    """Read a string in `quote`s, or in three of them as Python may, and emit it as JSON.
+
+    With `levels`, a quote behind which the call cannot go on belongs to the string.
+    """
     opening = yield from r.peek(3)
     size = 3 if opening == quote * 3 else 1
     r.take(size)
@@ -216,7 +249,11 @@ def string(r: Reader, quote: str, emit: Emit) -> Steps[None]:
             r.take(1)
             emit((yield from _escape(r)))
         elif char == quote:
-            if size == 1 or (yield from r.peek(3)) == quote * 3:
+            if size == 1:
+                is_end = not levels or (yield from ends_string(r, levels, is_key))
+            else:
+                is_end = (yield from r.peek(3)) == quote * 3
+            if is_end:
                 r.take(size)
                 break
             emit(escaped(r.take(1)))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from worker.parsers.call import NAME_LIMIT, Context, begin, end, members, read_name
 from worker.parsers.json_calls import JsonCalls
+from worker.parsers.literal import PYTHON
 from worker.parsers.reader import Malformed, Reader, Steps, markers
 
 _NAME_START = re.compile(r"[^\W\d]")
@@ -58,7 +59,7 @@ class PythonCalls:
         yield from _keywords(ctx.r)
         params = begin(ctx, name)
         ctx.r.take(1)
-        yield from members(ctx, params, ctx.out.args, close=")", separator=markers("="))
+        yield from members(ctx, params, ctx.out.args, PYTHON, close=")", separator=markers("="))
         end(ctx)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
-from worker.parsers.literal import number, quoted, value
+from worker.parsers.literal import is_padded, number, quoted, value
 from worker.parsers.reader import Malformed, Reader
 
 Schema = Mapping[str, Any]
@@ -134,6 +134,8 @@ def coerced(text: str, types: Types) -> str:
         return quoted(text)
     bare = text.strip()
     found = json_text(bare)
+    if found is not None and "string" in types and is_padded(bare):
+        return quoted(text)
     if found is not None:
         kind = json_type(found)
         if kind == "string":

@@ -1,0 +1,129 @@
+"""Strings in Python calls whose inner quotes are not escaped, as in `run(command="grep "x" y")`: which quote ends one.
+
+A quote ends its string if the call can go on behind it. Where Python could read the text, that is every quote, so
+only text that is no Python is read otherwise. The look ahead stops at the next quote at the latest.
+"""
+
+import re
+from typing import Final
+
+from worker.parsers.reader import Malformed, Reader, Steps
+
+# Further than any model pads its calls.
+_LOOK_LIMIT: Final = 256
+_SPACE: Final = re.compile(r"\s*")
+_WORD: Final = re.compile(r"[\w.\-]*")
+_VALUE_START: Final = frozenset("\"'[({+-.0123456789")
+_CONSTANTS: Final = frozenset({"True", "False", "None", "true", "false", "null", "nan", "NaN", "inf", "Infinity"})
+
+
+def ends_string(r: Reader, levels: str, is_key: bool) -> Steps[bool]:
+    """Whether the quote that comes next ends its string. Consumes nothing.
+
+    `levels` are the brackets that close what is open, of which the first is the call's. `is_key`: a colon may follow.
+    Raises `Malformed` if the string is a part of an expression.
+    """
+    yield from _refuse_expression(r)
+    at, depth = 1, len(levels)
+    while True:
+        at, char = yield from _skip(r, at)
+        if not char:
+            return True
+        if not depth:
+            return (yield from _follows_call(r, at, char))
+        if char == levels[depth - 1]:
+            at, depth, is_key = at + 1, depth - 1, False
+            continue
+        if char == "<":
+            return (yield from _is_marker(r, at))
+        if char != ",":
+            return char == ":" and is_key
+        at, char = yield from _skip(r, at + 1)
+        if char != levels[depth - 1]:
+            return (yield from _is_keyword(r, at) if depth == 1 else _is_value(r, at, char))
+
+
+def _refuse_expression(r: Reader) -> Steps[None]:
+    """`"a" + b`, `"%s" % x` and `"a".join(b)` are values that nobody can know."""
+    at, char = yield from _skip(r, 1)
+    following = yield from _char(r, at + 1)
+    if char and char in "+%" and following.isspace():
+        raise Malformed
+    if char == "." and at == 1:
+        after, word = yield from _word(r, at + 1)
+        if word.isidentifier() and (yield from _char(r, after)) == "(":
+            raise Malformed
+
+
+def _follows_call(r: Reader, at: int, char: str) -> Steps[bool]:
+    """Whether this may stand behind the bracket that closes a call."""
+    if char == "<":
+        return (yield from _is_marker(r, at))
+    if char in ",;":
+        at, char = yield from _skip(r, at + 1)
+        if not char:
+            return True
+    if char != "]":
+        return (yield from _is_call(r, at))
+    after, char = yield from _skip(r, at + 1)
+    if char == "<":
+        return (yield from _is_marker(r, after))
+    # Text may follow the list.
+    return not char or (after > at + 1 and char.isalnum())
+
+
+def _is_call(r: Reader, at: int) -> Steps[bool]:
+    at, name = yield from _word(r, at)
+    if not name or (yield from _char(r, at)) != "(":
+        return False
+    at, char = yield from _skip(r, at + 1)
+    return char in ("", ")") or (yield from _is_keyword(r, at))
+
+
+def _is_keyword(r: Reader, at: int) -> Steps[bool]:
+    at, name = yield from _word(r, at)
+    at, char = yield from _skip(r, at)
+    return not char or (bool(name) and char == "=" and (yield from _char(r, at + 1)) != "=")
+
+
+def _is_value(r: Reader, at: int, char: str) -> Steps[bool]:
+    if not char or char in _VALUE_START:
+        return True
+    _, word = yield from _word(r, at)
+    return word in _CONSTANTS
+
+
+def _is_marker(r: Reader, at: int) -> Steps[bool]:
+    """Whether markup follows, so that brackets are missing: `<|…` or `</name>`."""
+    char = yield from _char(r, at + 1)
+    if char != "/":
+        return char in ("", "|", "｜")
+    at, name = yield from _word(r, at + 2)
+    return bool(name) and (yield from _char(r, at)) in ("", ">")
+
+
+def _char(r: Reader, at: int) -> Steps[str]:
+    """The character `at` so many after the next; "" behind the end of the text."""
+    while len(r.buf) - r.at <= at and not r.ended:
+        yield
+    return r.buf[r.at + at : r.at + at + 1]
+
+
+def _skip(r: Reader, at: int) -> Steps[tuple[int, str]]:
+    """Where white space ends, and the character there; "" at the end of the text or beyond the limit."""
+    return (yield from _run(r, at, _SPACE))
+
+
+def _word(r: Reader, at: int) -> Steps[tuple[int, str]]:
+    """Where a word ends, and the word."""
+    end, _ = yield from _run(r, at, _WORD)
+    return end, r.buf[r.at + at : r.at + end]
+
+
+def _run(r: Reader, at: int, kind: re.Pattern[str]) -> Steps[tuple[int, str]]:
+    while True:
+        found = kind.match(r.buf, r.at + at, r.at + at + _LOOK_LIMIT)
+        end = found.end() if found else r.at + at
+        if end < len(r.buf) or r.ended or end - r.at - at >= _LOOK_LIMIT:
+            return end - r.at, r.buf[end : end + 1] if end - r.at - at < _LOOK_LIMIT else ""
+        yield
