@@ -19,7 +19,7 @@ _END_OF_TURN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """How reasoning is marked. `prefix` may follow the start marker and belongs to it.
+    """How reasoning is marked. `prefix` is a line that may follow the start marker and belongs to it.
 
     `is_explicit`: the model always writes the start itself, so that an end without it is noise.
     """
@@ -121,8 +121,11 @@ class Conversation:
         out.end_reasoning()
 
     def _prefix(self) -> Steps[None]:
-        if self._grammar.think and self._grammar.think.prefix:
-            yield from self._ctx.r.literal(markers(self._grammar.think.prefix))
+        if self._grammar.think and (prefix := self._grammar.think.prefix):
+            text = yield from self._ctx.r.peek(len(prefix) + 1)
+            # Where nothing was thought, the line may not be ended.
+            if text == prefix or (text.startswith(prefix) and text[-1] in "\r\n<"):
+                self._ctx.r.take(len(prefix))
 
     def _is_special(self, marker: str) -> bool:
         """Whether only a model's special token looks like this, so that it cannot be part of a text."""

@@ -187,15 +187,16 @@ FAMILIES: Final[dict[str, Family]] = {
     "gemma4": Family(
         Grammar(
             (GemmaCalls(("<|tool_call>",), ("<tool_call|>",), GEMMA),),
-            Think(("<|channel>",), ("<channel|>",), "thought\n"),
-            ("<turn|>", "<|tool_response>"),
+            Think(("<|channel>",), ("<channel|>",), "thought"),
+            ("<turn|>", "<|tool_response>", "<tool_call|>"),
+            GemmaCalls((), ("<tool_call|>",), GEMMA, bare=True),
             tool_ends_think="always",
         )
     ),
     "function_gemma": Family(
         Grammar(
             (GemmaCalls(("<start_function_call>",), ("<end_function_call>",), FUNCTION_GEMMA),),
-            drop=("<start_function_response>", "<end_of_turn>"),
+            drop=("<start_function_response>", "<end_of_turn>", "<end_function_call>"),
         )
     ),
     "gigachat": Family(Grammar((_GIGACHAT,), drop=("<|message_sep|>",))),
