@@ -109,7 +109,7 @@ def read_name(r: Reader) -> Steps[str]:
 
 def begin(ctx: Context, name: str, call_id: str = "") -> Parameters:
     """Announce a call; from here on it cannot become text any more."""
-    name = name.strip()
+    name = ctx.tools.declared(name.strip())
     if not name or len(name) > NAME_LIMIT:
         raise Malformed
     ctx.out.begin(name, call_id)

@@ -81,8 +81,10 @@ class Messages:
             if not (yield from attempt(self._ctx, _Call(recipient), "", out.text)):
                 out.malformed += 1
             return (yield from r.until(self._stop, out.text))
+        # What is said to the user may quote calls.
+        stop = self._stop if recipient in _NOBODY else self._text
         while True:
-            hit = yield from r.until(self._text, out.text)
+            hit = yield from r.until(stop, out.text)
             body = self._channels.body
             if not body or hit not in body.starts:
                 return hit

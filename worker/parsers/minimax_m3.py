@@ -14,10 +14,10 @@ _MAX_DEPTH: Final = 32
 
 @dataclass(slots=True)
 class _Node:
-    """One tag: text, or more tags."""
+    """One tag: text, or more tags. `source` is everything up to its end, as written."""
 
     tag: str
-    text: list[str] = field(default_factory=list[str])
+    source: str = ""
     children: "list[_Node]" = field(default_factory=list["_Node"])
 
 
@@ -61,42 +61,62 @@ def _tag(r: Reader) -> Steps[str]:
 
 def _read(r: Reader, tag: str) -> Steps[_Node]:
     """Everything up to the end of the tag that was just opened."""
+    pieces: list[str] = []
     top = _Node(tag)
-    open_ = [top]
+    # With each open tag, how many pieces came before what is in it.
+    open_ = [(top, 0)]
     while open_:
-        if not (yield from r.until(markers(f"{_NS}<"), open_[-1].text.append)):
+        if not (yield from r.until(markers(f"{_NS}<"), pieces.append)):
             raise Malformed
         name, _ = yield from r.capture(markers(">"), NAME_LIMIT)
         if name.startswith("/"):
-            if name[1:] != open_.pop().tag:
+            node, start = open_.pop()
+            if name[1:] not in (node.tag, node.tag.partition(" ")[0]):
                 raise Malformed
-        elif len(open_) >= _MAX_DEPTH:
+            node.source = "".join(pieces[start:])
+        pieces.append(f"{_NS}<{name}>")
+        if name.startswith("/"):
+            continue
+        if len(open_) >= _MAX_DEPTH:
             raise Malformed
-        else:
-            node = _Node(name)
-            open_[-1].children.append(node)
-            open_.append(node)
+        node = _Node(name)
+        open_[-1][0].children.append(node)
+        open_.append((node, len(pieces)))
     return top
 
 
 def _json(node: _Node, params: Parameters, types: Types) -> str:
     """The node as JSON; recursion is bounded by `_MAX_DEPTH`."""
-    if not node.children:
-        text = "".join(node.text)
+    if not node.children or _is_text(types):
+        # Tags inside of what can only be text belong to it.
+        text = node.source
         if not text.strip() and types and "string" not in types:
             return "[]" if "array" in types else "{}" if "object" in types else coerced(text, types)
         return coerced(text, types)
     below = params.below(node.tag)
-    if all(child.tag == "item" for child in node.children) and (not types or "array" in types):
+    is_list = not types or "array" in types
+    tags = {child.tag for child in node.children}
+    if is_list and (tags == {"item"} or (types and len(tags) == 1 and "object" not in types)):
         item = params.item_types(node.tag)
-        return "[" + ", ".join(_json(child, below, item) if not child.children else _object(child, below)
-                               for child in node.children) + "]"  # fmt: skip
+        return _array([_json(child, below, item) if not child.children or _is_text(item) else _object(child, below)
+                       for child in node.children])  # fmt: skip
     return _object(node, below)
+
+
+def _is_text(types: Types) -> bool:
+    return "string" in types and types.isdisjoint(("array", "object"))
+
+
+def _array(items: list[str]) -> str:
+    return "[" + ", ".join(items) + "]"
 
 
 def _object(node: _Node, params: Parameters) -> str:
     if all(child.tag == "item" for child in node.children):
-        return "[" + ", ".join(_json(child, params, ANY) for child in node.children) + "]"
-    return "{" + ", ".join(
-        f"{quoted(child.tag)}: {_json(child, params, params.types(child.tag))}" for child in node.children
-    ) + "}"  # fmt: skip
+        return _array([_json(child, params, ANY) for child in node.children])
+    values: dict[str, list[str]] = {}
+    for child in node.children:
+        values.setdefault(child.tag, []).append(_json(child, params, params.types(child.tag)))
+    # A tag that is repeated holds a list.
+    pairs = (f"{quoted(tag)}: {each[0] if len(each) == 1 else _array(each)}" for tag, each in values.items())
+    return "{" + ", ".join(pairs) + "}"

@@ -46,6 +46,11 @@ class Tools:
     def __bool__(self) -> bool:
         return bool(self._schemas)
 
+    def declared(self, name: str) -> str:
+        """The name that is meant by `name`: a template that lists tools as `name.*` makes models double it."""
+        head, _, tail = name.partition(".")
+        return head if head == tail and head in self and name not in self else name
+
     def parameters(self, name: str) -> "Parameters":
         return Parameters(self._schemas.get(name, {}))
 
