@@ -13,6 +13,7 @@ _TEMPLATES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("step3", ("<steptml:invoke",)),
     ("minimax_m3", ("]<]minimax[>[",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
+    ("dots", ("<dots_function_call>",)),
     ("harmony", ("<|channel|>", "<|message|>")),
     ("gemma4", ("<|tool_call>", "<tool_call|>")),
     ("function_gemma", ("<start_function_call>",)),
@@ -80,8 +81,9 @@ _VOCABULARY: Final = (
 _MODEL_TYPES: Final = {
     "gpt_oss": "harmony", "deepseek_v32": "deepseek_v32", "deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2",
     "glm4_moe": "glm45", "minimax_m2": "minimax_m2", "seed_oss": "seed_oss", "gemma4": "gemma4", "llama4": "llama4",
-    "lfm2": "lfm2", "lfm2_moe": "lfm2", "longcat_flash": "longcat", "step3p5": "step3p5", "apertus": "apertus",
-    "hunyuan": "hunyuan_a13b", "cohere2": "command_r7b", "internlm2": "internlm2", "qwen3_next": "hermes",
+    "dots3": "dots", "dots3_note": "dots", "lfm2": "lfm2", "lfm2_moe": "lfm2", "longcat_flash": "longcat",
+    "step3p5": "step3p5", "apertus": "apertus", "hunyuan": "hunyuan_a13b", "cohere2": "command_r7b",
+    "internlm2": "internlm2", "qwen3_next": "hermes",
 }  # fmt: skip
 
 

@@ -59,6 +59,11 @@ _MINIMAX_M2 = XmlCalls(
     wrap=("<minimax:tool_call>",), wrap_end=("</minimax:tool_call>",), call="<invoke", head_end=(">",),
     param="<parameter", key_end=">", param_end="</parameter>", call_end="</invoke>", call_alone=False,
 )  # fmt: skip
+_DOTS = XmlCalls(
+    inline=True,
+    wrap=("<dots_function_call>",), wrap_end=("</dots_function_call>",), call="<invoke", head_end=(">",),
+    param="<parameter", key_end=">", param_end="</parameter>", call_end="</invoke>", call_alone=False, json=True,
+)  # fmt: skip
 _MINICPM5 = XmlCalls(
     inline=True,
     wrap=(), wrap_end=(), call="<function", head_end=(">",), param="<param", key_end=">", param_end="</param>",
@@ -181,6 +186,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "deepseek_v31": Family(_DEEPSEEK_V3),
     "deepseek_v32": Family(_DEEPSEEK_V32),
     "deepseek_v4": Family(_DEEPSEEK_V32),
+    "dots": _row(_DOTS),
     "ernie45": Family(Grammar((_HERMES,), _THINK, ("<response>", "</response>"))),
     "functionary_v31": _row(TaggedJson(), LlamaCalls(("<|python_tag|>",)), think=None),
     "functionary_v32": Family(Grammar((RecipientJson(),), opening=RecipientJson())),
@@ -284,7 +290,8 @@ FAMILIES: Final[dict[str, Family]] = {
 
 ALIASES: Final[dict[str, str]] = {
     "apriel1.6": "apriel16", "bielik": "hermes", "cohere": "command_r7b", "command_r_plus": "command_r",
-    "deepseek_v3.1": "deepseek_v31", "deepseek_v3.2": "deepseek_v32", "ernie": "ernie45", "exaone": "hermes",
+    "deepseek_v3.1": "deepseek_v31", "deepseek_v3.2": "deepseek_v32", "dots1": "hermes",
+    "dots3": "dots", "dots3_note": "dots", "dots_llm1": "hermes", "ernie": "ernie45", "exaone": "hermes",
     "firefunction": "phi4mini", "firefunction_v2": "phi4mini", "functionary": "functionary_v32",
     "functiongemma": "function_gemma", "gemma": "gemma4", "gigachat3": "gigachat", "glm": "glm47", "glm46": "glm45",
     "gpt_oss": "harmony", "gpt-oss": "harmony", "granite4": "granite", "hunyuan": "hunyuan_a13b",

@@ -40,6 +40,7 @@ _QWEN: Final = XmlShape(value="\n", before_end="\n")
 XML_SHAPES: Final[dict[str, XmlShape]] = {
     "deepseek_v32": _DSML,
     "deepseek_v4": _DSML,
+    "dots": XmlShape(' name="{name}"', ' name="{key}"', value="\n", before_end="\n"),
     "glm45": _GLM,
     "glm47": _TIGHT,
     "hy_v3": _TIGHT,
