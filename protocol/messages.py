@@ -269,6 +269,10 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     load_s: float
     model_type: str = ""
     has_chat_template: bool = True
+    # How rows share a forward pass: `together`, `equal` or `single`; empty from a worker that does not say. The reason
+    # is empty where nothing had to be given up.
+    lane: str = ""
+    lane_reason: str = ""
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):

@@ -46,6 +46,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: int = 0
     # Jinja in place of the model's own chat template; empty is its own.
     chat_template: str = ""
+    # How rows share a forward pass: `auto` is as the self-check of the load finds them exact, else `together`, `equal`
+    # (prompts by chunks of equal length) or `single` (one request at a time), unchecked.
+    batching: str = "auto"
 
     @property
     def identity(self) -> bytes:

@@ -16,6 +16,7 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBat
 from worker.constrain import Masks
 from worker.kv import extract
 from worker.kv_budget import KvCost
+from worker.lanes import Lane
 from worker.prefix_cache import PrefixCache
 from worker.prefix_tree import common_prefix
 from worker.rows import Row
@@ -34,6 +35,11 @@ PARKED_WAIT_S: Final = 0.05
 
 
 class _PromptBatch(PromptProcessingBatch):
+    def filter(self, keep: list[int]) -> None:
+        """As mlx-lm's, but for all rows nothing: caches of the lane of one row have no `filter`."""
+        if len(keep) < len(self.uids):
+            super().filter(keep)
+
     def generate(self, tokens: list[list[int]]) -> GenerationBatch:
         """As mlx-lm's, but what comes out is ours from its first step on."""
         assert all(len(last) == 1 for last in tokens), "the generator prefills all but the last token"
@@ -104,10 +110,32 @@ class _DecodeBatch(GenerationBatch):
 
 
 class _Generator(BatchGenerator):
-    def __init__(self, model: Any, sampler: RowSampler, **options: Any) -> None:
+    def __init__(self, model: Any, sampler: RowSampler, lane: Lane, **options: Any) -> None:
         super().__init__(model, sampler=sampler, **options)
+        self._lane = lane
         self._prompt_batch = _PromptBatch.empty(model, sampler, prefill_step_size=self.prefill_step_size)
         self._generation_batch = _DecodeBatch.empty(model, sampler)
+
+    def _next(self) -> Any:
+        if self._lane is Lane.EQUAL:
+            self.prefill_step_size = min(self.prefill_step_size, self._shortest())
+        return super()._next()
+
+    def _shortest(self) -> int:
+        """Tokens that every row in prefill has left in its segment: a chunk of no more needs no padding."""
+        waiting = (row[1] for row in self._unprocessed_sequences)
+        segments = [*(row[0] for row in self._currently_processing), *waiting]
+        return min((len(parts[0]) for parts in segments if len(parts) > 1), default=self.prefill_step_size)
+
+    def _make_batch(self, n: int) -> PromptProcessingBatch:
+        if self._lane is not Lane.SINGLE:
+            return super()._make_batch(n)
+        assert n == 1, "the lane of one row takes one"
+        row = self._unprocessed_sequences.popleft()
+        self._unprocessed_sequences.appendleft((*row[:3], [], *row[4:]))
+        batch = super()._make_batch(1)
+        batch.prompt_cache = row[3]
+        return batch
 
 
 @dataclass(slots=True, frozen=True)
@@ -138,7 +166,13 @@ class Batch:
     """
 
     def __init__(
-        self, model: Any, eos_ids: Sequence[int], max_running: int, max_chunk: int, cache: PrefixCache
+        self,
+        model: Any,
+        eos_ids: Sequence[int],
+        max_running: int,
+        max_chunk: int,
+        cache: PrefixCache,
+        lane: Lane = Lane.TOGETHER,
     ) -> None:
         # Known once a first row, the one for warming up, has ended.
         self.kv_cost: KvCost | None = None
@@ -159,6 +193,7 @@ class Batch:
         self._generator = _Generator(
             model,
             self._sampler,
+            lane,
             completion_batch_size=max_running,
             prefill_batch_size=max_running,
             prefill_step_size=max_chunk,

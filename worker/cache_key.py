@@ -26,6 +26,7 @@ from worker.cache_file import FORMAT, is_known
 from worker.cache_folder import LABEL, Claim, Form
 from worker.errors import LoadFailed
 from worker.kv import Layout, leaves
+from worker.lanes import Lane
 from worker.loader import Loaded
 
 __all__ = ["LABEL", "model_form", "open_disk"]
@@ -60,11 +61,13 @@ def open_disk(spec: WorkerSpec, loaded: Loaded, layout: Layout, wake: Callable[[
 
 def model_form(loaded: Loaded, kinds: list[str], *, runs_code: bool = False) -> Form:
     """Everything that the KV of given token ids depends on, without reading all of the weights; equal on all hosts."""
+    # What padding left on disk, where it is computed wrongly, is not to be read in another lane.
+    lane = () if loaded.plan.lane is Lane.TOGETHER else (loaded.plan.lane.value,)
     dtypes = sorted({str(array.dtype) for array in _arrays(loaded.model)})
     code = sorted(file.name for file in loaded.path.glob("*.py")) if runs_code else []
     return Form(
         libraries=_digest(version("mlx"), version("mlx-lm"), version("mlxd")),
-        layout=_digest(FORMAT, str(mx.default_device()), kinds, dtypes),
+        layout=_digest(FORMAT, str(mx.default_device()), kinds, dtypes, *lane),
         weights=_digest(*((file.name, _content(file)) for file in sorted(loaded.path.glob("model*.safetensors")))),
         configuration=_digest_files(loaded.path, ("config.json", *code)),
         tokenizer=_digest_files(loaded.path, _TOKENIZER_FILES),

@@ -31,14 +31,16 @@ from protocol.messages import (
 from protocol.spec import WorkerSpec
 from worker import memory
 from worker.batch import Batch, Tick, Token
+from worker.cache_disk import CacheDisk
 from worker.cache_key import open_disk
 from worker.chunking import ChunkPolicy
 from worker.encodable import encodable
-from worker.errors import StepFailed
+from worker.errors import GPU_FAULTS, StepFailed
 from worker.gauges import Gauges
 from worker.inbox import Inbox, Wake
 from worker.kv import Layout
 from worker.kv_budget import KvBudget, KvCost
+from worker.lanes import Lane
 from worker.loader import Loaded
 from worker.logprobs import LogprobReader
 from worker.output import Piece, Writer
@@ -46,6 +48,7 @@ from worker.parsers import Event
 from worker.prefix_cache import PrefixCache
 from worker.rows import Row
 from worker.scheduler import Queue
+from worker.selfcheck import refusal
 
 log = logging.getLogger("mlxd.worker")
 
@@ -60,7 +63,6 @@ _RECOVERY_S: Final = 60.0
 # Rows that may wait, at a time, for another row to prefill what they share.
 _MAX_HELD: Final = 64
 _NOTHING: Final = (Event(Kind.TEXT),)
-_GPU_FAULTS: Final = ("[METAL]", "Command buffer", "CUDA", "cuda")
 
 
 class Engine:
@@ -81,10 +83,14 @@ class Engine:
         self._send = send
         self._gauges = gauges
         self._writer = writer
+        self._plan = loaded.plan
+        self.max_running = 1 if self._plan.lane is Lane.SINGLE else spec.max_running
         self._layout = Layout.of(lambda: make_prompt_cache(loaded.model))
-        disk = open_disk(spec, loaded, self._layout, lambda: inbox.put(Wake.UP))
+        disk: CacheDisk | None = None
+        if self._plan.reuses_prefixes:
+            disk = open_disk(spec, loaded, self._layout, lambda: inbox.put(Wake.UP))
         self._share = memory.Share(spec, loaded.weights_bytes)
-        prefixes = self._share.enforce().prefixes
+        prefixes = self._share.enforce().prefixes if self._plan.reuses_prefixes else 0
         self._cache = PrefixCache(self._layout, prefixes, disk=disk, disk_min_tokens=spec.disk_cache_tokens)
         self._is_waiting = False
         self._batch = self._new_batch()
@@ -131,13 +137,16 @@ class Engine:
     def warm_up(self, prompt: list[int]) -> int:
         """Compile the kernels of prefill and decode before the first request pays for it.
 
-        Returns the longest sequence that memory has room for, in tokens.
+        Returns the longest sequence that memory has room for, in tokens. Raises `LoadFailed`.
         """
         row = self._writer.silent_row(prompt)
-        self._batch.insert(row)
-        while self._batch:
-            self._batch.tick(self._spec.prefill_chunk)
-        self._batch.settle()
+        try:
+            self._batch.insert(row)
+            while self._batch:
+                self._batch.tick(self._spec.prefill_chunk)
+            self._batch.settle()
+        except Exception as error:  # the boundary to code of every architecture
+            raise refusal(error) from error
         self._cache.clear()
         assert self._batch.kv_cost is not None
         self.kv_cost = self._batch.kv_cost
@@ -147,7 +156,7 @@ class Engine:
         return self.kv_cost.longest(limits.kv)
 
     def _limit(self, limits: memory.Limits) -> None:
-        self._cache.resize(limits.prefixes)
+        self._cache.resize(limits.prefixes if self._plan.reuses_prefixes else 0)
         self._kv = KvBudget(self.kv_cost, limits.kv, limits.buffers)
         self._gauges.kv_limit = limits.kv
         self._gauges.share_bytes = self._share.bytes
@@ -245,7 +254,7 @@ class Engine:
 
     def _admit(self) -> None:
         held: list[Row] = []
-        while len(self._queue) and len(self._batch) < self._spec.max_running and len(held) < _MAX_HELD:
+        while len(self._queue) and len(self._batch) < self.max_running and len(held) < _MAX_HELD:
             row = self._queue.pop()
             if not self._kv.admits(self._batch.rows, row):
                 held.append(row)
@@ -371,7 +380,7 @@ class Engine:
         Sampling depends on (seed, position) alone, so the rows go on with the tokens they would have had.
         """
         now = time.monotonic()
-        is_fault = any(sign in str(error) for sign in _GPU_FAULTS)
+        is_fault = any(sign in str(error) for sign in GPU_FAULTS)
         if is_fault or now - self._recovered_at < _RECOVERY_S:
             raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
         log.exception("a step failed; rebuilding the batch of %d rows", len(self._batch))
@@ -429,7 +438,8 @@ class Engine:
         return Batch(
             self._loaded.model,
             self._loaded.eos_ids,
-            self._spec.max_running,
+            self.max_running,
             max_chunk=self._spec.prefill_chunk,
             cache=self._cache,
+            lane=self._plan.lane,
         )

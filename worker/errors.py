@@ -6,8 +6,13 @@ WorkerError
 └── StepFailed        the step loop cannot go on; ends the process with status 70
 """
 
+from typing import Final
+
 from protocol.failures import Code, Exit, Failure
 from worker.encodable import encodable
+
+# In the text of an exception of MLX: the device failed, and its state is unknown.
+GPU_FAULTS: Final = ("[METAL]", "Command buffer", "CUDA", "cuda")
 
 
 class WorkerError(Exception):

@@ -8,11 +8,14 @@ exact position where it was copied: a checkpoint.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
+from mlx_lm.models.cache import BatchKVCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+
+# What holds a sequence in the lane of one row; elsewhere these are merged into a batch's form of them.
+_ALONE: Final = (KVCache, RotatingKVCache, ChunkedKVCache)
 
 Span = list[tuple[mx.array, mx.array]]
 """Keys and values `[1, heads, tokens, dim]` of each sliceable layer over a span of tokens."""
@@ -45,13 +48,18 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
 
 
 def extract(caches: Sequence[Any], row: int) -> list[Any]:
-    """One row of a batch's caches. Plain KV comes as views: whoever keeps a part copies that part, not all of it."""
+    """One row of a batch's caches, or the caches of the one row of a lane of one, as they are now.
+
+    Plain KV comes as views: whoever keeps a part copies that part, not all of it.
+    """
     # Together: one wait for the device, not one for each layer.
     mx.eval([leaf.left_padding for leaf in leaves(caches) if type(leaf) is BatchKVCache])
 
     def take(cache: Any) -> Any:
         if isinstance(cache, CacheList):
             return CacheList(*(take(child) for child in cache.caches))
+        if isinstance(cache, _ALONE):
+            return _cut(copy.deepcopy(cache))
         if type(cache) is not BatchKVCache:
             return cache.extract(row)
         padding: Any = cache.left_padding.tolist()
@@ -59,6 +67,16 @@ def extract(caches: Sequence[Any], row: int) -> list[Any]:
         return KVCache.from_state((keys, values, int(keys.shape[2])))
 
     return [take(cache) for cache in caches]
+
+
+def _cut(leaf: Any) -> Any:
+    """Without the room that KV has to grow."""
+    if leaf.keys is None:
+        return leaf
+    # A chunk's KV begins where it does.
+    held = leaf.offset - getattr(leaf, "start_position", 0)
+    leaf.keys, leaf.values = leaf.keys[..., :held, :], leaf.values[..., :held, :]
+    return leaf
 
 
 def slice_span(caches: Sequence[Any], begin: int, end: int) -> Span:

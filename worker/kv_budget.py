@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from worker.kv import arrays_of, is_sliceable, leaves
 from worker.rows import Row
@@ -41,6 +41,8 @@ class KvCost:
                 layers.append(leaf.nbytes // tokens)
             elif isinstance(leaf, RotatingKVCache):
                 windows.append((leaf.nbytes // min(tokens, leaf.max_size), leaf.max_size))
+            elif isinstance(leaf, ChunkedKVCache):
+                windows.append((leaf.nbytes // min(tokens, leaf.chunk_size), leaf.chunk_size))
             else:
                 fixed_bytes += sum(array.nbytes for array in arrays_of([], [leaf]))
         widest = max([*layers, *(each for each, _ in windows)], default=0)

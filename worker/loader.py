@@ -3,7 +3,7 @@
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +17,13 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
 )
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model, load_tokenizer
 
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from worker.errors import LoadFailed
+from worker.lanes import Plan
+from worker.selfcheck import SAMPLE, choose
 from worker.templates import check_template
 
 DEMO: Final = "demo"
@@ -31,6 +32,8 @@ DEMO_DIR: Final = Path(__file__).parent / "demo_model"
 _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 _DEFAULT_CONTEXT: Final = 8192
+# What the self-check reads.
+_TEXT: Final = "The river was low that summer, and the people of the town walked across it on stones to the market."
 _LFS_POINTER: Final = b"version https://git-lfs"
 
 
@@ -46,6 +49,7 @@ class Loaded:
     max_context: int
     eos_ids: tuple[int, ...]
     weights_bytes: int
+    plan: Plan
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
@@ -69,22 +73,26 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
         raise LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {spec.path} ({total} bytes)") from error
     except Exception as error:  # the boundary to code of every architecture
         raise _explain(path, config, error) from error
-    _check_batchable(model, config)
     if not tokenizer.encode("a"):  # what transformers makes of a folder without one
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
     if spec.chat_template:
         tokenizer.chat_template, tokenizer.has_chat_template = spec.chat_template, True
     weights_bytes = _nbytes(model)
     progress("weights", weights_bytes, weights_bytes)
+    vocab_size = _vocab_size(config, tokenizer)
+    eos_ids = tuple(sorted(tokenizer.eos_token_ids))
+    _check_eos(eos_ids, vocab_size)
+    progress("check", weights_bytes, weights_bytes)
     return Loaded(
         model=model,
         tokenizer=tokenizer,
         path=path,
         model_type=str(config.get("model_type", "")),
-        vocab_size=_vocab_size(config, tokenizer),
+        vocab_size=vocab_size,
         max_context=_context(config, spec.context),
-        eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
+        eos_ids=eos_ids,
         weights_bytes=weights_bytes,
+        plan=choose(model, _sample(tokenizer, vocab_size), spec.batching),
     )
 
 
@@ -209,13 +217,19 @@ def _nbytes(model: Any) -> int:
     return sum(int(array.nbytes) for _, array in parameters)
 
 
-def _check_batchable(model: Any, config: dict[str, Any]) -> None:
-    stuck = {type(cache).__name__ for cache in make_prompt_cache(model) if not hasattr(cache, "merge")}
-    if stuck:
+def _check_eos(eos_ids: Sequence[int], vocab_size: int) -> None:
+    beyond = [token for token in eos_ids if not 0 <= token < vocab_size]
+    if beyond:
         raise LoadFailed(
-            Code.MODEL_UNSUPPORTED,
-            f"architecture '{config['model_type']}' cannot be batched: mlx-lm has no batch form of {', '.join(stuck)}",
+            Code.MODEL_CORRUPT,
+            f"the model's files give {beyond[0]} as an end-of-sequence token, beyond its {vocab_size} tokens",
         )
+
+
+def _sample(tokenizer: Any, vocab_size: int) -> list[int]:
+    """Tokens of an ordinary text for the self-check, and others where that is too short."""
+    ids = [token for token in tokenizer.encode(_TEXT) if token < vocab_size]
+    return ids + [(20 + 7 * at) % vocab_size for at in range(SAMPLE - len(ids))]
 
 
 def _vocab_size(config: dict[str, Any], tokenizer: Any) -> int:

@@ -6,7 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import gemma3_text, gpt_oss, llama, qwen3, qwen3_5, qwen3_moe, qwen3_next
+from mlx_lm.models import (
+    afm7,
+    gemma3_text,
+    gpt_bigcode,
+    gpt_oss,
+    llama,
+    llama4,
+    mamba,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+)
 from mlx_lm.utils import save_config, save_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -78,13 +90,46 @@ ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_moe": (qwen3_moe, {**_COMMON, **_EXPERTS, "model_type": "qwen3_moe"}),
 }  # fmt: skip
 
+# Those that mlx-lm computes wrongly, or not at all, in a batch of prompts of unequal length, with the lane that serves
+# them: state that padding empties, positions that follow the longest row, an offset that must be one number, and
+# caches that no batch can hold.
+LANES: dict[str, str] = {"mamba": "equal", "afm7": "single", "gpt_bigcode": "single", "llama4": "single"}
+_LANED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mamba": (
+        mamba,
+        {"model_type": "mamba", "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "state_size": 16,
+         "num_hidden_layers": 4, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 8,
+         "max_position_embeddings": 4096},
+    ),
+    "afm7": (
+        afm7,
+        {"model_type": "afm7", "vocab_size": VOCAB, "hidden_dim": 64, "num_layers": 4, "num_kv_reuse_layers": 2,
+         "num_heads": 4, "num_kv_heads": 2, "max_position_embeddings": 4096},
+    ),
+    "gpt_bigcode": (
+        gpt_bigcode,
+        {"model_type": "gpt_bigcode", "vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_inner": 128, "n_head": 4,
+         "n_positions": 4096, "layer_norm_epsilon": 1e-5},
+    ),
+    "llama4": (
+        llama4,
+        {"model_type": "llama4", "vocab_size": VOCAB,
+         "text_config": {
+             **{key: value for key, value in _COMMON.items() if key not in ("tie_word_embeddings", "rope_theta")},
+             "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 32, "use_qk_norm": True,
+             "interleave_moe_layer_step": 2, "intermediate_size_mlp": 128, "num_experts_per_tok": 1,
+             "num_local_experts": 2, "rope_scaling": None, "rope_theta": 10000.0,
+         }},
+    ),
+}  # fmt: skip
+
 
 def build(architecture: str, folder: Path, *, seed: int = 0, markers: Sequence[str] = (), **overrides: Any) -> Path:
     """A random model of `architecture` with a byte-level tokenizer, in the layout of a Hugging Face repository.
 
     `markers` become control tokens.
     """
-    module, base = ARCHITECTURES[architecture]
+    module, base = (ARCHITECTURES | _LANED)[architecture]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tiny_tokenizer(markers)
     overrides = {"vocab_size": max(VOCAB, len(tokenizer)), **overrides}

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from protocol.messages import Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
-from tests.support.models import ARCHITECTURES, VOCAB, Breakable
+from tests.support.models import ARCHITECTURES, LANES, VOCAB, Breakable
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -41,7 +41,7 @@ def tokens(result: Result) -> tuple[object, ...]:
     return result.ids, result.text, result.finish
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *LANES])
 def test_sixteen_staggered_requests_equal_each_alone(architecture: str, model_folder: Callable[[str], Path]) -> None:
     batch = requests(16)
     with EngineHarness(spec(model_folder(architecture), prefill_chunk=64)) as engine:

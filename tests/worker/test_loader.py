@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama4
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from protocol.failures import Code, Exit
@@ -68,7 +67,7 @@ def test_a_good_model_is_loaded_with_the_facts_requests_are_checked_against(fold
     assert (model.vocab_size, model.max_context, model.model_type) == (VOCAB, 4096, "qwen3")
     assert model.eos_ids == (2,)
     assert model.path == folder.resolve()
-    assert [stage for stage, _, _ in seen] == ["weights", "weights"]
+    assert [stage for stage, _, _ in seen] == ["weights", "weights", "check"]
     assert seen[-1][1] == seen[-1][2] == model.weights_bytes > 0
 
 
@@ -217,24 +216,6 @@ def test_code_of_a_model_runs_only_when_it_is_allowed(folder: Path) -> None:
     assert not (folder / "ran").exists()
     refused(folder, Code.MODEL_CORRUPT, trust_remote_code=True)
     assert (folder / "ran").exists()
-
-
-def test_an_architecture_without_a_batch_form_is_unsupported(folder: Path) -> None:
-    text = {
-        "attention_bias": False, "attention_chunk_size": 32, "head_dim": 16, "hidden_act": "silu", "hidden_size": 64,
-        "interleave_moe_layer_step": 2, "intermediate_size": 64, "intermediate_size_mlp": 64,
-        "max_position_embeddings": 256, "model_type": "llama4_text", "num_attention_heads": 4,
-        "num_experts_per_tok": 1, "num_hidden_layers": 4, "num_key_value_heads": 2, "num_local_experts": 2,
-        "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1e4, "use_qk_norm": False, "vocab_size": VOCAB,
-    }  # fmt: skip
-    config = {"model_type": "llama4", "text_config": text}
-    model = llama4.Model(llama4.ModelArgs.from_dict(config))
-    weights(folder).unlink()
-    save_model(folder, model)
-    save_config(dict(config), config_path=folder / "config.json")
-    message = refused(folder, Code.MODEL_UNSUPPORTED)
-    assert "llama4" in message
-    assert "ChunkedKVCache" in message
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -404,3 +385,9 @@ def test_a_configured_template_that_does_not_compile_is_refused_before_the_weigh
 
 def test_a_configured_template_may_refuse_a_chat_without_messages(folder: Path) -> None:
     assert loaded(folder, chat_template="{{ messages[0].content + 'x' }}")
+
+
+@pytest.mark.parametrize("beyond", [VOCAB, [2, VOCAB + 90]])
+def test_an_end_of_sequence_token_beyond_the_vocabulary_is_a_sentence(tmp_path: Path, beyond: object) -> None:
+    message = refused(build("qwen3", tmp_path / "m", eos_token_id=beyond), Code.MODEL_CORRUPT)
+    assert f"as an end-of-sequence token, beyond its {VOCAB} tokens" in message

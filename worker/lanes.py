@@ -1,0 +1,24 @@
+"""Lanes: how many rows a model computes at a time, and which."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Lane(StrEnum):
+    """How rows share a forward pass."""
+
+    # Prompts of any lengths together, padded to the longest.
+    TOGETHER = "together"
+    # Prompts together by chunks of equal length, so that nothing is padded; decode together.
+    EQUAL = "equal"
+    # One row from its first token to its last, on the model's own caches.
+    SINGLE = "single"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The lane of a model, whether its prefixes can be reused, and why not the first lane or no reuse."""
+
+    lane: Lane = Lane.TOGETHER
+    reuses_prefixes: bool = True
+    reason: str = ""
