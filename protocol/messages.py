@@ -120,8 +120,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     `max_tokens` None means up to the end of the context; larger than what is left is clamped.
     `top_logprobs` None means no logprobs, 0 means only the sampled token's. `echo` sends the prompt's text first.
-    `deadline_ms` is relative to receipt; 0 means none. Lower `priority` runs first; equal ones in order of arrival.
-    `want_progress` asks for `Progress` while the prompt is processed.
+    `deadline_ms` is relative to receipt; 0 means none. Lower `priority` runs first; of equal ones one of each `tenant`
+    in turn, and a tenant's in order of arrival. `want_progress` asks for `Progress` while the prompt is processed.
     """
 
     rid: int
@@ -142,6 +142,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     # Reasoning tokens after which the block is closed in the model's own way; None means no limit.
     thinking_budget: int | None = None
     constraint: Constraint | None = None
+    # Rows of equal priority run in turn by tenant: a digest of the key's name; empty without a key.
+    tenant: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):

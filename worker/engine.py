@@ -267,8 +267,7 @@ class Engine:
                 self._close_reasoning(row)
             else:
                 self._batch.insert(row)
-        for row in held:
-            self._queue.push(row)
+        self._queue.put_back(held)
         self._is_waiting = bool(held) and not self._batch
 
     def _make_room(self) -> None:

@@ -92,6 +92,7 @@ class Intake:
             deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
             want_progress=request.want_progress,
             cache_salt=request.cache_salt,
+            tenant=request.tenant,
             boundaries=self._boundaries(ids) if is_chat else [],
         )
         if isinstance(request.prompt, ChatPrompt):

@@ -91,12 +91,12 @@ class KvBudget:
         return not lengths or self._fits(len(lengths) + 1, max(*lengths, _expected(row)))
 
     def surplus(self, running: Sequence[Row]) -> Row | None:
-        """The row to take out before the next step, if memory would not last: the least urgent, newest one."""
+        """The row to take out before the next step, if memory would not last: the least urgent, last admitted one."""
         if len(running) < 2:
             return None
         if self._fits(len(running), max(len(row.prompt) + len(row.output) for row in running) + 1):
             return None
-        return max(running, key=lambda row: (row.priority, row.arrival))
+        return max(running, key=lambda row: (row.priority, row.admitted, row.arrival))
 
     def _fits(self, rows: int, tokens: int) -> bool:
         passing = max(0, self.cost.transient(rows, tokens) - self.spare)

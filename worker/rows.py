@@ -36,6 +36,8 @@ class Row:
     deadline: float | None = None
     want_progress: bool = False
     cache_salt: str = ""
+    # Rows of equal priority run in turn by it.
+    tenant: str = ""
     # Where messages begin in the prompt: worth a checkpoint for models whose caches cannot be cut.
     boundaries: list[int] = field(default_factory=list)
     # Called before the sampling parameters' own processors.

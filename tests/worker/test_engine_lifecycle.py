@@ -327,6 +327,18 @@ def test_requests_run_by_priority_then_in_order_of_arrival(engine: EngineHarness
     abort(engine, *running)
 
 
+def test_requests_of_equal_priority_run_in_turn_by_tenant(engine: EngineHarness) -> None:
+    running = fill(engine)
+    requests = [short(1, tenant=tenant) for tenant in ("a", "a", "a", "a", "b", "c")]
+    results = [engine.submit(request) for request in requests]
+    engine.wait(lambda: all(result.accepted for result in results), "all to be queued")
+    abort(engine, running[0])
+    engine.wait(lambda: all(result.terminals for result in results))
+    a1, a2, a3, a4, b, c = (request.rid for request in requests)
+    assert engine.ended[-6:] == [a1, b, c, a2, a3, a4]
+    abort(engine, *running)
+
+
 def test_a_full_queue_refuses_and_serves_on(engine: EngineHarness) -> None:
     running = fill(engine)
     waiting = [engine.submit(short()) for _ in range(6)]
