@@ -15,7 +15,7 @@ from typing import Final, NoReturn
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.caller import NOBODY, OWNER, Caller
+from gateway.caller import NOBODY, OWNER, Caller, tenant_of
 from gateway.errors import Forbidden, Misdirected, RateLimited, Unauthorized
 from gateway.http import Record, record_of
 from gateway.keys import PREFIX_CHARS, SECRET_CHARS_MAX, Key, KeyFile, KeysUnusable, Stamp, digest
@@ -124,8 +124,9 @@ class Keyring:
         self._stamp = stamp
         keys = self._file.read()
         by_prefix: dict[bytes, list[Account]] = {}
+        has_others = sum(key.is_usable for key in keys) > 1
         for key in keys:
-            by_prefix.setdefault(key.prefix.encode(), []).append(Account(key, self._make_caller(key)))
+            by_prefix.setdefault(key.prefix.encode(), []).append(Account(key, self._make_caller(key, has_others)))
         self._by_prefix = by_prefix
         self.is_open = stamp is None
         if stamp is None:
@@ -137,8 +138,8 @@ class Keyring:
             if not key.is_usable and not key.is_disabled:
                 log.warning("the key %s is not in force: it requires a later version of mlxd", key.name)
 
-    def _make_caller(self, key: Key) -> Caller:
-        limits = Limits(key.rpm, key.tpm, key.concurrency)
+    def _make_caller(self, key: Key, has_others: bool) -> Caller:
+        limits = Limits(key.rpm, key.tpm, key.concurrency, key.max_sequences)
         meter = self._meters.get(key.name)
         if meter is None:
             meter = self._meters[key.name] = Meter(key.name, limits, self._metrics.key(key.name), self._clock)
@@ -152,6 +153,9 @@ class Keyring:
             key.priority,
             key.cache_salt,
             meter,
+            tenant_of(key.name),
+            key.queue_share if has_others and not key.is_admin else 100,
+            key.max_tokens,
         )
 
 

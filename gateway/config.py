@@ -53,6 +53,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
     request_timeout_s: Seconds = 0.0
     queue_timeout_s: Seconds = 600.0
+    # Percent of a model's queue that one key may fill while there are other keys.
+    queue_share: Annotated[int, Meta(ge=1, le=100)] = 50
     # Of the Responses API, for clients that come back to an answer: for each key. 0 bytes keeps none.
     response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     response_store_age_s: Seconds = 30 * 86400.0

@@ -190,6 +190,8 @@ def _of_keys(keys: "Mapping[str, KeyMetrics]") -> Iterator[Metric]:
     yield _counter("key_rejections", text, ["key", "reason"], rejections)
     running = [([key], k.running) for key, k in keys.items()]
     yield _gauge("key_requests_running", "Requests of a key being served.", ["key"], running)
+    sequences = [([key], k.sequences) for key, k in keys.items()]
+    yield _gauge("key_sequences_running", "Sequences of a key being served.", ["key"], sequences)
     prompt = [([key], k.prompt_tokens) for key, k in keys.items()]
     yield _counter("key_prompt_tokens", "Prompt tokens of a key.", ["key"], prompt)
     generated = [([key], k.generation_tokens) for key, k in keys.items()]

@@ -84,8 +84,10 @@ class Generation:
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
-            held.enter_context(self._services.admission.lease(self._model, len(self._generates)))
-            meter = self.record.caller.meter
+            caller, services = self.record.caller, self._services
+            share = caller.queue_share or services.config.server.queue_share
+            held.enter_context(services.admission.lease(self._model, len(self._generates), caller.key, share))
+            meter = caller.meter
             if meter is not None:
                 self._bill = held.enter_context(meter.hold(self._estimate(meter), len(self._generates)))
             held.enter_context(self._services.pool.busy(self._model.name))

@@ -1,5 +1,7 @@
 """What a key may use in a minute and at once: token buckets on a monotonic clock.
 
+A request counts as its sequences, prompts times choices: for the worker each is as much work as a request of its own.
+
 A bucket holds a minute's worth and refills evenly, so what remains, and when it is full again, can be told exactly.
 Tokens are taken by estimate when a request begins and settled when it ends; a bucket that is overdrawn refuses until
 its debt is refilled, so that the mean holds even where every estimate is wrong.
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from gateway.errors import RateLimited
+from gateway.errors import BadRequest, RateLimited
 from gateway.metrics import KeyMetrics
 
 Header = tuple[bytes, bytes]
@@ -31,6 +33,8 @@ class Limits:
     rpm: int = 0
     tpm: int = 0
     concurrency: int = 0
+    # Of one request.
+    sequences: int = 0
 
 
 class Bucket:
@@ -85,12 +89,12 @@ class Meter:
         self._expected_completion = EXPECTED_COMPLETION
 
     def limit(self, limits: Limits) -> None:
-        """From now on these. A limit that is unchanged keeps its bucket, and so what was used of it."""
+        """From now on these. What was used of a limit counts on under the one that takes its place."""
         now = self._clock()
         if limits.rpm != self._limits.rpm:
-            self._requests = _bucket(limits.rpm, now)
+            self._requests = _resized(self._requests, limits.rpm, now)
         if limits.tpm != self._limits.tpm:
-            self._tokens = _bucket(limits.tpm, now)
+            self._tokens = _resized(self._tokens, limits.tpm, now)
         self._limits = limits
 
     @property
@@ -99,14 +103,29 @@ class Meter:
 
     def request(self) -> None:
         """Book one request. Raises `RateLimited`."""
-        if self._requests is None:
+        self._admit_requests(1)
+
+    def check(self, sequences: int) -> None:
+        """Raises `BadRequest` for a request of more sequences than the key may ever have."""
+        for most, text in (
+            (self._limits.sequences, "in one request"),
+            (self._limits.concurrency, "at once"),
+            (self._limits.rpm, "in a minute"),
+        ):
+            if most and sequences > most:
+                self._reject("sequences")
+                message = f"{sequences} sequences in one request; key {self._name!r} may have {most} {text}."
+                raise BadRequest(message, "n")
+
+    def _admit_requests(self, count: int) -> None:
+        if self._requests is None or not count:
             return
         now = self._clock()
-        if (wait_s := self._requests.wait_s(1, now)) > 0:
+        if (wait_s := self._requests.wait_s(count, now)) > 0:
             self._reject("requests")
             message = f"Rate limit reached for key {self._name!r}: {self._limits.rpm} requests per minute."
             raise RateLimited(message, "requests", wait_s)
-        self._requests.take(1, now)
+        self._requests.take(count, now)
 
     def expected(self, max_tokens: int | None) -> float:
         """Completion tokens that a sequence will probably have: clients ask for far more than they use."""
@@ -114,29 +133,34 @@ class Meter:
 
     @contextmanager
     def hold(self, estimate: float, sequences: int = 1) -> Generator[Bill, None, None]:
-        """Be one of the concurrent requests, and reserve `estimate` tokens. Raises `RateLimited`.
+        """Be so many of the concurrent sequences, and reserve `estimate` tokens. Raises `BadRequest`, `RateLimited`.
 
         What the bill says at the end is booked in place of the estimate.
         """
-        concurrency = self._limits.concurrency
-        if concurrency and self._numbers.running >= concurrency:
+        self.check(sequences)
+        concurrency, running = self._limits.concurrency, self._numbers.sequences
+        if concurrency and running + sequences > concurrency:
             self._reject("concurrency")
-            message = f"Key {self._name!r} has {concurrency} requests running, as many as it may."
+            message = f"Key {self._name!r} has {running} sequences running, and may have {concurrency}."
             raise RateLimited(message, "requests", BUSY_RETRY_AFTER_S)
         bucket = self._tokens
         now = self._clock()
+        if bucket is not None and (wait_s := bucket.wait_s(estimate, now)) > 0:
+            self._reject("tokens")
+            message = f"Rate limit reached for key {self._name!r}: {self._limits.tpm} tokens per minute."
+            raise RateLimited(message, "tokens", wait_s)
+        # One was booked when the request came in.
+        self._admit_requests(sequences - 1)
         if bucket is not None:
-            if (wait_s := bucket.wait_s(estimate, now)) > 0:
-                self._reject("tokens")
-                message = f"Rate limit reached for key {self._name!r}: {self._limits.tpm} tokens per minute."
-                raise RateLimited(message, "tokens", wait_s)
             bucket.take(estimate, now)
         bill = Bill(estimate, sequences)
         self._numbers.running += 1
+        self._numbers.sequences += sequences
         try:
             yield bill
         finally:
             self._numbers.running -= 1
+            self._numbers.sequences -= sequences
             self._settle(bill)
 
     def _settle(self, bill: Bill) -> None:
@@ -184,6 +208,14 @@ class Meter:
 
 def _bucket(per_minute: int, now: float) -> Bucket | None:
     return Bucket(per_minute, now) if per_minute else None
+
+
+def _resized(bucket: Bucket | None, per_minute: int, now: float) -> Bucket | None:
+    """A bucket from which as much is missing as from the one before."""
+    made = _bucket(per_minute, now)
+    if made is not None and bucket is not None:
+        made.take(bucket.capacity - bucket.level(now), now)
+    return made
 
 
 def _whole(level: float) -> int:

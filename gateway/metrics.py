@@ -83,6 +83,8 @@ class KeyMetrics:
     """One API key's numbers, all on the event loop."""
 
     running: int = 0
+    # Of those that run.
+    sequences: int = 0
     requests: Counter[str] = field(default_factory=Counter[str])
     rejections: Counter[str] = field(default_factory=Counter[str])
     prompt_tokens: int = 0

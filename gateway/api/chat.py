@@ -21,9 +21,9 @@ class ChatCompletions:
         services, record = self._services, record_of(scope)
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
         request, unknown = decode_chat(body)
-        model, seed = serve.begin(services, record, request.model, bool(request.stream), request.seed, unknown)
+        is_stream, choices = bool(request.stream), request.n or 1
+        model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown, choices)
         generates = lower_chat(request, model, services.link.next_rid, seed, serve.deadline_ms(services))
-        choices = len(generates)
         heading = Heading(
             serve.new_id("chatcmpl"), serve.now(), model.name, choices, choices, is_legacy=bool(request.functions)
         )

@@ -21,7 +21,8 @@ class Completions:
         services, record = self._services, record_of(scope)
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
         request, unknown = decode_completion(body)
-        model, seed = serve.begin(services, record, request.model, bool(request.stream), request.seed, unknown)
+        is_stream, sequences = bool(request.stream), request.sequences
+        model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown, sequences)
         generates = lower_completion(request, model, services.link.next_rid, seed, serve.deadline_ms(services))
         heading = Heading(serve.new_id("cmpl"), serve.now(), model.name, len(generates), request.n or 1)
         job = serve.Job(services, record, model, generates)

@@ -23,9 +23,16 @@ from protocol.messages import Detokenize, Generate, Prompt, Tokenize, Tokenized
 
 
 def begin(
-    services: Services, record: Record, name: str, is_stream: bool, asked_seed: int | None, unknown: list[str]
+    services: Services,
+    record: Record,
+    name: str,
+    is_stream: bool,
+    asked_seed: int | None,
+    unknown: list[str],
+    sequences: int = 1,
 ) -> tuple[ModelConfig, int]:
-    """The model and the seed of a request, noted on its record. Raises `ModelNotFound`."""
+    """The model and the seed of a request, noted on its record. Raises `ModelNotFound`, and `BadRequest` for more
+    sequences than can ever run: before any of them is made."""
     model = services.router.resolve(name, record.caller)
     # Drawn here when the client gives none, and told, so that any answer can be had again.
     seed = secrets.randbits(63) if asked_seed is None else asked_seed
@@ -34,6 +41,10 @@ def begin(
     record.headers = [(b"x-mlxd-seed", str(seed).encode()), *ignored_header(unknown)]
     if unknown:
         services.metrics.model(model.name).ignored_fields += len(unknown)
+    caller = record.caller
+    services.admission.check(model, sequences, caller.queue_share or services.config.server.queue_share)
+    if caller.meter is not None:
+        caller.meter.check(sequences)
     return model, seed
 
 

@@ -195,6 +195,12 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=0, le=1 << 40), shape({"maximum": 1})] | None = None
     suffix: Annotated[str, shape({"maxLength": 0})] | None = None
 
+    @property
+    def sequences(self) -> int:
+        """How many answers this asks for."""
+        is_one = isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
+        return (1 if is_one else len(self.prompt)) * (self.n or 1)
+
 
 # Accepted because they ask for nothing that a local server does, whatever their value.
 NO_ACTION: Final = frozenset(

@@ -78,6 +78,32 @@ def test_retry_after_grows_with_how_long_requests_take_and_stays_in_bounds() -> 
     assert rejected_after(100_000) == 60
 
 
+def test_one_key_may_have_its_share_of_a_queue_and_the_others_the_rest() -> None:
+    rejections: list[str] = []
+    admission = Admission(lambda _, reason: rejections.append(reason))
+    model = ModelConfig(name="m", path="m", max_running=2, max_waiting=8)
+    with admission.lease(model, 5, "greedy", 50):
+        with pytest.raises(Overloaded, match="5 of the 5 places in the queue of m") as caught:
+            admission.lease(model, 1, "greedy", 50).__enter__()
+        assert caught.value.retry_after_s >= 1
+        with pytest.raises(BadRequest, match="for one key, takes at most 5"):
+            admission.lease(model, 6, "other", 50).__enter__()
+        with admission.lease(model, 5, "other", 50):
+            assert admission.inside("m") == 10
+    assert rejections == ["key_share", "too_many_sequences"]
+    with admission.lease(model, 10, "alone", 100):
+        pass
+    with admission.lease(model, 5, "greedy", 50):
+        pass
+    assert admission.inside("m") == 0
+
+
+def test_a_share_is_at_least_one_place() -> None:
+    model = ModelConfig(name="m", path="m", max_running=1, max_waiting=0)
+    with Admission().lease(model, 1, "k", 1):
+        pass
+
+
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.booleans(), st.booleans()), max_size=12))
 def test_no_lease_is_leaked_whatever_is_cancelled_or_raised(plan: list[tuple[int, int, bool, bool]]) -> None:
     admission = Admission()

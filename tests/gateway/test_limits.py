@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gateway.errors import RateLimited
+from gateway.errors import BadRequest, RateLimited
 from gateway.limits import EXPECTED_COMPLETION, Bucket, Limits, Meter
 from gateway.metrics import KeyMetrics
 
@@ -138,6 +138,53 @@ def test_concurrent_requests() -> None:
     assert numbers.rejections == {"concurrency": 1}
     with one.hold(1):
         assert numbers.running == 1
+
+
+def test_a_request_counts_as_its_sequences() -> None:
+    clock = Clock()
+    one, numbers = meter(clock, rpm=10, concurrency=8)
+    one.request()
+    with one.hold(1, 6):
+        assert (numbers.running, numbers.sequences) == (1, 6)
+        assert headers(one)["x-ratelimit-remaining-requests"] == "4"
+        with pytest.raises(RateLimited) as caught, one.hold(1, 3):
+            pass
+        assert caught.value.message == "Key 'k' has 6 sequences running, and may have 8."
+        one.request()
+        with one.hold(1, 2):
+            pass
+    one.request()
+    with pytest.raises(RateLimited, match="10 requests per minute"), one.hold(1, 8):
+        pass
+    assert numbers.sequences == 0
+    assert headers(one)["x-ratelimit-remaining-requests"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"), [("concurrency", "4 at once"), ("rpm", "4 in a minute"), ("sequences", "4 in one request")]
+)
+def test_more_sequences_than_the_key_can_ever_have_are_refused_at_once(limit: str, text: str) -> None:
+    one, numbers = meter(Clock(), **{limit: 4})
+    with pytest.raises(BadRequest, match=text), one.hold(1, 5):
+        pass
+    assert numbers.rejections == {"sequences": 1}
+    with one.hold(1, 4):
+        pass
+
+
+def test_what_was_used_of_a_limit_counts_on_under_the_next_one() -> None:
+    clock = Clock()
+    one, _ = meter(clock, rpm=10, tpm=600)
+    for _ in range(4):
+        one.request()
+    with one.hold(10) as bill:
+        bill.completion = 1200
+    one.limit(Limits(rpm=6, tpm=60))
+
+    assert headers(one)["x-ratelimit-remaining-requests"] == "2"
+    with pytest.raises(RateLimited) as caught, one.hold(1):
+        pass
+    assert caught.value.retry_after_s == 1200 - 60 + 1
 
 
 def test_without_limits_nothing_is_refused_or_told() -> None:

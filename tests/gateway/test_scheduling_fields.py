@@ -5,7 +5,7 @@ from itertools import count
 import msgspec
 import pytest
 
-from gateway.caller import OWNER, Caller
+from gateway.caller import OWNER, Caller, tenant_of
 from gateway.config import ModelConfig
 from gateway.errors import BadRequest
 from gateway.schemas.lowering import lower_chat
@@ -53,3 +53,18 @@ def test_a_salt_of_a_request_stays_within_its_key() -> None:
     assert one.bind(lowered()).cache_salt == "s1"
     assert one.bind(lowered(cache_salt="x")).cache_salt != other.bind(lowered(cache_salt="x")).cache_salt
     assert one.bind(lowered(cache_salt="x")).cache_salt != one.bind(lowered()).cache_salt
+
+
+def test_a_worker_knows_the_tenant_of_a_request_and_not_its_name() -> None:
+    one, other = (Caller(key=name, tenant=tenant_of(name)) for name in ("alice", "bob"))
+    assert one.bind(lowered()).tenant == tenant_of("alice") != other.bind(lowered()).tenant
+    assert "alice" not in tenant_of("alice")
+    assert OWNER.bind(lowered()).tenant == ""
+
+
+def test_an_answer_is_no_longer_than_its_key_allows() -> None:
+    key = Caller(key="team", max_tokens=100)
+    assert key.bind(lowered()).max_tokens == 100
+    assert key.bind(lowered(max_tokens=7)).max_tokens == 7
+    assert key.bind(lowered(max_tokens=700)).max_tokens == 100
+    assert OWNER.bind(lowered(max_tokens=700)).max_tokens == 700
