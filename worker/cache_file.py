@@ -1,8 +1,9 @@
 """A file of the disk cache: one edge of the prefix tree, as safetensors.
 
-In order: the edge's token ids, the KV of the sliceable layers for these tokens, and a checkpoint of the others at its
-end; either of the last two may be missing. The metadata says where the edge belongs. A seal over the header and a
-checksum of each section tell any change: what reads back is what was written, or `Corrupt`.
+In order: the edge's token ids, the KV of the sliceable layers for these tokens and of the windowed ones for the last of
+them, and a checkpoint of the others at its end; either of the last two may be missing. The metadata says where the edge
+belongs. A seal over the header and a checksum of each section tell any change: what reads back is what was written, or
+`Corrupt`.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from worker.kv import Span
 
 Tokens = npt.NDArray[np.int32]
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 SUFFIX: Final = ".safetensors"
 _SEAL: Final = b'"seal":"'
 _SEAL_DIGITS: Final = 16

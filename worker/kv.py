@@ -1,8 +1,9 @@
 """mlx-lm caches of one sequence, taken apart for keeping and put together for use.
 
-A layer's cache is one of two kinds. *Sliceable*: plain KV, where the entry of a token does not depend on what follows,
-so any prefix is a slice. *Stateful*: everything else (sliding window, recurrent state), which is valid only at the
-exact position where it was copied: a checkpoint.
+A layer's cache is one of three kinds. *Sliceable*: plain KV, where the entry of a token does not depend on what
+follows, so any prefix is a slice. *Windowed*: the same of the newest tokens only, which is enough to go on at a
+position where the whole window before it is known. *Stateful*: everything else (recurrent state), which is valid only
+at the exact position where it was copied. Where there is any of the last two, a sequence can go on at checkpoints only.
 """
 
 import copy
@@ -12,31 +13,47 @@ from typing import Any, Final
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import BatchKVCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    BatchKVCache,
+    BatchRotatingKVCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+)
 
 # What holds a sequence in the lane of one row; elsewhere these are merged into a batch's form of them.
 _ALONE: Final = (KVCache, RotatingKVCache, ChunkedKVCache)
 
 Span = list[tuple[mx.array, mx.array]]
-"""Keys and values `[1, heads, tokens, dim]` of each sliceable layer over a span of tokens."""
+"""Keys and values `[1, heads, tokens, dim]` of each sliceable and each windowed layer over an edge of tokens. Windowed
+layers have those of its last tokens only: no more than a window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which kind each layer of a model is; `make` builds an empty cache of one sequence."""
+    """Which kind each layer of a model is; `make` builds an empty cache of one sequence.
+
+    `windows` are the sizes of windows, each with the place of one such layer in a span.
+    """
 
     make: Callable[[], list[Any]]
     sliceable: int
+    windowed: int
     stateful: int
+    windows: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, make: Callable[[], list[Any]]) -> "Layout":
-        kinds = [is_sliceable(leaf) for leaf in leaves(make())]
-        return cls(make, sum(kinds), len(kinds) - sum(kinds))
+        flat = leaves(make())
+        kv = [leaf for leaf in flat if has_kv(leaf)]
+        windows = {leaf.max_size: at for at, leaf in enumerate(kv) if is_windowed(leaf)}
+        windowed = sum(is_windowed(leaf) for leaf in kv)
+        return cls(make, len(kv) - windowed, windowed, len(flat) - len(kv), tuple(windows.items()))
 
     @property
     def needs_checkpoints(self) -> bool:
-        return self.stateful > 0
+        return self.windowed + self.stateful > 0
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:
@@ -50,16 +67,20 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
 def extract(caches: Sequence[Any], row: int) -> list[Any]:
     """One row of a batch's caches, or the caches of the one row of a lane of one, as they are now.
 
-    Plain KV comes as views: whoever keeps a part copies that part, not all of it.
+    KV comes as views: whoever keeps a part copies that part, not all of it.
     """
+    flat = leaves(caches)
     # Together: one wait for the device, not one for each layer.
-    mx.eval([leaf.left_padding for leaf in leaves(caches) if type(leaf) is BatchKVCache])
+    mx.eval([leaf.left_padding for leaf in flat if type(leaf) in (BatchKVCache, BatchRotatingKVCache)])
+    mx.eval([leaf.offset for leaf in flat if type(leaf) is BatchRotatingKVCache])
 
     def take(cache: Any) -> Any:
         if isinstance(cache, CacheList):
             return CacheList(*(take(child) for child in cache.caches))
         if isinstance(cache, _ALONE):
             return _cut(copy.deepcopy(cache))
+        if type(cache) is BatchRotatingKVCache:
+            return _extract_window(cache, row)
         if type(cache) is not BatchKVCache:
             return cache.extract(row)
         padding: Any = cache.left_padding.tolist()
@@ -79,28 +100,59 @@ def _cut(leaf: Any) -> Any:
     return leaf
 
 
+def _extract_window(cache: Any, row: int) -> Any:
+    """As `BatchRotatingKVCache.extract`, without its copy of the whole window."""
+    keys, values, offset, left_padding, size, _, end, is_rotated = cache.state
+    if keys is None:
+        return RotatingKVCache(size)
+    views = [array[row : row + 1] for array in (keys, values)]
+    if is_rotated:
+        views, end = [mx.roll(view, -end, 2) for view in views], size
+    padding = max(0, left_padding.tolist()[row])
+    keys, values = (view[:, :, padding:end] for view in views)
+    return RotatingKVCache.from_state((keys, values, offset.tolist()[row], 0, size, int(keys.shape[2])))
+
+
 def slice_span(caches: Sequence[Any], begin: int, end: int) -> Span:
-    """Own copies of the sliceable layers' entries for tokens [begin, end); evaluated later, in order."""
-    return _pack(
-        [
-            (leaf.keys[..., begin:end, :], leaf.values[..., begin:end, :])
-            for leaf in leaves(caches)
-            if is_sliceable(leaf)
-        ]
-    )
+    """Own copies of the KV of tokens [begin, end), as far as windows hold it; evaluated later, in order."""
+    return _pack([_slice(leaf, begin, end) for leaf in leaves(caches) if has_kv(leaf)])
+
+
+def _slice(leaf: Any, begin: int, end: int) -> tuple[mx.array, mx.array]:
+    if is_sliceable(leaf):
+        return leaf.keys[..., begin:end, :], leaf.values[..., begin:end, :]
+    keys, values = (leaf._temporal_order(array) for array in (leaf.keys, leaf.values))
+    first = leaf.offset - keys.shape[2]
+    begin = min(max(begin, end - leaf.max_size, first), end) - first
+    return keys[..., begin : end - first, :], values[..., begin : end - first, :]
 
 
 def view_span(span: Span, begin: int, end: int) -> Span:
-    """A part of a span, to be read at once: it keeps the memory of the whole."""
+    """A part of a span without windows, to be read at once: it keeps the memory of the whole."""
     return [(keys[..., begin:end, :], values[..., begin:end, :]) for keys, values in span]
 
 
-def cut_span(span: Span, at: int) -> tuple[Span, Span]:
-    """Two spans with memory of their own, so that each can be freed alone."""
-    return (
-        _pack([(keys[..., :at, :], values[..., :at, :]) for keys, values in span]),
-        _pack([(keys[..., at:, :], values[..., at:, :]) for keys, values in span]),
-    )
+def part_span(span: Span, size: int, begin: int, end: int) -> Span:
+    """Tokens [begin, end) of an edge of `size` tokens, with memory of their own."""
+    return _pack([(_part(keys, size, begin, end), _part(values, size, begin, end)) for keys, values in span])
+
+
+def _part(array: mx.array, size: int, begin: int, end: int) -> mx.array:
+    absent = size - array.shape[2]
+    return array[..., max(0, begin - absent) : max(0, end - absent), :]
+
+
+def cut_span(span: Span, size: int, at: int) -> tuple[Span, Span]:
+    """The span of an edge of `size` tokens in two with memory of their own, so that each can be freed alone."""
+    return part_span(span, size, 0, at), part_span(span, size, at, size)
+
+
+def extend_windows(span: Span, caches: Sequence[Any], begin: int, end: int) -> Span:
+    """The span of an edge that ends at `end`, its windowed layers with tokens from `begin` on where they had fewer."""
+    held = [leaf for leaf in leaves(caches) if has_kv(leaf)]
+    is_short = [is_windowed(leaf) and pair[0].shape[2] < end - begin for leaf, pair in zip(held, span, strict=True)]
+    longer = iter(_pack([_slice(leaf, begin, end) for leaf, short in zip(held, is_short, strict=True) if short]))
+    return [next(longer) if short else pair for pair, short in zip(span, is_short, strict=True)]
 
 
 def _pack(span: Span) -> Span:
@@ -117,26 +169,38 @@ def _pack(span: Span) -> Span:
 
 def copy_state(caches: Sequence[Any]) -> list[Any]:
     """The stateful layers' caches as they are now, with memory of their own."""
-    return [_own(copy.deepcopy(leaf)) for leaf in leaves(caches) if not is_sliceable(leaf)]
+    return [_own(copy.deepcopy(leaf)) for leaf in leaves(caches) if not has_kv(leaf)]
 
 
-def assemble(layout: Layout, spans: Sequence[Span], state: Sequence[Any]) -> list[Any]:
-    """A cache of one sequence from consecutive spans and the checkpoint at their end. Shares nothing with either."""
-    columns = list(zip(*spans, strict=True))
-    sliceable, stateful = iter(columns), iter(state)
+def assemble(layout: Layout, spans: Sequence[Span], state: Sequence[Any], tokens: int) -> list[Any]:
+    """A cache of one sequence of `tokens` tokens from consecutive spans and the checkpoint at their end. Shares nothing
+    with either."""
+    columns, stateful = iter(list(zip(*spans, strict=True))), iter(state)
 
     def fill(cache: Any) -> Any:
         if isinstance(cache, CacheList):
             return CacheList(*(fill(child) for child in cache.caches))
-        if not is_sliceable(cache):
+        if not has_kv(cache):
             return copy.deepcopy(next(stateful))
-        parts = next(sliceable)
+        parts = next(columns)
+        if is_windowed(cache):
+            return _assemble_window(parts, cache.max_size, tokens)
         cache.keys = mx.concatenate([keys for keys, _ in parts], axis=2)
         cache.values = mx.concatenate([values for _, values in parts], axis=2)
         cache.offset = int(cache.keys.shape[2])
         return cache
 
     return [fill(cache) for cache in layout.make()]
+
+
+def _assemble_window(parts: Sequence[tuple[mx.array, mx.array]], window: int, tokens: int) -> Any:
+    size, count, first = min(window, tokens), 0, len(parts)
+    while count < size:
+        first -= 1
+        count += parts[first][0].shape[2]
+    keys = mx.concatenate([keys for keys, _ in parts[first:]], axis=2)[..., count - size :, :]
+    values = mx.concatenate([values for _, values in parts[first:]], axis=2)[..., count - size :, :]
+    return RotatingKVCache.from_state((keys, values, tokens, 0, window, size))
 
 
 def arrays_of(span: Span, state: Sequence[Any]) -> list[mx.array]:
@@ -165,3 +229,13 @@ def _own(leaf: Any) -> Any:
 def is_sliceable(leaf: Any) -> bool:
     """Whether any prefix of this layer's cache is a slice of it."""
     return type(leaf) is KVCache
+
+
+def is_windowed(leaf: Any) -> bool:
+    """Whether this layer's cache is the KV of the newest tokens."""
+    return type(leaf) is RotatingKVCache and leaf.keep == 0
+
+
+def has_kv(leaf: Any) -> bool:
+    """Whether this layer's cache is kept by tokens, in spans."""
+    return is_sliceable(leaf) or is_windowed(leaf)

@@ -15,7 +15,7 @@ import mlx.core as mx
 from worker.cache_disk import CacheDisk, Entry, Read
 from worker.cache_file import salt_key
 from worker.counts import Counts
-from worker.kv import Layout, Span, arrays_of, assemble, cut_span, slice_span, view_span
+from worker.kv import Layout, Span, arrays_of, assemble, part_span, slice_span, view_span
 from worker.prefix_tree import EMPTY, Extent, Node, Path, Tokens, Tree, new_state, span_bytes
 
 # Metal allows a process 499,000 buffers; many small nodes reach that long before any budget of bytes.
@@ -36,7 +36,8 @@ class Ticket:
     """Reads that were started for one row, and what it needs of memory beside them."""
 
     reads: dict[Entry, Read]
-    held: dict[Node, Span]
+    # With the tokens that the node had: it may be cut meanwhile.
+    held: dict[Node, tuple[Span, int]]
     deadline: float
 
     @property
@@ -126,7 +127,7 @@ class PrefixCache:
                 break
             assert step.span is not None
             spans.append(step.span if matched == len(step.tokens) else view_span(step.span, 0, matched))
-        caches = assemble(self._layout, spans, node.state or [])
+        caches = assemble(self._layout, spans, node.state or [], reusable)
         self._evict()
         return reusable, caches
 
@@ -140,6 +141,8 @@ class PrefixCache:
             node = self._append(node, tokens, depth, caches)
         elif self._layout.needs_checkpoints and node.state is None:
             self._add_state(node, caches)
+        if node.state is not None:
+            self._tree.cover(node, caches)
         self._tree.touch(node)
         self._tree.drop_useless(node)
         self._evict()
@@ -171,10 +174,10 @@ class PrefixCache:
         if target is None or reach - self._usable(path)[0] < MIN_TOKENS:
             return None
         wanted: dict[Entry, bool] = {}
-        held: dict[Node, Span] = {}
+        held: dict[Node, tuple[Span, int]] = {}
         for node, _ in path:
             if node.span is not None:
-                held[node] = node.span
+                held[node] = node.span, len(node.tokens)
             elif node.extent is not None:
                 wanted.setdefault(node.extent.entry, False)
             if node is target:
@@ -273,7 +276,7 @@ class PrefixCache:
                 continue
             if not self._layout.needs_checkpoints:
                 return node.begin + matched, node
-            if node.state is not None and matched == len(node.tokens):
+            if node.state is not None and matched == len(node.tokens) and self._tree.covers(node):
                 return node.end, node
         return 0, None
 
@@ -311,15 +314,16 @@ class PrefixCache:
 
 def _part(ticket: Ticket, node: Node) -> Span | None:
     """What the ticket has for a node, which may have been split since."""
-    span = ticket.held.get(node)
-    if span is not None and all(keys.shape[2] == len(node.tokens) for keys, _ in span):
+    span, size = ticket.held.get(node, (None, 0))
+    if span is not None and size == len(node.tokens):
         return span
     extent = node.extent
     read = ticket.reads.get(extent.entry) if extent is not None else None
     if extent is None or read is None or not read.is_done or read.span is None:
         return None
-    if extent.begin == 0 and extent.end == len(extent.entry.tokens):
+    size = len(extent.entry.tokens)
+    if extent.begin == 0 and extent.end == size:
         return read.span
-    part = cut_span(view_span(read.span, 0, extent.end), extent.begin)[1]
+    part = part_span(read.span, size, extent.begin, extent.end)
     mx.async_eval(arrays_of(part, []))
     return part

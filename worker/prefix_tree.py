@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker.cache_disk import Entry
-from worker.kv import Layout, Span, arrays_of, copy_state, cut_span, slice_span
+from worker.kv import Layout, Span, arrays_of, copy_state, cut_span, extend_windows, slice_span
 
 Tokens = npt.NDArray[np.int32]
 EMPTY: Tokens = np.empty(0, dtype=np.int32)
@@ -119,7 +119,7 @@ class Tree:
 
     def split(self, node: Node, at: int) -> Node:
         """Cut an edge in two; returns the upper half, which has no checkpoint."""
-        parent, extent = node.parent, node.extent
+        parent, extent, size = node.parent, node.extent, len(node.tokens)
         assert parent is not None
         upper = Node(node.tokens[:at].copy(), node.begin + at, parent)
         parent.children[int(upper.tokens[0])] = upper
@@ -130,7 +130,7 @@ class Tree:
             upper.extent = Extent(extent.entry, extent.begin, middle)
             node.extent = Extent(extent.entry, middle, extent.end)
         if node.span is not None:
-            upper_span, lower_span = cut_span(node.span, at)
+            upper_span, lower_span = cut_span(node.span, size, at)
             mx.async_eval(arrays_of([*upper_span, *lower_span], []))
             node.span = lower_span
             self._account(node)
@@ -166,6 +166,33 @@ class Tree:
             span = slice_span(caches, each.begin, each.end)
             mx.async_eval(arrays_of(span, []))
             self.hold(each, span)
+
+    def covers(self, node: Node) -> bool:
+        """Whether the held path to `node` has the whole of each window before its end."""
+        for size, at in self.layout.windows:
+            need = min(size, node.end)
+            step: Node | None = node
+            while need > 0 and step is not None and step.span is not None:
+                count = step.span[at][0].shape[2]
+                if count < min(need, len(step.tokens)):
+                    return False
+                need -= count
+                step = step.parent
+        return True
+
+    def cover(self, node: Node, caches: Sequence[Any]) -> None:
+        """Complete the windows before a checkpoint, which may lack what lies above an edge that was cut or was computed
+        with a longer one. What is on disk of the nodes that this changes is not as they are now."""
+        if self.covers(node):
+            return
+        begin = node.end - max(size for size, _ in self.layout.windows)
+        step: Node | None = node
+        while step is not None and step.span is not None and step.end > begin:
+            step.span = extend_windows(step.span, caches, max(begin, step.begin), step.end)
+            step.extent = step.saved = None
+            mx.async_eval(arrays_of(step.span, []))
+            self._account(step)
+            step = step.parent
 
     def touch(self, node: Node) -> None:
         """Make a path the newest, leaf first, so that ancestors stay newer than their descendants."""
@@ -221,6 +248,8 @@ class Tree:
             at += matched
         if entry.has_state:
             node.saved = entry
+            if at:  # a longer edge's file may hold less of the windows before this end
+                node.extent = Extent(entry, at - len(node.tokens), at)
         return node
 
     def check(self) -> None:
@@ -240,6 +269,7 @@ class Tree:
             assert node.parent is not None
             assert node.parent.parent is None or age[node.parent] > age[node], "the oldest is an end"
             assert node.nbytes == span_bytes(node.span or [], node.state) + node.tokens.nbytes
+            assert node.state is None or self.covers(node), "a checkpoint has its windows"
             is_of_use = node.state is not None or _has_held_children(node)
             assert is_of_use or not self.layout.needs_checkpoints, "every held path ends in a checkpoint"
         assert self.nbytes == sum(node.nbytes for node in held)

@@ -17,6 +17,8 @@ KINDS: dict[str, Callable[[], list[Any]]] = {
     "sliding": lambda: [RotatingKVCache(WINDOW), KVCache()],
     "recurrent": lambda: [ArraysCache(2), KVCache(), ArraysCache(2)],
     "lists": lambda: [CacheList(ArraysCache(2), KVCache()), CacheList(KVCache(), KVCache())],
+    "only sliding": lambda: [RotatingKVCache(WINDOW), RotatingKVCache(WINDOW)],
+    "two windows": lambda: [RotatingKVCache(WINDOW), KVCache(), RotatingKVCache(WINDOW // 2), ArraysCache(2)],
     "only recurrent": lambda: [ArraysCache(2), ArraysCache(2)],
 }
 
@@ -69,7 +71,7 @@ def _contents(cache: Any) -> Any:
     if cache.keys is None:
         return 0, [], []
     if isinstance(cache, RotatingKVCache):
-        shown = min(cache.offset, WINDOW)
+        shown = min(cache.offset, cache.max_size)
         ordered = (cache._temporal_order(array)[..., -shown:, :].tolist() for array in (cache.keys, cache.values))
         return cache.offset, *ordered
     return cache.offset, *(array.tolist() for array in cache.keys_and_values())

@@ -33,7 +33,7 @@ def test_a_file_holds_a_cache_exactly(kind: str, tmp_path: Path) -> None:
     key = write(tmp_path / "file", kind)
     span, state = load(tmp_path / "file", key, with_state=True)
     assert state is not None
-    assert contents(assemble(layout(kind), [span], state)) == contents(filled(kind, TOKENS.tolist()))
+    assert contents(assemble(layout(kind), [span], state, len(TOKENS))) == contents(filled(kind, TOKENS.tolist()))
     with (tmp_path / "file").open("rb") as file:
         opened = open_file(file)
     assert opened.tokens.tolist() == TOKENS.tolist()

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
+from tests.support import disk
 from tests.support.conversations import TEMPLATES, Chat, with_template
 from tests.support.engine import EngineHarness, spec
-from tests.support.models import ARCHITECTURES
+from tests.support.models import ARCHITECTURES, build
 from tests.support.prefixes import GREEDY, SHARED, cached, family, said, words
 
 # One of each: plain KV, sliding window, recurrent state.
@@ -65,6 +66,31 @@ def test_a_conversation_finds_what_its_last_turn_has_in_common(
             assert cached(turn.result) >= boundary
     with EngineHarness(spec(folder, cache_bytes=0)) as engine:
         assert said(engine.run([chat.request(99)])) == said([last])
+
+
+@pytest.mark.parametrize("window", [32, 4096])
+@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss"])
+def test_a_chat_under_a_sliding_window_keeps_no_token_twice_in_memory_or_on_disk(
+    architecture: str, window: int, tmp_path: Path
+) -> None:
+    made = build(architecture, tmp_path / "made", sliding_window=window)
+    folder = with_template(made, tmp_path / "model", TEMPLATES["plain"])
+    on_disk = {"disk_cache_dir": str(tmp_path / "disk"), "disk_cache_bytes": 1 << 30}
+    with EngineHarness(spec(folder, **on_disk)) as engine:
+        chat = Chat(engine)
+        turns = list(chat.turns(3))
+        last = engine.run([chat.request(99)])[0]
+        cost, tokens = engine.kv_cost, len(turns[-1].seen) + 40
+        whole = tokens * (cost.token_bytes + sum(each for each, _ in cost.windows))
+        assert engine.engine.cache.nbytes < 1.1 * whole
+    assert disk.size(tmp_path / "disk") < 1.3 * whole
+    for before, turn in pairwise(turns):
+        assert cached(turn.result) == common(before.seen, turn.prompt)
+    with EngineHarness(spec(folder, **on_disk)) as engine:
+        restored = engine.run([chat.request(99)])
+        assert cached(restored[0]) > len(turns[-2].prompt), "from disk"
+    with EngineHarness(spec(folder, cache_bytes=0)) as engine:
+        assert said(engine.run([chat.request(99)])) == said([last]) == said(restored)
 
 
 @pytest.mark.parametrize("architecture", KINDS)
