@@ -68,17 +68,18 @@ class Proxies:
         if peer is None:
             return UNKNOWN
         address = Address(peer[0], peer[1])
-        if not self._networks or not self._trusts(address.host):
+        if not self._networks or not self.trusts(address.host):
             return address
         for hop in _last_hops(scope):
             host = _ip(hop)
             if host is None:
                 break
-            if not self._trusts(host):
+            if not self.trusts(host):
                 return Address(host, is_forwarded=True)
         return address
 
-    def _trusts(self, host: str) -> bool:
+    def trusts(self, host: str) -> bool:
+        """Whether it is one of them."""
         try:
             address = ipaddress.ip_address(host)
         except ValueError:

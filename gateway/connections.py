@@ -1,13 +1,13 @@
 """Open connections of one listener: how many there may be, in all and from one address, and which gives way."""
 
 import logging
-import socket
 import time
 from asyncio import TimerHandle, get_running_loop
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from gateway.address import Address
 from gateway.config import ServerConfig
 from gateway.live import Live
 from gateway.metrics import Metrics
@@ -83,11 +83,14 @@ class Connections:
         listener: str,
         bounds: Callable[[], Bounds],
         metrics: Metrics,
+        is_shared: Callable[[str], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`is_shared`: whether many clients have an address, which is then not counted by itself."""
         self._listener = listener
         self._bounds = bounds
         self._metrics = metrics
+        self._is_shared = is_shared
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
         self._open: dict[Connection, str] = {}
@@ -100,9 +103,10 @@ class Connections:
     def admit(self, connection: Connection, address: str) -> bool:
         """Count a new connection, which is idle. False when there is no room for it."""
         bounds = self._bounds()
-        address = _network(address)
+        most = bounds.total if self._is_shared(address) else bounds.per_address
+        address = Address(address).network
         peer = self._peers.get(address)
-        if peer is not None and peer.count >= bounds.per_address and not self._make_room(peer.idle):
+        if peer is not None and peer.count >= most and not self._make_room(peer.idle):
             return self._refuse("address", f"{peer.count} connections of {address}")
         if len(self._open) >= bounds.total and not self._make_room(self._idle):
             return self._refuse("total", f"{len(self._open)} connections")
@@ -184,7 +188,11 @@ def public_connections(live: Live, metrics: Metrics, files: int) -> Connections:
     wanted = live.config.server.max_connections
     if wanted != "auto" and wanted > room:
         log.warning("max_connections is %d, but the limit of %d open files leaves %d", wanted, files, room)
-    return Connections(PUBLIC, lambda: _bounds(live.config.server, len(live.config.models), files), metrics)
+
+    def bounds() -> Bounds:
+        return _bounds(live.config.server, len(live.config.models), files)
+
+    return Connections(PUBLIC, bounds, metrics, lambda address: live.proxies.trusts(address))
 
 
 def admin_connections(live: Live, metrics: Metrics) -> Connections:
@@ -203,14 +211,3 @@ def _bounds(server: ServerConfig, models: int, files: int) -> Bounds:
     # One address cannot shut out all others.
     own = total // 2 if server.max_connections_per_address == "auto" else server.max_connections_per_address
     return Bounds(total, own, server.write_timeout_s)
-
-
-def _network(address: str) -> str:
-    """The address; of IPv6 the first 64 bits, of which one machine has as many addresses as it likes."""
-    if ":" not in address:
-        return address
-    try:
-        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
-    except OSError:
-        return address
-    return socket.inet_ntop(socket.AF_INET6, packed[:8] + bytes(8)) + "/64"

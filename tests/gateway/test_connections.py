@@ -145,6 +145,17 @@ async def test_all_addresses_of_a_machine_with_ipv6_are_one() -> None:
         connections.remove(connection)
 
 
+async def test_a_trusted_proxy_may_have_as_many_as_all() -> None:
+    server = live(max_connections=4, max_connections_per_address=2, trusted_proxies=("10.0.0.0/8",))
+    connections = public_connections(server, Metrics(), 4096)
+    proxied = [Idle() for _ in range(5)]
+    for connection in proxied:
+        assert connections.admit(connection, "10.1.2.3")
+    assert [connection.gave_way for connection in proxied] == [True, False, False, False, False]
+    for connection in proxied:
+        connections.remove(connection)
+
+
 @pytest.mark.parametrize("files", [256, 1024, 4096, 65536])
 @pytest.mark.parametrize("models", [0, 2, 500])
 def test_a_reserve_is_left_whatever_the_limit_of_open_files(files: int, models: int) -> None:
