@@ -9,6 +9,7 @@ ARGS   ?=
 # Processes that share the tests; 0 is pytest alone, with which `-s` and `--pdb` work.
 JOBS   ?= $(if $(strip $(ARGS)),0,2)
 FUZZ_S ?= 600
+FUZZES := tests/integration/test_openapi_fuzz.py tests/integration/test_edge_fuzz.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-clients test-systemd fuzz lint bench openblas clean
@@ -19,7 +20,7 @@ help:
 	@echo "make test    set up if needed, then run every test                  (ARGS='tests/worker -k stop', JOBS=2)"
 	@echo "make test-clients   drive mlxd with agents and libraries from npm and PyPI (installs them into .cache/clients)"
 	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
-	@echo "make fuzz    ten minutes of made-up requests, from the published OpenAPI document (FUZZ_S=600)"
+	@echo "make fuzz    ten minutes of made-up requests, from the published OpenAPI document and as raw bytes (FUZZ_S=600)"
 	@echo "make lint    ruff and pyright"
 	@echo "make bench   mlxd beside a bare batch loop and mlx_lm.server, as ratios"
 
@@ -42,9 +43,9 @@ test-clients: $(STAMP)
 test-systemd: $(STAMP)
 	@MLXD_TEST_SYSTEMD=1 $(PY) -P -m pytest tests/deploy/test_systemd.py -rs $(ARGS)
 
-# Half of the time for scripted workers, half for the embedded model.
+# A third of the time each: scripted workers, the embedded model, and the HTTP edge.
 fuzz: $(STAMP)
-	@MLXD_FUZZ_S=$$(( $(FUZZ_S) / 2 )) $(PY) -P -m pytest tests/integration/test_openapi_fuzz.py $(ARGS)
+	@MLXD_FUZZ_S=$$(( $(FUZZ_S) / 3 )) $(PY) -P -m pytest $(or $(ARGS),$(FUZZES))
 
 lint: $(STAMP)
 	@$(VENV)/bin/ruff check .
