@@ -62,7 +62,10 @@ def attempt(ctx: Context, form: Format, hit: str, text: Emit) -> Steps[bool]:
             # A marker on its own is prose about markers, and a bracket is anything; more was meant as a call.
             out.malformed += len(raw.rstrip()) > len(hit) + 1 if len(hit) > 1 else '"name"' in raw
             text(raw)
-    r.trace = None
+    tail, r.trace = "".join(r.trace or ()), None
+    if out.calls > before and (blank := tail[len(tail.rstrip()) :]):
+        # Behind the last marker, where another call might have begun: it may be inside of a text.
+        out.text(blank)
     return out.calls > before
 
 

@@ -62,13 +62,16 @@ HOSTILE = {
     "ends": "<tool_call>\n<function=f>\n<parameter=a>\n" + "\n</" * 33_000,
     "calls": "[f(" * 33_000,
     "keys": "<|tool_call>call:f{" + "a:{" * 33_000,
+    "tags": ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">' + "]<]minimax[>[<a>]<]minimax[>[</a>" * 2500,
+    "quotes": '<|tool_call>f{a:<|"|>' + '<|"|>,a:' * 12_000,
     "headers": "<|start|>assistant<|channel|>analysis<|message|>" * 2000,
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize(
-    "family", ["hermes", "qwen3_coder", "glm47", "llama3_json", "xlam", "pythonic", "gemma4", "kimi_k2", "harmony"]
+    "family",
+    ["hermes", "qwen3_coder", "glm47", "llama3_json", "xlam", "pythonic", "gemma4", "kimi_k2", "harmony", "minimax_m3"],
 )
 def test_a_hostile_output_costs_no_more_than_its_length(family: str, name: str) -> None:
     parser = make_parser(family)
