@@ -23,16 +23,16 @@ def ends_string(r: Reader, levels: str, is_key: bool) -> Steps[bool]:
     `levels` are the brackets that close what is open, of which the first is the call's. `is_key`: a colon may follow.
     Raises `Malformed` if the string is a part of an expression.
     """
-    yield from _refuse_expression(r)
-    at, depth = 1, len(levels)
-    while True:
-        at, char = yield from _skip(r, at)
-        if not char:
-            return True
+    at, char = yield from _skip(r, 1)
+    if char and char in "+%.":
+        yield from _refuse_expression(r, at, char)
+    depth = len(levels)
+    while char:
         if not depth:
             return (yield from _follows_call(r, at, char))
         if char == levels[depth - 1]:
-            at, depth, is_key = at + 1, depth - 1, False
+            at, char = yield from _skip(r, at + 1)
+            depth, is_key = depth - 1, False
             continue
         if char == "<":
             return (yield from _is_marker(r, at))
@@ -41,15 +41,15 @@ def ends_string(r: Reader, levels: str, is_key: bool) -> Steps[bool]:
         at, char = yield from _skip(r, at + 1)
         if char != levels[depth - 1]:
             return (yield from _is_keyword(r, at) if depth == 1 else _is_value(r, at, char))
+    return True
 
 
-def _refuse_expression(r: Reader) -> Steps[None]:
+def _refuse_expression(r: Reader, at: int, char: str) -> Steps[None]:
     """`"a" + b`, `"%s" % x` and `"a".join(b)` are values that nobody can know."""
-    at, char = yield from _skip(r, 1)
-    following = yield from _char(r, at + 1)
-    if char and char in "+%" and following.isspace():
-        raise Malformed
-    if char == "." and at == 1:
+    if char != ".":
+        if (yield from _char(r, at + 1)).isspace():
+            raise Malformed
+    elif at == 1:
         after, word = yield from _word(r, at + 1)
         if word.isidentifier() and (yield from _char(r, after)) == "(":
             raise Malformed
@@ -111,7 +111,7 @@ def _char(r: Reader, at: int) -> Steps[str]:
 
 def _skip(r: Reader, at: int) -> Steps[tuple[int, str]]:
     """Where white space ends, and the character there; "" at the end of the text or beyond the limit."""
-    return (yield from _run(r, at, _SPACE))
+    return _run(r, at, _SPACE)
 
 
 def _word(r: Reader, at: int) -> Steps[tuple[int, str]]:
