@@ -143,18 +143,22 @@ class Grammars:
         self._table: LLTokenizer | None = None
         self.compiled = 0
 
-    def compile(self, constraint: Constraint) -> Grammar:
-        """The grammar of `constraint`; the same one for the same text. Raises `RequestInvalid`."""
-        entry = self._entry(constraint)
+    def compile(self, constraint: Constraint, calls: str = "") -> Grammar:
+        """The grammar of `constraint`; the same one for the same text. Raises `RequestInvalid`.
+
+        With `calls`, which is Lark, of one or the other.
+        """
+        entry = self._entry(constraint, calls)
         with entry.lock:
             if entry.outcome is None:
-                entry.outcome = self._try(constraint)
+                entry.outcome = self._try(constraint, calls)
         if isinstance(entry.outcome, Grammar):
             return entry.outcome
         raise RequestInvalid(entry.outcome.code, entry.outcome.message, param=constraint.param)
 
-    def _entry(self, constraint: Constraint) -> _Entry:
-        key = hashlib.sha256(bytes([constraint.kind]) + constraint.text.encode(errors="surrogatepass")).digest()
+    def _entry(self, constraint: Constraint, calls: str) -> _Entry:
+        text = f"{constraint.kind:d}\0{calls}\0{constraint.text}"
+        key = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
             self._entries.move_to_end(key)
@@ -162,10 +166,12 @@ class Grammars:
                 self._entries.popitem(last=False)
         return entry
 
-    def _try(self, constraint: Constraint) -> Grammar | Failure:
+    def _try(self, constraint: Constraint, calls: str) -> Grammar | Failure:
         self.compiled += 1
         try:
             source = _source(constraint)
+            if calls:
+                source = _either(calls, source)
             table = self.table()
             matcher = LLMatcher(table, source, log_level=0, limits=LIMITS)
             if matcher.is_error():
@@ -232,6 +238,13 @@ def _source(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         case _:
             assert_never(constraint.kind)
+
+
+def _either(calls: str, answer: str) -> str:
+    """Two grammars as alternatives of one. `answer` is as `_source` writes it: Lark, or a list of grammars in JSON."""
+    inner = json.loads(answer)["grammars"][0] if answer.startswith('{"grammars"') else {"lark_grammar": answer}
+    start = {"lark_grammar": "start: @calls | @answer"}
+    return json.dumps({"grammars": [start, {"name": "calls", "lark_grammar": calls}, {**inner, "name": "answer"}]})
 
 
 def lark_json(schema: dict[str, Any], *, is_lenient: bool = False) -> str:

@@ -156,7 +156,7 @@ class Rules:
     def make(self, constraint: Constraint, prompt_end: str, *, ignore_eos: bool = False) -> Rule:
         """The rule for an answer to a prompt that ends with `prompt_end`. Raises `RequestInvalid`."""
         return Rule(
-            grammar=self._compile(constraint),
+            grammar=self.compile(constraint),
             prologue=self.prologue(prompt_end) if constraint.after_reasoning else Prologue(),
             eos_ids=self._eos_ids,
             anything=self._anything,
@@ -168,13 +168,14 @@ class Rules:
         """A rule for a grammar that is compiled already."""
         return Rule(grammar, prologue, self._eos_ids, self._anything, self._token_bytes)
 
-    def _compile(self, constraint: Constraint) -> Grammar:
+    def compile(self, constraint: Constraint, calls: str = "") -> Grammar:
+        """The grammar of an answer, or of `calls` where there are any. Raises `RequestInvalid`."""
         try:
-            return self.grammars.compile(constraint)
+            return self.grammars.compile(constraint, calls)
         except RequestInvalid:
             if constraint.is_strict or constraint.kind is not ConstraintKind.JSON_SCHEMA:
                 raise
-            return self.grammars.compile(Constraint(ConstraintKind.JSON_OBJECT))
+            return self.grammars.compile(Constraint(ConstraintKind.JSON_OBJECT), calls)
 
     def prologue(self, prompt_end: str) -> Prologue:
         """Open if the prompt has opened it; if it has neither opened nor closed it, the model may do so."""

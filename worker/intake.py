@@ -157,12 +157,14 @@ class Intake:
     def restrict(self, row: Row, request: Generate) -> None:
         """Give a row the rule for its output. For any thread that can wait, up to seconds. Raises `RequestInvalid`.
 
-        Calls that must be made come before a format of the answer, and that before the form of calls that may be made.
+        Calls that must be made come before a format of the answer. Where they may be made, the answer is calls or has
+        the format.
         """
         chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
-        if chat is None or (request.constraint is not None and not chat.must_call):
-            if request.constraint is not None:
-                self.constrain(row, request.constraint)
+        if request.constraint is not None and not (chat is not None and chat.must_call):
+            self.constrain(row, request.constraint, chat)
+            return
+        if chat is None:
             return
         room = row.max_tokens if request.max_tokens is not None else min(row.max_tokens, DEFAULT_ROOM)
         row.rule = self._tool_rules.make(chat, self.vocabulary.decode(row.prompt[-_PROMPT_END:]), room)
@@ -172,10 +174,15 @@ class Intake:
             most = max(0, min(room // 2, room - row.rule.reserve - len(row.closing_ids)))
             row.thinking_budget = most if row.thinking_budget is None else min(row.thinking_budget, most)
 
-    def constrain(self, row: Row, constraint: Constraint) -> None:
-        """Give a row the rule for its output. For any thread that can wait, up to seconds. Raises `RequestInvalid`."""
-        prompt_end = self.vocabulary.decode(row.prompt[-_PROMPT_END:]) if constraint.after_reasoning else ""
+    def constrain(self, row: Row, constraint: Constraint, chat: ChatPrompt | None = None) -> None:
+        """Give a row the rule for its output, or for calls if `chat` has tools. For any thread that can wait, up to
+        seconds. Raises `RequestInvalid`."""
+        has_tools = chat is not None and bool(chat.tools)
+        needs_end = constraint.after_reasoning or has_tools
+        prompt_end = self.vocabulary.decode(row.prompt[-_PROMPT_END:]) if needs_end else ""
         row.rule = self._rules.make(constraint, prompt_end, ignore_eos=row.sampling.ignore_eos)
+        if chat is not None and has_tools:
+            row.rule = self._tool_rules.beside(row.rule, constraint, chat, prompt_end)
 
     def _render(self, prompt: ChatPrompt) -> str:
         return self._renderer.render(self._dialect.asked(prompt))

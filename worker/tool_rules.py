@@ -27,6 +27,7 @@ _MAX_CACHED: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
+    text: str
     grammar: Grammar
     haste: Haste
     reserve: int
@@ -52,6 +53,23 @@ class ToolRules:
         if prompt.must_call:
             return self._forced(prompt, prompt_end, room)
         return self._strict(prompt) if prompt.strict_tools else None
+
+    def beside(self, answer: Rule, constraint: Constraint, prompt: ChatPrompt, prompt_end: str) -> Rule:
+        """The rule for calls, or for the answer of the rule that `constraint` alone makes. Raises `RequestInvalid`."""
+        self._check_strict(prompt)
+        if isinstance(FAMILIES[self._family].grammar, Channels):
+            if self._family not in HEADS or not answer.prologue.is_open:
+                return answer
+            # The channel that a message names decides.
+            by_marker = self._by_head(prompt.tools, prompt.strict_tools)
+            ends = (*answer.prologue.ends, *by_marker)
+            return replace(answer, prologue=replace(answer.prologue, ends=ends), by_marker=by_marker)
+        calls = Calls(prompt.tools, is_parallel=not prompt.one_call)
+        marks = self._known_marks()
+        compiled = self._compile(
+            lambda calls: call_grammar(self._family, calls, marks, prompt_end), calls, prompt.strict_tools
+        )
+        return replace(answer, grammar=self._rules.compile(constraint, compiled.text))
 
     def _check_strict(self, prompt: ChatPrompt) -> None:
         """A schema that cannot be held is refused where the client has asked that it be."""
@@ -91,15 +109,21 @@ class ToolRules:
 
     def _strict_by_head(self, prompt: ChatPrompt) -> Rule:
         """Nothing but the head of a call tells that it has begun, and that has the tool's name in it."""
-        marks, family = self._known_marks(), self._family
-        by_marker: dict[bytes, Grammar] = {}
-        for tool in prompt.tools:
-            if (name := _name(tool)) not in prompt.strict_tools:
-                continue
-            compiled = self._compile(lambda calls: rest_of_call(family, calls, marks), Calls([tool]), (name,))
-            by_marker |= {marker.encode(): compiled.grammar for marker in HEADS[family].triggers(name)}
+        by_marker = self._by_head(_named(prompt.tools, prompt.strict_tools), prompt.strict_tools)
         rule = self._rules.of_grammar(next(iter(by_marker.values())), Prologue(tuple(by_marker), is_open=True))
         return replace(rule, is_lazy=True, by_marker=by_marker)
+
+    def _by_head(self, tools: Sequence[Mapping[str, Any]], strict: Sequence[str]) -> dict[bytes, Grammar]:
+        """What follows each head that a call may have."""
+        marks, family = self._known_marks(), self._family
+        by_marker: dict[bytes, Grammar] = {}
+        for tool in tools:
+            name = _name(tool)
+            compiled = self._compile(
+                lambda calls: rest_of_call(family, calls, marks), Calls([tool]), (name,) if name in strict else ()
+            )
+            by_marker |= {marker.encode(): compiled.grammar for marker in HEADS[family].triggers(name)}
+        return by_marker
 
     def _compile(self, write: Callable[[Calls], CallGrammar], calls: Calls, strict: Sequence[str]) -> _Compiled:
         """The grammar; where there is none, one that holds only the `strict` tools. Raises `RequestInvalid`."""
@@ -131,7 +155,7 @@ class ToolRules:
     def _try(self, written: CallGrammar) -> _Compiled:
         grammar = self._rules.grammars.compile(Constraint(ConstraintKind.GRAMMAR, written.text, param="tools"))
         haste = Haste(self._encode, grammar.vocab_size, self._eos_ids, written.value_ends, written.ends)
-        return _Compiled(grammar, haste, haste.shortest(grammar.walk()))
+        return _Compiled(written.text, grammar, haste, haste.shortest(grammar.walk()))
 
     def _encode(self, text: str) -> list[int]:
         table = self._rules.grammars.table()
