@@ -15,6 +15,9 @@ from gateway.errors import BadRequest, Overloaded, Unavailable
 RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 60.0
 DRAIN_RETRY_AFTER_S: Final = 5.0
+# Questions about tokens at once: of one key, of all models.
+QUESTIONS_OF_KEY: Final = 8
+QUESTIONS_MAX: Final = 64
 # How much the newest request says about how long one takes.
 SMOOTHING: Final = 0.1
 
@@ -45,6 +48,7 @@ class Admission:
         self._on_rejection = on_rejection
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
+        self._questions: Counter[str] = Counter()
         self.is_draining = False
 
     @contextmanager
@@ -63,6 +67,25 @@ class Admission:
         finally:
             taken = self._clock() - started
             queue.mean_s = queue.mean_s + SMOOTHING * (taken - queue.mean_s) if queue.mean_s else taken
+
+    @contextmanager
+    def question(self, model: ModelConfig, key: str | None = None, share: int = 100) -> Generator[None, None, None]:
+        """Hold a place in the queue of `model` to ask it about tokens. Raises `Overloaded` or `Unavailable`."""
+        asked = self._questions
+        if asked.total() >= QUESTIONS_MAX or (key is not None and asked[key] >= QUESTIONS_OF_KEY):
+            self._reject(model, "questions")
+            whose = "all" if key is None or asked[key] < QUESTIONS_OF_KEY else "this key's"
+            raise Overloaded(f"Too many questions about tokens at once, of {whose}. Try again.", RETRY_AFTER_MIN_S)
+        name = key or ""
+        # How long it takes tells nothing about sequences.
+        with self._inside(self._admit(model, 1, name, share), 1, name):
+            asked[name] += 1
+            try:
+                yield
+            finally:
+                asked[name] -= 1
+                if not asked[name]:
+                    del asked[name]
 
     def check(self, model: ModelConfig, sequences: int, share: int = 100) -> None:
         """Raises `BadRequest` for more sequences than the model's queue, or one key's part of it, ever has room for."""

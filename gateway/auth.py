@@ -32,8 +32,10 @@ HEALTH: Final = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 METRICS: Final = "/metrics"
 # A client with two of them has one from its settings and one from its environment; more is noise.
 SECRETS_MAX: Final = 4
-# Neither generates, and a client must always be able to stop what it started.
-_UNCOUNTED: Final = ("/count_tokens", "/input_tokens", "/cancel")
+# A client must always be able to stop what it started.
+_UNCOUNTED: Final = "/cancel"
+# What is asked of a model beside the APIs.
+_QUESTIONS: Final = frozenset({"/tokenize", "/detokenize"})
 INVALID: Final = "invalid_api_key"
 EXPIRED: Final = "expired_api_key"
 DISABLED: Final = "disabled_api_key"
@@ -186,7 +188,8 @@ class Auth:
         meter = caller.meter
         if meter is not None and meter.is_limited:
             record.late_headers = meter.anthropic_headers if record.is_anthropic else meter.openai_headers
-            if scope["method"] == "POST" and path.startswith("/v1/") and not path.endswith(_UNCOUNTED):
+            is_counted = path in _QUESTIONS or (path.startswith("/v1/") and not path.endswith(_UNCOUNTED))
+            if scope["method"] == "POST" and is_counted:
                 meter.request()
         await self._app(scope, receive, send)
 

@@ -22,6 +22,8 @@ Header = tuple[bytes, bytes]
 BUSY_RETRY_AFTER_S: Final = 1.0
 # Completion tokens that a sequence is expected to use before any of this key has ended.
 EXPECTED_COMPLETION: Final = 256.0
+# What a question about tokens takes of the tokens per minute: to count one is less work than to process it.
+QUESTION_PART: Final = 0.1
 # How much the newest sequence says about how long one is.
 SMOOTHING: Final = 0.1
 
@@ -143,16 +145,10 @@ class Meter:
             self._reject("concurrency")
             message = f"Key {self._name!r} has {running} sequences running, and may have {concurrency}."
             raise RateLimited(message, "requests", BUSY_RETRY_AFTER_S)
-        bucket = self._tokens
-        now = self._clock()
-        if bucket is not None and (wait_s := bucket.wait_s(estimate, now)) > 0:
-            self._reject("tokens")
-            message = f"Rate limit reached for key {self._name!r}: {self._limits.tpm} tokens per minute."
-            raise RateLimited(message, "tokens", wait_s)
+        self._check_tokens(estimate)
         # One was booked when the request came in.
         self._admit_requests(sequences - 1)
-        if bucket is not None:
-            bucket.take(estimate, now)
+        self._take_tokens(estimate)
         bill = Bill(estimate, sequences)
         self._numbers.running += 1
         self._numbers.sequences += sequences
@@ -163,12 +159,35 @@ class Meter:
             self._numbers.sequences -= sequences
             self._settle(bill)
 
+    @contextmanager
+    def question(self, estimate: float) -> Generator[Bill, None, None]:
+        """Ask about so many tokens: a part of them is taken of what a minute has. Raises `RateLimited`.
+
+        A question that is not answered is charged its estimate: it may have been counted all the same.
+        """
+        self._check_tokens(estimate * QUESTION_PART)
+        self._take_tokens(estimate * QUESTION_PART)
+        bill = Bill(estimate, prompt=int(estimate))
+        try:
+            yield bill
+        finally:
+            self._take_tokens((bill.prompt - bill.reserved) * QUESTION_PART)
+
+    def _check_tokens(self, amount: float) -> None:
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(amount, self._clock())) > 0:
+            self._reject("tokens")
+            message = f"Rate limit reached for key {self._name!r}: {self._limits.tpm} tokens per minute."
+            raise RateLimited(message, "tokens", wait_s)
+
+    def _take_tokens(self, amount: float) -> None:
+        # The bucket of now: the limit may have changed since the check.
+        if self._tokens is not None:
+            self._tokens.take(amount, self._clock())
+
     def _settle(self, bill: Bill) -> None:
         self._numbers.prompt_tokens += bill.prompt
         self._numbers.generation_tokens += bill.completion
-        # The bucket of now: the limit may have changed meanwhile.
-        if self._tokens is not None:
-            self._tokens.take(bill.prompt + bill.completion - bill.reserved, self._clock())
+        self._take_tokens(bill.prompt + bill.completion - bill.reserved)
         if bill.completion:
             mean = bill.completion / bill.sequences
             self._expected_completion += SMOOTHING * (mean - self._expected_completion)

@@ -51,7 +51,7 @@ class CountTokens:
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
         prompt, _ = lower_prompt(request, model.thinking)
         async with cut_off(record, receive):
-            tokenized = await serve.tokenize(services, model, prompt)
+            tokenized = await serve.tokenize(services, record, model, prompt)
             await send_body(send, 200, msgspec.json.encode(TokenCount(tokenized.count)), record.headers)
 
 

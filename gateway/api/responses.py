@@ -119,7 +119,7 @@ class CountTokens:
         model, _ = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])
         prompt = with_thinking(prompt, lower_thinking(request, model.thinking))
         async with cut_off(record, receive):
-            tokenized = await serve.tokenize(services, model, prompt)
+            tokenized = await serve.tokenize(services, record, model, prompt)
             await send_body(send, 200, _encode(out.TokenCount(tokenized.count)), record.headers)
 
 

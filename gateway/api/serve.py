@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from starlette.types import Receive, Send
@@ -11,7 +12,7 @@ from starlette.types import Receive, Send
 from gateway.api.encoder import Fold, StreamEncoder
 from gateway.config import ModelConfig
 from gateway.errors import Unavailable, from_failure, from_unsendable
-from gateway.generation import Generation
+from gateway.generation import BYTES_PER_TOKEN, Generation
 from gateway.http import Record, ignored_header
 from gateway.link import WorkerGone
 from gateway.pool.state import ModelUnavailable
@@ -72,29 +73,52 @@ class Job:
         return Generation(self.services, self.model, self.generates, self.record, bind)
 
 
-async def tokenize(services: Services, model: ModelConfig, prompt: Prompt, *, want_ids: bool = False) -> Tokenized:
+async def tokenize(
+    services: Services, record: Record, model: ModelConfig, prompt: Prompt, *, want_ids: bool = False
+) -> Tokenized:
     """A prompt's tokens, from the model's worker. Raises `ApiError`."""
-    return await _ask(services, model, lambda rid: Tokenize(rid, prompt, want_ids))
+    estimate = record.body_bytes / BYTES_PER_TOKEN
+    return await _ask(services, record, model, estimate, lambda rid: Tokenize(rid, prompt, want_ids))
 
 
-async def detokenize(services: Services, model: ModelConfig, ids: tuple[int, ...]) -> Tokenized:
+async def detokenize(services: Services, record: Record, model: ModelConfig, ids: tuple[int, ...]) -> Tokenized:
     """The text of token ids, from the model's worker. Raises `ApiError`."""
-    return await _ask(services, model, lambda rid: Detokenize(rid, ids))
+    return await _ask(services, record, model, len(ids), lambda rid: Detokenize(rid, ids))
 
 
-async def _ask(services: Services, model: ModelConfig, question: Callable[[int], Tokenize | Detokenize]) -> Tokenized:
-    with services.pool.busy(model.name):
-        try:
-            async with asyncio.timeout(services.config.server.queue_timeout_s or None):
-                worker = await services.pool.ensure_ready(model.name)
-                return await services.link.ask(worker, question(services.link.next_rid()))
-        except (ModelUnavailable, Refused) as error:
-            raise from_failure(error.failure, getattr(error, "retry_after_s", 0.0)) from None
-        except Unsendable as error:
-            services.metrics.rejected(model.name, "unsendable")
-            raise from_unsendable(error) from None
-        except (WorkerGone, TimeoutError):
-            raise Unavailable("The model's worker did not answer. Try again.", 1.0) from None
+async def _ask(
+    services: Services,
+    record: Record,
+    model: ModelConfig,
+    estimate: float,
+    question: Callable[[int], Tokenize | Detokenize],
+) -> Tokenized:
+    caller = record.caller
+    share = caller.queue_share or services.config.server.queue_share
+    with ExitStack() as held:
+        held.enter_context(services.admission.question(model, caller.key, share))
+        bill = None if caller.meter is None else held.enter_context(caller.meter.question(estimate))
+        held.enter_context(services.pool.busy(model.name))
+        answer = await _answer(services, model, question)
+        if bill is not None:
+            bill.prompt = answer.count
+        return answer
+
+
+async def _answer(
+    services: Services, model: ModelConfig, question: Callable[[int], Tokenize | Detokenize]
+) -> Tokenized:
+    try:
+        async with asyncio.timeout(services.config.server.queue_timeout_s or None):
+            worker = await services.pool.ensure_ready(model.name)
+            return await services.link.ask(worker, question(services.link.next_rid()))
+    except (ModelUnavailable, Refused) as error:
+        raise from_failure(error.failure, getattr(error, "retry_after_s", 0.0)) from None
+    except Unsendable as error:
+        services.metrics.rejected(model.name, "unsendable")
+        raise from_unsendable(error) from None
+    except (WorkerGone, TimeoutError):
+        raise Unavailable("The model's worker did not answer. Try again.", 1.0) from None
 
 
 def deadline_ms(services: Services) -> int:

@@ -70,7 +70,7 @@ class TokenizeText:
         prompt = _prompt(request, model.thinking)
         worker = services.pool.worker(model.name)
         async with cut_off(record, receive):
-            found = await serve.tokenize(services, model, prompt, want_ids=True)
+            found = await serve.tokenize(services, record, model, prompt, want_ids=True)
             ready = worker.ready
             answer = Tokens(found.ids, found.count, ready.max_context if ready is not None else 0)
             await send_body(send, 200, msgspec.json.encode(answer), record.headers)
@@ -88,7 +88,7 @@ class DetokenizeIds:
         request, unknown = decode(_detokenize, body, DetokenizeRequest, frozenset())
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
         async with cut_off(record, receive):
-            found = await serve.detokenize(services, model, tuple(request.tokens))
+            found = await serve.detokenize(services, record, model, tuple(request.tokens))
             await send_body(send, 200, msgspec.json.encode(Text(found.text)), record.headers)
 
 

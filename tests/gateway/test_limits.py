@@ -187,6 +187,20 @@ def test_what_was_used_of_a_limit_counts_on_under_the_next_one() -> None:
     assert caught.value.retry_after_s == 1200 - 60 + 1
 
 
+def test_a_question_takes_a_tenth_of_its_tokens_and_one_without_an_answer_its_estimate() -> None:
+    one, numbers = meter(Clock(), tpm=1000)
+    with one.question(4000) as bill:
+        assert headers(one)["x-ratelimit-remaining-tokens"] == "600"
+        bill.prompt = 2000
+    assert headers(one)["x-ratelimit-remaining-tokens"] == "800"
+    with pytest.raises(RuntimeError), one.question(3000):
+        raise RuntimeError
+    assert headers(one)["x-ratelimit-remaining-tokens"] == "500"
+    with pytest.raises(RateLimited, match="1000 tokens per minute"), one.question(6000):
+        pass
+    assert numbers.prompt_tokens == 0
+
+
 def test_without_limits_nothing_is_refused_or_told() -> None:
     one, numbers = meter(Clock())
     for _ in range(1000):
