@@ -87,9 +87,17 @@ class Renderer:
             return self._render_somehow(prompt, opens_answer)
         except _REFUSALS:
             for effort in _NEAREST.get(prompt.effort, ()):
-                with suppress(*_REFUSALS):
-                    return self._render_somehow(structs.replace(prompt, effort=effort), opens_answer)
+                nearest = structs.replace(prompt, effort=effort)
+                if self._tells_apart(prompt, nearest):
+                    with suppress(*_REFUSALS):
+                        return self._render_somehow(nearest, opens_answer)
             raise
+
+    def _tells_apart(self, prompt: ChatPrompt, other: ChatPrompt) -> bool:
+        """Whether the template has a use for what these ask of its thinking, where they differ."""
+        ours, theirs = _thinking_variables(prompt), _thinking_variables(other)
+        changed = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
+        return not self._templates or any(self._mentions(name) for name in changed)
 
     def _render_somehow(self, prompt: ChatPrompt, opens_answer: bool) -> str:
         """In the first shape that the template takes. Raises what it raised on the least changed one."""
@@ -99,11 +107,14 @@ class Renderer:
         else:
             messages = self._write_calls(self._shape_calls(messages))
         first: Exception | None = None
-        for is_plain in (False, True) if prompt.tools else (False,):
-            asked = structs.replace(prompt, tools=simple_tools(prompt.tools)) if is_plain else prompt
-            for adapt in self._adaptations:
+        # A long conversation takes a while, so no shape is tried twice.
+        shapes: list[Messages] = []
+        shapes += (shape for adapt in self._adaptations if (shape := adapt(messages)) not in shapes)
+        plain = simple_tools(prompt.tools)
+        for tools in (prompt.tools, plain) if plain != prompt.tools else (prompt.tools,):
+            for shape in shapes:
                 try:
-                    return self._render(adapt(messages), asked, opens_answer)
+                    return self._render(shape, structs.replace(prompt, tools=tools), opens_answer)
                 except _REFUSALS as error:
                     first = first or error
         assert first is not None, "there is always a shape to try"

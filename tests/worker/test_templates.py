@@ -254,3 +254,29 @@ def test_words_that_a_template_drops_beside_calls_are_a_message_of_their_own() -
     drops = f"{ONE_CALL}{{%- if not m.tool_calls %}}{{{{- m.content }}}}{{%- endif %}}{ONE_CALL_END}"
     text = render(drops, _parallel(content="I ask."), tools=[WEATHER])
     assert text.startswith('get_weather[user]q[assistant]I ask.[assistant]{"city": "Oslo"}[tool]cold')
+
+
+class CountingRenderer(Renderer):
+    """Counts how often its template is rendered."""
+
+    renders = 0
+
+    def _render(self, *args: Any, **fields: Any) -> str:
+        self.renders += 1
+        return super()._render(*args, **fields)
+
+
+@pytest.mark.parametrize(
+    ("template", "renders"),
+    [(PLAIN, 2), (PLAIN + "{{ reasoning_effort }}", 8)],
+    ids=["effort is nothing to it", "effort is a variable"],
+)
+def test_a_template_that_refuses_in_the_end_is_rendered_once_for_each_shape(template: str, renders: int) -> None:
+    renderer = CountingRenderer(
+        Tokenizer("{{ tools }}" + template + "{% if n %}{{ raise_exception('no') }}{% endif %}")
+    )
+    before = renderer.renders
+    prompt = ChatPrompt([{"role": "user", "content": "Hi"}], [WEATHER], effort="high", template_kwargs={"n": 1})
+    with pytest.raises(RequestInvalid, match="no"):
+        renderer.render(prompt)
+    assert renderer.renders - before <= renders
