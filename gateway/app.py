@@ -18,6 +18,7 @@ from gateway.cors import Cors
 from gateway.link import Link
 from gateway.metrics import Metrics
 from gateway.middleware import Entry
+from gateway.orders import Audited
 from gateway.origins import is_loopback
 from gateway.pool.pool import Applied, Pool
 from gateway.reload import Reloader
@@ -35,7 +36,7 @@ class App:
         self._store = store
         self.routes = routes
         router = Router(routes, redirect_slashes=False)
-        inner = _guarded(router, services) if is_public else Trusted(router)
+        inner = _guarded(router, services) if is_public else Trusted(Audited(router, services.audit))
         self._entry: ASGIApp = Entry(inner, services, is_public)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,8 +66,9 @@ def _guarded(app: ASGIApp, services: Services) -> ASGIApp:
     """What every public request passes before it meets a route."""
     # Where we listen is settled for good.
     is_local = is_loopback(services.config.server.host)
-    auth = Auth(app, services.keyring, services.throttle, services.metrics, services.live, is_loopback=is_local)
-    return Cors(auth, services.live)
+    live, keyring = services.live, services.keyring
+    auth = Auth(app, keyring, services.throttle, services.addresses, services.metrics, live, is_loopback=is_local)
+    return Cors(auth, live)
 
 
 def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
@@ -127,11 +129,11 @@ def create_admin_app(
             *requests.routes(services),
             # `mlxctl chat` needs no key: who owns the socket owns the models.
             Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
-            Route("/v1/models/load", admin.Command(services, pool.load), methods=["POST"]),
-            Route("/v1/models/unload", admin.Command(services, pool.unload), methods=["POST"]),
-            Route("/v1/models/restart", admin.Command(services, pool.restart), methods=["POST"]),
-            Route("/v1/models/pin", admin.Command(services, pool.pin), methods=["POST"]),
-            Route("/v1/models/unpin", admin.Command(services, pool.unpin), methods=["POST"]),
+            Route("/v1/models/load", admin.Command(services, pool.load, "model.load"), methods=["POST"]),
+            Route("/v1/models/unload", admin.Command(services, pool.unload, "model.unload"), methods=["POST"]),
+            Route("/v1/models/restart", admin.Command(services, pool.restart, "model.restart"), methods=["POST"]),
+            Route("/v1/models/pin", admin.Command(services, pool.pin, "model.pin"), methods=["POST"]),
+            Route("/v1/models/unpin", admin.Command(services, pool.unpin, "model.unpin"), methods=["POST"]),
             *reload,
             *([] if drain is None else [Route("/v1/drain", admin.Drain(drain), methods=["POST"])]),
         ],

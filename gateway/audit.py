@@ -7,7 +7,6 @@ is locked. No request without a key adds a line, so strangers cannot make it rol
 
 import fcntl
 import os
-import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,11 +18,12 @@ import msgspec
 from msgspec import Struct
 
 from gateway.config import audit_path
+from gateway.failed import Failed
+from gateway.homefolder import FolderRefused, HomeFolder
 
 MAX_BYTES: Final = 4 * 1024 * 1024
 KEEP: Final = 8
-_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_APPEND: Final = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_APPEND: Final = os.O_RDWR | os.O_APPEND
 
 Action = Literal[
     "key.create",
@@ -67,119 +67,89 @@ class Entry(Struct, frozen=True, kw_only=True):
     facts: dict[str, Fact] = {}
 
 
+class AuditUnwritable(Failed):
+    """A line could not be written; the message says why."""
+
+
 class Audit:
     """Writer of one home's audit log."""
 
-    def __init__(self, home: Path, clock: Callable[[], float] = time.time, max_bytes: int = MAX_BYTES) -> None:
-        self._home = home
-        self._name = audit_path(home).name
-        self._clock = clock
+    def __init__(self, home: Path, max_bytes: int = MAX_BYTES) -> None:
+        self._path = audit_path(home)
+        self._folder = HomeFolder(self._path.parent)
         self._max_bytes = max_bytes
 
-    def record(
-        self,
-        action: Action,
-        target: str = "",
-        *,
-        outcome: str = "ok",
-        client: str = "",
-        actor: Actor | None = None,
-        facts: Mapping[str, Fact] | None = None,
-    ) -> None:
-        """Append one line, on the disk when this returns. Without an `actor` it is this process. Raises `OSError`."""
-        actor = this_process() if actor is None else actor
-        entry = Entry(
-            time=datetime.fromtimestamp(self._clock(), UTC).isoformat(timespec="milliseconds"),
-            action=action,
-            target=target,
-            outcome=outcome,
-            client=client,
-            uid=actor.uid,
-            pid=actor.pid,
-            sudo_uid=actor.sudo_uid,
-            facts=dict(facts or {}),
-        )
-        self._append(msgspec.json.encode(entry) + b"\n")
+    def record(self, entry: Entry) -> None:
+        """Append one line, on the disk when this returns. Raises `AuditUnwritable`."""
+        line = msgspec.json.encode(entry) + b"\n"
+        try:
+            with self._folder.made() as folder:
+                self._append(folder, line)
+        except (OSError, FolderRefused) as error:
+            why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+            raise AuditUnwritable(f"{self._path}: {why}") from None
 
-    def _append(self, line: bytes) -> None:
-        with _Folder(self._home) as folder:
-            file = folder.open(self._name)
-            try:
+    def _append(self, folder: int, line: bytes) -> None:
+        name = self._path.name
+        file = self._folder.file(folder, name, _APPEND)
+        try:
+            size = os.fstat(file).st_size
+            if size and size + len(line) > self._max_bytes and _rotate(folder, name, file):
+                full, file = file, self._folder.file(folder, name, _APPEND)
+                os.close(full)
                 size = os.fstat(file).st_size
-                if size and size + len(line) > self._max_bytes and folder.rotate(self._name, file):
-                    os.close(file)
-                    file = folder.open(self._name)
-                    size = 0
-                if size and os.pread(file, 1, size - 1) != b"\n":
-                    line = b"\n" + line  # after half a line of a full disk
-                written = os.write(file, line)
-                os.fsync(file)
-            finally:
-                os.close(file)
-        if written < len(line):
-            raise OSError(f"{self._name}: only {written} of {len(line)} bytes were written")
-
-
-class _Folder:
-    """`logs` of a home, held open: root writes here in the homes of others, so no link is followed below the home."""
-
-    def __init__(self, home: Path) -> None:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._owner = home.stat()
-        with suppress(FileExistsError):
-            (home / "logs").mkdir(mode=0o700)
-        self._fd = os.open(home / "logs", _FOLDER | os.O_NOFOLLOW)
-        self._give(self._fd)
-
-    def __enter__(self) -> "_Folder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-    def open(self, name: str) -> int:
-        """The file, made if there is none. Raises `OSError`, also for what is no plain file."""
-        try:
-            file = os.open(name, _APPEND | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)
-        except FileExistsError:
-            file = os.open(name, _APPEND, dir_fd=self._fd)
-        try:
-            self._give(file)
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode) or (found.st_nlink != 1 and os.geteuid() == 0):
-                raise OSError(f"{name} is no plain file with one name")
-        except OSError:
+            if size and os.pread(file, 1, size - 1) != b"\n":
+                line = b"\n" + line  # after half a line of a full disk
+            written = os.write(file, line)
+            os.fsync(file)
+        finally:
             os.close(file)
-            raise
-        return file
+        if written < len(line):
+            raise OSError(f"only {written} of {len(line)} bytes were written")
 
-    def rotate(self, name: str, file: int) -> bool:
-        """Rename the full `file` and the older ones, unless another process has, or does at this moment."""
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        try:
-            newest = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return True
-        if not os.path.samestat(newest, os.fstat(file)):
-            return True
-        for number in range(KEEP - 1, -1, -1):
-            older = f"{name}.{number}" if number else name
-            with suppress(FileNotFoundError):
-                os.rename(older, f"{name}.{number + 1}", src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+def entry(
+    action: Action,
+    target: str = "",
+    *,
+    outcome: str = "ok",
+    client: str = "",
+    actor: Actor | None = None,
+    facts: Mapping[str, Fact] | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Entry:
+    """A line of now. Without an `actor` it is this process."""
+    actor = this_process() if actor is None else actor
+    return Entry(
+        time=datetime.fromtimestamp(clock(), UTC).isoformat(timespec="milliseconds"),
+        action=action,
+        target=target,
+        outcome=outcome,
+        client=client,
+        uid=actor.uid,
+        pid=actor.pid,
+        sudo_uid=actor.sudo_uid,
+        facts=dict(facts or {}),
+    )
+
+
+def _rotate(folder: int, name: str, file: int) -> bool:
+    """Rename the full `file` and the older ones, unless another process has; False if one does at this moment."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    try:
+        newest = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
         return True
-
-    def _give(self, file: int) -> None:
-        """Make the home's owner own what root has just made, which has no other name yet."""
-        found = os.fstat(file)
-        if os.geteuid() == 0 != self._owner.st_uid and found.st_uid == 0 and _is_fresh(found):
-            os.fchown(file, self._owner.st_uid, self._owner.st_gid)
-
-
-def _is_fresh(found: os.stat_result) -> bool:
-    return stat.S_ISDIR(found.st_mode) or (found.st_nlink == 1 and found.st_size == 0)
+    if not os.path.samestat(newest, os.fstat(file)):
+        return True
+    for number in range(KEEP - 1, -1, -1):
+        older = f"{name}.{number}" if number else name
+        with suppress(FileNotFoundError):
+            os.rename(older, f"{name}.{number + 1}", src_dir_fd=folder, dst_dir_fd=folder)
+    return True
 
 
 def this_process() -> Actor:

@@ -15,9 +15,11 @@ from typing import Final, NoReturn
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.address import Address
 from gateway.caller import NOBODY, OWNER, Caller, tenant_of
 from gateway.errors import Forbidden, Misdirected, RateLimited, Unauthorized
 from gateway.http import Record, record_of
+from gateway.keyaddresses import KeyAddresses
 from gateway.keys import PREFIX_CHARS, SECRET_CHARS_MAX, Key, KeyFile, KeysUnusable, Stamp, digest
 from gateway.limits import Limits, Meter
 from gateway.live import Live
@@ -79,6 +81,11 @@ class Keyring:
         # Whether there has never been a key.
         self.is_open = True
         self._apply(self._look())
+
+    @property
+    def prefixes(self) -> set[str]:
+        """Of the secrets of all keys."""
+        return {prefix.decode() for prefix in self._by_prefix}
 
     def refresh(self) -> None:
         """Take over what has changed since the last look."""
@@ -169,6 +176,7 @@ class Auth:
         app: ASGIApp,
         keyring: Keyring,
         throttle: Throttle,
+        addresses: KeyAddresses,
         metrics: Metrics,
         live: Live,
         *,
@@ -177,6 +185,7 @@ class Auth:
         self._app = app
         self._keyring = keyring
         self._throttle = throttle
+        self._addresses = addresses
         self._metrics = metrics
         self._live = live
         self._is_loopback = is_loopback
@@ -208,7 +217,7 @@ class Auth:
             self._check_page(Headers(scope=scope))
             return OWNER
         try:
-            caller = self._identify(scope["headers"])
+            caller = self._identify(scope["headers"], record.client)
         except Unauthorized as error:
             if needs_none:
                 return NOBODY
@@ -230,11 +239,13 @@ class Auth:
         self._metrics.auth_failures[_REASONS[error.code]] += 1
         raise error
 
-    def _identify(self, headers: list[tuple[bytes, bytes]]) -> Caller:
+    def _identify(self, headers: list[tuple[bytes, bytes]], client: Address) -> Caller:
         secrets = _secrets(headers)
         for secret in secrets:
             caller = self._keyring.caller(secret)
             if caller is not None:
+                if caller.key is not None:
+                    self._addresses.use(caller.key, secret[:PREFIX_CHARS].decode(), client)
                 return caller
         if secrets:
             raise Unauthorized("The API key is not valid.", INVALID)

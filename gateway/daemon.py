@@ -15,6 +15,7 @@ import uvicorn
 
 from gateway import awake
 from gateway.app import create_admin_app, create_app
+from gateway.audit import Actor, Fact, entry
 from gateway.awake import Awake
 from gateway.config import Config, ConfigError
 from gateway.connections import Connections, admin_connections, public_connections
@@ -26,7 +27,7 @@ from gateway.metrics import Metrics
 from gateway.pool.pool import Pool
 from gateway.pool.spawn import Command, default_command
 from gateway.pool.state import State
-from gateway.reload import Reloader
+from gateway.reload import Reloader, facts_of
 
 log = logging.getLogger(__name__)
 
@@ -129,13 +130,21 @@ class Daemon:
         return services.link.in_flight > 0 or any(view.state in _LOADING for view in services.pool.workers())
 
     async def _reload(self) -> None:
+        outcome, facts = "ok", dict[str, Fact]()
         try:
-            await self._reloader.reload()
-        except (ConfigError, Unavailable):
-            pass  # logged, or no matter any more
+            facts = facts_of(await self._reloader.reload())
+        except ConfigError:
+            outcome = "bad_config"  # logged
+        except Unavailable:
+            outcome = "draining"
         except Exception:  # The root of what a signal started; nothing else is waiting for it.
+            outcome = "internal"
             self._app.services.metrics.unhandled_errors += 1
             log.exception("the configuration could not be reloaded")
+        # The system does not tell which process sent the signal.
+        self._app.services.audit.record(
+            entry("config.reload", outcome=outcome, client="signal", actor=Actor(), facts=facts)
+        )
 
     async def _drain(self, signum: signal.Signals) -> None:
         drain_s = self._app.services.config.server.drain_s if self._drain_s is None else self._drain_s

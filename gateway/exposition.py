@@ -156,6 +156,7 @@ def _of_gateway(metrics: "Metrics") -> Iterator[Metric]:
         ("malformed_frames", "Frames that are no message, dropped.", metrics.malformed_frames),
         ("unhandled_errors", "Requests that failed by a fault of the gateway.", metrics.unhandled_errors),
         ("log_records_dropped", "Log lines lost because stderr or the disk did not keep up.", dropped_records()),
+        ("audit_lines_lost", "Lines that could not be written to the audit log.", metrics.audit_lines_lost()),
     ):
         yield _counter(name, text, [], [([], value)])
     unacked = metrics.unacked_aborts()

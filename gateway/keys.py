@@ -7,6 +7,7 @@ it before or after a change and never in between.
 
 import hashlib
 import hmac
+import logging
 import re
 import secrets
 import time
@@ -19,9 +20,13 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Struct
 
+from gateway.audit import Audit, AuditUnwritable
 from gateway.failed import Failed
-from gateway.keyfolder import FolderRefused, KeyFolder
+from gateway.homefolder import FolderRefused, HomeFolder
+from gateway.keychanges import key_changes
 from gateway.private import write_private_in
+
+log = logging.getLogger(__name__)
 
 # `sk-` because some clients look for it.
 SECRET_START: Final = "sk-mlxd-"
@@ -148,7 +153,8 @@ class KeyFile:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self.path = path
-        self._folder = KeyFolder(path.parent)
+        self._folder = HomeFolder(path.parent)
+        self._audit = Audit(path.parent.parent)
         self._clock = clock
 
     def stamp(self) -> Stamp | None:
@@ -232,8 +238,17 @@ class KeyFile:
                 yield keys
                 if tuple(keys.values()) != before.keys:
                     write_private_in(folder, self.path.name, _encode(keys.values(), before.raw or {}))
+                    self._record(before.keys, keys.values())
         except (OSError, FolderRefused) as error:
             raise self._unusable(error) from None
+
+    def _record(self, before: Iterable[Key], after: Iterable[Key]) -> None:
+        """Write the audit log. What was changed stays so if that fails: a key must be revocable on a full disk."""
+        try:
+            for entry in key_changes(before, after):
+                self._audit.record(entry)
+        except AuditUnwritable as error:
+            log.error("not in the audit log: %s", error)
 
     def _unusable(self, error: OSError | FolderRefused) -> KeysUnusable:
         if isinstance(error, FolderRefused):

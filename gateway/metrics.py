@@ -121,6 +121,7 @@ class Metrics:
         self.connections_dropped: Counter[str] = Counter()
         # Read when scraped; the link knows.
         self.unacked_aborts: Callable[[], int] = int
+        self.audit_lines_lost: Callable[[], int] = int
         # As configured.
         self.has_vllm_names: Callable[[], bool] = bool
         self.registry = CollectorRegistry()

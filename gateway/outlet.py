@@ -1,5 +1,6 @@
 """Bodies on their way to the socket: the short way of a streamed piece, and those of HTTP/1.0, which has no chunks."""
 
+import socket
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +21,11 @@ class Outlet:
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport
+
+    @property
+    def socket(self) -> socket.socket:
+        """The connection's, to ask who is at its other end."""
+        return self._transport.get_extra_info("socket")
 
     @property
     def is_open(self) -> bool:

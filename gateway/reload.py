@@ -5,8 +5,10 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
+import msgspec
 from msgspec import Struct, structs
 
+from gateway.audit import Fact
 from gateway.config import Config, ConfigError, ModelConfig, ServerConfig, file_key
 from gateway.errors import Unavailable
 from gateway.logs import set_level
@@ -101,6 +103,12 @@ def describe(done: Reload) -> str:
         if names
     ]
     return "; ".join(parts) or "nothing has changed"
+
+
+def facts_of(done: Reload) -> dict[str, Fact]:
+    """What a reload did, for the audit log."""
+    lists: dict[str, list[str]] = msgspec.to_builtins(done)
+    return {name: names for name, names in lists.items() if names}
 
 
 def _differences(old: Struct, new: Struct, table: str) -> Iterator[str]:

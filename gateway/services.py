@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 
 from gateway.admission import Admission
+from gateway.audit import Audit
+from gateway.audittrail import AuditTrail
 from gateway.auth import Keyring
 from gateway.capture import Captures
-from gateway.config import Config
+from gateway.config import Config, audit_path
+from gateway.keyaddresses import KeyAddresses
 from gateway.keys import KeyFile
 from gateway.link import Link
 from gateway.live import Live
@@ -28,6 +31,8 @@ class Services:
     metrics: Metrics
     admission: Admission
     keyring: Keyring
+    audit: AuditTrail
+    addresses: KeyAddresses
     throttle: Throttle
     sample: Sample
     requests: Requests
@@ -42,6 +47,8 @@ class Services:
         metrics.unacked_aborts = lambda: link.aborts.count
         live = Live(config)
         metrics.has_vllm_names = lambda: live.config.server.metrics_compat == "vllm"
+        trail = AuditTrail(Audit(config.home))
+        metrics.audit_lines_lost = lambda: trail.lost
         keyring = Keyring(KeyFile(config.keys_path), metrics)
         return cls(
             live=live,
@@ -50,6 +57,8 @@ class Services:
             metrics=metrics,
             admission=Admission(metrics.rejected),
             keyring=keyring,
+            audit=trail,
+            addresses=KeyAddresses(trail, audit_path(config.home), keyring.prefixes),
             throttle=Throttle(lambda: live.config.server),
             sample=Sample(),
             requests=Requests(),
@@ -73,6 +82,7 @@ class Services:
         self.sample.tell()
         self.usage.close()
         self.captures.close()
+        self.audit.close()
         if self.tracer is not None:
             self.tracer.close()
 

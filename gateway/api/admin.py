@@ -8,12 +8,14 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 import protocol
+from gateway.audit import Action
 from gateway.caller import OWNER
 from gateway.config import ConfigError, ServerConfig
 from gateway.errors import BadRequest, from_failure
 from gateway.http import read_body, send_body
+from gateway.orders import Order, note
 from gateway.pool.state import MemoryView, ModelUnavailable, WorkerView
-from gateway.reload import Reloader
+from gateway.reload import Reloader, facts_of
 from gateway.schemas.admin import (
     Done,
     Drained,
@@ -111,10 +113,12 @@ class ReloadConfig:
         self._reloader = reloader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        order = note(scope, Order("config.reload"))
         try:
             done = await self._reloader.reload()
         except ConfigError as error:
             raise BadRequest(str(error), code="bad_config") from None
+        order.facts = facts_of(done)
         await send_body(send, 200, msgspec.json.encode(done))
 
 
@@ -130,6 +134,7 @@ class Drain:
             order = _drain_order.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f'The body must be {{"timeout_s": SECONDS}}: {error}.') from None
+        note(scope, Order("daemon.drain", facts={"timeout_s": order.timeout_s}))
         await send_body(send, 200, msgspec.json.encode(Drained(await self._drain(order.timeout_s))))
 
 
@@ -160,9 +165,10 @@ class Usage:
 class Command:
     """`POST /v1/models/{load,unload,restart}` with `{"model": NAME}`; answers when it is done."""
 
-    def __init__(self, services: Services, run: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, services: Services, run: Callable[[str], Awaitable[None]], action: Action) -> None:
         self._services = services
         self._run = run
+        self._action: Action = action
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive, BODY_MAX)
@@ -170,7 +176,8 @@ class Command:
             ref = _model_ref.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f'The body must be {{"model": NAME}}: {error}.') from None
-        name = self._services.router.resolve(ref.model, OWNER).name
+        order = note(scope, Order(self._action, ref.model))
+        order.target = name = self._services.router.resolve(ref.model, OWNER).name
         worker = self._services.pool.worker(name)
         try:
             await self._run(name)

@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError, BadRequest
 from gateway.http import read_body, send_body
+from gateway.orders import Order, note
 from gateway.schemas.admin import Cancelling, Cleared, RequestDetail, RequestList, RequestRef
 from gateway.services import Services
 
@@ -52,6 +53,8 @@ class Show:
         if found.live is None and found.captured is None:
             hint = "" if services.captures.is_on else "; to keep those that have ended, set [server] capture"
             raise _unknown(name, hint)
+        if found.captured is not None:
+            note(scope, Order("capture.read", name[:200]))
         await send_body(send, 200, msgspec.json.encode(found))
 
 
@@ -67,6 +70,7 @@ class Cancel:
             name = _ref.decode(body).id
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f'The body must be {{"id": ID}}: {error}.') from None
+        note(scope, Order("request.cancel", name[:200]))
         if not self._services.requests.cancel(name):
             raise _unknown(name)
         await send_body(send, 200, msgspec.json.encode(Cancelling(name)))
@@ -79,7 +83,10 @@ class Clear:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, 200, msgspec.json.encode(Cleared(await self._services.captures.clear())))
+        order = note(scope, Order("capture.clear"))
+        cleared = Cleared(await self._services.captures.clear())
+        order.facts = msgspec.to_builtins(cleared)
+        await send_body(send, 200, msgspec.json.encode(cleared))
 
 
 def _unknown(name: str, hint: str = "") -> ApiError:

@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from gateway import logfile
-from gateway.config import default_home, log_path
+from gateway.config import audit_path, default_home, log_path
 from gateway.ctl.complete import a_model
 from gateway.ctl.say import Json
 from gateway.failed import Failed
@@ -16,27 +16,32 @@ from gateway.logs import escaped
 
 POLL_S: Final = 0.2
 _HEAD: Final = ("time", "level", "logger", "message", "exception")
+_AUDIT_HEAD: Final = ("time", "action", "target")
 
 
 def logs(
     model: Annotated[str | None, a_model("Only lines about this model.", "MODEL")] = None,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="The audit log: changes of keys, orders, reloads, new addresses of keys.")
+    ] = False,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
     json: Json = False,
 ) -> None:
-    """Show the last lines of the daemon's log.
+    """Show the last lines of the daemon's log, or of the audit log.
 
     Example: mlxctl logs -f coder
     """
-    path = log_path(default_home())
+    path = audit_path(default_home()) if audit else log_path(default_home())
     if not path.parent.exists():
         raise Failed(f"no log at {path}; does mlxd use another home (MLXD_HOME), or log_file = false?")
+    people = plain_audit if audit else plain
 
     def show(found: Iterable[str]) -> int:
         shown = 0
         for line in found:
             if model is None or is_about(line, model):
-                typer.echo(line if json else plain(line))
+                typer.echo(line if json else people(line))
                 shown += 1
         return shown
 
@@ -65,12 +70,25 @@ def plain(line: str) -> str:
     return escaped(text)
 
 
+def plain_audit(line: str) -> str:
+    """The same of a line of the audit log."""
+    fields = _read(line)
+    if fields is None:
+        return escaped(line)
+    facts: dict[str, Any] = fields.get("facts") or {}
+    rest = {key: value for key, value in fields.items() if key not in (*_AUDIT_HEAD, "facts")} | facts
+    told = "".join(f" {key}={value}" for key, value in rest.items() if value not in (None, ""))
+    return escaped(f"{fields.get('time', '')} {fields.get('action', ''):<14} {fields.get('target') or '-'}{told}")
+
+
 def is_about(line: str, model: str) -> bool:
     """A request for the model, or a line of its worker or of whoever watches over that."""
     fields = _read(line)
     if fields is None:
         return False
     message = f" {fields.get('message', '')}"
+    if fields.get("target") == model and str(fields.get("action", "")).startswith("model."):
+        return True
     return fields.get("model") == model or f" {model}#" in message or f"model {model}:" in message
 
 

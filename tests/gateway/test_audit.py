@@ -8,21 +8,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.audit import KEEP, Actor, Audit, Entry
+from gateway.audit import KEEP, Actor, Audit, AuditUnwritable, Entry, entry
 from gateway.config import audit_path
 from gateway.logfile import last_lines
 
-_entry = msgspec.json.Decoder(Entry)
+_decoder = msgspec.json.Decoder(Entry)
 
 
 def entries(home: Path) -> list[Entry]:
-    return [_entry.decode(line) for line in last_lines(audit_path(home), 100_000)]
+    return [_decoder.decode(line) for line in last_lines(audit_path(home), 100_000)]
 
 
 def test_an_entry_says_when_what_to_which_by_which_process_and_how_it_ended(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    Audit(home, clock=lambda: 0.0).record("key.create", "alice", facts={"rpm": 60, "models": ["a*"]})
-    Audit(home).record("model.load", "m", outcome="model_missing", client="unix", actor=Actor(501, 7, None))
+    audit = Audit(home)
+    audit.record(entry("key.create", "alice", facts={"rpm": 60, "models": ["a*"]}, clock=lambda: 0.0))
+    audit.record(entry("model.load", "m", outcome="model_missing", client="unix", actor=Actor(501, 7)))
 
     made, loaded = entries(home)
     assert (made.time, made.action, made.target, made.outcome) == (
@@ -34,7 +35,7 @@ def test_an_entry_says_when_what_to_which_by_which_process_and_how_it_ended(tmp_
 
 def test_the_audit_log_is_private_from_its_first_byte(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    Audit(home).record("daemon.drain")
+    Audit(home).record(entry("daemon.drain"))
 
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
     assert stat.S_IMODE((home / "logs").stat().st_mode) == 0o700
@@ -44,20 +45,20 @@ def test_the_audit_log_is_private_from_its_first_byte(tmp_path: Path) -> None:
 def test_a_full_audit_log_becomes_the_first_of_the_kept_ones(tmp_path: Path) -> None:
     audit = Audit(tmp_path, max_bytes=1000)
     for number in range(100):
-        audit.record("key.rotate", f"key-{number}")
+        audit.record(entry("key.rotate", f"key-{number}"))
 
     files = sorted(path.name for path in (tmp_path / "logs").iterdir())
     assert files == ["audit.log", *(f"audit.log.{number}" for number in range(1, KEEP + 1))]
     assert all(path.stat().st_size <= 1000 for path in (tmp_path / "logs").iterdir())
-    numbers = [int(entry.target.removeprefix("key-")) for entry in entries(tmp_path)]
+    numbers = [int(line.target.removeprefix("key-")) for line in entries(tmp_path)]
     assert numbers == list(range(numbers[0], 100))
 
 
 def test_processes_that_write_and_rotate_at_once_lose_no_line(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from gateway.audit import Audit\n"
+        "import sys; from pathlib import Path; from gateway.audit import Audit, entry\n"
         "audit = Audit(Path(sys.argv[1]), max_bytes=8000)\n"
-        "for number in range(60): audit.record('key.rotate', f'{sys.argv[2]}-{number}')"
+        "for number in range(60): audit.record(entry('key.rotate', f'{sys.argv[2]}-{number}'))"
     )
 
     def write(name: str) -> None:
@@ -66,19 +67,19 @@ def test_processes_that_write_and_rotate_at_once_lose_no_line(tmp_path: Path) ->
     with ThreadPoolExecutor(3) as writers:
         list(writers.map(write, "abc"))
 
-    found = [entry.target for entry in entries(tmp_path)]
+    found = [line.target for line in entries(tmp_path)]
     assert sorted(found) == sorted(f"{name}-{number}" for name in "abc" for number in range(60))
     assert (tmp_path / "logs" / "audit.log.1").exists()
 
 
 def test_a_line_after_half_a_line_begins_on_its_own(tmp_path: Path) -> None:
-    Audit(tmp_path).record("key.create", "a")
+    Audit(tmp_path).record(entry("key.create", "a"))
     with audit_path(tmp_path).open("a") as file:
         file.write('{"time":"20')
-    Audit(tmp_path).record("key.create", "b")
+    Audit(tmp_path).record(entry("key.create", "b"))
 
     lines = last_lines(audit_path(tmp_path), 10)
-    assert [_entry.decode(line).target for line in (lines[0], lines[2])] == ["a", "b"]
+    assert [_decoder.decode(line).target for line in (lines[0], lines[2])] == ["a", "b"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can write in the homes of others")
@@ -96,8 +97,8 @@ def test_root_follows_no_link_that_the_homes_owner_left(tmp_path: Path, trap: st
         make = os.symlink if trap == "file" else os.link
         make(target / "audit.log", home / "logs" / "audit.log")
 
-    with pytest.raises(OSError, match=r"ot a directory|symbolic link|one name"):
-        Audit(home).record("key.create", "a")
+    with pytest.raises(AuditUnwritable, match=r"audit.log|symbolic link|another name"):
+        Audit(home).record(entry("key.create", "a"))
     assert (target / "audit.log").read_text() == "secret\n"
     assert target.stat().st_uid == (target / "audit.log").stat().st_uid == 0
 
@@ -105,7 +106,7 @@ def test_root_follows_no_link_that_the_homes_owner_left(tmp_path: Path, trap: st
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can write in the homes of others")
 def test_what_root_makes_in_the_home_of_a_service_belongs_to_its_user(tmp_path: Path) -> None:
     os.chown(tmp_path, 65534, 65534)
-    Audit(tmp_path).record("key.create", "a")
+    Audit(tmp_path).record(entry("key.create", "a"))
 
     assert (tmp_path / "logs").stat().st_uid == 65534
     assert audit_path(tmp_path).stat().st_uid == 65534

@@ -1,4 +1,4 @@
-"""The folder of the API keys, opened so that root, who changes a service's keys, follows nothing of the service's user.
+"""A folder in a home, opened so that root, who works in the homes of services, follows nothing of the service's user.
 
 The user of a service may be somebody else's program by now. Root therefore goes through no symbolic link of that user,
 opens the folder once and works in what it has opened, changes the owner of nothing but what it has just made, and
@@ -28,8 +28,8 @@ class FolderRefused(Failed):
     """The folder, or a file in it, is not what its home's owner would have made."""
 
 
-class KeyFolder:
-    """`keys/` in a home."""
+class HomeFolder:
+    """`keys/` or `logs/` in a home."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,6 +50,16 @@ class KeyFolder:
     @contextmanager
     def changing(self) -> Generator[int, None, None]:
         """The open folder, made if need be, with no other change of it under way. Raises `OSError`, `FolderRefused`."""
+        with self.made() as folder:
+            lock = self._lock(folder)
+            try:
+                yield folder
+            finally:
+                os.close(lock)
+
+    @contextmanager
+    def made(self) -> Generator[int, None, None]:
+        """The open folder, made if need be. Raises `OSError`, `FolderRefused`."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         home = self._home()
         try:
@@ -57,13 +67,26 @@ class KeyFolder:
         finally:
             os.close(home)
         try:
-            lock = self._lock(folder)
-            try:
-                yield folder
-            finally:
-                os.close(lock)
+            yield folder
         finally:
             os.close(folder)
+
+    def file(self, folder: int, name: str, flags: int) -> int:
+        """A file in the open folder, made if need be: its descriptor. Raises `OSError`, `FolderRefused`."""
+        flags |= os.O_NOFOLLOW | _FILE
+        try:
+            file = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+            owner = os.fstat(folder)
+            if _is_foreign(owner):
+                os.fchown(file, owner.st_uid, owner.st_gid)
+        except FileExistsError:
+            file = os.open(name, flags, dir_fd=folder)
+        try:
+            self._check_file(folder, file, name)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
 
     def read(self, folder: int, name: str) -> tuple[int, bytes]:
         """The mode and the content of a file in the open folder. Raises `OSError`, `FolderRefused`."""
@@ -113,16 +136,8 @@ class KeyFolder:
         return self._opened(home)
 
     def _lock(self, folder: int) -> int:
-        flags = os.O_RDWR | os.O_NOFOLLOW | _FILE
+        lock = self.file(folder, LOCK, os.O_RDWR)
         try:
-            lock = os.open(LOCK, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
-            owner = os.fstat(folder)
-            if _is_foreign(owner):
-                os.fchown(lock, owner.st_uid, owner.st_gid)
-        except FileExistsError:
-            lock = os.open(LOCK, flags, dir_fd=folder)
-        try:
-            self._check_file(folder, lock, LOCK)
             self._acquire(lock)
         except BaseException:
             os.close(lock)

@@ -1,0 +1,52 @@
+"""Addresses that API keys are used from: the first use of a key at each is a line of the audit log, and known by it."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from gateway.address import Address
+from gateway.audit import Actor, Entry, entry
+from gateway.audittrail import AuditTrail
+from gateway.logfile import last_lines
+
+log = logging.getLogger(__name__)
+
+# Of one secret. Whoever has it must not fill the audit log.
+ADDRESSES_MAX: Final = 256
+# Lines that are read at the start.
+_LINES_MAX: Final = 100_000
+
+_decoder = msgspec.json.Decoder(Entry)
+
+
+class KeyAddresses:
+    """By the prefix of the secret, so that a new secret begins without any. Owned by the event loop."""
+
+    def __init__(self, trail: AuditTrail, path: Path, prefixes: Collection[str]) -> None:
+        """`path` is the audit log, `prefixes` those of the keys in force."""
+        self._trail = trail
+        self._seen: defaultdict[str, set[str]] = defaultdict(set)
+        for line in last_lines(path, _LINES_MAX, lambda line: '"key.address"' in line):
+            try:
+                found = _decoder.decode(line)
+            except msgspec.DecodeError:
+                continue
+            prefix = found.facts.get("prefix")
+            if isinstance(prefix, str) and prefix in prefixes:
+                self._seen[prefix].add(Address(found.client).network)
+
+    def use(self, key: str, prefix: str, address: Address) -> None:
+        """Note a use of a key, and record it if it is the first from its address."""
+        seen = self._seen[prefix]
+        network = address.network
+        if network in seen or not address.host or len(seen) > ADDRESSES_MAX:
+            return
+        seen.add(network)
+        if len(seen) > ADDRESSES_MAX:
+            log.warning("key %s is used from more than %d addresses: further ones are not recorded", key, ADDRESSES_MAX)
+            return
+        self._trail.record(entry("key.address", key, client=address.host, actor=Actor(), facts={"prefix": prefix}))
