@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.config import ModelConfig
 from gateway.errors import ApiError, Cancelled, Unavailable, from_failure, from_unsendable
-from gateway.http import Record
+from gateway.http import Header, Record, relaxed_header
 from gateway.limits import Bill, Meter
 from gateway.link import LATE, WorkerGone
 from gateway.pool.process import Worker
@@ -204,6 +204,12 @@ class Generation:
     def prompt_tokens(self) -> int:
         """What is known so far of the prompts' lengths."""
         return sum(self._collector.accepted.values()) if self._collector is not None else 0
+
+    @property
+    def headers(self) -> list[Header]:
+        """Of the answer, as far as they are known."""
+        relaxed = self._collector.relaxed if self._collector is not None else ()
+        return [*self.record.headers, *relaxed_header(relaxed)]
 
     @property
     def cached_tokens(self) -> int:

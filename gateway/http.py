@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -138,14 +138,24 @@ async def send_body(
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def ignored_header(names: list[str]) -> list[Header]:
-    """`x-mlxd-ignored`: bounded, and with nothing of a client's in it that a header cannot hold."""
+def ignored_header(names: Sequence[str]) -> list[Header]:
+    """`x-mlxd-ignored`: fields of the request that did nothing."""
+    return _names_header(b"x-mlxd-ignored", names)
+
+
+def relaxed_header(names: Sequence[str]) -> list[Header]:
+    """`x-mlxd-relaxed`: what of a schema the answer is not held to."""
+    return _names_header(b"x-mlxd-relaxed", names)
+
+
+def _names_header(header: bytes, names: Sequence[str]) -> list[Header]:
+    """Bounded, and with nothing of a client's in it that a header cannot hold."""
     if not names:
         return []
     shown = [_header_safe(name) for name in names[:IGNORED_NAMES_MAX]]
     if len(names) > IGNORED_NAMES_MAX:
         shown.append(f"+{len(names) - IGNORED_NAMES_MAX}")
-    return [(b"x-mlxd-ignored", ", ".join(shown).encode())]
+    return [(header, ", ".join(shown).encode())]
 
 
 def _header_safe(name: str) -> str:

@@ -352,9 +352,9 @@ class Link:
 
     def _on_other(self, message: Up) -> None:
         match message:
-            case Accepted(rid, prompt_tokens):
+            case Accepted(rid, prompt_tokens, relaxed):
                 if flight := self._running(rid):
-                    flight.collector.note_accepted(rid, prompt_tokens)
+                    flight.collector.note_accepted(rid, prompt_tokens, relaxed)
             case Progress(rid, processed, total, cached):
                 if flight := self._running(rid):
                     flight.collector.note_progress(rid, processed, total, cached)

@@ -112,7 +112,6 @@ class _Stream:
         self,
         generation: Generation,
         encoder: StreamEncoder,
-        headers: list[Header],
         send: Send,
         watch: Watch,
         pace: Pace,
@@ -120,7 +119,6 @@ class _Stream:
     ) -> None:
         self._generation = generation
         self._encoder = encoder
-        self._headers = headers
         self._send = send
         self._watch = watch
         self._outlet = outlet
@@ -202,7 +200,7 @@ class _Stream:
     async def _write(self, data: bytes, more: bool = True) -> None:
         if not self._is_started:
             self._is_started = True
-            headers = [*HEADERS, *self._headers]
+            headers = [*HEADERS, *self._generation.headers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             data = self._encoder.begin(self._generation.prompt_tokens) + data
             if not data and more:
@@ -232,7 +230,7 @@ async def respond_stream(
     """Answer with the events of `generation`. Raises `ApiError` only while the status can still say so."""
     async with Watch(receive, write_timeout_s) as watch:
         # A task of its own: what wakes up for a token passes through a few frames, not through the whole app.
-        stream = _Stream(generation, encoder, record.headers, send, watch, pace, record.outlet)
+        stream = _Stream(generation, encoder, send, watch, pace, record.outlet)
         error = await asyncio.create_task(stream.run())
         if error is not None:
             record.outcome = error.code or "error"
@@ -254,7 +252,7 @@ async def respond_whole(generation: Generation, fold: Fold, record: Record, rece
             fold.add(await generation.next(relay=collect))
             if generation.failure is not None:
                 raise generation.failure
-        await send_body(send, 200, fold.result(), record.headers)
+        await send_body(send, 200, fold.result(), generation.headers)
 
 
 @asynccontextmanager

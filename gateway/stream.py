@@ -40,6 +40,7 @@ class Collector:
         "cached",
         "last_activity",
         "progress",
+        "relaxed",
         "rids",
     )
 
@@ -47,6 +48,8 @@ class Collector:
         self._loop = loop or asyncio.get_running_loop()
         self.rids = tuple(rids)
         self.accepted: dict[int, int] = {}
+        # What of its schema the grammar of the answer leaves out: the same for all sequences of a request.
+        self.relaxed: tuple[str, ...] = ()
         # Of each sequence's prompt, as far as that is known.
         self.cached: dict[int, int] = {}
         # When the first prefill was heard of, on the loop's clock.
@@ -109,9 +112,10 @@ class Collector:
         for rid in self.rids:
             self.put(Delta(rid, finish=Finish.ERROR, failure=failure))
 
-    def note_accepted(self, rid: int, prompt_tokens: int) -> None:
+    def note_accepted(self, rid: int, prompt_tokens: int, relaxed: tuple[str, ...] = ()) -> None:
         self.last_activity = self._loop.time()
         self.accepted[rid] = prompt_tokens
+        self.relaxed = relaxed
 
     def note_progress(self, rid: int, processed: int, total: int, cached: int = 0) -> None:
         self.last_activity = self._loop.time()

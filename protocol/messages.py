@@ -96,8 +96,8 @@ class ConstraintKind(IntEnum):
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
     """What the answer must match. `after_reasoning` leaves a reasoning block that comes before the answer free.
 
-    `param` is what the client calls it, for the message of a refusal. Where a schema is not `is_strict` and cannot be
-    enforced, any JSON object will do.
+    `param` is what the client calls it, for the message of a refusal. A schema that is not `is_strict` is held as far
+    as it can be.
     """
 
     kind: ConstraintKind
@@ -278,10 +278,11 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
-    """The prompt was tokenized and queued."""
+    """The prompt was tokenized and queued. `relaxed` names what the grammar of its answer leaves out of a schema."""
 
     rid: int
     prompt_tokens: int
+    relaxed: tuple[str, ...] = ()
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=36):

@@ -222,7 +222,8 @@ class Engine:
         if len(self._queue) >= self._spec.max_waiting:
             self._send(Rejected(row.rid, Failure(Code.BUSY, "the model's queue is full; try again")))
             return
-        self._send(Accepted(row.rid, len(row.prompt)))
+        relaxed = row.rule.grammar.relaxed if row.rule is not None else ()
+        self._send(Accepted(row.rid, len(row.prompt), relaxed))
         self._rows[row.rid] = row
         if row.rid in self._tombstones:
             del self._tombstones[row.rid]

@@ -11,7 +11,8 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Final, assert_never, cast
@@ -26,7 +27,7 @@ from protocol.messages import Constraint, ConstraintKind
 from worker.encodable import encodable
 from worker.errors import RequestInvalid
 from worker.schema_check import SchemaInvalid, check
-from worker.schema_exact import bound, exact
+from worker.schema_exact import bound, exact, loosened
 
 Allowed = npt.NDArray[np.bool_]
 """`[vocab]`: which tokens may come next."""
@@ -57,6 +58,7 @@ _JSON_OPTIONS: Final[dict[str, Any]] = {
 _PLAIN_KEYS: Final[dict[str, Any]] = {"json_allowed_escapes": 'bfnrt\\"'}
 _MULTIPLE: Final = re.compile(r'"multipleOf"\s*:\s*([-+0-9.eE]{1,40})')
 _JSON_RULE: Final = re.compile(r"%json\s*(?=\{)")
+_QUOTED: Final = re.compile(r'"([^"]*)"')
 _decoder: Final = json.JSONDecoder()
 _MAX_MESSAGE: Final = 400
 
@@ -67,11 +69,15 @@ class GrammarFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled grammar. `prototype` is never advanced; each sequence walks on a copy."""
+    """A compiled grammar. `prototype` is never advanced; each sequence walks on a copy.
+
+    `relaxed` is what it leaves out of a schema that need not be held strictly.
+    """
 
     table: LLTokenizer
     prototype: LLMatcher
     vocab_size: int
+    relaxed: tuple[str, ...] = ()
 
     def walk(self) -> "Walk":
         return Walk(self.table, self.prototype.deep_copy(), self.vocab_size)
@@ -157,7 +163,7 @@ class Grammars:
         raise RequestInvalid(entry.outcome.code, entry.outcome.message, param=constraint.param)
 
     def _entry(self, constraint: Constraint, calls: str) -> _Entry:
-        text = f"{constraint.kind:d}\0{calls}\0{constraint.text}"
+        text = f"{constraint.kind:d}\0{constraint.is_strict:d}\0{calls}\0{constraint.text}"
         key = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
         with self._lock:
             entry = self._entries.setdefault(key, _Entry())
@@ -169,15 +175,10 @@ class Grammars:
     def _try(self, constraint: Constraint, calls: str) -> Grammar | Failure:
         self.compiled += 1
         try:
-            source = _source(constraint)
-            if calls:
-                source = _either(calls, source)
-            table = self.table()
-            matcher = LLMatcher(table, source, log_level=0, limits=LIMITS)
-            if matcher.is_error():
-                raise GrammarFailed(_reason(matcher.get_error()))
-            grammar = Grammar(table, matcher, self._vocab_size)
-            _try_out(grammar, self._eos_ids)
+            if constraint.is_strict or constraint.kind is not ConstraintKind.JSON_SCHEMA:
+                grammar = self._make(_source(constraint), calls)
+            else:
+                grammar = self._make_loosely(constraint, calls)
         except GrammarFailed as error:
             what = constraint.kind.name.lower().replace("_", " ")
             return Failure(Code.INVALID_REQUEST, encodable(f"this {what} cannot be enforced: {error}"))
@@ -188,6 +189,25 @@ class Grammars:
                 raise
             return Failure(Code.INVALID_REQUEST, "this grammar cannot be enforced: it is too complex", repr(error))
         return grammar
+
+    def _make(self, source: str, calls: str, relaxed: Sequence[str] = ()) -> Grammar:
+        table = self.table()
+        matcher = LLMatcher(table, _either(calls, source) if calls else source, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarFailed(_reason(matcher.get_error()))
+        grammar = Grammar(table, matcher, self._vocab_size, (*relaxed, *_skipped(matcher)))
+        _try_out(grammar, self._eos_ids)
+        return grammar
+
+    def _make_loosely(self, constraint: Constraint, calls: str) -> Grammar:
+        """As much of a schema as can be held: all, all but some keywords, its shape, or any object."""
+        ways = list(loosened(_schema(constraint.text)))
+        for is_lenient, (schema, relaxed) in [(False, ways[0]), *((True, way) for way in ways)]:
+            try:
+                return self._make(_json_schema(schema, is_lenient=is_lenient), calls, relaxed)
+            except GrammarFailed:
+                continue
+        return self._make(_json('{"type": "object"}', _JSON_OPTIONS), calls, ("everything but an object",))
 
     def table(self) -> LLTokenizer:
         """The tokenizer as llguidance knows it. Raises `RequestInvalid`."""
@@ -226,7 +246,7 @@ def _source(constraint: Constraint) -> str:
         case ConstraintKind.JSON_OBJECT:
             return _json('{"type": "object"}', _JSON_OPTIONS)
         case ConstraintKind.JSON_SCHEMA:
-            return _json_schema(text)
+            return _json_schema(_schema(text))
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(text)
         case ConstraintKind.GRAMMAR:
@@ -268,15 +288,40 @@ def _json(schema: str, options: dict[str, Any]) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, options))
 
 
-def _json_schema(text: str) -> str:
-    try:
+def _skipped(matcher: LLMatcher) -> Iterator[str]:
+    """The keywords and formats that a lenient grammar leaves out."""
+    for warning in matcher.get_grammar_warnings():
+        what, _, names = warning.partition(": ")
+        if what == "Unimplemented keys":
+            yield from _QUOTED.findall(names)
+        elif what == "Unknown format":
+            yield f"format {names}"
+
+
+def _schema(text: str) -> dict[str, Any]:
+    """Raises `GrammarFailed` for what is no schema."""
+    with _refusing():
         schema: Any = json.loads(text)
         check(schema)
         if isinstance(schema, bool):
             raise SchemaInvalid("it is not an object")
+        return schema
+
+
+def _json_schema(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
+    with _refusing():
         made = exact(schema)
         written = json.dumps(made.schema, ensure_ascii=False, allow_nan=False)
         written.encode()
+    options = _JSON_OPTIONS | {"lenient": is_lenient}
+    return _json(written, options | _PLAIN_KEYS if made.has_loose_keys else options)
+
+
+@contextmanager
+def _refusing() -> Generator[None]:
+    """What a schema makes its readers raise, as `GrammarFailed`."""
+    try:
+        yield
     except SchemaInvalid as error:
         raise GrammarFailed(str(error)) from error
     except UnicodeEncodeError as error:
@@ -287,7 +332,6 @@ def _json_schema(text: str) -> str:
         raise GrammarFailed("it holds a number that is too large") from error
     except ValueError as error:
         raise GrammarFailed(f"it is not JSON: {error}") from error
-    return _json(written, _JSON_OPTIONS | _PLAIN_KEYS if made.has_loose_keys else _JSON_OPTIONS)
 
 
 def _check_schemas(text: str) -> None:

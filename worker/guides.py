@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.messages import Constraint, ConstraintKind
-from worker.errors import RequestInvalid
+from protocol.messages import Constraint
 from worker.grammars import Allowed, Grammar, GrammarFailed, Grammars
 from worker.hurry import Haste, Hurried
 from worker.parsers import FAMILIES, start_in_reasoning
@@ -170,12 +169,7 @@ class Rules:
 
     def compile(self, constraint: Constraint, calls: str = "") -> Grammar:
         """The grammar of an answer, or of `calls` where there are any. Raises `RequestInvalid`."""
-        try:
-            return self.grammars.compile(constraint, calls)
-        except RequestInvalid:
-            if constraint.is_strict or constraint.kind is not ConstraintKind.JSON_SCHEMA:
-                raise
-            return self.grammars.compile(Constraint(ConstraintKind.JSON_OBJECT), calls)
+        return self.grammars.compile(constraint, calls)
 
     def prologue(self, prompt_end: str) -> Prologue:
         """Open if the prompt has opened it; if it has neither opened nor closed it, the model may do so."""

@@ -1,7 +1,7 @@
 """A JSON schema as llguidance enforces it to the letter: where it would be inexact, tightened, or refused."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, Final, cast
@@ -41,6 +41,17 @@ _ESCAPED: Final = re.compile(r"\\.", re.DOTALL)
 _SETS: Final = re.compile(r"\[|&&|--|~~")
 _BOUNDS: Final = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}
 
+# What is given up first where not all can be held, and what next.
+_LOOSER: Final = (
+    frozenset({"pattern", "format", "patternProperties", "propertyNames", "not", "if", "then", "else"}),
+    frozenset(
+        {
+            "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength",
+            "minItems", "maxItems", "minProperties", "maxProperties", "contains", "minContains", "maxContains",
+        }
+    ),
+)  # fmt: skip
+
 Path = tuple[str, ...]
 Schema = Mapping[str, Any]
 
@@ -68,6 +79,38 @@ def exact(schema: Schema) -> Exact:
     walk.check_references()
     walk.check_merges()
     return Exact(made, walk.has_loose_keys)
+
+
+def loosened(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """A schema, and ever looser ones with the names of what they lack: conditions on single values, then on their size
+    and number. What is left is the shape."""
+    lacks: tuple[str, ...] = ()
+    yield schema, lacks
+    for keywords in _LOOSER:
+        dropped: set[str] = set()
+        schema = _without(schema, keywords, dropped)
+        if dropped:
+            lacks = (*lacks, *sorted(dropped))
+            yield schema, lacks
+
+
+def _without(fields: dict[str, Any], keywords: frozenset[str], dropped: set[str]) -> dict[str, Any]:
+    """A schema without `keywords` in any of the places that hold schemas."""
+
+    def one(value: Any) -> Any:
+        return _without(cast(dict[str, Any], value), keywords, dropped) if isinstance(value, dict) else value
+
+    kept: dict[str, Any] = {}
+    for key, value in fields.items():
+        if key in keywords:
+            dropped.add(key)
+        elif key in _MAPS and isinstance(value, dict):
+            kept[key] = {name: one(inner) for name, inner in cast(dict[str, Any], value).items()}
+        elif key in _PLACES and isinstance(value, list):
+            kept[key] = [one(inner) for inner in cast(list[Any], value)]
+        else:
+            kept[key] = one(value) if key in _PLACES else value
+    return kept
 
 
 def bound(schema: Schema) -> None:

@@ -23,7 +23,10 @@ _TOKENIZE: Final = (*_ALWAYS, *_BODY, 404, 429, 503)
 _GENERATE: Final = (*_TOKENIZE, 504)
 _KEPT: Final = (*_ALWAYS, 400, 404, 503)
 _IGNORED: Final = {"x-mlxd-ignored": "Fields of the request that did nothing."}
-_SEED: Final = {"x-mlxd-seed": "With this seed the same answer can be had again."} | _IGNORED
+_SEED: Final = {
+    "x-mlxd-seed": "With this seed the same answer can be had again.",
+    "x-mlxd-relaxed": "Keywords of a schema that the answer is not held to.",
+} | _IGNORED
 _RESPONSE_ID: Final = Parameter("id", "path", {"type": "string", "minLength": 1}, "The id of a response.")
 _MODEL_ID: Final = Parameter(
     "id", "path", {"type": "string", "minLength": 1}, "A name or an alias, maybe with slashes."

@@ -105,7 +105,7 @@ def _response_format(value: Any) -> Constraint | None:
             strict = inner.get("strict")
             if strict is not None and not isinstance(strict, bool):
                 raise _invalid("response_format.json_schema.strict", "true or false")
-            return _schema(inner.get("schema"), "response_format.json_schema.schema", is_strict=strict is not False)
+            return _schema(inner.get("schema"), "response_format.json_schema.schema", is_strict=strict is True)
         case "grammar":
             return _guided("grammar", fields.get("grammar") or "", "response_format.grammar")
         case "structural_tag":

@@ -78,8 +78,8 @@ def test_all_choices_share_the_constraint() -> None:
     assert chat(n=3, guided_regex="a") is not None
 
 
-@pytest.mark.parametrize(("strict", "is_strict"), [(True, True), (None, True), (False, False)])
-def test_a_schema_is_strict_unless_told_otherwise(strict: bool | None, is_strict: bool) -> None:
+@pytest.mark.parametrize(("strict", "is_strict"), [(True, True), (None, False), (False, False)])
+def test_a_schema_of_response_format_is_strict_only_if_told_so(strict: bool | None, is_strict: bool) -> None:
     made = chat(response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": strict}})
     assert made is not None
     assert made.is_strict is is_strict

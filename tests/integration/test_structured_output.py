@@ -72,6 +72,29 @@ async def test_completions_are_constrained_too(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_without_strict_a_schema_is_held_as_far_as_it_can_be_and_a_header_says_what_is_not(
+    gateway: Gateway, stream: bool
+) -> None:
+    properties = {
+        "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 2, "uniqueItems": True},
+        "file": {"type": "string", "format": "path", "maxLength": 4},
+    }
+    schema = {"type": "object", "properties": properties, "required": ["tags", "file"], "additionalProperties": False}
+    body = asking(response_format={"type": "json_schema", "json_schema": {"name": "found", "schema": schema}})
+    reply = await gateway.client.post("/v1/chat/completions", json=body | {"stream": stream})
+
+    assert reply.status_code == 200, reply.text
+    assert set(reply.headers["x-mlxd-relaxed"].split(", ")) == {"uniqueItems", "format_path"}
+    if not stream:
+        found = json.loads(reply.json()["choices"][0]["message"]["content"])
+        jsonschema.validate(found, schema | {"properties": properties | {"tags": {"type": "array"}}})
+    body["response_format"]["json_schema"]["strict"] = True
+    assert (await gateway.client.post("/v1/chat/completions", json=body)).status_code == 400
+    held = await gateway.client.post("/v1/chat/completions", json=asking(response_format=FORMAT))
+    assert "x-mlxd-relaxed" not in held.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [

@@ -245,3 +245,74 @@ def test_one_choice_more_is_refused_in_a_sentence_about_choices(tokenizer: Any) 
     choices = [str(at) for at in range(grammars.MAX_CHOICES + 1)]
     with pytest.raises(RequestInvalid, match="it has more than 10000 entries"):
         made(tokenizer).compile(Constraint(KIND.CHOICE, json.dumps(choices)))
+
+
+# As pydantic writes a model with a set, a path, bytes and a pattern that looks ahead.
+PYDANTIC: dict[str, Any] = {
+    "properties": {
+        "tags": {"items": {"type": "string"}, "type": "array", "uniqueItems": True},
+        "file": {"format": "path", "type": "string"},
+        "raw": {"format": "binary", "type": "string"},
+        "when": {"format": "date", "type": "string"},
+        "count": {"type": "integer", "minimum": 1},
+    },
+    "required": ["tags", "file", "raw", "when", "count"],
+    "title": "Found",
+    "type": "object",
+    "additionalProperties": False,
+}
+FOUND = '{"tags": ["a"], "file": "/x", "raw": "y", "when": "2026-01-31", "count": 1}'
+
+
+def loose(document: Any) -> Constraint:
+    return Constraint(KIND.JSON_SCHEMA, json.dumps(document), is_strict=False)
+
+
+def accepts(compiler: Grammars, constraint: Constraint, text: str) -> bool:
+    walk = compiler.compile(constraint).walk()
+    with suppress(GrammarFailed):
+        walk.take_bytes(text.encode())
+        return walk.is_complete
+    return False
+
+
+def test_what_of_a_schema_cannot_be_held_is_left_out_and_named_where_it_need_not_be_strict(tokenizer: Any) -> None:
+    compiler = made(tokenizer)
+    assert set(compiler.compile(loose(PYDANTIC)).relaxed) == {"uniqueItems", "format path", "format binary"}
+    assert accepts(compiler, loose(PYDANTIC), FOUND)
+    for old, new in (('["a"]', "[1]"), ('"/x"', "1"), ("2026-01-31", "today"), ('"count": 1', '"count": 0')):
+        assert not accepts(compiler, loose(PYDANTIC), FOUND.replace(old, new))
+    with pytest.raises(RequestInvalid, match="cannot be enforced"):
+        compiler.compile(schema(PYDANTIC))
+
+
+def test_a_schema_that_can_be_held_is_held_to_the_letter_though_it_need_not_be(tokenizer: Any) -> None:
+    compiler = made(tokenizer)
+    document = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^x+$"}}, "required": ["a"]}
+    assert compiler.compile(loose(document)).relaxed == ()
+    assert accepts(compiler, loose(document), '{"a": "xx"}')
+    assert not accepts(compiler, loose(document), '{"a": "y"}')
+
+
+@pytest.mark.parametrize(
+    ("fields", "relaxed", "right", "wrong"),
+    [
+        ({"type": "string", "pattern": "(?=x)x+"}, ("pattern",), '"y"', "1"),
+        ({"type": "number", "minimum": 2**70}, ("minimum",), "1", '"y"'),
+        ({"type": "integer", "pattern": "(?=x)", "maximum": -(2**70)}, ("pattern", "maximum"), "1", "1.5"),
+    ],
+)
+def test_where_a_keyword_spoils_a_schema_its_shape_is_held(
+    tokenizer: Any, fields: dict[str, Any], relaxed: tuple[str, ...], right: str, wrong: str
+) -> None:
+    document = {"type": "object", "properties": {"a": fields}, "required": ["a"]}
+    compiler = made(tokenizer)
+    assert compiler.compile(loose(document)).relaxed == relaxed
+    assert accepts(compiler, loose(document), f'{{"a": {right}}}')
+    assert not accepts(compiler, loose(document), f'{{"a": {wrong}}}')
+
+
+@pytest.mark.parametrize("document", [{"type": 5}, {"properties": 1}, True, [1], {"required": "a"}])
+def test_what_is_no_schema_is_refused_also_where_it_need_not_be_strict(tokenizer: Any, document: Any) -> None:
+    with pytest.raises(RequestInvalid):
+        made(tokenizer).compile(loose(document))
