@@ -30,15 +30,45 @@ NEWEST_BOUNDARIES: Final = 6
 EARLY_TOKENS: Final = 1024
 # Waiting for another row's prefill pays from about here.
 MIN_SHARED_TOKENS: Final = 64
+# Free buffers go back to the system after this many tokens of prefill, as with chunks of mlx-lm's own size.
+CLEAR_TOKENS: Final = 2048
 # How long a tick waits for a mask when no row can go on without one.
 PARKED_WAIT_S: Final = 0.05
 
 
 class _PromptBatch(PromptProcessingBatch):
+    # Prompt tokens since free buffers were given back.
+    unclear_tokens = 0
+
     def filter(self, keep: list[int]) -> None:
         """As mlx-lm's, but for all rows nothing: caches of the lane of one row have no `filter`."""
         if len(keep) < len(self.uids):
             super().filter(keep)
+
+    def prompt(self, tokens: list[list[int]]) -> None:
+        """As mlx-lm's for one chunk, but free buffers go back to the system no more often than with its own large
+        chunks: beside running rows ours are small, and the next step would ask for the same buffers again."""
+        if not tokens:
+            return
+        for held, new in zip(self.tokens, tokens, strict=True):
+            held += new
+        lengths = [len(new) for new in tokens]
+        longest = max(lengths)
+        padding = [longest - length for length in lengths]
+        if any(padding):
+            tokens = [[*new, *[0] * missing] for new, missing in zip(tokens, padding, strict=True)]
+            for cache in self.prompt_cache:
+                cache.prepare(lengths=lengths, right_padding=padding)
+        self.model(mx.array(tokens), cache=self.prompt_cache)
+        mx.eval([cache.state for cache in self.prompt_cache])
+        if any(padding):
+            for cache in self.prompt_cache:
+                cache.finalize()
+            mx.eval([cache.state for cache in self.prompt_cache])
+        self.unclear_tokens += longest
+        if self.unclear_tokens >= CLEAR_TOKENS:
+            self.unclear_tokens = 0
+            mx.clear_cache()
 
     def generate(self, tokens: list[list[int]]) -> GenerationBatch:
         """As mlx-lm's, but what comes out is ours from its first step on."""

@@ -92,3 +92,22 @@ def test_a_long_prompt_that_joins_takes_no_more_memory_than_is_counted(
     counted = weights + cache.nbytes + batch.kv_cost.bytes(2, 256) + batch.kv_cost.transient(2, 256)
     assert mx.get_peak_memory() < counted + 8 * MIB
     batch.close()
+
+
+def test_small_chunks_do_not_give_back_the_buffers_of_the_next_step(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(spec(model_folder("qwen3")), nothing)
+    batch = Batch(
+        loaded.model, loaded.eos_ids, 4, 512, PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0)
+    )
+    cleared: list[int] = []
+    monkeypatch.setattr("worker.batch.CLEAR_TOKENS", 256)
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(longest.prefilled + 16))
+    longest, shorter = row(loaded, 1, 600), row(loaded, 100, 90)
+    for each in (longest, shorter):
+        batch.insert(each)
+    while batch.prefilling:
+        batch.tick(16)
+    assert cleared == [256, 512]
+    batch.close()
