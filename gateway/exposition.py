@@ -81,6 +81,11 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], int]], ...]] = (
         "Requests to count or decode tokens that found too many of them waiting.",
         lambda s: s.refused_questions,
     ),
+    (
+        "worker_allocation_failures",
+        "Steps that found no memory; each halves the KV of running requests for a while.",
+        lambda s: s.allocation_failures,
+    ),
 )
 _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, int]]"], ...]] = (
     ("request_success", "Sequences by how they ended.", "finished_reason", lambda m: m.finished),
@@ -114,6 +119,7 @@ _WORKER_MEMORY: Final[tuple[tuple[str, Callable[[Stats], int]], ...]] = (
     ("phys_footprint", lambda s: s.footprint),
     ("kv", lambda s: s.kv_bytes),
     ("prefix_cache", lambda s: s.cache_bytes),
+    ("limit", lambda s: s.mem_limit),
     ("wired_limit", lambda s: s.wired_limit),
 )
 

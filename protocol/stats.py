@@ -41,3 +41,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     repaired_messages: int = 0
     # Requests to count or decode tokens that found too many of them waiting.
     refused_questions: int = 0
+    # What MLX may have allocated before it runs one operation at a time; 0 is its own limit, the machine's.
+    mem_limit: int = 0
+    # Steps that found no memory, after each of which KV got half.
+    allocation_failures: int = 0

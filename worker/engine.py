@@ -5,6 +5,7 @@ Every row that enters leaves through `_finish`, exactly once.
 
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Final, assert_never
 
@@ -35,7 +36,7 @@ from worker.cache_disk import CacheDisk
 from worker.cache_key import open_disk
 from worker.chunking import ChunkPolicy
 from worker.encodable import encodable
-from worker.errors import GPU_FAULTS, StepFailed
+from worker.errors import GPU_FAULTS, StepFailed, is_allocation_failure
 from worker.gauges import Gauges
 from worker.inbox import Inbox, Wake
 from worker.kv import Layout
@@ -90,7 +91,9 @@ class Engine:
         if self._plan.reuses_prefixes:
             disk = open_disk(spec, loaded, self._layout, lambda: inbox.put(Wake.UP))
         self._share = memory.Share(spec, loaded.weights_bytes)
-        prefixes = self._share.enforce().prefixes if self._plan.reuses_prefixes else 0
+        limits = self._share.limits()
+        self._share.enforce(limits)
+        prefixes = limits.prefixes if self._plan.reuses_prefixes else 0
         self._cache = PrefixCache(self._layout, prefixes, disk=disk, disk_min_tokens=spec.disk_cache_tokens)
         self._is_waiting = False
         self._batch = self._new_batch()
@@ -111,6 +114,7 @@ class Engine:
         self._recovered_at = float("-inf")
         self._stats_due = 0.0
         self._memory_due = 0.0
+        self._share_due = 0.0
 
     @property
     def cache(self) -> PrefixCache:
@@ -129,6 +133,7 @@ class Engine:
             self._flush()
             self._settle()
             self._cache.hand_over()
+            self._tend_share()
         self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
         self._flush()
         self._cache.close()
@@ -151,15 +156,30 @@ class Engine:
         assert self._batch.kv_cost is not None
         self.kv_cost = self._batch.kv_cost
         # The generator, and what warming up has shown, come first: see `Share.enforce`.
-        limits = self._share.enforce()
-        self._limit(limits)
+        limits = self._share.limits()
+        self._apply(limits)
         return self.kv_cost.longest(limits.kv)
 
-    def _limit(self, limits: memory.Limits) -> None:
+    def _apply(self, limits: memory.Limits) -> None:
+        """Keep these limits: what is above them goes before MLX hears of them."""
         self._cache.resize(limits.prefixes if self._plan.reuses_prefixes else 0)
         self._kv = KvBudget(self.kv_cost, limits.kv, limits.buffers)
         self._gauges.kv_limit = limits.kv
+        self._make_room()
+        self._share.enforce(limits)
         self._gauges.share_bytes = self._share.bytes
+        self._gauges.mem_limit = limits.total
+        self._gauges.wired_limit = self._share.wired_limit
+
+    def _tend_share(self) -> None:
+        """Now and then: give back what a failed allocation took, and lower what had to stay wired."""
+        now = time.monotonic()
+        if now < self._share_due:
+            return
+        self._share_due = now + _MEMORY_EVERY_S
+        if self._share.relax(now):
+            self._apply(self._share.limits())
+        self._share.check()
         self._gauges.wired_limit = self._share.wired_limit
 
     def fail_all(self, failure: Failure) -> None:
@@ -188,7 +208,7 @@ class Engine:
                 case Shutdown():
                     self._is_stopping = True
                 case SetMemory():
-                    self._limit(self._share.change(command))
+                    self._apply(self._share.change(command))
                 case Wake.UP:
                     pass
                 case _:
@@ -380,19 +400,33 @@ class Engine:
         Sampling depends on (seed, position) alone, so the rows go on with the tokens they would have had.
         """
         now = time.monotonic()
+        if is_allocation_failure(error) and self._share.shrink(now):
+            self._gauges.allocation_failures += 1
+            log.warning("a step found no memory for %d rows, and KV gets half: %s", len(self._batch), error)
+            traceback.clear_frames(error.__traceback__)  # they hold what the step had computed
+            self._cache.clear()
+            self._rebuild()
+            for row in self._unplaced():
+                self._queue.push(row)
+            return
         is_fault = any(sign in str(error) for sign in GPU_FAULTS)
         if is_fault or now - self._recovered_at < _RECOVERY_S:
             raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
         log.exception("a step failed; rebuilding the batch of %d rows", len(self._batch))
         self._recovered_at = now
+        self._rebuild()
+        for row in self._unplaced():
+            self._batch.insert(row)
+
+    def _rebuild(self) -> None:
         self._batch.abandon()
         self._batch.close()
         self._batch = self._new_batch()
-        self._share.enforce()
-        # Those too that the failed step had let go of, and told nobody.
-        for row in self._rows.values():
-            if row not in self._queue:
-                self._batch.insert(row)
+        self._apply(self._share.limits())
+
+    def _unplaced(self) -> list[Row]:
+        """The rows of a batch that is no more; those too that its failed step had let go of, and told nobody."""
+        return [row for row in self._rows.values() if row not in self._queue]
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -425,7 +459,6 @@ class Engine:
             return
         if now >= self._memory_due:
             gauges.measure_memory()
-            self._share.check()
             gauges.kv_bytes = self._batch.kv_bytes
             gauges.observe_cache(self._cache)
             self._memory_due = now + _MEMORY_EVERY_S

@@ -13,6 +13,14 @@ from worker.encodable import encodable
 
 # In the text of an exception of MLX: the device failed, and its state is unknown.
 GPU_FAULTS: Final = ("[METAL]", "Command buffer", "CUDA", "cuda")
+# Likewise: memory could not be had for this, and may be for less.
+NO_MEMORY: Final = (
+    "[metal::malloc]", "Unable to allocate", "Insufficient Memory", "OutOfMemory", "out of memory", "Resource limit",
+)  # fmt: skip
+
+
+def is_allocation_failure(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_MEMORY)
 
 
 class WorkerError(Exception):

@@ -36,6 +36,8 @@ class Gauges:
     malformed_tool_calls: int = 0
     repaired_messages: int = 0
     refused_questions: int = 0
+    mem_limit: int = 0
+    allocation_failures: int = 0
     cache_bytes: int = 0
     cache_nodes: int = 0
     cache: Counts = field(default_factory=Counts)
@@ -89,4 +91,6 @@ class Gauges:
             wired_limit=self.wired_limit,
             repaired_messages=self.repaired_messages,
             refused_questions=self.refused_questions,
+            mem_limit=self.mem_limit,
+            allocation_failures=self.allocation_failures,
         )

@@ -21,7 +21,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
-from worker.errors import LoadFailed
+from worker.errors import LoadFailed, is_allocation_failure
 from worker.lanes import Plan
 from worker.selfcheck import SAMPLE, choose
 from worker.templates import check_template
@@ -191,7 +191,7 @@ def _explain(path: Path, config: dict[str, Any], error: Exception) -> LoadFailed
         return LoadFailed(
             Code.MODEL_UNSUPPORTED, f"{path} runs code of its own; allow it with trust_remote_code = true", detail=text
         )
-    if "[metal::malloc]" in text or "Unable to allocate" in text:
+    if is_allocation_failure(error):
         return LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {path}", detail=text)
     return LoadFailed(Code.MODEL_CORRUPT, f"{path} could not be loaded: {type(error).__name__}: {reason}", detail=text)
 

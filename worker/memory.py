@@ -5,12 +5,13 @@ import logging
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import mlx.core as mx
 import psutil
+from mlx_lm.generate import generation_stream
 
 from protocol.messages import SetMemory
 from protocol.spec import WorkerSpec
@@ -28,6 +29,9 @@ _BUFFER_MIN: Final = 16 << 20
 _KV_PART: Final = 0.75
 # Python's own memory grows a little while requests come in.
 _HOST_SLACK: Final = 16 << 20
+# After a failed allocation KV and prefixes get half, an eighth at least, and twice as much again after so long without.
+_LEAST_PART: Final = 0.125
+_RELAX_S: Final = 300.0
 _RUSAGE_INFO_V2: Final = 2
 
 
@@ -50,7 +54,8 @@ class Memory:
 class Limits:
     """Bytes: for the KV of running rows, for cached prefixes, for free buffers, and for all that MLX allocates.
 
-    `total` 0 leaves MLX its own limit, which is the machine's.
+    `total` 0 leaves MLX its own limit, which is the machine's. It is never less than weights, KV, prefixes and what
+    passes in a step, which has the room of the free buffers: over it, MLX runs one operation at a time.
     """
 
     kv: int
@@ -66,19 +71,80 @@ def divide(order: SetMemory, weights: int, host: int, *, kv: int = -1, prefixes:
     rest = max(0, left - buffers)
     own_kv = kv if kv >= 0 else int(rest * _KV_PART) if prefixes < 0 else max(0, rest - prefixes)
     own_prefixes = prefixes if prefixes >= 0 else max(0, rest - own_kv)
-    total = max(weights, order.share_bytes - host)
-    return Limits(int(own_kv * order.kv_part), int(own_prefixes * order.cache_part), buffers, total)
+    own_kv, own_prefixes = int(own_kv * order.kv_part), int(own_prefixes * order.cache_part)
+    total = max(weights + own_kv + own_prefixes + buffers, order.share_bytes - host)
+    return Limits(own_kv, own_prefixes, buffers, total)
+
+
+class Device(Protocol):
+    """Where memory limits are set: MLX, or a test's record of what it was told."""
+
+    def wirable(self) -> int:
+        """The most that may be wired; 0 where that is not Metal's to say."""
+        ...
+
+    def active(self) -> int: ...
+
+    def synchronize(self) -> None: ...
+
+    def clear_cache(self) -> None: ...
+
+    def set_cache_limit(self, limit: int) -> None: ...
+
+    def set_memory_limit(self, limit: int) -> None: ...
+
+    def set_wired_limit(self, limit: int) -> None: ...
+
+
+class MlxDevice:
+    """MLX itself. What concerns wiring is of Metal only, and not run on Linux."""
+
+    def wirable(self) -> int:
+        if not mx.metal.is_available():
+            return 0
+        return int(mx.device_info().get("max_recommended_working_set_size", 0))
+
+    def active(self) -> int:
+        return mx.get_active_memory()
+
+    def synchronize(self) -> None:
+        """Wait for the step that is under way: it must not meet a change of what is wired."""
+        mx.synchronize(generation_stream)
+
+    def clear_cache(self) -> None:
+        give_back()
+
+    def set_cache_limit(self, limit: int) -> None:
+        mx.set_cache_limit(limit)
+
+    def set_memory_limit(self, limit: int) -> None:
+        mx.set_memory_limit(limit)
+
+    def set_wired_limit(self, limit: int) -> None:
+        before = mx.set_wired_limit(limit)
+        if before != limit:
+            log.debug("wired limit: %d bytes instead of %d", limit, before)
 
 
 class Share:
-    """The part of the machine's memory that this process was given. Owned by the engine thread."""
+    """The part of the machine's memory that this process was given. Owned by the engine thread.
 
-    def __init__(self, spec: WorkerSpec, weights: int) -> None:
+    `limits` says what is to be held; when that is so, `enforce` tells MLX. When the wired limit falls below what is
+    wired, Metal takes allocations out in no order, weights among them, and puts them back only when it grows: so it is
+    lowered only to what is held already, and else by a later `check`.
+    """
+
+    def __init__(self, spec: WorkerSpec, weights: int, device: Device | None = None) -> None:
         self._spec = spec
         self._weights = weights
+        self._device = device or MlxDevice()
         self._order = SetMemory(spec.memory_bytes)
-        # What may be wired; 0 leaves it to MLX.
+        # What may be wired, and what Metal was told of it; 0 leaves it to MLX.
+        self._wanted = 0
         self._wired = 0
+        # Of KV and prefixes, since an allocation failed.
+        self._part = 1.0
+        self._relaxes_at = 0.0
 
     @property
     def bytes(self) -> int:
@@ -86,38 +152,75 @@ class Share:
 
     @property
     def wired_limit(self) -> int:
-        """What Metal may wire; 0 where it is not Metal's to say."""
-        return self._wired if mx.metal.is_available() else 0
+        """What Metal was told that it may wire; 0 where it is not Metal's to say."""
+        return self._wired
 
     def change(self, order: SetMemory) -> Limits:
-        """Another share, or another part of it. Buffers that nobody uses go back to the system."""
+        """Another share, or another part of it: the limits to keep before `enforce`."""
         self._order = order
-        limits = self.enforce()
-        give_back()
-        return limits
+        return self.limits()
+
+    def shrink(self, now: float) -> bool:
+        """Half of KV and prefixes for a while, because an allocation has failed; False where that was done before and
+        is of no help."""
+        if self._part <= _LEAST_PART:
+            return False
+        self._part, self._relaxes_at = self._part / 2, now + _RELAX_S
+        return True
+
+    def relax(self, now: float) -> bool:
+        """Take one `shrink` back when it is time; whether it was."""
+        if self._part == 1.0 or now < self._relaxes_at:
+            return False
+        self._part, self._relaxes_at = self._part * 2, now + _RELAX_S
+        return True
+
+    def limits(self) -> Limits:
+        limits = self._divide()
+        return replace(limits, kv=int(limits.kv * self._part), prefixes=int(limits.prefixes * self._part))
+
+    def _divide(self) -> Limits:
+        spec, order = self._spec, self._order
+        if order.share_bytes:
+            return divide(order, self._weights, measure().host, kv=spec.kv_bytes, prefixes=spec.cache_bytes)
+        machine = psutil.virtual_memory()
+        # Half of what is free now, with the weights loaded, and an eighth of all there is.
+        kv = spec.kv_bytes if spec.kv_bytes >= 0 else machine.available // 2
+        prefixes = spec.cache_bytes if spec.cache_bytes >= 0 else machine.total // 8
+        return Limits(kv, prefixes, _most_buffers())
+
+    def enforce(self, limits: Limits) -> None:
+        """Give MLX its limits, and the system the buffers that nobody uses.
+
+        To be called when what is above them has been let go of, and after whatever may have set them otherwise, as each
+        `BatchGenerator` does with the wired one.
+        """
+        device = self._device
+        device.clear_cache()
+        device.set_cache_limit(limits.buffers)
+        if limits.total:
+            device.set_memory_limit(limits.total)
+            self._wanted = min(self._weights + limits.kv + limits.prefixes + limits.buffers, device.wirable())
+            self._wire(is_new=True)
 
     def check(self) -> None:
-        """Set the wired limit again if somebody has set another one since. Cheap; of use with Metal only."""
-        if self._wired and mx.metal.is_available():
-            _set_wired(self._wired)
+        """Lower the wired limit when that had to wait. Cheap; of use with Metal only."""
+        if self._wired != self._wanted:
+            self._wire()
 
-    def enforce(self) -> Limits:
-        """Give MLX its limits, and return all of them. To be called after whatever may have set them otherwise."""
-        spec, order = self._spec, self._order
-        if not order.share_bytes:
-            machine = psutil.virtual_memory()
-            # Half of what is free now, with the weights loaded, and an eighth of all there is.
-            kv = spec.kv_bytes if spec.kv_bytes >= 0 else machine.available // 2
-            prefixes = spec.cache_bytes if spec.cache_bytes >= 0 else machine.total // 8
-            limits = Limits(kv, prefixes, _most_buffers())
-        else:
-            limits = divide(order, self._weights, measure().host, kv=spec.kv_bytes, prefixes=spec.cache_bytes)
-        mx.set_cache_limit(limits.buffers)
-        if limits.total:
-            mx.set_memory_limit(limits.total)
-            self._wired = self._weights + limits.kv + limits.prefixes
-        self.check()
-        return limits
+    def _wire(self, *, is_new: bool = False) -> None:
+        device, wanted = self._device, self._wanted
+        if not wanted:
+            return
+        if wanted < self._wired and device.active() > wanted:
+            device.synchronize()  # what was let go of is free when the step has ended that used it last
+            if device.active() > wanted:
+                # What a new generator has set is taken back meanwhile.
+                wanted = self._wired
+        if is_new or wanted != self._wired:
+            device.synchronize()
+            device.set_wired_limit(wanted)
+            self._wired = wanted
 
 
 def prepare_load() -> None:
@@ -150,15 +253,6 @@ def has_gpu() -> bool:
 def footprint() -> int:
     """Private bytes of this process: physical footprint on macOS, resident minus shared on Linux."""
     return _darwin_footprint() if sys.platform == "darwin" else _linux_footprint()
-
-
-def _set_wired(wanted: int) -> None:
-    """Metal only, not run on Linux. Each `BatchGenerator` sets this to all that the GPU may wire when it is made."""
-    most = int(mx.device_info().get("max_recommended_working_set_size", 0))
-    limit = min(wanted, most)
-    before = mx.set_wired_limit(limit)
-    if before != limit:
-        log.debug("wired limit: %d bytes instead of %d", limit, before)
 
 
 def _most_buffers() -> int:

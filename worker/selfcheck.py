@@ -19,7 +19,7 @@ from protocol.failures import Code
 from protocol.messages import Sampling
 from worker import memory
 from worker.batch import Batch
-from worker.errors import GPU_FAULTS, LoadFailed
+from worker.errors import GPU_FAULTS, LoadFailed, is_allocation_failure
 from worker.kv import Layout
 from worker.lanes import Lane, Plan
 from worker.prefix_cache import PrefixCache
@@ -48,7 +48,6 @@ ROUNDINGS: Final = 4.0
 ROUNDED_MIN: Final = 0.1
 ROUNDED_MAX: Final = 0.5
 # Signs of a device that failed, or of memory that is not there: they say nothing of the lane.
-_NO_MEMORY: Final = ("[metal::malloc]", "Unable to allocate", "Insufficient Memory")
 _LANES: Final = (Lane.TOGETHER, Lane.EQUAL, Lane.SINGLE)
 _TOLD: Final = {
     Lane.EQUAL: "prompts are prefilled in chunks of equal length",
@@ -227,7 +226,7 @@ def _row(rid: int, prompt: list[int]) -> Row:
 def _because(error: Exception) -> str:
     """The reason for a person. Raises what says nothing of the model."""
     text = str(error)
-    if any(sign in text for sign in _NO_MEMORY):
+    if is_allocation_failure(error):
         raise LoadFailed(Code.OUT_OF_MEMORY, "not enough memory to run the model", detail=text) from error
     if any(sign in text for sign in GPU_FAULTS):
         raise error

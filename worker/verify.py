@@ -284,7 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Exit.BAD_CONFIG
     try:
         loaded = load(spec, lambda _stage, _done, _total: None)
-        memory.Share(spec, loaded.weights_bytes).enforce()
+        share = memory.Share(spec, loaded.weights_bytes)
+        share.enforce(share.limits())
         status = 0
         for check in Verifier(loaded, spec, options.tokens, options.words).checks():
             print(msgspec.json.encode(check).decode(), flush=True)

@@ -181,16 +181,17 @@ def _corpus() -> list[str]:
 
 
 class Breakable:
-    """A model whose next forward passes raise, `faults` times, once armed."""
+    """A model whose next forward passes raise, `faults` times, once armed, in these words."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self.faults = 0
+        self.words = "a step failed"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.faults:
             self.faults -= 1
-            raise RuntimeError("a step failed")
+            raise RuntimeError(self.words)
         return self._model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
