@@ -17,9 +17,9 @@ from gateway.openapi import Operation, Parameter
 from gateway.schemas import anthropic, anthropic_out, openai, openai_out, responses, responses_out
 
 # Any request can meet these.
-_ALWAYS: Final = (401, 403, 431, 500)
+_ALWAYS: Final = (401, 403, 421, 429, 431, 500)
 _BODY: Final = (400, 408, 413)
-_TOKENIZE: Final = (*_ALWAYS, *_BODY, 404, 429, 503)
+_TOKENIZE: Final = (*_ALWAYS, *_BODY, 404, 503)
 _GENERATE: Final = (*_TOKENIZE, 504)
 _KEPT: Final = (*_ALWAYS, 400, 404, 503)
 _IGNORED: Final = {"x-mlxd-ignored": "Fields of the request that did nothing."}
@@ -176,7 +176,7 @@ _DEEP: Final = (
     Parameter("model", "query", {"type": "string"}, "Ask this one only."),
 )
 _HEALTH: Final = tuple(
-    Operation("GET", path, summary, Health, ErrorBody, (403, 431, 500), needs_key=False, also=also)
+    Operation("GET", path, summary, Health, ErrorBody, (403, 421, 431, 500), needs_key=False, also=also)
     for path, summary, also in (
         ("/livez", "Whether the daemon answers.", {}),
         ("/readyz", "Whether it may be asked.", {503: "Not ready."}),
@@ -188,7 +188,7 @@ _HEALTH: Final = tuple(
         "What is wrong. With `deep`, for which an admin key is needed, `models` tells what each model did.",
         Health,
         ErrorBody,
-        (400, 401, 403, 404, 431, 500),
+        (400, 401, 403, 404, 421, 431, 500),
         needs_key=False,
         parameters=_DEEP,
         also={503: "Nothing can be served, or a model that was asked did not answer."},

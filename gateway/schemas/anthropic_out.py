@@ -21,6 +21,7 @@ _ERROR_TYPES: Final = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "request_too_large",
+    421: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",

@@ -84,6 +84,15 @@ async def test_a_foreign_page_fetches_nothing_by_an_image_or_a_link(gateway: Gat
     assert (await gateway.client.get(path, headers=foreign)).status_code == 403
 
 
+async def test_a_refused_host_is_told_in_the_dialect_that_was_asked(gateway: Gateway) -> None:
+    headers = {"host": "attacker.example"}
+    openai = await gateway.client.post("/v1/chat/completions", headers=headers, json=chat())
+    anthropic = await gateway.client.post("/v1/messages", headers=headers, json={})
+
+    assert openai.json()["error"]["code"] == "unknown_host"
+    assert anthropic.json()["error"]["type"] == "invalid_request_error"
+
+
 @pytest.mark.parametrize("headers", [SAME_ORIGIN, {"sec-fetch-site": "none"}, {}])
 async def test_programs_and_the_address_bar_may_use_an_open_loopback(gateway: Gateway, headers: dict[str, str]) -> None:
     assert (await gateway.client.get("/v1/models", headers=headers)).status_code == 200
