@@ -75,7 +75,8 @@ class Connections:
     """The connections of one listener, all on the event loop.
 
     When there is no room, the connection that has been idle for longest is closed for the new one: an idle client
-    connects again when it has something to ask. A new one is refused only where every other has a request.
+    connects again when it has something to ask. A new one is refused only where every other has a request, and takes
+    its answer.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from gateway.connections import Connections
-from gateway.outlet import KEY, CloseDelimited, Outlet
+from gateway.outlet import KEY, CloseDelimited, Outlet, queued_bytes
 
 log = logging.getLogger(__name__)
 # uvicorn warns of each malformed request: anybody who can connect could fill the log.
@@ -124,6 +124,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0
         self._stalls = 0
+        # Looks in a row at which no more could be written.
+        self._full_looks = 0
 
     # The connection.
 
@@ -162,13 +164,28 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def look(self) -> None:
-        size = self.transport.get_write_buffer_size()
+        size = self._unsent()
         # What is written to grows although its client reads. It is looked at when it is full.
         is_growing = self._is_answering and not self.flow.write_paused and not self.transport.is_closing()
         self._stalls = self._stalls + 1 if 0 < self._unsent_bytes <= size and not is_growing else 0
         self._unsent_bytes = size
+        self._full_looks = self._full_looks + 1 if self.flow.write_paused else 0
+        if self._full_looks == STALLS_MAX:
+            # A client that takes its answer as slowly as it likes must not keep others out.
+            self._registry.rest(self)
         if self._stalls == STALLS_MAX:
             self._drop("write_timeout")
+
+    def _unsent(self) -> int:
+        size = self.transport.get_write_buffer_size()
+        # The system asks for more only when a third of what it holds is taken, which may be megabytes.
+        return size and size + queued_bytes(self.transport.get_extra_info("socket"))
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._full_looks = 0
+        if self._is_answering:
+            self._registry.work(self)
 
     def _turn_away(self) -> None:
         # The transport would write a moment later, and keep the descriptor until then.

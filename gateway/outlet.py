@@ -1,12 +1,18 @@
 """Bodies on their way to the socket: the short way of a streamed piece, and those of HTTP/1.0, which has no chunks."""
 
+import fcntl
 import socket
+import struct
+import sys
+import termios
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 KEY: Final = "mlxd.outlet"
+# macOS's option for what Linux's TIOCOUTQ tells; Python has no name for it.
+SO_NWRITE: Final = 0x1024
 
 
 class Outlet:
@@ -77,3 +83,13 @@ class CloseDelimited:
 def outlet_of(scope: Scope) -> Outlet | None:
     """The connection's outlet; None where the server is not ours."""
     return scope.get(KEY)
+
+
+def queued_bytes(connection: socket.socket) -> int:
+    """Bytes that the system holds for a client which has not acknowledged them; 0 where it does not tell."""
+    try:
+        if sys.platform == "darwin":
+            return connection.getsockopt(socket.SOL_SOCKET, SO_NWRITE)
+        return struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
+    except OSError:
+        return 0

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -117,6 +118,26 @@ async def test_one_address_that_has_all_that_it_may_have_takes_nothing_from_anot
             assert gateway.metrics.connections["public"]() == 4
 
 
+async def test_a_client_that_takes_its_answer_very_slowly_gives_way(tmp_path: Path) -> None:
+    server = ServerConfig(max_connections=1, max_connections_per_address=1, write_timeout_s=1.0)
+    async with running(tmp_path, server=server) as gateway:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", gateway.port))
+            await loop.sock_sendall(client, b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 100)
+            line = b""
+            async with asyncio.timeout(DEADLINE_S):
+                while b" 200 " not in line:
+                    # Never so slowly that it would be cut off for that.
+                    await loop.sock_recv(client, 1500)
+                    async with peers(gateway, 1) as (other,):
+                        line = await other.ask()
+                    await asyncio.sleep(0.02)
+        assert gateway.metrics.connections_dropped == {"idle": 1}
+
+
 class Idle:
     """A connection of which only matters that it gave way."""
 
@@ -172,12 +193,14 @@ def test_a_limit_that_leaves_too_few_for_clients_is_a_plain_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "bounds"),
-    [({}, (3840, 1920)), ({"max_connections": 100}, (100, 50)), ({"max_connections": 1 << 20}, (3840, 1920))],
+    ("server", "most"),
+    [({}, 3840), ({"max_connections": 100}, 100), ({"max_connections": 1 << 20}, 3840)],
 )
-def test_connections_are_as_many_as_configured_but_never_into_the_reserve(
-    server: dict[str, int], bounds: tuple[int, int]
-) -> None:
+def test_connections_are_as_many_as_configured_but_never_into_the_reserve(server: dict[str, int], most: int) -> None:
     metrics = Metrics()
-    public_connections(live(**server), metrics, 4096)
-    assert metrics.connections_max["public"]() == bounds[0]
+    own = live(**server)
+    public_connections(own, metrics, 4096)
+    assert metrics.connections_max["public"]() == most
+    # A reload holds from the next connection on.
+    own.apply(live(max_connections=9).config)
+    assert metrics.connections_max["public"]() == 9
