@@ -14,6 +14,8 @@ from tokenizers.decoders import DecodeStream
 
 # A DecodeStream waits while the text ends in U+FFFD. No character needs this many tokens.
 _MAX_HELD_TOKENS = 16
+# The longest character of UTF-8.
+_CHAR_BYTES = 4
 # Metaspace takes away every space that the first piece begins with.
 _ALL_SPACES = 1024
 _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -49,12 +51,28 @@ class Vocabulary:
         self._table = self._byte_table() or self._piece_table()
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
-        """A detokenizer for text that follows `context`, whose end decides about leading spaces."""
+        """A detokenizer for text that follows `context`, whose end decides about leading spaces.
+
+        Where ids end inside of a character, that character is the first of the text.
+        """
         if self._table is not None:
-            return _Bytes(self._table, 0 if context else self._spaces_stripped)
+            return _Bytes(self._table, 0 if context else self._spaces_stripped, self._begun(context))
         if self._backend is not None:
             return _Stream(self._backend, context, self.hidden)
         return _Wrapped(self._tokenizer.detokenizer, self.hidden)
+
+    def _begun(self, context: Sequence[int]) -> bytes:
+        """The bytes of a character that `context` leaves unfinished."""
+        table, end = self._table or [], b""
+        for token in reversed(context[-_CHAR_BYTES:]):
+            if token >= len(table) or not table[token]:  # no text: a control token, or none of the tokenizer's
+                break
+            end = table[token] + end
+        for size in range(1, min(len(end), _CHAR_BYTES - 1) + 1):
+            lead = end[-size]
+            if lead & 0xC0 != 0x80:
+                return end[-size:] if _length(lead) > size else b""
+        return b""
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token by itself, as logprobs report them."""
@@ -117,6 +135,12 @@ class Vocabulary:
         return table
 
 
+def _length(lead: int) -> int:
+    """How many bytes the UTF-8 character has that begins with this one; 0 where none does."""
+    ends = ((0x80, 1), (0xC2, 0), (0xE0, 2), (0xF0, 3), (0xF5, 4))
+    return next((length for end, length in ends if lead < end), 0)
+
+
 def _to_bytes(token: str, alphabet: dict[str, int]) -> bytes:
     """A byte-level token's bytes; a token with a character outside of the alphabet stands for itself."""
     try:
@@ -147,10 +171,11 @@ class _Bytes:
 
     __slots__ = ("_decode", "_spaces", "_table")
 
-    def __init__(self, table: list[bytes], spaces_stripped: int = 0) -> None:
+    def __init__(self, table: list[bytes], spaces_stripped: int = 0, begun: bytes = b"") -> None:
         self._table = table
         self._spaces = spaces_stripped
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decode(begun)
 
     def add(self, token: int) -> str:
         # Model vocabularies are often padded beyond the tokenizer's: such ids have no text.

@@ -228,3 +228,30 @@ def test_the_bytes_of_a_token_are_those_it_stands_for() -> None:
     assert vocabulary.token_bytes(table["<0xE2>"]) == b"\xe2"
     assert vocabulary.token_bytes(table["▁cat"]) == b" cat"
     assert vocabulary.token_bytes(KINDS["llama"].tokenizer.eos_token_id) == b"<|end|>"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama", "gemma"])
+@pytest.mark.parametrize("char", ["é", "日", "🦊"])
+def test_a_character_that_the_context_has_begun_is_the_first_of_the_text(name: str, char: str) -> None:
+    ids = KINDS[name].tokenizer.encode(f"a{char}", add_special_tokens=False)
+    bytes_of = KINDS[name].vocabulary.token_bytes
+    cuts = [
+        at for at in range(1, len(ids)) if b"".join(map(bytes_of, ids[at:])).decode(errors="replace")[0] == "\ufffd"
+    ]
+    for at in cuts:
+        assert stream(name, ids[at:], context=ids[:at]) == char
+    if char == "🦊":
+        assert cuts
+
+
+def test_half_a_character_that_cannot_be_one_is_not_waited_for() -> None:
+    table = pieces()
+    for begun in ("<0xFF>", "<0xC0>", "<0x9F>", "</"):
+        context = [table["▁the"], table[begun]]
+        assert stream("gemma", [table["▁cat"]], context=context) == " cat"
+
+
+def test_what_stands_before_a_control_token_is_over() -> None:
+    table = pieces()
+    end = KINDS["gemma"].tokenizer.eos_token_id
+    assert stream("gemma", [table["▁cat"]], context=[table["<0xF0>"], end]) == " cat"
