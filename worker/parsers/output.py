@@ -10,7 +10,8 @@ import msgspec
 from protocol.messages import Kind, Tool
 from worker.encodable import encodable
 
-_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]')
+# A string that is never closed goes to the end, so that none is looked for inside of it.
+_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?|[][{}]')
 _CLOSERS: Final = {"{": "}", "[": "]"}
 # An id that a model has written and that every client can send back.
 _CALL_ID: Final = re.compile(r"[\w.:-]{1,64}", re.ASCII)

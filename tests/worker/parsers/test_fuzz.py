@@ -55,6 +55,7 @@ HOSTILE = {
     "depth": '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 90_000,
     "white space": "<tool_call>" + " \n" * 50_000,
     "a string": '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * 100_000,
+    "quotes in a string": '<tool_call>{"name": "f", "arguments": {"a": "' + '\\"' * 30_000,
     "backslashes": '<tool_call>{"name": "f", "arguments": {"a": "' + "\\" * 100_000,
     "digits": '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 100_000,
     "thoughts": "<think></think>" * 7000,
