@@ -29,6 +29,10 @@ class PythonCalls:
         if is_list:
             r.take(1)
             char = yield from r.space()
+            if char == "]" and not self.bare:
+                # No call at all.
+                yield from self._close(r)
+                return
         elif self.bare and char != "{":
             raise Malformed
         if char == "{":
@@ -45,6 +49,9 @@ class PythonCalls:
                 break
             if self.bare and char == "]":
                 break
+        yield from self._close(r)
+
+    def _close(self, r: Reader) -> Steps[None]:
         yield from r.literal(markers("]"))
         if self.ends:
             yield from r.space()

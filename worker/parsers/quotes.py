@@ -1,7 +1,8 @@
 """Strings in Python calls whose inner quotes are not escaped, as in `run(command="grep "x" y")`: which quote ends one.
 
-A quote ends its string if the call can go on behind it. Where Python could read the text, that is every quote, so
-only text that is no Python is read otherwise. The look ahead stops at the next quote at the latest.
+A quote ends its string if the call can go on behind it. Where Python could read the text, that is every quote (but
+between strings side by side, which only shells have), so only text that is no Python is read otherwise. The look ahead
+stops at the next quote at the latest.
 """
 
 import re
@@ -14,6 +15,7 @@ _LOOK_LIMIT: Final = 256
 _SPACE: Final = re.compile(r"\s*")
 _WORD: Final = re.compile(r"[\w.\-]*")
 _VALUE_START: Final = frozenset("\"'[({+-.0123456789")
+_OPERATORS: Final = frozenset("|&;<>=)]},.:'\"+%/\\")
 _CONSTANTS: Final = frozenset({"True", "False", "None", "true", "false", "null", "nan", "NaN", "inf", "Infinity"})
 
 
@@ -66,10 +68,10 @@ def _follows_call(r: Reader, at: int, char: str) -> Steps[bool]:
     if char != "]":
         return (yield from _is_call(r, at))
     after, char = yield from _skip(r, at + 1)
-    if char == "<":
-        return (yield from _is_marker(r, after))
-    # Text may follow the list.
-    return not char or (after > at + 1 and char.isalnum())
+    if char == "<" and (yield from _is_marker(r, after)):
+        return True
+    # Text may follow the list, on a line of its own or without what goes on with a command.
+    return not char or char not in _OPERATORS or "\n" in r.buf[r.at + at + 1 : r.at + after]
 
 
 def _is_call(r: Reader, at: int) -> Steps[bool]:

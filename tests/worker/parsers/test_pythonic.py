@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.worker.parsers.replay import Case, calls_of, random_cuts, replay
+from protocol.messages import Kind
+from tests.worker.parsers.replay import Case, calls_of, random_cuts, replay, text_of
 from worker.parsers import make_parser
 
 ALPHABET = "ab1=,:;()[]{}<>|\"'\\/ \n\t+.%é#$&"
@@ -45,11 +46,13 @@ def test_calls_that_python_can_read_are_read_as_python_reads_them(family: str) -
         calls = [{f"k{n}": a_value(rng) for n in range(rng.randint(0, 3))} for _ in range(rng.randint(1, 3))]
         separator = rng.choice([", ", ","]) if family != "olmo3_pythonic" else "\n"
         text = separator.join(f"f({', '.join(f'{key}={value!r}' for key, value in call.items())})" for call in calls)
-        case = Case("", family, WRAPS[family].format(text), "", "", [], [], False)
+        after = rng.choice(["", "\nDone.", "\n\n**Done**", " (done)", "Done", "\n- one\n- two", '\n"x"', " 完成"])
+        case = Case("", family, WRAPS[family].format(text) + after, "", "", [], [], False)
         assert ast.parse(f"[{text}]" if separator != "\n" else text)
         events, malformed = replay(case)
         assert [json.loads(call.arguments) for call in calls_of(events)] == json.loads(json.dumps(calls)), case.raw
         assert malformed == 0
+        assert text_of(events, Kind.TEXT).strip() == after.strip()
         assert replay(case, range(1, len(case.raw))) == (events, malformed)
 
 
