@@ -36,6 +36,8 @@ METRICS: Final = "/metrics"
 SECRETS_MAX: Final = 4
 # A client must always be able to stop what it started.
 _UNCOUNTED: Final = "/cancel"
+# These take none of a key's concurrency.
+_ASKING: Final = ("/tokenize", "/detokenize", "/count_tokens", "/input_tokens")
 # What is asked of a model beside the APIs.
 _QUESTIONS: Final = frozenset({"/tokenize", "/detokenize"})
 INVALID: Final = "invalid_api_key"
@@ -199,6 +201,8 @@ class Auth:
             record.late_headers = meter.anthropic_headers if record.is_anthropic else meter.openai_headers
             is_counted = path in _QUESTIONS or (path.startswith("/v1/") and not path.endswith(_UNCOUNTED))
             if scope["method"] == "POST" and is_counted:
+                if not path.endswith(_ASKING):
+                    meter.check_running()
                 meter.request()
         await self._app(scope, receive, send)
 

@@ -51,6 +51,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     prevent_sleep: PreventSleep = "busy"
     write_timeout_s: Seconds = 30.0
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
+    # Of all bodies together, from their first byte to their request's end; `auto` is a part of the machine's memory.
+    body_memory_bytes: Bytes = "auto"
     request_timeout_s: Seconds = 0.0
     queue_timeout_s: Seconds = 600.0
     # Percent of a model's queue that one key may fill while there are other keys.

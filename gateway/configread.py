@@ -84,6 +84,9 @@ def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig
             raise source.error(f"hosts: {host!r} {reason}", ("server", "hosts"))
     if server.prevent_sleep == "always" and not awake.IS_POSSIBLE:
         raise source.error("prevent_sleep: 'always' is for macOS; set that in this system", ("server", "prevent_sleep"))
+    if server.body_memory_bytes != "auto" and server.body_memory_bytes < server.max_body_bytes:
+        message = f"body_memory: {server.body_memory_bytes} bytes hold no body of max_body ({server.max_body_bytes})"
+        raise source.error(message, ("server", "body_memory"))
     if reason := bad_endpoint(server.otlp_endpoint):
         raise source.error(f"otlp_endpoint: {reason}", ("server", "otlp_endpoint"))
     return server

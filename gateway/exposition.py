@@ -169,6 +169,12 @@ def _of_gateway(metrics: "Metrics") -> Iterator[Metric]:
     yield _gauge("unacked_aborts", "Aborted sequences that their worker has not ended yet.", [], [([], unacked)])
     failures = [([reason], count) for reason, count in metrics.auth_failures.items()]
     yield _counter("auth_failures", "Requests without a valid API key.", ["reason"], failures)
+    bodies = metrics.body_numbers
+    yield _gauge("request_body_bytes", "Bodies of requests that have not ended.", [], [([], bodies.used_bytes)])
+    text = "Requests turned away because the bodies of others fill their memory."
+    yield _counter("request_body_rejections", text, [], [([], bodies.refused)])
+    text = "Large bodies decoded or lowered beside the event loop."
+    yield _counter("request_body_offloads", text, [], [([], bodies.offloaded)])
     problems = [([reason], metrics.store_problems[reason]) for reason in STORE_PROBLEMS]
     yield _counter("response_store_problems", "Calls of the store of responses that failed.", ["reason"], problems)
     requests = [(["unknown", status], count) for status, count in metrics.requests_without_model.items()]

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.address import UNKNOWN, Address
+from gateway.bodies import BodyLease
 from gateway.caller import NOBODY, Caller
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
 from gateway.outlet import Outlet
@@ -18,6 +20,7 @@ from gateway.tracing import TraceContext
 
 JSON: Final = b"application/json"
 BODY_TIMEOUT_S: Final = 120.0
+_LENGTH_DIGITS: Final = 18
 # What a client that has left is said to have got; nginx's number.
 CLIENT_CLOSED: Final = 499
 IGNORED_NAMES_MAX: Final = 20
@@ -57,7 +60,9 @@ class Record:
     outcome: str = ""
     detail: str = ""
     caller: Caller = NOBODY
+    # Of the body, with what it has had read again of earlier ones; and the room that they have.
     body_bytes: int = 0
+    lease: BodyLease | None = None
     # Headers that the endpoint's answer carries, and its refusal once the endpoint knows them.
     headers: list[Header] = field(default_factory=list[Header])
     # Headers of the middleware, on any answer: known before the endpoint runs, and only when it answers.
@@ -100,33 +105,52 @@ def record_of(scope: Scope) -> Record:
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """The whole body. Raises `BodyTooLarge` as soon as it is known to be, `ClientLeft`, or `ApiError` 408."""
+    """The whole body, in the room that its request holds.
+
+    Raises `BodyTooLarge` as soon as it is known to be, `ClientLeft`, `ApiError` 408, `RateLimited` or `Unavailable`.
+    """
+    record = record_of(scope)
     length = Headers(scope=scope).get("content-length", "")
-    if length.isdigit() and int(length) > limit_bytes:
-        raise BodyTooLarge(limit_bytes)
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientLeft
-                chunk: bytes = message.get("body", b"")
-                size += len(chunk)
-                if size > limit_bytes:
-                    raise BodyTooLarge(limit_bytes)
-                chunks.append(chunk)
-                if not message.get("more_body", False):
-                    break
-    except TimeoutError:
-        raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from None
-    body = b"".join(chunks)
-    record_of(scope).body_bytes = size
+    if length.isdigit():
+        # A thousand digits are no number to Python.
+        if len(length) > _LENGTH_DIGITS or int(length) > limit_bytes:
+            raise BodyTooLarge(limit_bytes)
+        await reserve(record, int(length))
+    meter = record.caller.meter
+    with nullcontext() if meter is None else meter.receiving():
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await _receive_all(record, receive, limit_bytes)
+        except TimeoutError:
+            raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from None
+    record.body_bytes = len(body)
     if Headers(scope=scope).get("content-encoding", "identity") != "identity":
         raise BadRequest("Compressed request bodies are not supported.")
     # Some Windows tools put a byte order mark before JSON.
     return body.removeprefix(b"\xef\xbb\xbf")
+
+
+async def _receive_all(record: Record, receive: Receive, limit_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size > limit_bytes:
+            raise BodyTooLarge(limit_bytes)
+        await reserve(record, size)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+async def reserve(record: Record, size_bytes: int) -> None:
+    """Have room for this much of a request's body in all. Raises `Unavailable` or `BodyTooLarge`."""
+    if record.lease is not None:
+        await record.lease.reach(size_bytes)
 
 
 async def send_body(

@@ -89,6 +89,8 @@ class Meter:
         self._requests = _bucket(limits.rpm, clock())
         self._tokens = _bucket(limits.tpm, clock())
         self._expected_completion = EXPECTED_COMPLETION
+        # Requests whose body is on its way.
+        self._receiving = 0
 
     def limit(self, limits: Limits) -> None:
         """From now on these. What was used of a limit counts on under the one that takes its place."""
@@ -129,6 +131,31 @@ class Meter:
             raise RateLimited(message, "requests", wait_s)
         self._requests.take(count, now)
 
+    def check_running(self) -> None:
+        """Raises `RateLimited` when there is no room for one more sequence: a body need not be read to know that."""
+        self._check_concurrency(1)
+
+    def _check_concurrency(self, sequences: int) -> None:
+        concurrency, running = self._limits.concurrency, self._numbers.sequences
+        if concurrency and running + sequences > concurrency:
+            self._reject("concurrency")
+            message = f"Key {self._name!r} has {running} sequences running, and may have {concurrency}."
+            raise RateLimited(message, "requests", BUSY_RETRY_AFTER_S)
+
+    @contextmanager
+    def receiving(self) -> Generator[None, None, None]:
+        """Be one of the requests whose body is on its way: no more of them than may run. Raises `RateLimited`."""
+        concurrency = self._limits.concurrency
+        if concurrency and self._receiving >= concurrency:
+            self._reject("concurrency")
+            message = f"Key {self._name!r} is sending {concurrency} requests, as many as it may have at once."
+            raise RateLimited(message, "requests", BUSY_RETRY_AFTER_S)
+        self._receiving += 1
+        try:
+            yield
+        finally:
+            self._receiving -= 1
+
     def expected(self, max_tokens: int | None) -> float:
         """Completion tokens that a sequence will probably have: clients ask for far more than they use."""
         return self._expected_completion if max_tokens is None else min(max_tokens, self._expected_completion)
@@ -140,11 +167,7 @@ class Meter:
         What the bill says at the end is booked in place of the estimate.
         """
         self.check(sequences)
-        concurrency, running = self._limits.concurrency, self._numbers.sequences
-        if concurrency and running + sequences > concurrency:
-            self._reject("concurrency")
-            message = f"Key {self._name!r} has {running} sequences running, and may have {concurrency}."
-            raise RateLimited(message, "requests", BUSY_RETRY_AFTER_S)
+        self._check_concurrency(sequences)
         self._check_tokens(estimate)
         # One was booked when the request came in.
         self._admit_requests(sequences - 1)

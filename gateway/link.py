@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 # Deltas handled before other tasks get a turn.
 BATCH_DELTAS: Final = 128
+# A frame beyond this is not copied: libzmq sends it from where it is.
+LARGE_BYTES: Final = 256 * 1024
 MALFORMED_LOG_S: Final = 1.0
 # A rid is the boot in its upper half, so that what a surviving worker still says about an earlier gateway's requests
 # can never be taken for ours. A Ping's seq is the epoch in its upper part: a Pong names no worker.
@@ -78,7 +81,8 @@ class Link:
         self._peers: dict[int, Peer] = {}
         self._flights: dict[int, Flight] = {}
         self._questions = Questions()
-        self._rid = self.boot << RID_BITS
+        # Also for threads that lower requests: the next of a count is one step of the interpreter.
+        self._rids = itertools.count((self.boot << RID_BITS) + 1)
         self._seq = 0
         self._next_malformed_log = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -145,8 +149,7 @@ class Link:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def next_rid(self) -> int:
-        self._rid += 1
-        return self._rid
+        return next(self._rids)
 
     @property
     def in_flight(self) -> int:
@@ -286,7 +289,9 @@ class Link:
         if self._router is None:
             raise WorkerGone("the link is closed")
         try:
-            self._router.send_multipart((f"{peer.name}#{peer.epoch}".encode(), frame), zmq.NOBLOCK)
+            self._router.send_multipart(
+                (f"{peer.name}#{peer.epoch}".encode(), frame), zmq.NOBLOCK, copy=len(frame) < LARGE_BYTES
+            )
         except zmq.ZMQError as error:
             raise WorkerGone(f"{peer.name}#{peer.epoch}: {error}") from error
 

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from gateway.bodies import BodyNumbers
 from gateway.exposition import Exposition
 from gateway.histogram import BATCH_BUCKETS, ITL_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
 from gateway.pool.state import MemoryView
@@ -119,6 +120,7 @@ class Metrics:
         # Turned away at once, by listener and reason, and ended by us, by reason.
         self.connections_refused: Counter[tuple[str, str]] = Counter()
         self.connections_dropped: Counter[str] = Counter()
+        self.body_numbers = BodyNumbers()
         # Read when scraped; the link knows.
         self.unacked_aborts: Callable[[], int] = int
         self.audit_lines_lost: Callable[[], int] = int

@@ -56,6 +56,7 @@ class Entry:
         record.is_anthropic = record.path.startswith(ANTHROPIC) or ANTHROPIC_HEADER in headers
         if "traceparent" in headers:
             record.trace = read_context(headers.getlist("traceparent"), headers.getlist("tracestate"))
+        record.lease = self._services.bodies.lease()
         scope["mlxd.record"] = record
         # Makes starlette raise HTTPException instead of answering in plain text.
         scope["app"] = self
@@ -82,6 +83,7 @@ class Entry:
             log.error("request failed", exc_info=error, extra={"fields": {"request": record.id, "path": record.path}})
             await self._refuse(answer, record, ApiError(500, "Internal error.", type="server_error", code="internal"))
         finally:
+            record.lease.close()
             self._account(record, tape)
 
     async def _refuse(self, answer: Answer, record: Record, error: ApiError) -> None:

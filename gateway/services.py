@@ -6,6 +6,7 @@ from gateway.admission import Admission
 from gateway.audit import Audit
 from gateway.audittrail import AuditTrail
 from gateway.auth import Keyring
+from gateway.bodies import Bodies, memory_bytes
 from gateway.capture import Captures
 from gateway.config import Config, audit_path
 from gateway.keyaddresses import KeyAddresses
@@ -30,6 +31,7 @@ class Services:
     link: Link
     metrics: Metrics
     admission: Admission
+    bodies: Bodies
     keyring: Keyring
     audit: AuditTrail
     addresses: KeyAddresses
@@ -50,12 +52,15 @@ class Services:
         trail = AuditTrail(Audit(config.home))
         metrics.audit_lines_lost = lambda: trail.lost
         keyring = Keyring(KeyFile(config.keys_path), metrics)
+        bodies = Bodies(lambda: memory_bytes(live.config.server))
+        metrics.body_numbers = bodies.numbers
         return cls(
             live=live,
             pool=pool,
             link=link,
             metrics=metrics,
             admission=Admission(metrics.rejected),
+            bodies=bodies,
             keyring=keyring,
             audit=trail,
             addresses=KeyAddresses(trail, audit_path(config.home), keyring.prefixes),
@@ -80,6 +85,7 @@ class Services:
     def close(self) -> None:
         """Finish writing and sending. The last call."""
         self.sample.tell()
+        self.bodies.close()
         self.usage.close()
         self.captures.close()
         self.audit.close()

@@ -1,10 +1,13 @@
 """Messages to frames and back. A bad frame is a `MalformedFrame`, a message that makes no frame an `Unsendable`."""
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, cast
 
 import msgspec
+from msgspec import Raw
+from msgspec.structs import replace
 
-from protocol.messages import Down, Up
+from protocol.messages import Down, Generate, Prompt, Up
 
 # A larger frame ends its connection for good: libzmq takes it for a fault of the protocol. No side may send one.
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
@@ -32,13 +35,30 @@ class FrameTooLarge(Unsendable):
 
 def encode(message: Down | Up) -> bytes:
     """The frame of a message. Raises `Unsendable`, of which `FrameTooLarge` is one."""
-    try:
-        frame = _encoder.encode(message)
-    except (OverflowError, RecursionError, UnicodeEncodeError, TypeError) as error:
-        raise Unsendable(str(error)) from error
+    frame = _encode(message)
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameTooLarge(len(frame))
     return frame
+
+
+def _encode(value: Down | Up | Prompt) -> bytes:
+    try:
+        return _encoder.encode(value)
+    except (OverflowError, RecursionError, UnicodeEncodeError, TypeError) as error:
+        raise Unsendable(str(error)) from error
+
+
+def pack(requests: Sequence[Generate]) -> list[Generate]:
+    """The same requests with their prompts encoded: once for all that share one, and before they are to be sent.
+
+    Raises `Unsendable`.
+    """
+    packed: dict[int, Raw] = {}
+    for request in requests:
+        if id(request.prompt) not in packed:
+            packed[id(request.prompt)] = Raw(_encode(request.prompt))
+    # The encoder puts it where the prompt stands; no other code looks into the prompt of a request to be sent.
+    return [replace(request, prompt=cast(Prompt, packed[id(request.prompt)])) for request in requests]
 
 
 def decode_down(frame: bytes) -> Down:

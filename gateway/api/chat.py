@@ -5,7 +5,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api import serve
 from gateway.api.chat_encoder import ChatFold, ChatStream
 from gateway.api.choices import Heading
-from gateway.http import read_body, record_of
+from gateway.http import record_of
 from gateway.schemas.lowering import lower_chat
 from gateway.schemas.openai import decode_chat
 from gateway.services import Services
@@ -19,11 +19,13 @@ class ChatCompletions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        body = await read_body(scope, receive, services.config.server.max_body_bytes)
-        request, unknown = decode_chat(body)
+        request, unknown = await serve.read(services, record, scope, receive, decode_chat)
         is_stream, choices = bool(request.stream), request.n or 1
         model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown, choices)
-        generates = lower_chat(request, model, services.link.next_rid, seed, serve.deadline_ms(services))
+        deadline_ms = serve.deadline_ms(services)
+        generates = await serve.lower(
+            services, record, lambda: lower_chat(request, model, services.link.next_rid, seed, deadline_ms)
+        )
         heading = Heading(
             serve.new_id("chatcmpl"), serve.now(), model.name, choices, choices, is_legacy=bool(request.functions)
         )

@@ -5,7 +5,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api import serve
 from gateway.api.choices import Heading
 from gateway.api.completions_encoder import TextFold, TextStream
-from gateway.http import read_body, record_of
+from gateway.http import record_of
 from gateway.schemas.lowering import lower_completion
 from gateway.schemas.openai import decode_completion
 from gateway.services import Services
@@ -19,11 +19,13 @@ class Completions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        body = await read_body(scope, receive, services.config.server.max_body_bytes)
-        request, unknown = decode_completion(body)
+        request, unknown = await serve.read(services, record, scope, receive, decode_completion)
         is_stream, sequences = bool(request.stream), request.sequences
         model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown, sequences)
-        generates = lower_completion(request, model, services.link.next_rid, seed, serve.deadline_ms(services))
+        deadline_ms = serve.deadline_ms(services)
+        generates = await serve.lower(
+            services, record, lambda: lower_completion(request, model, services.link.next_rid, seed, deadline_ms)
+        )
         heading = Heading(serve.new_id("cmpl"), serve.now(), model.name, len(generates), request.n or 1)
         job = serve.Job(services, record, model, generates)
         if request.stream:

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api import serve
 from gateway.api.messages_encoder import MessageFold, MessageStream
-from gateway.http import read_body, record_of, send_body
+from gateway.http import record_of, send_body
 from gateway.schemas.anthropic import decode_count, decode_messages, lower_messages, lower_prompt
 from gateway.schemas.anthropic_out import TokenCount
 from gateway.services import Services
@@ -25,12 +25,14 @@ class Messages:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        body = await read_body(scope, receive, services.config.server.max_body_bytes)
-        request, unknown = decode_messages(body)
+        request, unknown = await serve.read(services, record, scope, receive, decode_messages)
         ignored = unknown + _betas(scope)
         model, seed = serve.begin(services, record, request.model, bool(request.stream), None, ignored)
-        generate = lower_messages(request, model, services.link.next_rid, seed, serve.deadline_ms(services))
-        job = serve.Job(services, record, model, [generate])
+        deadline_ms = serve.deadline_ms(services)
+        generates = await serve.lower(
+            services, record, lambda: lower_messages(request, model, services.link.next_rid, seed, deadline_ms)
+        )
+        job = serve.Job(services, record, model, generates)
         message_id = serve.new_id("msg").replace("-", "_")
         if request.stream:
             await job.stream(MessageStream(message_id, model.name), receive, send)
@@ -46,10 +48,9 @@ class CountTokens:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        body = await read_body(scope, receive, services.config.server.max_body_bytes)
-        request, unknown = decode_count(body)
+        request, unknown = await serve.read(services, record, scope, receive, decode_count)
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
-        prompt, _ = lower_prompt(request, model.thinking)
+        prompt, _ = await services.bodies.work(record.body_bytes, lower_prompt, request, model.thinking)
         async with cut_off(record, receive):
             tokenized = await serve.tokenize(services, record, model, prompt)
             await send_body(send, 200, msgspec.json.encode(TokenCount(tokenized.count)), record.headers)

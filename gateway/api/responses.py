@@ -16,7 +16,7 @@ from gateway.api.responses_history import History, numbered, tenant_of
 from gateway.api.responses_output import Output
 from gateway.config import ModelConfig
 from gateway.errors import BadRequest, Unsupported
-from gateway.http import Record, read_body, record_of, send_body
+from gateway.http import Record, record_of, send_body
 from gateway.schemas import responses_out as out
 from gateway.schemas.canonical import with_thinking
 from gateway.schemas.responses import Item, ResponsesRequest, decode_count, decode_responses
@@ -63,18 +63,20 @@ class Create:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        body = await read_body(scope, receive, services.config.server.max_body_bytes)
-        request, ignored = decode_responses(body)
+        request, ignored = await serve.read(services, record, scope, receive, decode_responses)
         request = msgspec.structs.replace(request, input=await self._history.resolved(record, request.items))
         before = await self._history.before(record, request.previous_response_id)
         box = toolbox(request)
-        prompt, left_out = lower_prompt(request, box, before)
+        prompt, left_out = await services.bodies.work(record.body_bytes, lower_prompt, request, box, before)
         ignored = list(dict.fromkeys([*ignored, *box.ignored, *left_out]))
         stream = bool(request.stream)
         model, seed = serve.begin(services, record, request.model, stream, request.seed, ignored)
-        generate = lower_responses(request, prompt, model, services.link.next_rid, seed, serve.deadline_ms(services))
+        deadline_ms = serve.deadline_ms(services)
+        generates = await serve.lower(
+            services, record, lambda: lower_responses(request, prompt, model, services.link.next_rid, seed, deadline_ms)
+        )
         run = self._run(request, box, model, record)
-        job = serve.Job(services, record, model, [generate])
+        job = serve.Job(services, record, model, generates)
         if not stream:
             await job.whole(ResponseFold(run), receive, send)
             return
@@ -111,11 +113,11 @@ class CountTokens:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        body = await read_body(scope, receive, services.config.server.max_body_bytes)
-        request, ignored = decode_count(body)
+        request, ignored = await serve.read(services, record, scope, receive, decode_count)
         request = msgspec.structs.replace(request, input=await self._history.resolved(record, request.items))
         before = await self._history.before(record, request.previous_response_id)
-        prompt, left_out = lower_prompt(request, toolbox(request), before)
+        box = toolbox(request)
+        prompt, left_out = await services.bodies.work(record.body_bytes, lower_prompt, request, box, before)
         model, _ = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])
         prompt = with_thinking(prompt, lower_thinking(request, model.thinking))
         async with cut_off(record, receive):

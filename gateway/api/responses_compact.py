@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api import serve
 from gateway.api.responses_history import History, numbered
-from gateway.http import read_body, record_of
+from gateway.http import record_of
 from gateway.schemas import responses_out as out
 from gateway.schemas.responses import CountRequest, Item, Part, ResponsesRequest, decode_count
 from gateway.schemas.responses_lowering import lower_prompt, lower_responses, seal
@@ -36,17 +36,20 @@ class Compact:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        body = await read_body(scope, receive, services.config.server.max_body_bytes)
-        request, ignored = decode_count(body)
+        request, ignored = await serve.read(services, record, scope, receive, decode_count)
         items = await self._history.resolved(record, request.items)
         before = [*await self._history.before(record, request.previous_response_id), *items]
         # What could not be answered cannot be summed up either.
-        lower_prompt(msgspec.structs.replace(request, input=None), toolbox(request), before)
-        asking = _asking(request)
-        prompt, left_out = lower_prompt(asking, toolbox(asking), before)
+        whole, asking = msgspec.structs.replace(request, input=None), _asking(request)
+        work, size = services.bodies.work, record.body_bytes
+        await work(size, lower_prompt, whole, toolbox(request), before)
+        prompt, left_out = await work(size, lower_prompt, asking, toolbox(asking), before)
         model, seed = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])
-        generate = lower_responses(asking, prompt, model, services.link.next_rid, seed, serve.deadline_ms(services))
-        job = serve.Job(services, record, model, [generate])
+        deadline_ms = serve.deadline_ms(services)
+        generates = await serve.lower(
+            services, record, lambda: lower_responses(asking, prompt, model, services.link.next_rid, seed, deadline_ms)
+        )
+        job = serve.Job(services, record, model, generates)
         await job.whole(_Summary(before), receive, send)
 
 

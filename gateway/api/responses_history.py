@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.errors import ApiError, BadRequest, Unavailable
-from gateway.http import Record
+from gateway.http import Record, reserve
 from gateway.schemas import responses_out as out
 from gateway.schemas.responses import Item
 from gateway.schemas.responses_lowering import FOREIGN_ITEMS, unseal
@@ -129,7 +129,7 @@ class History:
         if len(items) > ITEMS_MAX:
             message = f"The conversation before has {len(items)} items; at most {ITEMS_MAX} can be continued."
             raise BadRequest(message, "previous_response_id", "conversation_too_long")
-        record.body_bytes += size
+        await _note(record, size)
         return items
 
     async def resolved(self, record: Record, items: Sequence[Item]) -> list[Item]:
@@ -149,7 +149,7 @@ class History:
         size = sum(sizes.get(item_id, 0) for item_id in asked)
         if size > room:
             raise self._too_large("input")
-        record.body_bytes += size
+        await _note(record, size)
         return [found.get(item.id, item) if item.kind == "item_reference" else item for item in items]
 
     def inputs(self, stored: Stored) -> list[Item]:
@@ -181,6 +181,12 @@ def _turns(stored: Stored) -> list[Item]:
 def _all_items(stored: Stored) -> list[Item]:
     """What can be referred to. In the store's thread."""
     return [*_items.decode(stored.inputs), *_output.decode(stored.body).output]
+
+
+async def _note(record: Record, size_bytes: int) -> None:
+    """What is read again is part of the request from here on."""
+    record.body_bytes += size_bytes
+    await reserve(record, record.body_bytes)
 
 
 def _broken() -> Unavailable:

@@ -6,21 +6,49 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TypeVar
 
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from gateway.api.encoder import Fold, StreamEncoder
 from gateway.config import ModelConfig
 from gateway.errors import Unavailable, from_failure, from_unsendable
 from gateway.generation import BYTES_PER_TOKEN, Generation
-from gateway.http import Record, ignored_header
+from gateway.http import Record, ignored_header, read_body
 from gateway.link import WorkerGone
 from gateway.pool.state import ModelUnavailable
 from gateway.questions import Refused
 from gateway.services import Services
 from gateway.sse import respond_stream, respond_whole
-from protocol.codec import Unsendable
+from protocol.codec import Unsendable, pack
 from protocol.messages import Detokenize, Generate, Prompt, Tokenize, Tokenized
+
+T = TypeVar("T")
+
+
+async def read(
+    services: Services,
+    record: Record,
+    scope: Scope,
+    receive: Receive,
+    decode: Callable[[bytes], tuple[T, list[str]]],
+) -> tuple[T, list[str]]:
+    """The request's body, decoded, and the fields that nobody knows. Raises `ApiError`."""
+    body = await read_body(scope, receive, services.config.server.max_body_bytes)
+    return await services.bodies.work(record.body_bytes, decode, body)
+
+
+async def lower(services: Services, record: Record, action: Callable[[], Generate | list[Generate]]) -> list[Generate]:
+    """What `action` makes of a decoded request, as it goes to the worker. Raises `ApiError`."""
+
+    def packed() -> list[Generate]:
+        made = action()
+        return pack(made if isinstance(made, list) else [made])
+
+    try:
+        return await services.bodies.work(record.body_bytes, packed)
+    except Unsendable as error:
+        raise from_unsendable(error) from None
 
 
 def begin(

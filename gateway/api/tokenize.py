@@ -9,9 +9,9 @@ from starlette.types import Receive, Scope, Send
 from gateway.api import serve
 from gateway.config import ThinkingDefaults
 from gateway.errors import BadRequest
-from gateway.http import read_body, record_of, send_body
+from gateway.http import record_of, send_body
 from gateway.schemas.canonical import ToolUse, chat_prompt
-from gateway.schemas.decode import decode
+from gateway.schemas.decode import Schema
 from gateway.schemas.openai import Message, TokenId
 from gateway.schemas.openai_turns import turns
 from gateway.schemas.thinking import of_config
@@ -52,8 +52,8 @@ class Text(Struct, frozen=True):
     prompt: str
 
 
-_tokenize = msgspec.json.Decoder(TokenizeRequest)
-_detokenize = msgspec.json.Decoder(DetokenizeRequest)
+_tokenize = Schema(TokenizeRequest, listed="messages", item=Message)
+_detokenize = Schema(DetokenizeRequest)
 
 
 class TokenizeText:
@@ -64,10 +64,9 @@ class TokenizeText:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        body = await read_body(scope, receive, services.config.server.max_body_bytes)
-        request, unknown = decode(_tokenize, body, TokenizeRequest, frozenset())
+        request, unknown = await serve.read(services, record, scope, receive, _tokenize.decode)
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
-        prompt = _prompt(request, model.thinking)
+        prompt = await services.bodies.work(record.body_bytes, _prompt, request, model.thinking)
         worker = services.pool.worker(model.name)
         async with cut_off(record, receive):
             found = await serve.tokenize(services, record, model, prompt, want_ids=True)
@@ -84,8 +83,7 @@ class DetokenizeIds:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        body = await read_body(scope, receive, services.config.server.max_body_bytes)
-        request, unknown = decode(_detokenize, body, DetokenizeRequest, frozenset())
+        request, unknown = await serve.read(services, record, scope, receive, _detokenize.decode)
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
         async with cut_off(record, receive):
             found = await serve.detokenize(services, record, model, tuple(request.tokens))

@@ -10,7 +10,7 @@ from gateway.config import ModelConfig, ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported
 from gateway.schemas import canonical
 from gateway.schemas.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX, Call, Choice, Thinking, Tool, ToolUse
-from gateway.schemas.decode import decode
+from gateway.schemas.decode import Schema
 from gateway.schemas.lowering import derive_seed
 from gateway.schemas.thinking import of_config
 from gateway.schemas.told import TEXT, known, words
@@ -128,20 +128,19 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
 
 
-_messages = msgspec.json.Decoder(MessagesRequest)
-_count = msgspec.json.Decoder(CountRequest)
+_messages = Schema(MessagesRequest, NO_ACTION, "messages", Message)
+_count = Schema(CountRequest, NO_ACTION | frozenset(MessagesRequest.__struct_fields__), "messages", Message)
 
 
 def decode_messages(body: bytes) -> tuple[MessagesRequest, list[str]]:
     """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
-    request, unknown = decode(_messages, body, MessagesRequest, NO_ACTION)
+    request, unknown = _messages.decode(body)
     return request, unknown + _skipped_tools(request)
 
 
 def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
     """Takes a whole Messages request too: clients send it unchanged. Raises `BadRequest`."""
-    known = NO_ACTION | frozenset(MessagesRequest.__struct_fields__)
-    return decode(_count, body, CountRequest, known)
+    return _count.decode(body)
 
 
 def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None) -> tuple[ChatPrompt, Thinking]:

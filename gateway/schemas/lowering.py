@@ -33,6 +33,8 @@ RESERVED_KWARGS: Final = frozenset(
         "tokenizer_kwargs",
     }
 )
+# Each choice is sent all of them.
+BIAS_MAX: Final = 16_384
 _MASK63: Final = (1 << 63) - 1
 _MASK64: Final = (1 << 64) - 1
 
@@ -166,6 +168,8 @@ def _first(asked: float | None, configured: float | None, default: float) -> Any
 
 def _logit_bias(raw: dict[str, float]) -> dict[int, float]:
     bias: dict[int, float] = {}
+    if len(raw) > BIAS_MAX:
+        raise BadRequest(f"'logit_bias' has {len(raw)} entries; at most {BIAS_MAX} are taken.", "logit_bias")
     for key, value in raw.items():
         # int() alone would take "+1", " 1" and "1_0".
         if not (key.isascii() and key.isdigit() and len(key) <= 10):

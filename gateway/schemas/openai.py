@@ -2,13 +2,12 @@
 
 from typing import Annotated, Any, ClassVar, Final
 
-import msgspec
 from msgspec import Meta, Struct
 
 from gateway.errors import Unsupported
 from gateway.schemas.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX
 from gateway.schemas.constraints import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
-from gateway.schemas.decode import decode
+from gateway.schemas.decode import Schema
 from gateway.schemas.openai_tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
 from gateway.schemas.thinking import ReasoningSpec, ThinkingSpec
 from gateway.schemas.told import NULL, TEXT, UNSERVED, case, shape, words
@@ -219,20 +218,20 @@ MESSAGE_NO_ACTION: Final = frozenset({"annotations", "id", "cache_control", "rea
 
 MESSAGE_FIELDS: Final = frozenset(Message.__struct_fields__) | MESSAGE_NO_ACTION
 
-_chat = msgspec.json.Decoder(ChatRequest)
-_completion = msgspec.json.Decoder(CompletionRequest)
+_chat = Schema(ChatRequest, NO_ACTION, "messages", Message, MESSAGE_FIELDS)
+_completion = Schema(CompletionRequest, NO_ACTION)
 
 
 def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
     """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
-    request, unknown = decode(_chat, body, ChatRequest, NO_ACTION, MESSAGE_FIELDS)
+    request, unknown = _chat.decode(body)
     _refuse_unserved_chat(request)
     return request, unknown
 
 
 def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
     """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
-    request, unknown = decode(_completion, body, CompletionRequest, NO_ACTION)
+    request, unknown = _completion.decode(body)
     if request.suffix:
         raise Unsupported("'suffix' is not supported: this server does not fill in the middle.", "suffix")
     if request.best_of is not None and request.best_of > (request.n or 1):

@@ -2,11 +2,10 @@
 
 from typing import Annotated, Any, ClassVar, Final
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.errors import BadRequest, Unsupported
-from gateway.schemas.decode import decode
+from gateway.schemas.decode import Schema
 from gateway.schemas.openai import Effort, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP, Unit
 from gateway.schemas.thinking import Budget, ReasoningSpec, ThinkingSpec
 from gateway.schemas.told import TEXT, UNSERVED, case, shape, typed, words
@@ -183,13 +182,13 @@ class ResponsesRequest(CountRequest, frozen=True, kw_only=True):
         return what in (self.include or ())
 
 
-_responses = msgspec.json.Decoder(ResponsesRequest)
-_count = msgspec.json.Decoder(CountRequest)
+_responses = Schema(ResponsesRequest, NO_ACTION, "input", Item)
+_count = Schema(CountRequest, NO_ACTION | frozenset(ResponsesRequest.__struct_fields__), "input", Item)
 
 
 def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
     """The request, and the names of the fields that nobody knows or that do nothing here. Raises `BadRequest`."""
-    request, unknown = decode(_responses, body, ResponsesRequest, NO_ACTION)
+    request, unknown = _responses.decode(body)
     if request.background:
         raise Unsupported("'background' is not supported: ask with 'stream' for a long answer.", "background")
     return request, unknown + _refuse_unserved(request)
@@ -197,8 +196,7 @@ def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
 
 def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
     """Takes a whole request too. Raises `BadRequest`."""
-    known = NO_ACTION | frozenset(ResponsesRequest.__struct_fields__)
-    request, unknown = decode(_count, body, CountRequest, known)
+    request, unknown = _count.decode(body)
     return request, unknown + _refuse_unserved(request)
 
 

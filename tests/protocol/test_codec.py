@@ -215,3 +215,12 @@ def test_a_message_nested_too_deeply_is_refused_as_such() -> None:
         value = [value]
     with pytest.raises(codec.Unsendable):
         codec.encode(m.Generate(1, m.ChatPrompt([{"role": "user", "content": value}]), m.Sampling()))
+
+
+def test_requests_with_packed_prompts_make_the_same_frames_and_share_the_prompt() -> None:
+    shared = m.ChatPrompt([{"role": "user", "content": "é"}], [{"type": "function"}], {"a": [1]})
+    requests = [m.Generate(rid, prompt, m.Sampling()) for rid, prompt in enumerate([shared, shared, m.TextPrompt("x")])]
+    packed = codec.pack(requests)
+
+    assert [codec.encode(request) for request in packed] == [codec.encode(request) for request in requests]
+    assert packed[0].prompt is packed[1].prompt
