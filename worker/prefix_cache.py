@@ -200,9 +200,10 @@ class PrefixCache:
         for node, matched in path:
             if node.span is None or matched < len(node.tokens) or node.end > stop:
                 break
-            is_saved = node.saved is not None and node.saved.is_live
+            is_saved = node.saved is not None and node.saved.is_live and not node.is_longer
             state = node.state if node.end in checkpoints and not is_saved else None
-            if node.extent is None or not node.extent.entry.is_live:
+            if node.extent is None or not node.extent.entry.is_live or node.is_longer:
+                node.is_longer = False
                 has_state = state is not None
                 entry = self._disk.entry(above, key, node.begin, node.tokens, bool(node.span), has_state)
                 node.extent = Extent(entry, 0, len(node.tokens))

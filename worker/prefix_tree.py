@@ -44,6 +44,8 @@ class Node:
     state: list[Any] | None = None
     extent: Extent | None = None
     saved: Entry | None = None
+    # Holds more of the windows than its file does.
+    is_longer: bool = False
     children: "dict[int, Node]" = field(default_factory=dict)
     nbytes: int = 0
     arrays: int = 0
@@ -134,6 +136,7 @@ class Tree:
             mx.async_eval(arrays_of([*upper_span, *lower_span], []))
             node.span = lower_span
             self._account(node)
+            upper.is_longer = node.is_longer
             # Becomes the newest of all, so also newer than its descendants.
             self.hold(upper, upper_span)
         return upper
@@ -182,14 +185,14 @@ class Tree:
 
     def cover(self, node: Node, caches: Sequence[Any]) -> None:
         """Complete the windows before a checkpoint, which may lack what lies above an edge that was cut or was computed
-        with a longer one. What is on disk of the nodes that this changes is not as they are now."""
+        with a longer one."""
         if self.covers(node):
             return
         begin = node.end - max(size for size, _ in self.layout.windows)
         step: Node | None = node
         while step is not None and step.span is not None and step.end > begin:
             step.span = extend_windows(step.span, caches, max(begin, step.begin), step.end)
-            step.extent = step.saved = None
+            step.is_longer = True
             mx.async_eval(arrays_of(step.span, []))
             self._account(step)
             step = step.parent
@@ -280,6 +283,7 @@ class Tree:
         assert not _has_held_children(node)
         del self._recency[node]
         node.span = node.state = None
+        node.is_longer = False
         self._account(node)
         if not node.is_on_disk:
             self._detach(node)

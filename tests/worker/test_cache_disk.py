@@ -372,19 +372,20 @@ def test_a_budget_for_memory_smaller_than_a_prompt_does_not_keep_the_disk_from_g
     cache.check()
 
 
-def test_a_checkpoint_that_came_after_its_edge_gets_a_file_of_its_own(tmp_path: Path) -> None:
-    cache = PrefixCache(layout("recurrent"), PLENTY, disk=CacheDisk(tmp_path, "model", PLENTY))
+@pytest.mark.parametrize("kind", ["recurrent", "sliding", "two windows"])
+def test_a_checkpoint_that_came_after_its_edge_gets_a_file_of_its_own(kind: str, tmp_path: Path) -> None:
+    cache = PrefixCache(layout(kind), PLENTY, disk=CacheDisk(tmp_path, "model", PLENTY))
     assert cache.disk is not None
     for end in (200, 100):
-        cache.store(ids(range(end)), filled("recurrent", range(end)))
+        cache.store(ids(range(end)), filled(kind, range(end)))
         cache.persist(ids(range(end)), {end}, "")
         cache.flush()
         folder.written(cache.disk)
     assert len(folder.files(tmp_path)) == 2
     cache.close()
-    cache = PrefixCache(layout("recurrent"), PLENTY, disk=CacheDisk(tmp_path, "model", PLENTY))
-    assert fetch(cache, "recurrent", [*range(100), *[7] * 50], "") == 100
-    assert fetch(cache, "recurrent", list(range(200)), "") == 200
+    cache = PrefixCache(layout(kind), PLENTY, disk=CacheDisk(tmp_path, "model", PLENTY))
+    assert fetch(cache, kind, [*range(100), *[7] * 50], "") == 100
+    assert fetch(cache, kind, list(range(200)), "") == 200
     cache.check()
 
 
