@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.audit import KEEP, Actor, Audit, AuditUnwritable, Entry, entry
+from gateway.audit import KEEP, Actor, Audit, AuditUnwritable, Entry, entry, this_process
 from gateway.config import audit_path
 from gateway.logfile import last_lines
 
@@ -31,6 +31,13 @@ def test_an_entry_says_when_what_to_which_by_which_process_and_how_it_ended(tmp_
     )  # fmt: skip
     assert (made.uid, made.pid, made.facts) == (os.getuid(), os.getpid(), {"rpm": 60, "models": ["a*"]})
     assert (loaded.outcome, loaded.client, loaded.uid, loaded.pid) == ("model_missing", "unix", 501, 7)
+
+
+def test_an_entry_of_root_names_the_account_that_became_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUDO_UID", "501")
+    assert this_process().sudo_uid == (501 if os.geteuid() == 0 else None)
+    monkeypatch.setenv("SUDO_UID", "x\n")
+    assert this_process().sudo_uid is None
 
 
 def test_the_audit_log_is_private_from_its_first_byte(tmp_path: Path) -> None:
