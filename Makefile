@@ -1,4 +1,4 @@
-# make setup | serve | test | test-clients | test-systemd | fuzz | lint | bench.  Needs Python 3.11+; uses uv when it is installed, venv + pip otherwise.
+# make setup | serve | test | test-clients | test-systemd | fuzz | soak | lint | bench.  Needs Python 3.11+; uses uv when it is installed, venv + pip otherwise.
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PYTHON ?= python3
@@ -12,7 +12,7 @@ FUZZ_S ?= 600
 FUZZES := tests/integration/test_openapi_fuzz.py tests/integration/test_edge_fuzz.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-clients test-systemd fuzz lint bench openblas clean
+.PHONY: help setup serve test test-clients test-systemd fuzz soak lint bench openblas clean
 
 help:
 	@echo "make setup   create $(VENV) with everything mlxd needs"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-clients   drive mlxd with agents and libraries from npm and PyPI (installs them into .cache/clients)"
 	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
 	@echo "make fuzz    ten minutes of made-up requests, from the published OpenAPI document and as raw bytes (FUZZ_S=600)"
+	@echo "make soak    check every architecture of mlx-lm, alone against batched, cached and resumed  (ARGS='mamba llama4', --write)"
 	@echo "make lint    ruff and pyright"
 	@echo "make bench   mlxd beside a bare batch loop and mlx_lm.server, as ratios"
 
@@ -46,6 +47,10 @@ test-systemd: $(STAMP)
 # A third of the time each: scripted workers, the embedded model, and the HTTP edge.
 fuzz: $(STAMP)
 	@MLXD_FUZZ_S=$$(( $(FUZZ_S) / 3 )) $(PY) -P -m pytest $(or $(ARGS),$(FUZZES))
+
+# Every architecture that mlx-lm has and that can be built tiny: a quarter of an hour.
+soak: $(STAMP)
+	@$(PY) -P -m tests.soak $(ARGS)
 
 lint: $(STAMP)
 	@$(VENV)/bin/ruff check .

@@ -139,6 +139,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     max_running: Annotated[int, Meta(ge=1, le=1024)] = 16
     max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 1024
     prefill_chunk: Annotated[int, Meta(ge=16, le=65536)] = 512
+    # How rows share a forward pass; `auto` is as the self-check of the load finds them exact.
+    batching: Literal["auto", "together", "equal", "single"] = "auto"
     load_timeout_s: Seconds = 600.0
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()

@@ -225,6 +225,8 @@ def _of_models(models: "Mapping[str, ModelMetrics]") -> Iterator[Metric]:
     yield _gauge("num_requests_waiting_by_reason", text, ["model", "reason"], waiting)
     states = [([model, name], float(m.state == name)) for model, m in models.items() for name in STATES]
     yield _gauge("worker_state", "1 for the state that the worker is in.", ["model", "state"], states)
+    lanes = [([model, m.lane], 1) for model, m in models.items() if m.lane]
+    yield _gauge("worker_lane", "1 for how the worker's rows share a forward pass.", ["model", "lane"], lanes)
     returned = [([model], m.returned_part) for model, m in models.items() if m.returned_part is not None]
     text = "The part of a process's memory that the system had back within two seconds of its newest unload."
     yield _gauge("model_memory_returned_ratio", text, ["model"], returned)

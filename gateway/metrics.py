@@ -31,6 +31,8 @@ class ModelMetrics:
     # Requests that wait for the model itself; the worker counts those that wait inside it.
     opening: int = 0
     stats: Stats | None = None
+    # How its rows share a forward pass; empty while that is not known.
+    lane: str = ""
     state: str = "stopped"
     requests: Counter[str] = field(default_factory=Counter[str])
     finished: Counter[str] = field(default_factory=Counter[str])
@@ -180,11 +182,15 @@ class Metrics:
         found = self.model(model)
         found.state = str(state)
         if state not in ("ready", "draining"):
-            found.stats = None
+            found.stats, found.lane = None, ""
 
     def load_seconds(self, model: str, s: float) -> None:
         """A load took this long, from spawn to Ready."""
         self.model(model).load.observe(s)
+
+    def lane(self, model: str, lane: str) -> None:
+        """How rows share a forward pass, as the worker of the model said when it was ready."""
+        self.model(model).lane = lane
 
     def stale_message(self) -> None:
         """A message of an older epoch was dropped."""

@@ -26,6 +26,8 @@ class Check(msgspec.Struct, frozen=True):
     differences: tuple[Difference, ...] = ()
     note: str = ""
     is_skipped: bool = False
+    # The largest difference of a token's log-probability where the tokens are equal, in nats.
+    drift: float = 0.0
 
     @property
     def is_good(self) -> bool:

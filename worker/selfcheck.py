@@ -28,25 +28,27 @@ from worker.stops import StopScanner
 
 log = logging.getLogger("mlxd.worker")
 
-# Unequal, and the longer one ends inside of a third chunk.
-SHORT: Final = 5
-LONG: Final = 21
-CHUNK: Final = 8
+# Unequal, and the longer one is two chunks and its last token.
+SHORT: Final = 4
+LONG: Final = 11
+CHUNK: Final = 5
 # Of the longer one, what another prompt leaves in the prefix cache.
-SHARED: Final = 13
+SHARED: Final = 8
 # Tokens that a check needs.
 SAMPLE: Final = SHORT + LONG
-# Tokens that each row generates: the second and third are those of a decode step, alone or beside another row.
+# Tokens that each row generates: the shorter one's third is decoded beside the longer one in every lane.
 OUTPUT: Final = 3
-_WHOLE: Final = 64
+_WHOLE: Final = 16
 _CACHE_BYTES: Final = 1 << 40
-# Of this many likeliest tokens, how far a log-probability may be from the reference: in float32 on a CPU; and where
-# kernels and formats of 16 bits round by shape, this many times what cutting a prompt into chunks changes.
+# Of this many likeliest tokens, how far log-probabilities may be from the reference, each weighted by its probability:
+# in float32 on a CPU; and where kernels and formats of 16 bits round by shape, this many times what cutting a prompt
+# into chunks changes. Beyond the last, chunks themselves are wrong.
 TOP: Final = 16
-EXACT: Final = 2e-3
+EXACT: Final = 1e-3
 ROUNDINGS: Final = 4.0
 ROUNDED_MIN: Final = 0.1
 ROUNDED_MAX: Final = 0.5
+ROUNDED_REFUSED: Final = 1.0
 # Signs of a device that failed, or of memory that is not there: they say nothing of the lane.
 _LANES: Final = (Lane.TOGETHER, Lane.EQUAL, Lane.SINGLE)
 _TOLD: Final = {
@@ -118,14 +120,10 @@ class _Check:
         why = "" if mergeable else "mlx-lm has no batch form of its caches"
         for lane in _LANES if mergeable else (Lane.SINGLE,):
             try:
-                if lane is not Lane.SINGLE:
-                    self._compare("beside a longer one", self._together(lane, _WHOLE), expected)
-                    self._compare("beside a longer one, in chunks", self._together(lane, CHUNK), expected)
+                return self._plan(lane, expected, [f"{_TOLD[lane]}, because {why}"] if why else [])
             except Exception as error:  # the boundary to code of every architecture
                 why = _because(error)
-                continue
-            return self._with_prefixes(lane, expected, why)
-        raise AssertionError("the last lane is compared with nothing")
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm computes this model wrongly: {why}")
 
     def _reference(self) -> list[_Said]:
         """Each prompt alone, which must be what it is in chunks."""
@@ -139,32 +137,29 @@ class _Check:
             raise LoadFailed(Code.MODEL_CORRUPT, "the model's log-probabilities are not finite: its weights are broken")
         is_exact = steps[0].dtype == mx.float32 and not memory.has_gpu()
         drift = _drift([chunked], expected[1:])
-        if not drift <= (EXACT if is_exact else ROUNDED_MAX):
+        if not drift <= (EXACT if is_exact else ROUNDED_REFUSED):
             why = f"in chunks, a prompt's log-probabilities are off by {drift:.2g}"
             raise LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm computes this model wrongly: {why}")
         self._limit = EXACT if is_exact else min(max(ROUNDED_MIN, ROUNDINGS * drift), ROUNDED_MAX)
         return expected
 
-    def _with_prefixes(self, lane: Lane, expected: list[_Said], why: str) -> Plan:
-        """A prompt whose beginning another one has left in the cache."""
-        reasons = [f"{_TOLD[lane]}, because {why}"] if lane in _TOLD else []
+    def _plan(self, lane: Lane, expected: list[_Said], reasons: list[str]) -> Plan:
+        """Raises `Wrong`, or what the model raises, if the lane is not exact."""
+        if lane is not Lane.SINGLE:
+            self._compare("beside a longer one", self._run(lane, [self._prompts], _WHOLE), expected)
         try:
-            self._compare("from the prefix cache", self._again(lane), expected)
+            # The rows in chunks, after one that has left the beginning of the longer one in the cache.
+            waves = [[self._prompts[1][:SHARED]], self._prompts]
+            self._compare("from the prefix cache", self._run(lane, waves, CHUNK, _CACHE_BYTES)[1:], expected)
         except Exception as error:  # the boundary to code of every architecture
-            reasons.append(f"prefixes are not reused, because {_because(error)}")
-        return Plan(lane, len(reasons) == (lane in _TOLD), "; ".join(reasons))
+            self._compare("beside a longer one, in chunks", self._run(lane, [self._prompts], CHUNK), expected)
+            return Plan(lane, False, "; ".join([*reasons, f"prefixes are not reused, because {_because(error)}"]))
+        return Plan(lane, True, "; ".join(reasons))
 
     def _alone(self, prompt: list[int], chunk: int) -> _Said:
-        return self._run(Lane.SINGLE, [[prompt]], chunk, 0)[0]
+        return self._run(Lane.SINGLE, [[prompt]], chunk)[0]
 
-    def _together(self, lane: Lane, chunk: int) -> list[_Said]:
-        return self._run(lane, [self._prompts], chunk, 0)
-
-    def _again(self, lane: Lane) -> list[_Said]:
-        """The rows once more, after one that has left the beginning of the longer one in the cache."""
-        return self._run(lane, [[self._prompts[1][:SHARED]], self._prompts], CHUNK, _CACHE_BYTES)[1:]
-
-    def _run(self, lane: Lane, waves: Sequence[Sequence[list[int]]], chunk: int, cache_bytes: int) -> list[_Said]:
+    def _run(self, lane: Lane, waves: Sequence[Sequence[list[int]]], chunk: int, cache_bytes: int = 0) -> list[_Said]:
         """Each wave together, one after the other, through a batch of their own."""
         cache = PrefixCache(self._layout, cache_bytes)
         batch = Batch(self._model, (), 1 if lane is Lane.SINGLE else len(self._prompts), chunk, cache, lane)
@@ -188,15 +183,15 @@ class _Check:
 
 
 def _drift(said: Sequence[_Said], expected: Sequence[_Said]) -> float:
-    """How far the likeliest tokens are from where they should be; nan where one is not a number."""
+    """How far the likeliest tokens are from where they should be, at the worst step; nan where one is not a number."""
     drifts = [0.0]
     for one, other in zip(said, expected, strict=True):
         for step, wanted in enumerate(other.logprobs):
             if one.ids[:step] != other.ids[:step]:
                 break  # a tie went the other way: what follows it is of another text
             top = mx.argsort(-wanted)[:TOP]
-            pair = (one.logprobs[step][top].astype(mx.float32), wanted[top].astype(mx.float32))
-            drifts.append(float(cast(float, mx.max(mx.abs(pair[0] - pair[1])).item())))
+            one_top, top = (logprobs[top].astype(mx.float32) for logprobs in (one.logprobs[step], wanted))
+            drifts.append(float(cast(float, mx.sum(mx.softmax(top) * mx.abs(one_top - top)).item())))
     return math.nan if any(math.isnan(drift) for drift in drifts) else max(drifts)
 
 

@@ -223,7 +223,19 @@ def _check(name: str, outputs: Sequence[Output], expected: Sequence[Output]) -> 
         sum(len(output.ids) for output in outputs),
         sum(output.cached for output in outputs),
         tuple(_differences(outputs, expected)),
+        drift=max(_drifts(outputs, expected), default=0.0),
     )
+
+
+def _drifts(outputs: Sequence[Output], expected: Sequence[Output]) -> Generator[float]:
+    """How far the log-probability of each token is from what it was alone, as long as the tokens are those.
+
+    A resumed row has them only for what is new: those are compared from the end.
+    """
+    for output, other in zip(outputs, expected, strict=True):
+        if output.ids == other.ids:
+            pairs = zip(reversed(output.logprobs), reversed(other.logprobs), strict=False)
+            yield from (abs(one.logprob - two.logprob) for one, two in pairs)
 
 
 def _differences(outputs: Sequence[Output], expected: Sequence[Output]) -> Generator[Difference]:

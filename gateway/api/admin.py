@@ -77,7 +77,7 @@ class StatusEndpoint:
             running=stats.running if stats else 0,
             waiting=stats.waiting if stats else 0,
             inside=services.admission.inside(view.name),
-            slots=model.max_running,
+            slots=ready.max_running if ready else model.max_running,
             queue_bound=model.max_running + model.max_waiting,
             context=ready.max_context if ready else model.context,
             weights_bytes=ready.weights_bytes if ready else 0,
@@ -103,6 +103,8 @@ class StatusEndpoint:
             idle_s=round(own.idle_s, 1) if own else None,
             is_gated=own is not None and own.is_gated,
             is_waiting=view.name in memory.waiting,
+            lane=ready.lane if ready else "",
+            lane_reason=ready.lane_reason if ready else "",
         )
 
 

@@ -1,7 +1,7 @@
 """`/livez`, `/readyz`, `/health`, `/metrics` and `/`."""
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
@@ -17,8 +17,11 @@ from gateway.services import Services
 
 
 class Health(Struct, frozen=True):
+    """`reasons` say what is wrong; `notes` what works, but not as fast as it could."""
+
     status: str
     reasons: list[str] = []
+    notes: list[str] | UnsetType = UNSET
 
 
 class About(Struct, frozen=True):
@@ -85,12 +88,13 @@ class Healthy:
             return
         views = self._services.pool.workers()
         broken = [view for view in views if view.state in BROKEN]
+        notes = _notes(views, scope, self._services) or UNSET
         if not broken:
-            await send_body(send, 200, msgspec.json.encode(Health("healthy")))
+            await send_body(send, 200, msgspec.json.encode(Health("healthy", notes=notes)))
             return
         can_serve = len(broken) < len(views)
         reasons = _describe(broken, scope, self._services)
-        body = Health("degraded" if can_serve else "unhealthy", reasons)
+        body = Health("degraded" if can_serve else "unhealthy", reasons, notes)
         await send_body(send, 200 if can_serve else 503, msgspec.json.encode(body))
 
 
@@ -120,6 +124,13 @@ def _describe(views: list[WorkerView], scope: Scope, services: Services) -> list
     """What is wrong with these, as far as the caller may know of them."""
     caller = record_of(scope).caller
     return [_reason(view) for view in views if caller.may_use(services.config.models[view.name])]
+
+
+def _notes(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
+    """What models gave up to be exact, as far as the caller may know of them."""
+    caller = record_of(scope).caller
+    told = [(view.name, view.ready.lane_reason) for view in views if view.ready is not None]
+    return [f"{name}: {why}" for name, why in told if why and caller.may_use(services.config.models[name])]
 
 
 def _reason(view: WorkerView) -> str:

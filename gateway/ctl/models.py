@@ -50,6 +50,8 @@ def ps(
 
     Example: mlxctl ps
     """
+    from gateway.ctl.show import lanes
+
     found = take(client.status, interval)
     if json:
         print_json(found.models)
@@ -57,6 +59,7 @@ def ps(
         typer.echo("No model has a process. One is started by the first request for it, or by: mlxctl load MODEL")
     else:
         console().print(ps_table(found))
+        lanes(found.models, console())
 
 
 def _list() -> list[Listed]:

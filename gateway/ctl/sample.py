@@ -30,6 +30,8 @@ class ModelSample(Struct, frozen=True):
     cache_hit_rate: float | None
     # Of a model that is being loaded, from 0 to 1.
     loaded: float
+    # What it gave up to be exact, and why.
+    lane_reason: str
 
 
 class Sample(Struct, frozen=True):
@@ -101,6 +103,7 @@ def _model(before: ModelStatus | None, after: ModelStatus, span_s: float) -> Mod
         tokens_per_s=round(tokens / span_s, 1) if span_s else 0.0,
         cache_hit_rate=round(after.prompt_tokens_cached / after.prompt_tokens, 4) if after.prompt_tokens else None,
         loaded=after.loaded_bytes / after.total_bytes if after.total_bytes else 0.0,
+        lane_reason=after.lane_reason,
     )
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.ctl.sample import Sample, waiting
+from gateway.ctl.sample import ModelSample, Sample, waiting
 from gateway.keys import Key
 from gateway.prefixcache import Folder
 from gateway.schemas.admin import MemoryStatus, ModelStatus, Status, UsageReport
@@ -36,10 +36,18 @@ def status(status: Status, console: Console) -> None:
     for model in status.models:
         table.add_row(*_row(model))
     console.print(table)
+    lanes(status.models, console)
     for model in status.models:
         if model.last_failure and model.state not in ("ready", "draining"):
             again = f" (next try in {duration(model.retry_after_s)})" if model.retry_after_s else ""
             console.print(f"{model.name}: {model.last_failure}{again}", style="red", highlight=False, markup=False)
+
+
+def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None:
+    """What models had to give up to be exact."""
+    for model in models:
+        if model.lane_reason:
+            console.print(f"{model.name}: {model.lane_reason}", style="yellow", highlight=False, markup=False)
 
 
 def headline(daemon: Status | Sample) -> str:

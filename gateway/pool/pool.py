@@ -287,6 +287,7 @@ class Pool:
             # Admission is the bound; a successor is handed at once all that ran and waited, under whatever bound.
             max_waiting=WAITING_MAX,
             prefill_chunk=model.prefill_chunk,
+            batching=model.batching,
             trust_remote_code=model.trust_remote_code,
             log_level=model.log_level or config.server.log_level,
             parser=model.parser,

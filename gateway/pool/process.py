@@ -254,6 +254,9 @@ class Worker(Life):
             self._try_send(Drain(0.0))
             self._chores.arm(self._limits.adopt_s)
         self.ready = ready
+        self._events.lane(self.name, ready.lane)
+        if ready.lane_reason:
+            log.warning("%s: %s", self.name, ready.lane_reason)
         if not process.is_adopted:
             self._begin()
 

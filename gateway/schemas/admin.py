@@ -47,6 +47,9 @@ class ModelStatus(Struct, frozen=True):
     # It takes no new requests until it has made room, or room is being made for it.
     is_gated: bool = False
     is_waiting: bool = False
+    # How rows share a forward pass, and what had to be given up for exact tokens, with the reason.
+    lane: str = ""
+    lane_reason: str = ""
 
 
 class MemoryStatus(Struct, frozen=True):

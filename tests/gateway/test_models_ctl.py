@@ -4,10 +4,13 @@ import json
 import threading
 import time
 from collections.abc import Generator
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from gateway.ctl import show
 from gateway.ctl.sample import compare
 from gateway.schemas.admin import ModelStatus, Status
 from tests.gateway.test_ctl import ctl
@@ -83,7 +86,7 @@ def test_the_daemon_tells_what_runs_and_how_fast(daemon: DaemonProcess) -> None:
     assert states == {"a": "ready", "b": "stopped", "org/huge": "not configured"}
 
 
-def status(**counts: int) -> Status:
+def status(**counts: int | str) -> Status:
     fields = {
         name: kind() for name, kind in ModelStatus.__annotations__.items() if kind in (str, int, float)
     } | {"name": "a", "aliases": (), "pid": 1, "state": "ready"}  # fmt: skip
@@ -100,3 +103,11 @@ def test_rates_are_of_what_happened_between_two_looks() -> None:
     assert compare(status(generation_tokens=500), first, 0.5).tokens_per_s == 0.0
     assert compare(first, first, 0.0).tokens_per_s == 0.0
     assert compare(first, first, 1.0).models[0].cache_hit_rate is None
+
+
+def test_what_a_model_gave_up_to_be_exact_stands_below_the_table() -> None:
+    said = status(lane="single", lane_reason="requests run one at a time, because of its caches")
+    out = StringIO()
+    show.lanes(compare(said, said, 0.0).models, Console(file=out, width=200))
+
+    assert out.getvalue() == "a: requests run one at a time, because of its caches\n"

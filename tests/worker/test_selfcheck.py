@@ -62,6 +62,7 @@ class WrongAfterOthers(Wrapped):
     def __call__(self, inputs: mx.array, *args: Any, cache: Any = None, **kwargs: Any) -> mx.array:
         if cache[0].empty():
             self.begun.append(cache[0])
+            self.is_wrong = False
         elif inputs.shape[1] > 1 and not any(layer is cache[0] for layer in self.begun):
             self.is_wrong = True
         return super().__call__(inputs, *args, cache=cache, **kwargs) * (1.1 if self.is_wrong else 1.0)

@@ -1,0 +1,144 @@
+"""`make soak`: is every architecture that mlx-lm has served exactly, in the lane that the self-check gives it?
+
+Builds each as a tiny random model and runs all checks of `worker.verify` on it. Prints the table of docs/models.md;
+`--write` puts it there. Not a part of `make test`: it takes a quarter of an hour.
+"""
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import mlx.core as mx
+import msgspec
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
+
+from tests.support.engine import spec
+from tests.support.models import VOCAB, tiny_tokenizer
+from worker.errors import LoadFailed
+from worker.kv import leaves
+from worker.loader import Loaded
+from worker.selfcheck import SAMPLE, choose
+from worker.verify import Verifier
+
+CONFIGURATIONS: Final = Path(__file__).parent / "support" / "architectures.json"
+PAGE: Final = Path(__file__).parents[1] / "docs" / "models.md"
+CONTEXT: Final = 4096
+TOKENS: Final = 8
+WORDS: Final = 32
+# Of one architecture: the slowest takes a minute on a busy machine.
+TIMEOUT_S: Final = 600
+# In float32 on a CPU, what rounding explains.
+DRIFT: Final = 5e-3
+_BEGIN: Final = "<!-- make soak: begin -->"
+_END: Final = "<!-- make soak: end -->"
+_HEAD: Final = (
+    "| architecture | caches | lane | batched | chunks | memory | disk | preempted | resumed | drift | self-check |"
+)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One line of the table; `failed` says why there is none."""
+
+    name: str
+    caches: str = ""
+    lane: str = ""
+    checks: tuple[str, ...] = ()
+    drift: float = 0.0
+    check_ms: float = 0.0
+    failed: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return not self.failed and "no" not in self.checks and self.drift <= DRIFT
+
+    def line(self) -> str:
+        if self.failed:
+            return f"| {self.name} | {self.failed} ||||||||||"
+        cells = (self.name, self.caches, self.lane, *self.checks, f"{self.drift:.0e}", f"{self.check_ms:.0f} ms")
+        return f"| {' | '.join(cells)} |"
+
+
+def examine(name: str) -> Row:
+    """All checks of one architecture."""
+    config = json.loads(CONFIGURATIONS.read_bytes())[name]
+    kind = str(config["model_type"])
+    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    # Random initialisation is nearly flat: larger matrices give logits that greedy decoding can tell apart.
+    model.apply(lambda array: array * 1.5 if array.ndim > 1 else array)
+    mx.eval(model.parameters())
+    caches = sorted({type(leaf).__name__.removesuffix("Cache") for leaf in leaves(make_prompt_cache(model))})
+    started = time.monotonic()
+    try:
+        plan = choose(model, [20 + 7 * at for at in range(SAMPLE)], "auto")
+    except LoadFailed as error:
+        return Row(name, failed=error.failure.message)
+    check_ms = (time.monotonic() - started) * 1e3
+    with tempfile.TemporaryDirectory(prefix="mlxd-soak-") as folder:
+        tiny_tokenizer().save_pretrained(folder)
+        tokenizer = load_tokenizer(Path(folder), {}, eos_token_ids=2)
+        loaded = Loaded(model, tokenizer, Path(folder), kind, VOCAB, CONTEXT, (2,), 0, plan)
+        checks = list(Verifier(loaded, spec(Path(folder)), TOKENS, WORDS).checks())
+    told = tuple("-" if check.is_skipped else "yes" if check.is_good else "no" for check in checks[1:])
+    lane = str(plan.lane) if plan.reuses_prefixes else f"{plan.lane}, no prefixes"
+    return Row(name, ", ".join(caches), lane, told, max(check.drift for check in checks), check_ms)
+
+
+def examine_apart(name: str) -> Row:
+    """In a process of its own: a fault in native code is a row of the table."""
+    command = [sys.executable, "-P", "-m", "tests.soak", "--one", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Row)
+    except (subprocess.TimeoutExpired, IndexError, msgspec.DecodeError):
+        return Row(name, failed="its process ended, or took too long")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 if any architecture is not served exactly."""
+    parser = argparse.ArgumentParser(prog="make soak", description="Check every architecture of mlx-lm.")
+    parser.add_argument("names", nargs="*", help="only these; see tests/support/architectures.json")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.one:
+        logging.disable()
+        print(msgspec.json.encode(examine(options.one)).decode())
+        return 0
+    names = options.names or list(json.loads(CONFIGURATIONS.read_bytes()))
+    rows: list[Row] = []
+    print(_HEAD, flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(examine_apart, names):
+            print(row.line(), flush=True)
+            rows.append(row)
+    if options.write:
+        _write(rows)
+    return 0 if all(row.is_good for row in rows) else 1
+
+
+def _write(rows: Sequence[Row]) -> None:
+    made = f"Made by `make soak` with mlx {version('mlx')} and mlx-lm {version('mlx-lm')} on a CPU, in float32."
+    rule = re.sub(r"[^|]+", "---", _HEAD)
+    table = "\n".join([_BEGIN, made, "", _HEAD, rule, *(row.line() for row in rows), _END])
+    page = PAGE.read_text()
+    PAGE.write_text(page[: page.index(_BEGIN)] + table + page[page.index(_END) + len(_END) :])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
