@@ -125,6 +125,7 @@ def create_admin_app(
         [
             Route("/v1/status", admin.StatusEndpoint(services, url), methods=["GET"]),
             Route("/v1/keys/usage", admin.Usage(services), methods=["GET"]),
+            Route("/v1/usage", admin.UsageByDay(services), methods=["GET"]),
             Route("/healthz", health.Healthy(services), methods=["GET"]),
             *requests.routes(services),
             # `mlxctl chat` needs no key: who owns the socket owns the models.

@@ -21,6 +21,7 @@ from gateway.errors import Forbidden, Misdirected, RateLimited, Unauthorized
 from gateway.http import Record, record_of
 from gateway.keyaddresses import KeyAddresses
 from gateway.keys import PREFIX_CHARS, SECRET_CHARS_MAX, Key, KeyFile, KeysUnusable, Stamp, digest
+from gateway.ledger import Ledger
 from gateway.limits import Limits, Meter
 from gateway.live import Live
 from gateway.metrics import Metrics
@@ -70,16 +71,18 @@ class Keyring:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        ledger: Ledger | None = None,
     ) -> None:
         """Raises `KeysUnusable`."""
         self._file = file
+        self._ledger = ledger
         self._metrics = metrics
         self._clock = clock
         self._wall = wall
         self._stamp: Stamp | None = None
         self._by_prefix: dict[bytes, list[Account]] = {}
         # By name, and kept: a key that is made again, or rotated, does not start afresh.
-        self._meters: dict[str, Meter] = {}
+        self.meters: dict[str, Meter] = {}
         # Whether there has never been a key.
         self.is_open = True
         self._apply(self._look())
@@ -150,10 +153,22 @@ class Keyring:
                 log.warning("the key %s is not in force: it requires a later version of mlxd", key.name)
 
     def _make_caller(self, key: Key, has_others: bool) -> Caller:
-        limits = Limits(key.rpm, key.tpm, key.concurrency, key.max_sequences)
-        meter = self._meters.get(key.name)
+        limits = Limits(
+            rpm=key.rpm,
+            tpm=key.tpm,
+            concurrency=key.concurrency,
+            sequences=key.max_sequences,
+            requests_per_day=key.requests_per_day,
+            tokens_per_day=key.tokens_per_day,
+            requests_per_month=key.requests_per_month,
+            tokens_per_month=key.tokens_per_month,
+            alert_at=key.alert_at,
+        )
+        meter = self.meters.get(key.name)
         if meter is None:
-            meter = self._meters[key.name] = Meter(key.name, limits, self._metrics.key(key.name), self._clock)
+            meter = self.meters[key.name] = Meter(
+                key.name, limits, self._metrics.key(key.name), self._clock, self._ledger
+            )
         else:
             meter.limit(limits)
         return Caller(

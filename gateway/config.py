@@ -55,6 +55,10 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     body_memory_bytes: Bytes = "auto"
     request_timeout_s: Seconds = 0.0
     queue_timeout_s: Seconds = 600.0
+    # By which days and months of budgets and usage begin, of the IANA database; empty is the machine's.
+    time_zone: str = ""
+    # Months of usage that are kept, the one that runs included.
+    usage_months: Annotated[int, Meta(ge=1, le=1200)] = 13
     # Percent of a model's queue that one key may fill while there are other keys.
     queue_share: Annotated[int, Meta(ge=1, le=100)] = 50
     # Of the Responses API, for clients that come back to an answer: for each key. 0 bytes keeps none.
@@ -210,6 +214,10 @@ class Config(Struct, frozen=True):
     @property
     def usage_path(self) -> Path:
         return usage_path(self.home)
+
+    @property
+    def ledger_dir(self) -> Path:
+        return self.home / "state" / "usage"
 
     @property
     def store_path(self) -> Path:

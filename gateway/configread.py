@@ -29,6 +29,7 @@ from gateway.hfcache import cached_models
 from gateway.keys import KeyFile, KeysUnusable
 from gateway.origins import bad_host, bad_origin, is_loopback
 from gateway.parsers import bad_parser
+from gateway.periods import zone_of
 from gateway.routing import Router
 from gateway.tracing import bad_endpoint
 
@@ -87,6 +88,10 @@ def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig
     if server.body_memory_bytes != "auto" and server.body_memory_bytes < server.max_body_bytes:
         message = f"body_memory: {server.body_memory_bytes} bytes hold no body of max_body ({server.max_body_bytes})"
         raise source.error(message, ("server", "body_memory"))
+    try:
+        zone_of(server.time_zone)
+    except ValueError as error:
+        raise source.error(f"time_zone: {error}", ("server", "time_zone")) from None
     if reason := bad_endpoint(server.otlp_endpoint):
         raise source.error(f"otlp_endpoint: {reason}", ("server", "otlp_endpoint"))
     return server

@@ -106,7 +106,13 @@ class Daemon:
                 for server, sockets in zip(self._servers, self._sockets(), strict=True):
                     tasks.create_task(server.serve(sockets))
                 services = self._app.services
-                running = (services.usage.run(), services.captures.run(), services.sample.run(), *self._wakefulness())
+                running = (
+                    services.usage.run(),
+                    services.ledger.run(),
+                    services.captures.run(),
+                    services.sample.run(),
+                    *self._wakefulness(),
+                )
                 chores = [tasks.create_task(chore) for chore in running]
                 _settle_garbage_collector()
                 count = len(self._app.services.config.models)

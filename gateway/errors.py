@@ -8,7 +8,8 @@
     ├── Misdirected        421  the host is none of this machine
     ├── ModelNotFound      404  also where the key may not know of it
     ├── BodyTooLarge       413  also what is too large for a worker once it is lowered
-    ├── RateLimited        429  the key has used what it may
+    ├── RateLimited        429  the key has used what it may in a minute, or at once
+    ├── BudgetSpent        429  the key has used what it may in a day or a month
     ├── Overloaded         429  this model's queue is full
     ├── Cancelled          499  the operator ended it; no client tries again by itself
     └── Unavailable        503  the model or the daemon cannot serve now
@@ -96,6 +97,14 @@ class RateLimited(ApiError):
 
     def __init__(self, message: str, kind: str, retry_after_s: float) -> None:
         super().__init__(429, message, type=kind, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+
+
+class BudgetSpent(ApiError):
+    """What a key may use in a day or a month is used: OpenAI's words for it."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        kind = "insufficient_quota"
+        super().__init__(429, message, type=kind, code=kind, retry_after_s=retry_after_s)
 
 
 class ModelNotFound(ApiError):

@@ -205,6 +205,8 @@ def _of_keys(keys: "Mapping[str, KeyMetrics]") -> Iterator[Metric]:
     yield _gauge("key_requests_running", "Requests of a key being served.", ["key"], running)
     sequences = [([key], k.sequences) for key, k in keys.items()]
     yield _gauge("key_sequences_running", "Sequences of a key being served.", ["key"], sequences)
+    budgets = [([key, period, kind], part) for key, k in keys.items() for period, kind, part in k.budget()]
+    yield _gauge("key_budget_used_ratio", "The used part of a key's budget.", ["key", "period", "kind"], budgets)
     prompt = [([key], k.prompt_tokens) for key, k in keys.items()]
     yield _counter("key_prompt_tokens", "Prompt tokens of a key.", ["key"], prompt)
     generated = [([key], k.generation_tokens) for key, k in keys.items()]

@@ -103,8 +103,7 @@ class Generation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bill is not None:
-            self._charge(self._bill)
+        self._charge()
         self._held.close()
         if self._collector is not None:
             self._leave(self._collector)
@@ -125,11 +124,18 @@ class Generation:
             record.completion_tokens = max(record.completion_tokens, self._tokens)
             self._cut_phases(collector)
 
-    def _charge(self, bill: Bill) -> None:
+    def _charge(self) -> None:
         """Usage comes with the end; of what did not end, what is known counts."""
-        accepted = 0 if self._collector is None else sum(self._collector.accepted.values())
-        bill.prompt = max(self.record.prompt_tokens, accepted)
-        bill.completion = max(self.record.completion_tokens, self._tokens)
+        if self._collector is None:
+            return
+        record = self.record
+        prompt = max(record.prompt_tokens, self.prompt_tokens)
+        completion = max(record.completion_tokens, self._tokens)
+        cached = max(record.cached_tokens, self.cached_tokens)
+        name, sequences = self._model.name, len(self._generates)
+        self._services.ledger.book(record.caller.key or "", name, sequences, prompt, cached, completion)
+        if self._bill is not None:
+            self._bill.prompt, self._bill.completion = prompt, completion
 
     # -- starting ------------------------------------------------------------------------------------------------
 

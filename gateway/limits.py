@@ -7,6 +7,7 @@ Tokens are taken by estimate when a request begins and settled when it ends; a b
 its debt is refilled, so that the mean holds even where every estimate is wrong.
 """
 
+import logging
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -14,8 +15,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from gateway.errors import BadRequest, RateLimited
+from gateway.errors import BadRequest, BudgetSpent, RateLimited
+from gateway.ledger import Ledger
 from gateway.metrics import KeyMetrics
+
+log = logging.getLogger(__name__)
 
 Header = tuple[bytes, bytes]
 
@@ -37,6 +41,70 @@ class Limits:
     concurrency: int = 0
     # Of one request.
     sequences: int = 0
+    requests_per_day: int = 0
+    tokens_per_day: int = 0
+    requests_per_month: int = 0
+    tokens_per_month: int = 0
+    # Percent of these from which on their use is told.
+    alert_at: int = 80
+
+    @property
+    def has_any(self) -> bool:
+        return self != Limits(alert_at=self.alert_at)
+
+
+class Budget:
+    """What a key may use in a day and in a month, against what the ledger has of it."""
+
+    def __init__(self, name: str, limits: Limits, ledger: Ledger) -> None:
+        self._name = name
+        self.limits = limits
+        self._ledger = ledger
+        # The budgets that were told of, each with its period and the percent that it had reached.
+        self._told: dict[tuple[str, str], tuple[str, int]] = {}
+
+    def check(self, running: int, sequences: int, reserved: float) -> None:
+        """Raises `BudgetSpent` when a budget has no room for so many more sequences, or for no token beyond those
+        that running requests have reserved."""
+        for period, kind, limit, spent in self._budgets():
+            used = spent + (running + sequences if kind == "requests" else reserved)
+            if used > limit or (kind == "tokens" and used >= limit):
+                raise BudgetSpent(
+                    f"Key {self._name!r} has used its {limit} {kind} of this {period}.", self._ledger.left_s(period)
+                )
+
+    def used(self) -> list[tuple[str, str, float]]:
+        """The period, the kind and the used part of each budget."""
+        return [(period, kind, spent / limit) for period, kind, limit, spent in self._budgets()]
+
+    def tell(self) -> None:
+        """Log once in a period that a budget is used up to where its use is told, and once that it is spent."""
+        today = self._ledger.today()
+        for period, kind, limit, spent in self._budgets():
+            begun = today.isoformat() if period == "day" else f"{today:%Y-%m}"
+            marks = sorted({self.limits.alert_at or 100, 100})
+            reached = max((mark for mark in marks if 100 * spent >= mark * limit), default=0)
+            if reached and self._told.get((period, kind), ("", 0)) < (begun, reached):
+                self._told[period, kind] = (begun, reached)
+                log.warning(
+                    "key %s has used %d of its %d %s of this %s (%d %%)",
+                    self._name, spent, limit, kind, period, 100 * spent // limit,
+                )  # fmt: skip
+
+    def _budgets(self) -> list[tuple[str, str, int, int]]:
+        limits = self.limits
+        if not (
+            limits.requests_per_day or limits.tokens_per_day or limits.requests_per_month or limits.tokens_per_month
+        ):
+            return []
+        day, month = self._ledger.day(self._name), self._ledger.month(self._name)
+        every = (
+            ("day", "requests", limits.requests_per_day, day.requests),
+            ("day", "tokens", limits.tokens_per_day, day.tokens),
+            ("month", "requests", limits.requests_per_month, month.requests),
+            ("month", "tokens", limits.tokens_per_month, month.tokens),
+        )
+        return [each for each in every if each[2]]
 
 
 class Bucket:
@@ -80,7 +148,12 @@ class Meter:
     """One key's use, against its limits. Everything happens on the event loop, without a wait."""
 
     def __init__(
-        self, name: str, limits: Limits, numbers: KeyMetrics, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        limits: Limits,
+        numbers: KeyMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        ledger: Ledger | None = None,
     ) -> None:
         self._name = name
         self._numbers = numbers
@@ -91,6 +164,11 @@ class Meter:
         self._expected_completion = EXPECTED_COMPLETION
         # Requests whose body is on its way.
         self._receiving = 0
+        # Tokens that running requests will probably use.
+        self._reserved = 0.0
+        self._budget = None if ledger is None else Budget(name, limits, ledger)
+        if self._budget is not None:
+            numbers.budget = self._budget.used
 
     def limit(self, limits: Limits) -> None:
         """From now on these. What was used of a limit counts on under the one that takes its place."""
@@ -100,10 +178,24 @@ class Meter:
         if limits.tpm != self._limits.tpm:
             self._tokens = _resized(self._tokens, limits.tpm, now)
         self._limits = limits
+        if self._budget is not None:
+            self._budget.limits = limits
+
+    def missing(self) -> dict[str, float]:
+        """What is missing from the buckets that are not full."""
+        now = self._clock()
+        missing = {kind: bucket.capacity - bucket.level(now) for kind, bucket in self._buckets()}
+        return {kind: amount for kind, amount in missing.items() if amount > 0}
+
+    def restore(self, missing: dict[str, float], ago_s: float) -> None:
+        """Go on from what was missing so long ago."""
+        now = self._clock()
+        for kind, bucket in self._buckets():
+            bucket.take(max(0.0, missing.get(kind, 0.0) - ago_s * bucket.capacity / 60), now)
 
     @property
     def is_limited(self) -> bool:
-        return self._limits != Limits()
+        return self._limits.has_any
 
     def request(self) -> None:
         """Book one request. Raises `RateLimited`."""
@@ -168,6 +260,12 @@ class Meter:
         """
         self.check(sequences)
         self._check_concurrency(sequences)
+        if self._budget is not None:
+            try:
+                self._budget.check(self._numbers.sequences, sequences, self._reserved)
+            except BudgetSpent:
+                self._reject("budget")
+                raise
         self._check_tokens(estimate)
         # One was booked when the request came in.
         self._admit_requests(sequences - 1)
@@ -175,11 +273,13 @@ class Meter:
         bill = Bill(estimate, sequences)
         self._numbers.running += 1
         self._numbers.sequences += sequences
+        self._reserved += estimate
         try:
             yield bill
         finally:
             self._numbers.running -= 1
             self._numbers.sequences -= sequences
+            self._reserved -= estimate
             self._settle(bill)
 
     @contextmanager
@@ -211,6 +311,8 @@ class Meter:
         self._numbers.prompt_tokens += bill.prompt
         self._numbers.generation_tokens += bill.completion
         self._take_tokens(bill.prompt + bill.completion - bill.reserved)
+        if self._budget is not None:
+            self._budget.tell()
         if bill.completion:
             mean = bill.completion / bill.sequences
             self._expected_completion += SMOOTHING * (mean - self._expected_completion)

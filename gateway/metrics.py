@@ -94,6 +94,8 @@ class KeyMetrics:
     generation_tokens: int = 0
     # Seconds since 1970; 0 is never.
     last_used: float = 0.0
+    # The period, the kind and the used part of each of its budgets; read when scraped.
+    budget: Callable[[], list[tuple[str, str, float]]] = list
 
 
 class Metrics:

@@ -11,9 +11,11 @@ from gateway.capture import Captures
 from gateway.config import Config, audit_path
 from gateway.keyaddresses import KeyAddresses
 from gateway.keys import KeyFile
+from gateway.ledger import Ledger
 from gateway.link import Link
 from gateway.live import Live
 from gateway.metrics import Metrics
+from gateway.periods import zone_of
 from gateway.pool.pool import Pool
 from gateway.requests import Requests
 from gateway.routing import Router
@@ -40,6 +42,7 @@ class Services:
     requests: Requests
     captures: Captures
     usage: UsageFile
+    ledger: Ledger
     tracer: Tracer | None
 
     @classmethod
@@ -51,7 +54,12 @@ class Services:
         metrics.has_vllm_names = lambda: live.config.server.metrics_compat == "vllm"
         trail = AuditTrail(Audit(config.home))
         metrics.audit_lines_lost = lambda: trail.lost
-        keyring = Keyring(KeyFile(config.keys_path), metrics)
+        ledger = Ledger(
+            config.ledger_dir,
+            lambda: zone_of(live.config.server.time_zone),
+            lambda: live.config.server.usage_months,
+        )
+        keyring = Keyring(KeyFile(config.keys_path), metrics, ledger=ledger)
         bodies = Bodies(lambda: memory_bytes(live.config.server))
         metrics.body_numbers = bodies.numbers
         return cls(
@@ -68,7 +76,8 @@ class Services:
             sample=Sample(),
             requests=Requests(),
             captures=Captures(config.capture_dir, lambda: live.config.server),
-            usage=UsageFile(config.usage_path, metrics),
+            usage=UsageFile(config.usage_path, metrics, meters=keyring.meters),
+            ledger=ledger,
             tracer=_tracer(config.server.otlp_endpoint),
         )
 
@@ -87,6 +96,7 @@ class Services:
         self.sample.tell()
         self.bodies.close()
         self.usage.close()
+        self.ledger.close()
         self.captures.close()
         self.audit.close()
         if self.tracer is not None:

@@ -2,18 +2,18 @@
 
 import asyncio
 import logging
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
-from gateway.metrics import Metrics
-from gateway.private import write_private
+from gateway.limits import Meter
+from gateway.metrics import KeyMetrics, Metrics
+from gateway.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ class KeyTotals(Struct, frozen=True):
     generation_tokens: int = 0
     # Seconds since 1970; 0 is never.
     last_used: float = 0.0
+    # What was missing from the buckets of its limits, and when, in seconds since 1970.
+    missing: dict[str, float] = {}
+    as_of: float = 0.0
 
 
 class Totals(Struct, frozen=True):
@@ -51,27 +54,28 @@ def last_used(path: Path) -> dict[str, float]:
 class UsageFile:
     """The counters of the keys in `metrics`, and their file. Owned by the event loop."""
 
-    def __init__(self, path: Path, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
-        """Goes on from the file, for the keys that there still are. One that cannot be read is begun anew."""
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.time,
+        meters: Mapping[str, Meter] | None = None,
+    ) -> None:
+        """Goes on from the file, for the keys that there still are. One that cannot be read is begun again."""
+        self._file = Snapshot(path)
         self._metrics = metrics
-        self._is_failing = False
+        self._clock = clock
+        self._meters = meters or {}
         self.since = clock()
-        self._written = b""
-        # The loop's: how often it looked at the counters.
-        self._looks = 0
-        # A thread that `run` was cancelled over may still be writing, or be about to: never over what is newer.
-        self._lock = threading.Lock()
-        self._newest = 0
         self._restore()
 
     def _restore(self) -> None:
         try:
-            totals = msgspec.json.decode(self._path.read_bytes(), type=Totals)
+            totals = msgspec.json.decode(self._file.path.read_bytes(), type=Totals)
         except FileNotFoundError:
             return
         except (OSError, msgspec.DecodeError) as error:
-            log.warning("%s: %s; usage is counted from now on", self._path, error)
+            log.warning("%s: %s; usage is counted from now on", self._file.path, error)
             return
         self.since = totals.since
         for name, kept in totals.keys.items():
@@ -82,51 +86,35 @@ class UsageFile:
                 numbers.prompt_tokens += kept.prompt_tokens
                 numbers.generation_tokens += kept.generation_tokens
                 numbers.last_used = max(numbers.last_used, kept.last_used)
+                if (meter := self._meters.get(name)) is not None:
+                    meter.restore(kept.missing, max(0.0, self._clock() - kept.as_of))
 
     async def run(self) -> None:
         """Write what has changed, until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            look, data = self._look()
-            if data != self._written:
-                await asyncio.to_thread(self._write, look, data)
+            number, data = self._file.take(), self._look()
+            if data != self._file.written:
+                await asyncio.to_thread(self._file.write, number, data)
 
     def close(self) -> None:
         """Write once more, now."""
-        look, data = self._look()
-        if data != self._written:
-            self._write(look, data)
+        self._file.write(self._file.take(), self._look())
 
-    def _look(self) -> tuple[int, bytes]:
-        """The file as it should be now, and its place among all that this made."""
-        self._looks += 1
-        keys = {
-            name: KeyTotals(
-                dict(numbers.requests),
-                dict(numbers.rejections),
-                numbers.prompt_tokens,
-                numbers.generation_tokens,
-                numbers.last_used,
-            )
-            for name, numbers in self._metrics.keys.items()
-        }
-        return self._looks, msgspec.json.encode(Totals(self.since, keys)) if keys else b""
+    def _look(self) -> bytes:
+        """The file as it should be now."""
+        keys = {name: self._totals(name, numbers) for name, numbers in self._metrics.keys.items()}
+        return msgspec.json.encode(Totals(self.since, keys)) if keys else b""
 
-    def _write(self, look: int, data: bytes) -> None:
-        with self._lock:
-            if look > self._newest:
-                self._newest = look
-                self._replace(data)
-
-    def _replace(self, data: bytes) -> None:
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_private(self._path, data)
-        except OSError as error:
-            # Once, not every half minute: what is counted stays in memory.
-            if not self._is_failing:
-                log.warning("usage is not kept: %s: %s", self._path, error.strerror or error)
-            self._is_failing = True
-        else:
-            self._is_failing = False
-            self._written = data
+    def _totals(self, name: str, numbers: KeyMetrics) -> KeyTotals:
+        meter = self._meters.get(name)
+        missing = {} if meter is None else meter.missing()
+        return KeyTotals(
+            dict(numbers.requests),
+            dict(numbers.rejections),
+            numbers.prompt_tokens,
+            numbers.generation_tokens,
+            numbers.last_used,
+            missing,
+            self._clock() if missing else 0.0,
+        )

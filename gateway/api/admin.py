@@ -3,8 +3,10 @@
 import os
 import time
 from collections.abc import Awaitable, Callable
+from datetime import date, timedelta
 
 import msgspec
+from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
 import protocol
@@ -13,6 +15,7 @@ from gateway.caller import OWNER
 from gateway.config import ConfigError, ServerConfig
 from gateway.errors import BadRequest, from_failure
 from gateway.http import read_body, send_body
+from gateway.ledger import DIMENSIONS, Line
 from gateway.orders import Order, note
 from gateway.pool.state import MemoryView, ModelUnavailable, WorkerView
 from gateway.reload import Reloader, facts_of
@@ -25,11 +28,14 @@ from gateway.schemas.admin import (
     ModelRef,
     ModelStatus,
     Status,
+    UsageLine,
+    UsageLines,
     UsageReport,
 )
 from gateway.services import Services
 
 BODY_MAX = 64 * 1024
+USAGE_DAYS = 30
 
 
 _model_ref = msgspec.json.Decoder(ModelRef)
@@ -164,6 +170,24 @@ class Usage:
         await send_body(send, 200, msgspec.json.encode(usage))
 
 
+class UsageByDay:
+    """`GET /v1/usage?from=DAY&to=DAY&by=day,key,model`: the last 30 days by key, unless asked otherwise."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        query, ledger = QueryParams(scope["query_string"]), self._services.ledger
+        last = _day(query, "to") or ledger.today()
+        first = _day(query, "from") or last - timedelta(days=USAGE_DAYS - 1)
+        by = [name for name in query.get("by", "key").split(",") if name]
+        if len(set(by)) != len(by) or not set(by) <= set(DIMENSIONS):
+            raise BadRequest(f"'by' is a list of {', '.join(DIMENSIONS)}.", "by", "invalid_value")
+        lines = [_usage_line(line, by) for line in await ledger.lines(first, last, by)]
+        report = UsageLines(first.isoformat(), last.isoformat(), by, lines)
+        await send_body(send, 200, msgspec.json.encode(report))
+
+
 class Command:
     """`POST /v1/models/{load,unload,restart}` with `{"model": NAME}`; answers when it is done."""
 
@@ -186,6 +210,19 @@ class Command:
         except ModelUnavailable as error:
             raise from_failure(error.failure, error.retry_after_s) from None
         await send_body(send, 200, msgspec.json.encode(Done(name, str(worker.state))))
+
+
+def _day(query: QueryParams, name: str) -> date | None:
+    text = query.get(name)
+    try:
+        return None if text is None else date.fromisoformat(text)
+    except ValueError:
+        raise BadRequest(f"'{name}' is a day, such as 2026-01-31.", name, "invalid_value") from None
+
+
+def _usage_line(line: Line, by: list[str]) -> UsageLine:
+    day, key, model = (getattr(line, name) if name in by else None for name in DIMENSIONS)
+    return UsageLine(day, key, model, line.requests, line.prompt, line.cached, line.completion)
 
 
 def _url(server: ServerConfig) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gateway.ctl import cache, client, drain, info, inspect, keys, logs, models, pull, requests, rm, service, top
+from gateway.ctl import cache, client, drain, info, inspect, keys, logs, models, pull, requests, rm, service, top, usage
 from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
 from gateway.ctl.complete import Model
@@ -68,6 +68,7 @@ app.command("info")(info.info)
 app.command("pull")(pull.pull)
 app.command("rm")(rm.rm)
 app.command("top")(top.top)
+app.command("usage")(usage.usage)
 app.command("models")(models.models)
 app.command("ps")(models.ps)
 

@@ -9,7 +9,7 @@ from rich.text import Text
 from gateway.ctl.sample import ModelSample, Sample, waiting
 from gateway.keys import Key
 from gateway.prefixcache import Folder
-from gateway.schemas.admin import MemoryStatus, ModelStatus, Status, UsageReport
+from gateway.schemas.admin import MemoryStatus, ModelStatus, Status, UsageLine, UsageLines, UsageReport
 
 STATE_COLORS = {
     "ready": "green",
@@ -183,6 +183,23 @@ def usage(report: UsageReport, console: Console) -> None:
     if report.failures:
         failed = ", ".join(f"{reason} {count}" for reason, count in sorted(report.failures.items()))
         console.print(f"without a valid key: {failed}", highlight=False)
+
+
+def usage_lines(report: UsageLines, console: Console) -> None:
+    """One row for each line of usage, and one for all."""
+    made = table([name.upper() for name in report.by], ("REQUESTS", "PROMPT", "CACHED", "COMPLETION"))
+    for line in report.lines:
+        names = [str(getattr(line, name)) or "(no key)" for name in report.by]
+        made.add_row(*map(Text, names), *map(str, _usage_numbers(line)))
+    if len(report.lines) > 1 and report.by:
+        sums = map(sum, zip(*map(_usage_numbers, report.lines), strict=True))
+        made.add_row("all", *[""] * (len(report.by) - 1), *map(str, sums))
+    console.print(f"{report.first} to {report.last}", highlight=False)
+    console.print(made)
+
+
+def _usage_numbers(line: UsageLine) -> tuple[int, int, int, int]:
+    return (line.requests, line.prompt_tokens, line.cached_tokens, line.completion_tokens)
 
 
 def cache(folders: Sequence[Folder], now: float, console: Console) -> None:

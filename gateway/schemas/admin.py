@@ -113,6 +113,27 @@ class UsageReport(Struct, frozen=True):
     failures: dict[str, int]
 
 
+class UsageLine(Struct, frozen=True):
+    """Sums of usage; `requests` are sequences, `cached_tokens` a part of the prompt's. What it is not by is None."""
+
+    day: str | None
+    key: str | None
+    model: str | None
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class UsageLines(Struct, frozen=True):
+    """The first and the last day, and what was used from one to the other, both included."""
+
+    first: str
+    last: str
+    by: list[str]
+    lines: list[UsageLine]
+
+
 class RequestView(Struct, frozen=True, kw_only=True):
     """One request that is being served. Its id is its client's `x-request-id`, or the one that its client got."""
 

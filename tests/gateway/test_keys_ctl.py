@@ -181,3 +181,10 @@ def test_usage_and_chat_need_no_key(daemon: DaemonProcess) -> None:
     assert carol["rejections"] == {"requests": 1}
     assert "requests 1" in ctl(daemon.home, "keys", "usage").stdout
     assert ctl(daemon.home, "chat", "a", "--max-tokens", "2", "hi").stdout == "t0 t1 \n"
+    shown = ctl(daemon.home, "usage", "--by", "key,model", "--format", "csv").stdout.splitlines()
+    assert shown[0] == "key,model,requests,prompt_tokens,cached_tokens,completion_tokens"
+    assert "carol,a,1,3,0,4" in shown
+    assert json.loads(ctl(daemon.home, "usage", "--format", "json").stdout)["by"] == ["key"]
+    assert "(no key)" in ctl(daemon.home, "usage", "--by", "day,key").stdout
+    for words in (["--by", "colour"], ["--from", "yesterday"]):
+        assert ctl(daemon.home, "usage", *words).returncode != 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import gateway.snapshot
 import gateway.usage
 from gateway.keys import Key, KeyFile
 from gateway.metrics import Metrics
@@ -95,7 +96,7 @@ async def test_a_write_that_is_under_way_at_the_end_never_lands_on_the_last_one(
         write_private(path, data)
 
     monkeypatch.setattr(gateway.usage, "PERIOD_S", 0)
-    monkeypatch.setattr(gateway.usage, "write_private", write)
+    monkeypatch.setattr(gateway.snapshot, "write_private", write)
     usage = UsageFile(path, metrics)
     metrics.key("alice").prompt_tokens = 1
     task = asyncio.create_task(usage.run())

@@ -1,0 +1,62 @@
+"""`mlxctl usage`: what keys and models have used, by day."""
+
+import csv
+import sys
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated
+from urllib.parse import urlencode
+
+import msgspec
+import typer
+
+from gateway.ctl.client import get
+from gateway.ctl.say import console, print_json
+from gateway.schemas.admin import UsageLine, UsageLines
+
+
+class Format(StrEnum):
+    """Forms of output."""
+
+    TABLE = "table"
+    CSV = "csv"
+    JSON = "json"
+
+
+def usage(
+    first: Annotated[
+        datetime | None,
+        typer.Option("--from", formats=["%Y-%m-%d"], metavar="DAY", help="The first day; 30 days by default."),
+    ] = None,
+    last: Annotated[
+        datetime | None,
+        typer.Option("--to", formats=["%Y-%m-%d"], metavar="DAY", help="The last day, included; today by default."),
+    ] = None,
+    by: Annotated[str, typer.Option(help="One line for each of these: day, key, model.", metavar="LIST")] = "key",
+    output: Annotated[Format, typer.Option("--format", help="table, csv or json.")] = Format.TABLE,
+) -> None:
+    """Show what was used from one day to another, by key, model or day.
+
+    Example: mlxctl usage --from 2026-01-01 --to 2026-01-31 --by key,model --format csv
+    """
+    asked = {"from": first and f"{first:%Y-%m-%d}", "to": last and f"{last:%Y-%m-%d}", "by": by}
+    query = urlencode({name: value for name, value in asked.items() if value is not None})
+    report = get(f"/v1/usage?{query}", UsageLines)
+    match output:
+        case Format.JSON:
+            print_json(report)
+        case Format.CSV:
+            _write_csv(report)
+        case Format.TABLE:
+            from gateway.ctl import show
+
+            show.usage_lines(report, console())
+
+
+def _write_csv(report: UsageLines) -> None:
+    sums = [name for name in UsageLine.__struct_fields__ if name not in ("day", "key", "model")]
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow([*report.by, *sums])
+    for line in report.lines:
+        fields = msgspec.structs.asdict(line)
+        writer.writerow([fields[name] for name in (*report.by, *sums)])
