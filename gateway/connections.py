@@ -32,6 +32,8 @@ LOG_S: Final = 60.0
 # Where a write deadline is switched off.
 LOOK_S: Final = 15.0
 LOOK_S_MIN: Final = 0.01
+# About a millisecond.
+LOOKS_A_TURN: Final = 1000
 
 PUBLIC: Final = "public"
 ADMIN: Final = "admin"
@@ -169,12 +171,20 @@ class Connections:
         self._timer = get_running_loop().call_later(wait_s, self._look)
 
     def _look(self) -> None:
-        # One timer for all of them. `look` may end connections, but they are removed later.
+        # One timer for all of them.
         self._timer = None
-        if self._bounds().write_timeout_s:
-            for connection in self._open:
-                connection.look()
         if self._open:
+            self._look_at(list(self._open) if self._bounds().write_timeout_s else [])
+
+    def _look_at(self, connections: list[Connection]) -> None:
+        # A few in one turn of the loop: streams go on in between.
+        for connection in connections[-LOOKS_A_TURN:]:
+            if connection in self._open:
+                connection.look()
+        del connections[-LOOKS_A_TURN:]
+        if connections:
+            self._timer = get_running_loop().call_later(0, self._look_at, connections)
+        else:
             self._arm()
 
 
