@@ -84,11 +84,11 @@ async def test_a_daemon_with_few_descriptors_outlives_clients_of_every_kind() ->
             watcher = Watcher(port)
             with watcher.watching():
                 count = await run(port, daemon, findings, SEED + 1000, None if FUZZ_S else COUNT)
-            print(
-                f"seeds from {SEED + 1000}: {count} clients, {findings.kinds}, /livez within {watcher.longest_s:.2f} s"
-            )
+            print(f"seeds from {SEED + 1000}: {count} clients, /livez within {watcher.longest_s:.2f} s, {findings}")
 
             assert not findings.problems, "\n".join(findings.problems[:5])
+            # None of them was idle for long.
+            assert findings.cut_short <= findings.kinds["well_formed"] / 20, findings
             assert not watcher.failures, watcher.failures[:5]
             settled(daemon, process)
             assert process.memory_info().rss - before < GROWTH_BYTES
