@@ -36,6 +36,7 @@ from protocol.messages import (
     Progress,
     Ready,
     Rejected,
+    Shutdown,
     Step,
     Tokenize,
     Tokenized,
@@ -49,6 +50,9 @@ BATCH_DELTAS: Final = 128
 # A frame beyond this is not copied: libzmq sends it from where it is.
 LARGE_BYTES: Final = 256 * 1024
 MALFORMED_LOG_S: Final = 1.0
+# A worker that is refused is told so within this many tries; its sockets connect one after the other.
+DISMISSALS: Final = 100
+DISMISS_RETRY_S: Final = 0.1
 # A rid is the boot in its upper half, so that what a surviving worker still says about an earlier gateway's requests
 # can never be taken for ours. A Ping's seq is the epoch in its upper part: a Pong names no worker.
 RID_BITS: Final = 32
@@ -286,14 +290,16 @@ class Link:
         self._send(peer, encode(message))
 
     def _send(self, peer: Peer, frame: bytes) -> None:
+        self._post(peer.name, peer.epoch, frame)
+
+    def _post(self, name: str, epoch: int, frame: bytes) -> None:
         if self._router is None:
             raise WorkerGone("the link is closed")
         try:
-            self._router.send_multipart(
-                (f"{peer.name}#{peer.epoch}".encode(), frame), zmq.NOBLOCK, copy=len(frame) < LARGE_BYTES
-            )
+            identity = f"{name}#{epoch}".encode()
+            self._router.send_multipart((identity, frame), zmq.NOBLOCK, copy=len(frame) < LARGE_BYTES)
         except zmq.ZMQError as error:
-            raise WorkerGone(f"{peer.name}#{peer.epoch}: {error}") from error
+            raise WorkerGone(f"{name}#{epoch}: {error}") from error
 
     def ping(self, peer: Peer, t_ns: int) -> None:
         """Send a heartbeat. A worker that is gone is noticed elsewhere."""
@@ -431,6 +437,19 @@ class Link:
             return
         self._events.stale_message()
         log.warning("refused worker %s#%d (pid %d): not one that is wanted", hello.worker, hello.epoch, hello.pid)
+        self._dismiss(hello, DISMISSALS)
+
+    def _dismiss(self, hello: Hello, tries: int) -> None:
+        """End a worker that nobody here has started: it holds memory that is not counted."""
+        peer = self._peers.get(hello.epoch)
+        if self._router is None or (peer is not None and peer.name == hello.worker):
+            return
+        try:
+            self._post(hello.worker, hello.epoch, encode(Shutdown("not one that is wanted")))
+        except WorkerGone:
+            # Its Hello came before its other socket was connected.
+            if tries > 1:
+                asyncio.get_running_loop().call_later(DISMISS_RETRY_S, self._dismiss, hello, tries - 1)
 
     def _note_malformed(self, frame: bytes, error: MalformedFrame) -> None:
         self._events.malformed_frame()

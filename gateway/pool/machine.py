@@ -140,9 +140,30 @@ def _linux_footprint(pid: int) -> int:
 
 
 def _darwin_footprint(pid: int) -> int:
-    """`ri_phys_footprint` of proc_pid_rusage (libproc.h): 8 bytes at offset 72 of rusage_info_v2."""
+    """`ri_phys_footprint`: 8 bytes at offset 72 of rusage_info_v2."""
+    return int.from_bytes(_darwin_rusage(pid)[72:80], "little")
+
+
+def start_ticks(pid: int) -> int:
+    """The start of a process in ticks since the boot, which no step of the system's clock changes; 0 if unknown."""
+    if sys.platform == "darwin":
+        return darwin_start_ticks(_darwin_rusage(pid))
+    return linux_start_ticks(_read(f"/proc/{pid}/stat") or "")
+
+
+def linux_start_ticks(stat: str) -> int:
+    """`stat`: of /proc/PID; its field 22. The second field may hold spaces and brackets."""
+    fields = stat.rpartition(")")[2].split()
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
+def darwin_start_ticks(rusage: bytes) -> int:
+    """`ri_proc_start_abstime`: 8 bytes at offset 80 of rusage_info_v2, by the clock that counts from the boot."""
+    return int.from_bytes(rusage[80:88], "little")
+
+
+def _darwin_rusage(pid: int) -> bytes:
+    """proc_pid_rusage's rusage_info_v2 (libproc.h); empty when there is no such process."""
     buffer = ctypes.create_string_buffer(512)
     libproc = ctypes.CDLL("/usr/lib/libproc.dylib")
-    if libproc.proc_pid_rusage(pid, _RUSAGE_INFO_V2, buffer) != 0:
-        return 0
-    return int.from_bytes(buffer.raw[72:80], "little")
+    return buffer.raw if libproc.proc_pid_rusage(pid, _RUSAGE_INFO_V2, buffer) == 0 else b""

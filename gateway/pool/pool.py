@@ -16,7 +16,7 @@ from gateway.config import Config, ModelConfig
 from gateway.link import Link
 from gateway.pool.broker import Broker
 from gateway.pool.effects import Effects, Process
-from gateway.pool.leftovers import Ledger
+from gateway.pool.leftovers import Ledger, Survivor
 from gateway.pool.machine import Machine, ThisMachine
 from gateway.pool.memorywatch import MemoryWatch
 from gateway.pool.process import Worker
@@ -55,6 +55,8 @@ class Pool:
         # All that there are; those of models that were removed stay until they have stopped.
         self._workers: dict[str, Worker] = {}
         self._removed: set[str] = set()
+        # Those of another version's workers, which are stopped at the start.
+        self._reloaded: set[str] = set()
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._broker = Broker(
             config, self._workers, link, events, machine or ThisMachine(), self._limits, time.monotonic
@@ -75,19 +77,28 @@ class Pool:
         self._effects = _RealEffects(ledger, spawner, self._is_cleared, self._broker)
         for model in self._config.models.values():
             self._workers[model.name] = self._make(model, self._effects)
-        unwanted: list[Process] = []
-        for record in ledger.survivors():
-            worker = self._workers.get(record.spec.name)
-            if worker is not None and loads_alike(record.spec, worker.spec):
-                log.info("adopting worker %s#%d (pid %d)", record.spec.name, record.epoch, record.pid)
-                self._broker.adopt(worker.name, record.spec.memory_bytes)
-                worker.adopt(spawner.adopt(record), record.epoch)
-            else:
-                log.info("stopping worker %s#%d (pid %d): not wanted", record.spec.name, record.epoch, record.pid)
-                unwanted.append(spawner.adopt(record))
+        unwanted = [survivor for survivor in ledger.survivors() if not self._adopt(survivor, spawner)]
         self._link.open()
-        self._root = asyncio.create_task(self._run(unwanted))
+        self._root = asyncio.create_task(self._run([spawner.adopt(survivor) for survivor in unwanted]))
         await self._is_started.wait()
+
+    def _adopt(self, survivor: Survivor, spawner: Spawner) -> bool:
+        """Whether an earlier gateway's worker is what the configuration wants; otherwise it is to be stopped."""
+        worker, spec, process = self._workers.get(survivor.name), survivor.spec, survivor.process
+        if worker is not None and spec is not None and loads_alike(spec, worker.spec):
+            log.info("adopting worker %s#%d (pid %d)", worker.name, process.epoch, process.pid)
+            self._broker.adopt(worker.name, spec.memory_bytes)
+            worker.adopt(spawner.adopt(survivor), process.epoch)
+            return True
+        if worker is None:
+            reason = "its model is not configured"
+        elif spec is not None:
+            reason = "its configuration has changed"
+        else:
+            reason = f"another version of mlxd started it, and it is loaded again ({survivor.problem})"
+            self._reloaded.add(worker.name)
+        log.info("stopping worker %s#%d (pid %d): %s", survivor.name, process.epoch, process.pid, reason)
+        return False
 
     async def wait(self) -> None:
         """Return when the pool was stopped; raises what broke it."""
@@ -192,16 +203,17 @@ class Pool:
     async def _run(self, unwanted: Sequence[Process]) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            tasks.create_task(self._link.run())
             for worker in self._workers.values():
                 self._runs[worker.name] = tasks.create_task(worker.run())
+            # After them: the link ends workers that it does not know, and by then the adopted ones are attached.
+            tasks.create_task(self._link.run())
             tasks.create_task(self._clear(unwanted))
             tasks.create_task(self._broker.run())
             watch = MemoryWatch(self._broker, self.worker, self._events, self._limits, time.monotonic, asyncio.sleep)
             tasks.create_task(watch.run())
             # In the order of the file, those that nothing displaces first.
             for worker in sorted(self._workers.values(), key=lambda worker: not self.is_pinned(worker.name)):
-                if worker.is_preload:
+                if worker.is_preload or worker.name in self._reloaded:
                     tasks.create_task(_preload(worker))
             self._is_started.set()
 

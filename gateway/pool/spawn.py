@@ -15,7 +15,8 @@ from typing import Final
 import msgspec
 import psutil
 
-from gateway.pool.leftovers import Ledger, Record
+from gateway.pool.leftovers import Ledger, Record, Survivor, WorkerProcess
+from gateway.pool.machine import start_ticks
 from gateway.pool.watch import wait_exit
 from protocol.spec import STDIN, WorkerSpec
 
@@ -67,14 +68,19 @@ class Spawner:
             raise
         finally:
             os.close(write_fd)
-        create_time = 0.0
-        with contextlib.suppress(psutil.Error):
-            create_time = psutil.Process(popen.pid).create_time()
-        self._ledger.add(Record(popen.pid, spec.epoch, spec, create_time, argv))
+        self._ledger.add(_record(popen.pid, spec, argv))
         return Child(popen, Output(read_fd, f"{spec.name}#{spec.epoch}"), lambda: self._ledger.remove(spec.name))
 
-    def adopt(self, record: Record) -> "Adopted":
-        return Adopted(record, lambda: self._ledger.remove(record.spec.name))
+    def adopt(self, survivor: Survivor) -> "Adopted":
+        return Adopted(survivor.process, lambda: self._ledger.remove(survivor.name))
+
+
+def _record(pid: int, spec: WorkerSpec, argv: list[str]) -> Record:
+    create_time = 0.0
+    with contextlib.suppress(psutil.Error):
+        create_time = psutil.Process(pid).create_time()
+    ticks = start_ticks(pid)
+    return Record(pid=pid, epoch=spec.epoch, argv=argv, start_ticks=ticks, spec=spec, create_time=create_time)
 
 
 class Child:
@@ -113,20 +119,20 @@ class Adopted:
 
     is_adopted: bool = True
 
-    def __init__(self, record: Record, forget: Callable[[], None]) -> None:
-        self._record = record
+    def __init__(self, process: WorkerProcess, forget: Callable[[], None]) -> None:
+        self._process = process
         self._forget = forget
 
     @property
     def pid(self) -> int:
-        return self._record.pid
+        return self._process.pid
 
     async def wait(self) -> int | None:
-        await wait_exit(self.pid, lambda: not self._record.is_alive())
+        await wait_exit(self.pid, lambda: not self._process.is_alive())
 
     def signal(self, signum: int) -> None:
         # The pid may belong to somebody else by now.
-        if self._record.is_alive():
+        if self._process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
 

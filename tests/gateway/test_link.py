@@ -27,6 +27,7 @@ from protocol.messages import (
     Ready,
     Rejected,
     Sampling,
+    Shutdown,
     Step,
     TextPrompt,
     Tokenize,
@@ -316,6 +317,20 @@ async def test_stale_messages_are_dropped_and_counted(home: Path) -> None:
         assert wire.events.stale == 5
         assert wire.peer.posted == []
         assert wire.peer.stats is None
+
+
+async def test_a_worker_that_nobody_here_has_started_is_told_to_end_once_it_can_be_reached(home: Path) -> None:
+    async with Wire(home) as wire:
+        hello = Hello("other", 8, 1, 1, 0, "", "", "ready")
+        wire.say(hello, Hello("m", 3, 1, 1, 0, "", "", "ready"))
+        await until(lambda: wire.peer.posted != [])
+        with sockets.connect_dealer(wire.context, wire.link.down, b"other#8") as other:
+            other.send(b"")
+            await until(lambda: other.poll(0) != 0)
+            assert isinstance(decode_down(other.recv()), Shutdown)
+        # One that is wanted hears nothing of the kind.
+        wire.link.ping(wire.peer, 1)
+        assert isinstance(wire.hear(), Ping)
 
 
 async def test_a_step_of_one_worker_cannot_touch_the_request_of_another(home: Path) -> None:

@@ -1,5 +1,6 @@
 """The daemon as a process: killed, drained, refused; and its workers' deaths as a client sees them."""
 
+import json
 import os
 import signal
 import socket
@@ -117,6 +118,26 @@ def test_a_leftover_that_the_configuration_no_longer_wants_is_replaced(home: Pat
             assert not is_running(pid)
             assert len(second.worker_pids()) == 1
             assert '"epoch":2' in next((home / "run" / "workers").glob("*.json")).read_text()
+
+
+@pytest.mark.parametrize("edit", [lambda spec: spec.update(color="blue"), lambda spec: spec.pop("path")])
+def test_a_worker_of_another_version_whose_state_is_not_understood_is_stopped_and_loaded_again(
+    home: Path, edit: Callable[[dict[str, object]], object]
+) -> None:
+    with DaemonProcess(home) as first:
+        assert first.complete().status_code == 200
+        (pid,) = first.worker_pids()
+        first.kill()
+        (state,) = (home / "run" / "workers").glob("*.json")
+        content = json.loads(state.read_bytes())
+        edit(content["spec"])
+        state.write_text(json.dumps(content))
+        with DaemonProcess(home) as second:
+            # Nobody has asked for it: it was in memory, and is so again.
+            wait_until(lambda: [other for other in second.worker_pids() if other != pid] != [])
+            assert not is_running(pid)
+            assert second.complete().status_code == 200
+            assert f"stopping worker a#1 (pid {pid}): another version of mlxd started it" in second.new_log()
 
 
 def test_an_adopted_worker_that_is_killed_is_noticed_and_replaced(home: Path) -> None:
