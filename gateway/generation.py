@@ -19,7 +19,7 @@ from gateway.pool.process import Worker
 from gateway.pool.state import ModelUnavailable, State
 from gateway.services import Services
 from gateway.stream import Collector, Relay
-from protocol.codec import Unsendable
+from protocol.codec import Unsendable, prompt_bytes
 from protocol.failures import Code, Failure
 from protocol.messages import Delta, Finish, Generate
 
@@ -96,9 +96,11 @@ class Generation:
         return self
 
     def _estimate(self, meter: Meter) -> float:
-        """Tokens that this will probably be charged: the prompt's by its bytes, for it is not tokenized here."""
-        completion = sum(meter.expected(generate.max_tokens) for generate in self._generates)
-        return self.record.body_bytes / BYTES_PER_TOKEN + completion
+        """Tokens that this will probably be charged: the prompts' by their size, for they are not tokenized here."""
+        if not meter.is_limited:
+            return 0.0
+        # Each sequence is charged for its prompt, and for the conversation that it continues, sent again or not.
+        return sum(prompt_bytes(each) / BYTES_PER_TOKEN + meter.expected(each.max_tokens) for each in self._generates)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -61,6 +61,12 @@ def pack(requests: Sequence[Generate]) -> list[Generate]:
     return [replace(request, prompt=cast(Prompt, packed[id(request.prompt)])) for request in requests]
 
 
+def prompt_bytes(request: Generate) -> int:
+    """The size of a request's prompt in its frame."""
+    prompt = cast(Prompt | Raw, request.prompt)
+    return len(memoryview(prompt)) if isinstance(prompt, Raw) else len(_encode(prompt))
+
+
 def decode_down(frame: bytes) -> Down:
     """Decode what the gateway sent. Raises `MalformedFrame`."""
     try:

@@ -64,3 +64,15 @@ async def test_too_many_sequences_are_refused_before_any_is_made(tmp_path: Path)
         answer = await gateway.client.post("/v1/completions", json=body)
         assert (answer.status_code, "65536 sequences" in answer.text) == (400, True)
         assert gateway.link.next_rid() == before + 1
+
+
+async def test_a_conversation_that_is_continued_reserves_its_length_and_not_that_of_the_request(tmp_path: Path) -> None:
+    secret = make(tmp_path, "k", tpm=10_000)
+    long = {"model": "m", "input": "word " * 4000, "max_output_tokens": 1}
+    async with running(tmp_path) as gateway:
+        first = await gateway.client.post("/v1/responses", json=long, headers=bearer(secret))
+        assert first.status_code == 200
+        body = {"model": "m", "previous_response_id": first.json()["id"], "input": "never", "max_output_tokens": 1000}
+        with gateway.app.services.keyring.meters["k"].hold(6000):
+            second = await gateway.client.post("/v1/responses", json=body, headers=bearer(secret))
+        assert (second.status_code, second.json()["error"]["type"]) == (429, "tokens")
