@@ -14,10 +14,10 @@ import msgspec
 from msgspec import Struct
 
 from gateway.hfcache import folder_of
+from protocol.context import context_of
 
 # As the loader takes them.
 WEIGHTS: Final = "model*.safetensors"
-_CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 _FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -102,7 +102,7 @@ def inspect(folder: Path, dtype: str, context: int, available_bytes: int) -> Inf
 def estimate(path: str, config: dict[str, Any], weights: Weights, context: int, available_bytes: int) -> Info:
     """From what was read, here or elsewhere."""
     kv = attention(config, weights.number_bytes)
-    own = _first(config, _CONTEXT_KEYS)
+    own = _context(config)
     longest = min(own, context) if own and context else own or context or None
     left = available_bytes - weights.loaded_bytes
     tokens = kv.tokens(left // 2) if kv and left > 0 else None
@@ -215,6 +215,11 @@ def _config(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise Unreadable(f"{folder / 'config.json'} is not a JSON object")
     return content
+
+
+def _context(config: dict[str, Any]) -> int | None:
+    named = context_of(config)
+    return int(named[1]) if named and isinstance(named[1], int | float) and named[1] >= 1 else None
 
 
 def _text(config: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from huggingface_hub.errors import (
     IncompleteSnapshotError,
     LocalEntryNotFoundError,
 )
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
+from protocol.context import CONTEXT_KEYS, context_of
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from worker.errors import LoadFailed, is_allocation_failure
@@ -30,8 +31,10 @@ DEMO: Final = "demo"
 DEMO_DIR: Final = Path(__file__).parent / "demo_model"
 
 _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-_CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+# For a model of which neither its files nor its class say anything.
 _DEFAULT_CONTEXT: Final = 8192
+# A tokenizer without a limit names a number such as 1e30.
+_NO_LIMIT: Final = 1_000_000_000
 # What the self-check reads.
 _TEXT: Final = "The river was low that summer, and the people of the town walked across it on stones to the market."
 _LFS_POINTER: Final = b"version https://git-lfs"
@@ -89,7 +92,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
         path=path,
         model_type=str(config.get("model_type", "")),
         vocab_size=vocab_size,
-        max_context=_context(config, spec.context),
+        max_context=_context(config, model, tokenizer, spec.context),
         eos_ids=eos_ids,
         weights_bytes=weights_bytes,
         plan=choose(model, _sample(tokenizer, vocab_size), spec.batching),
@@ -206,10 +209,14 @@ def _cast(model: Any, dtype: str) -> None:
         raise LoadFailed(Code.BAD_CONFIG, f"unknown dtype '{dtype}'; one of auto, {', '.join(_DTYPES)}")
     target = _DTYPES[dtype]
 
-    def cast(array: mx.array) -> mx.array:
-        return array.astype(target) if mx.issubdtype(array.dtype, mx.floating) else array
+    # A model names what fewer bits would spoil, such as a router's bias or the logarithm of a decay.
+    may_cast: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _path: True)
 
-    model.apply(cast)
+    def cast(path: str, array: mx.array) -> mx.array:
+        is_cast = mx.issubdtype(array.dtype, mx.floating) and (target == mx.float32 or may_cast(path))
+        return array.astype(target) if is_cast else array
+
+    model.update(tree_map_with_path(cast, model.parameters()))
 
 
 def _nbytes(model: Any) -> int:
@@ -237,9 +244,25 @@ def _vocab_size(config: dict[str, Any], tokenizer: Any) -> int:
     return min((_size_of(source, "vocab_size") for source in _sources(config, "vocab_size")), default=len(tokenizer))
 
 
-def _context(config: dict[str, Any], cap: int) -> int:
-    own = next((_size_of(source, key) for key in _CONTEXT_KEYS for source in _sources(config, key)), _DEFAULT_CONTEXT)
-    return min(own, cap) if cap else own
+def _context(config: dict[str, Any], model: Any, tokenizer: Any, wanted: int) -> int:
+    """`wanted` is the longest that the operator wants: it caps what config.json says, and stands where that is silent.
+
+    Without either, the model class's own default counts, then the tokenizer's limit.
+    """
+    named = context_of(config)
+    if named is not None:
+        own = _positive(*named)
+        return min(own, wanted) if wanted else own
+    limit = getattr(tokenizer, "model_max_length", None)
+    stated = limit if isinstance(limit, int) and 0 < limit < _NO_LIMIT else _DEFAULT_CONTEXT
+    return wanted or _class_default(model) or stated
+
+
+def _class_default(model: Any) -> int:
+    """The window of the class's arguments, or of those of the text model inside of it; 0 for none."""
+    parts = (getattr(part, "args", None) for part in (model, getattr(model, "language_model", None)))
+    values = (getattr(args, key, None) for args in parts if args is not None for key in CONTEXT_KEYS)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
 
 def _sources(config: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -249,7 +272,10 @@ def _sources(config: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _size_of(source: dict[str, Any], key: str) -> int:
-    value = source[key]
+    return _positive(key, source[key])
+
+
+def _positive(key: str, value: Any) -> int:
     if not isinstance(value, int | float) or value < 1:
         raise LoadFailed(Code.MODEL_CORRUPT, f"the model's config.json gives {key} as {value!r}")
     return int(value)

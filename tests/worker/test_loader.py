@@ -13,8 +13,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models import gemma3_text, qwen3_5
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
+from gateway.modelinfo import inspect
 from protocol.failures import Code, Exit
 from protocol.messages import ChatPrompt, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
@@ -263,13 +265,48 @@ def test_the_context_is_the_model_s_own_unless_it_is_capped(folder: Path, cap: i
     assert loaded(folder, context=cap).max_context == context
 
 
-def test_a_model_that_names_no_context_gets_a_default(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = tmp_path / "nested"
-    shutil.copytree(model_folder("qwen3_5"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    del config["text_config"]["max_position_embeddings"]
+def silent(source: Path, folder: Path, **settings: Any) -> Path:
+    """A copy of a model whose config.json says nothing of a context, unless `settings` do."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text()) | settings
+    for part in (config, config.get("text_config", {})):
+        part.pop("max_position_embeddings", None)
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_model_whose_config_names_no_context_has_that_of_its_class(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = silent(model_folder("gemma3_text"), tmp_path / "plain")
+    assert loaded(folder).max_context == gemma3_text.ModelArgs("gemma3_text").max_position_embeddings == 32768
+    assert loaded(folder, context=131072).max_context == 131072, "the operator may know better"
+    nested = silent(model_folder("qwen3_5"), tmp_path / "nested")
+    assert loaded(nested).max_context == qwen3_5.TextModelArgs().max_position_embeddings
+
+
+def test_a_model_without_any_context_of_its_own_has_its_tokenizer_s(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = silent(model_folder("mamba"), tmp_path / "m")
+    assert loaded(folder).max_context == 4096
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": int(1e30)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert loaded(folder).max_context == 8192
+
+
+@pytest.mark.parametrize("key", ["model_max_length", "max_seq_length"])
+def test_the_gateway_reads_the_context_that_the_worker_loads(
+    key: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = silent(model_folder("mamba"), tmp_path / "m", **{key: 700})
+    assert loaded(folder).max_context == inspect(folder, "auto", 0, 1 << 30).context == 700
+
+
+def test_what_a_model_says_must_not_be_cast_keeps_its_type(model_folder: Callable[[str], Path]) -> None:
+    flat: Any = tree_flatten(loaded(model_folder("qwen3_5"), dtype="bfloat16").model.parameters())
+    kept = {path.rpartition(".")[2] for path, array in flat if array.dtype == mx.float32}
+    assert kept == {"A_log"}
 
 
 def test_facts_of_a_nested_text_model_are_found(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
