@@ -99,12 +99,16 @@ class Schema(Generic[T]):
             return self._decoder.decode(body), unknown
         raws = _raws.decode(listed)
         items: list[Any] = []
+        seen: set[str] = set()
         for piece in _pieces(raws):
             items += self._decode_items(piece, len(items))
+            seen |= self._names(piece)
+        if self._item_fields is not None:
+            unknown += [f"{self._listed}.{key}" for key in sorted(seen - self._item_fields)]
         # The rest, with an item in place of all.
         rest = _object(fields | {self._listed: b"[" + bytes(raws[0]) + b"]"})
         request = self._decoder.decode(rest)
-        return msgspec.structs.replace(request, **{self._listed: items}), unknown + self._unknown_of(raws)
+        return msgspec.structs.replace(request, **{self._listed: items}), unknown
 
     def _decode_items(self, piece: bytes, first: int) -> list[Any]:
         try:
@@ -116,13 +120,14 @@ class Schema(Generic[T]):
             )
             raise msgspec.ValidationError(path) from None
 
-    def _unknown_of(self, raws: list[Raw]) -> list[str]:
-        if self._item_fields is None or self._item_parts is None:
-            return []
-        seen: set[str] = set()
-        for raw in raws:
-            seen |= _fields(self._item_parts, bytes(raw), f"One of '{self._listed}'").keys()
-        return [f"{self._listed}.{key}" for key in sorted(seen - self._item_fields)]
+    def _names(self, piece: bytes) -> set[str]:
+        """The names of the items' fields."""
+        if self._item_parts is None:
+            return set()
+        if len(piece) > UNKNOWN_BYTES_MAX:
+            # One item.
+            return set(_fields(self._item_parts, piece[1:-1], f"One of '{self._listed}'"))
+        return {key for item in _message_keys.decode(piece) for key in item}
 
 
 def _parts(known: AbstractSet[str]) -> msgspec.json.Decoder[Any]:

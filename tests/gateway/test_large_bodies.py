@@ -19,7 +19,7 @@ from gateway.keys import Key, KeyFile
 from gateway.schemas.decode import BIAS_BYTES_MAX, PIECE_BYTES, UNKNOWN_BYTES_MAX
 from gateway.schemas.openai import ChatRequest, decode_chat, decode_completion
 from gateway.schemas.responses import decode_responses
-from gateway.schemas.structure import CONTAINERS_MAX, VALUES_MAX, count_structure
+from gateway.schemas.structure import CONTAINERS_MAX, KEYS_MAX, VALUES_MAX, count_structure
 from tests.gateway.harness import Gateway, chat, running, until
 
 PATH = "/v1/chat/completions"
@@ -45,11 +45,12 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
 # -- structure -------------------------------------------------------------------------------------------------------
 
 
-def structure(value: Any) -> tuple[int, int]:
+def structure(value: Any) -> tuple[int, int, int]:
     if not isinstance(value, list | dict):
-        return 0, 0
+        return 0, 0, 0
     inner = [structure(one) for one in (value.values() if isinstance(value, dict) else value)]
-    return 1 + sum(one[0] for one in inner), max(0, len(value) - 1) + sum(one[1] for one in inner)
+    containers, commas, keys = (sum(one[at] for one in inner) for at in range(3))
+    return 1 + containers, max(0, len(value) - 1) + commas, (len(value) if isinstance(value, dict) else 0) + keys
 
 
 @given(VALUE, st.integers(1, 40), st.booleans())
@@ -64,7 +65,7 @@ def test_structure_is_counted_exactly_in_windows_of_any_size(value: Any, window:
         b'{"messages":[' + b",".join([b"{}"] * (CONTAINERS_MAX + 1)) + b"]}",
         b'{"chat_template_kwargs":{"a":[' + b",".join([b"[]"] * (CONTAINERS_MAX + 1)) + b"]}}",
         b'{"prompt":[' + b",".join([b"1"] * (VALUES_MAX + 2)) + b"]}",
-        b"{" + b",".join(b'"%d":1' % number for number in range(VALUES_MAX + 2)) + b"}",
+        b"{" + b",".join(b'"%d":1' % number for number in range(KEYS_MAX + 1)) + b"}",
     ],
 )
 def test_a_body_of_more_values_than_a_conversation_has_is_refused(body: bytes) -> None:
