@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 import torch
-from deploy.demo_model.train import IGNORED, targets
+from deploy.demo_model.train.training import IGNORED, targets
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 

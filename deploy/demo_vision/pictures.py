@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.demo_model.words import Source
+from deploy.demo_model.corpus.words import Source
 from PIL import Image, ImageDraw, ImageFont
 
 Rgb = tuple[int, int, int]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.demo_model.words import RARE, Source, is_held_out
+from deploy.demo_model.corpus.words import RARE, Source, is_held_out
 from PIL import Image
 
 from .pictures import CLIP_SIZES, COLOURS, SHAPES, SIZES, Item, clip, lettering, scene

@@ -18,8 +18,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.nn.functional as F
-from deploy.demo_model import train as text
-from deploy.demo_model.train import CONTEXT, IGNORED, Muon, rotate
+from deploy.demo_model.train import training as text
+from deploy.demo_model.train.training import CONTEXT, IGNORED, Muon, rotate
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from deploy.demo_model.backends import Reply, parse
-from deploy.demo_model.evaluate import is_right, markdown, measure
-from deploy.demo_model.generate import held_out_samples
-from deploy.demo_model.samples import Sample
+from deploy.demo_model.corpus.generate import held_out_samples
+from deploy.demo_model.corpus.samples import Sample
+from deploy.demo_model.evaluate.backends import Reply, parse
+from deploy.demo_model.evaluate.measure import is_right, markdown, measure
 
 
 def expected(sample: Sample) -> Reply:

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from deploy.demo_model import generate, unseen
-from deploy.demo_model.tokenizer import MARKS, SPECIAL
-from deploy.demo_model.words import RARE, Source, is_held_out, own_words
+from deploy.demo_model.corpus import generate
+from deploy.demo_model.corpus.words import RARE, Source, is_held_out, own_words
+from deploy.demo_model.evaluate import unseen
+from deploy.demo_model.train.tokenizer import MARKS, SPECIAL
 
 
 def test_the_same_seed_makes_the_same_samples() -> None:

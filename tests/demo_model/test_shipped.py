@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from mlx_lm import generate, load
 
-from deploy.demo_model.backends import Answer, mlx
-from deploy.demo_model.evaluate import SHIPPED, is_right
-from deploy.demo_model.generate import CATEGORIES, held_out_samples
+from deploy.demo_model.corpus.generate import CATEGORIES, held_out_samples
+from deploy.demo_model.evaluate.backends import Answer, mlx
+from deploy.demo_model.evaluate.measure import SHIPPED, is_right
 
 
 @pytest.fixture(scope="module")

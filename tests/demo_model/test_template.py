@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from deploy.demo_model import generate, tokenizer
-from deploy.demo_model.evaluate import SHIPPED
+from deploy.demo_model.corpus import generate
+from deploy.demo_model.evaluate.measure import SHIPPED
+from deploy.demo_model.train import tokenizer
 
 EMPTY = "<think>\n\n</think>\n\n"
 TOOL = {

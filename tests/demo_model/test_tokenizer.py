@@ -3,7 +3,8 @@
 import pytest
 from tokenizers import Tokenizer
 
-from deploy.demo_model import generate, tokenizer
+from deploy.demo_model.corpus import generate
+from deploy.demo_model.train import tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch", reason="training needs PyTorch, which mlxd 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from deploy.demo_model import tokenizer, train
+    from deploy.demo_model.train import tokenizer
+    from deploy.demo_model.train import training as train
 
     out = tmp_path_factory.mktemp("smoke")
     bpe = tokenizer.train(train.corpus(train.SMOKE.corpus_samples), train.SMOKE.vocabulary)
@@ -35,7 +36,7 @@ def test_torch_and_mlx_compute_the_same_logits(folder: Path) -> None:
     from mlx_lm import load
     from safetensors.torch import load_file
 
-    from deploy.demo_model import train
+    from deploy.demo_model.train import training as train
 
     model, _ = load(str(folder))[:2]
     ids = list(range(40, 60))
@@ -54,7 +55,9 @@ def test_torch_and_mlx_compute_the_same_logits(folder: Path) -> None:
 def test_only_the_assistants_words_are_learned() -> None:
     import numpy as np
 
-    from deploy.demo_model import generate, tokenizer, train
+    from deploy.demo_model.corpus import generate
+    from deploy.demo_model.train import tokenizer
+    from deploy.demo_model.train import training as train
 
     renderer = tokenizer.Renderer()
     texts = [renderer.conversation(generate.training_sample(1, 0, n)) for n in range(200)]

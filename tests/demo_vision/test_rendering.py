@@ -5,8 +5,8 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
-from deploy.demo_model.generate import training_sample
-from deploy.demo_model.tokenizer import Renderer
+from deploy.demo_model.corpus.generate import training_sample
+from deploy.demo_model.train.tokenizer import Renderer
 from deploy.demo_vision.questions import CATEGORIES, SEED, Clip, VisionSample, held_out_samples
 from deploy.demo_vision.rendering import (
     MARKS,

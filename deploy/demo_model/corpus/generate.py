@@ -1,10 +1,8 @@
 """The data generator: conversations of every skill, mixed, wrapped in the system prompts that clients send.
 
-`python -m deploy.demo_model.generate 5` prints samples.
+`python -m deploy.demo_model.corpus 5` prints samples.
 """
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -227,19 +225,3 @@ def held_out_samples(category: str, count: int, seed: int = SEED) -> list[Sample
         )
         for index in range(count)
     ]
-
-
-if __name__ == "__main__":
-    for number in range(int(sys.argv[1]) if len(sys.argv) > 1 else 10):
-        shown = training_sample(SEED, 0, number)
-        print(
-            json.dumps(
-                {
-                    "category": shown.category,
-                    "thinking": shown.thinking,
-                    "tools": shown.tools,
-                    "messages": shown.messages,
-                },
-                ensure_ascii=False,
-            )
-        )

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from deploy.demo_model.corpus.generate import CATEGORIES, SEED, held_out_samples
+from deploy.demo_model.corpus.samples import Sample
+
 from . import unseen
 from .backends import Answer, Reply, mlx, openai, torch_batches
-from .generate import CATEGORIES, SEED, held_out_samples
-from .samples import Sample
 
-SHIPPED: Final = Path(__file__).parents[2] / "worker" / "demo_model"
+SHIPPED: Final = Path(__file__).parents[3] / "worker" / "demo_model"
 # The share of held-out samples that must be right.
 WANTED: Final = {
     "small talk": 0.95, "facts": 0.95, "transforms": 0.95, "tool call": 0.90, "two tool calls": 0.85, "no tool call": 0.95, "tool results": 0.90, "json": 0.90, "multi-turn": 0.90,
@@ -107,7 +108,7 @@ def markdown(table: dict[str, tuple[int, int]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m deploy.demo_model.evaluate", description=__doc__)
     parser.add_argument("--model", type=Path, default=SHIPPED, help="folder of the model")
     parser.add_argument("--backend", choices=("mlx", "torch"), default="mlx")
     parser.add_argument("--url", default="", help="measure a running server instead")
@@ -134,7 +135,3 @@ def main() -> None:
     print("\nWritten by hand:\n")
     print(markdown(measure(answer, unseen.samples, options.show)))
     print(f"{time.monotonic() - began:.0f} s")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,9 +7,8 @@ from typing import Any, Final
 
 import jinja2
 import jinja2.sandbox
+from deploy.demo_model.corpus.samples import Sample
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from .samples import Sample
 
 VOCABULARY: Final = 2560
 SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

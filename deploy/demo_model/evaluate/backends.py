@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from .samples import Sample
-from .tokenizer import Renderer
+from deploy.demo_model.corpus.samples import Sample
+from deploy.demo_model.train.tokenizer import Renderer
 
 LIMIT: Final = 400
 _CALL: Final = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from .samples import Check, Sample
+from deploy.demo_model.corpus.samples import Check, Sample
 
 _ONE: Final[tuple[tuple[str, str, str, Check, tuple[str, ...]], ...]] = (
     ("small talk", "Hey, who exactly am I chatting with right now?", "", "contains", ("demo model",)),

@@ -1,4 +1,4 @@
-"""Tokens a second of one stream through a running server: `python -m deploy.demo_model.speed http://127.0.0.1:8484/v1`."""
+"""Tokens a second of one stream through a running server: `python -m deploy.demo_model.evaluate.speed http://127.0.0.1:8484/v1`."""
 
 import argparse
 import json

@@ -18,12 +18,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.nn.functional as F
+from deploy.demo_model.corpus.generate import SEED, training_sample
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from . import tokenizer
-from .generate import SEED, training_sample
 
 CONTEXT: Final = 4096
 IGNORED: Final = -100
@@ -359,7 +359,7 @@ def save(model: Qwen3, bpe: Tokenizer, recipe: Recipe, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m deploy.demo_model.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a CPU, in under a minute")
     parser.add_argument("--steps", type=int, default=0)
@@ -378,7 +378,3 @@ def main() -> None:
     model = Qwen3(recipe).to(device)
     fit(model, bpe, recipe, device, 0 if options.smoke else options.workers)
     save(model, bpe, recipe, options.out)
-
-
-if __name__ == "__main__":
-    main()
