@@ -145,6 +145,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     prefill_chunk: Annotated[int, Meta(ge=16, le=65536)] = 512
     # How rows share a forward pass; `auto` is as the self-check of the load finds them exact.
     batching: Literal["auto", "together", "equal", "single"] = "auto"
+    # The same request computes the same shapes in every run: alone, in chunks by position, from its first token.
+    deterministic: bool = False
     load_timeout_s: Seconds = 600.0
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()

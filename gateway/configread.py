@@ -122,6 +122,8 @@ def _models(source: Source, raw: Any) -> dict[str, ModelConfig]:
         if reason := _bad_name(name):
             raise source.error(f"model name {name!r} {reason}", where)
         models[name] = model = _model(source, name, body, where)
+        if model.deterministic and model.batching not in ("auto", "single"):
+            raise source.error("deterministic runs one request at a time: batching is 'single'", (*where, "batching"))
         if reason := bad_parser(model.parser):
             raise source.error(reason, (*where, "parser"))
         for alias in model.aliases:

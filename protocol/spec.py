@@ -52,6 +52,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     # How rows share a forward pass: `auto` is as the self-check of the load finds them exact, else `together`, `equal`
     # (prompts by chunks of equal length) or `single` (one request at a time), unchecked.
     batching: str = "auto"
+    # One request at a time, prompt chunks by position alone, no reuse of prefixes: the same shapes in every run.
+    deterministic: bool = False
 
     @property
     def identity(self) -> bytes:

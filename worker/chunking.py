@@ -36,8 +36,10 @@ class ChunkPolicy:
     and at most one chunk per prefilling row. Prefill is never starved: the chunk has a minimum.
     """
 
-    def __init__(self, max_chunk: int) -> None:
+    def __init__(self, max_chunk: int, *, is_fixed: bool = False) -> None:
+        """With `is_fixed` every chunk has `max_chunk` tokens, but for the end of a prompt: time decides nothing."""
         self._max = max_chunk
+        self._is_fixed = is_fixed
         self._step_s = 0.0
         # Seconds that a number of prompt tokens, a power of two, adds to a tick.
         self._times: dict[int, float] = {}
@@ -46,7 +48,7 @@ class ChunkPolicy:
 
     def chunk(self, prefilling: int, decoding: int, longest: int = SHORT_PROMPT + 1) -> int:
         """Prompt tokens for each prefilling row in the next tick; `longest` is what the longest of them has in all."""
-        if prefilling == 0:
+        if prefilling == 0 or self._is_fixed:
             return self._max
         if not self._times:
             return min(self._max, FIRST_CHUNK) if decoding else self._max

@@ -101,7 +101,7 @@ class Engine:
         self.kv_cost: KvCost
         self._kv: KvBudget
         self._queue = Queue()
-        self._policy = ChunkPolicy(spec.prefill_chunk)
+        self._policy = ChunkPolicy(spec.prefill_chunk, is_fixed=spec.deterministic)
         self._logprobs = LogprobReader(writer.token_bytes)
         self._rows: dict[int, Row] = {}
         self._tombstones: dict[int, None] = {}

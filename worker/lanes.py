@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 
 class Lane(StrEnum):
@@ -22,3 +23,9 @@ class Plan:
     lane: Lane = Lane.TOGETHER
     reuses_prefixes: bool = True
     reason: str = ""
+
+
+# Whatever else runs and ran: other rows change the shape of a forward pass, and cached KV was computed in another one.
+DETERMINISTIC: Final = Plan(
+    Lane.SINGLE, False, "requests run one at a time and prefixes are not reused, because deterministic = true"
+)

@@ -23,7 +23,7 @@ from protocol.context import CONTEXT_KEYS, context_of
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from worker.errors import LoadFailed, is_allocation_failure
-from worker.lanes import Plan
+from worker.lanes import DETERMINISTIC, Plan
 from worker.selfcheck import SAMPLE, choose
 from worker.templates import check_template
 
@@ -95,7 +95,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
         max_context=_context(config, model, tokenizer, spec.context),
         eos_ids=eos_ids,
         weights_bytes=weights_bytes,
-        plan=choose(model, _sample(tokenizer, vocab_size), spec.batching),
+        plan=DETERMINISTIC if spec.deterministic else choose(model, _sample(tokenizer, vocab_size), spec.batching),
     )
 
 

@@ -300,6 +300,7 @@ class Pool:
             max_waiting=WAITING_MAX,
             prefill_chunk=model.prefill_chunk,
             batching=model.batching,
+            deterministic=model.deterministic,
             trust_remote_code=model.trust_remote_code,
             log_level=model.log_level or config.server.log_level,
             parser=model.parser,

@@ -119,3 +119,12 @@ def test_alone_a_short_prompt_is_not_cut_and_several_share_shorter_ticks() -> No
     policy = learned(0.02, 0.001)
     assert policy.chunk(1, 0, longest=SHORT_PROMPT) > policy.chunk(1, 0)
     assert 2 * policy.chunk(2, 0) <= policy.chunk(1, 0)
+
+
+def test_a_fixed_policy_learns_nothing_from_time() -> None:
+    policy = ChunkPolicy(512, is_fixed=True)
+    for tick_s in (0.001, 5.0):
+        for decoding in (0, 4):
+            policy.observe(tick_s, 512, decoding)
+            policy.observe(tick_s, 0, decoding)
+            assert policy.chunk(3, decoding) == 512

@@ -6,8 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from msgspec.structs import replace
 
 from protocol.failures import Code, Exit
+from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import ARCHITECTURES, LANES
 from worker.errors import LoadFailed
@@ -138,3 +140,33 @@ def test_a_model_that_is_wrong_after_cached_prefixes_reuses_none(model_folder: C
     assert plan.lane is Lane.TOGETHER
     assert not plan.reuses_prefixes
     assert plan.reason.startswith("prefixes are not reused, because from the prefix cache a prompt's")
+
+
+class Recording(Wrapped):
+    """Remembers the shape of every forward pass."""
+
+    def __call__(self, inputs: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        self.shapes.append(inputs.shape)
+        return super().__call__(inputs, *args, **kwargs)
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.shapes: list[tuple[int, ...]] = []
+
+
+def test_a_deterministic_model_computes_the_same_shapes_whatever_else_runs(model_folder: Callable[[str], Path]) -> None:
+    long, short = (
+        Generate(rid, TokensPrompt(tuple(20 + (rid + at) % 400 for at in range(length))), Sampling(0.0), max_tokens=2)
+        for rid, length in ((1, 300), (2, 30))
+    )
+    wanted = spec(model_folder("qwen3"), prefill_chunk=64, deterministic=True)
+    with EngineHarness(wanted, wrap=Recording) as engine:
+        seen = engine.loaded.model.shapes
+        for requests in ([long], [long], [short, long, replace(long, rid=3)]):
+            seen.clear()
+            results = engine.run(requests)
+            chunks = [tokens for rows, tokens in seen if tokens > 1]
+            once = [64, 64, 64, 64, 43]
+            assert chunks == ([29] if short in requests else []) + once * sum(request.rid != 2 for request in requests)
+            assert {rows for rows, _ in seen} == {1}
+            assert all(result.usage is not None and result.usage.cached == 0 for result in results)
