@@ -190,7 +190,7 @@ class Config(Struct, frozen=True):
 
     @property
     def run_dir(self) -> Path:
-        return self.home / "run"
+        return run_dir(self.home)
 
     @property
     def prefix_cache_dir(self) -> Path:
@@ -227,12 +227,22 @@ class Config(Struct, frozen=True):
 
     @property
     def admin_socket(self) -> Path:
-        return self.run_dir / "admin.sock"
+        return admin_socket(self.home)
 
 
 def default_home(environ: Mapping[str, str] = os.environ) -> Path:
     """`MLXD_HOME`, or `~/.mlxd`."""
     return Path(environ.get("MLXD_HOME") or DEFAULT_HOME).expanduser().absolute()
+
+
+def run_dir(home: Path) -> Path:
+    """Where the daemon of a home has its sockets and its lock."""
+    return home / "run"
+
+
+def admin_socket(home: Path) -> Path:
+    """Where the daemon of a home listens to mlxctl."""
+    return run_dir(home) / "admin.sock"
 
 
 def keys_path(home: Path) -> Path:

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from gateway.schemas.admin import Probe
 from gateway.service.description import FILES
-from protocol.sockets import PathTooLong, addresses
+from protocol.sockets import PathTooLong, addresses, check_path
 
 DISK_LOW: Final = 10 * 1024**3
 DISK_FULL: Final = 1024**3
@@ -53,9 +53,11 @@ def home(path: Path, mode: int | None, owner: int, uid: int) -> Finding:
     return Finding("home", "ok", f"{path}, mode {mode:04o}")
 
 
-def socket_path(run_dir: Path) -> Finding:
+def socket_paths(run_dir: Path, admin: Path) -> Finding:
+    """The sockets of the workers, and the one of `mlxctl`."""
     try:
         addresses(run_dir)
+        check_path(admin)
     except PathTooLong as error:
         return Finding("sockets", "bad", str(error), "set MLXD_HOME to a shorter folder")
     return Finding("sockets", "ok", f"paths in {run_dir} are short enough")

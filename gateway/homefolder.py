@@ -1,17 +1,17 @@
-"""A folder in a home, opened so that root, who works in the homes of services, follows nothing of the service's user.
+"""Folders of a home, opened so that root, who works in the homes of services, follows nothing of the service's user.
 
 The user of a service may be somebody else's program by now. Root therefore goes through no symbolic link of that user,
 opens the folder once and works in what it has opened, changes the owner of nothing but what it has just made, and
 touches no file that has another name elsewhere. Everybody else works with their own rights, and links are their affair.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +20,8 @@ from gateway.failed import Failed
 LOCK: Final = "lock"
 LOCK_TIMEOUT_S: Final = 10.0
 _LOCK_POLL_S: Final = 0.02
+# As many as the kernel itself follows in one path.
+LINKS_MAX: Final = 40
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE: Final = os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -34,10 +36,10 @@ class HomeFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @contextmanager
+    @contextlib.contextmanager
     def reading(self) -> Generator[int, None, None]:
         """The open folder. Raises `OSError`, `FolderRefused`."""
-        home = self._home()
+        home = open_folder(self.path.parent)
         try:
             folder = self._opened(home)
         finally:
@@ -47,7 +49,7 @@ class HomeFolder:
         finally:
             os.close(folder)
 
-    @contextmanager
+    @contextlib.contextmanager
     def changing(self) -> Generator[int, None, None]:
         """The open folder, made if need be, with no other change of it under way. Raises `OSError`, `FolderRefused`."""
         with self.made() as folder:
@@ -57,11 +59,10 @@ class HomeFolder:
             finally:
                 os.close(lock)
 
-    @contextmanager
+    @contextlib.contextmanager
     def made(self) -> Generator[int, None, None]:
         """The open folder, made if need be. Raises `OSError`, `FolderRefused`."""
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        home = self._home()
+        home = open_folder(self.path.parent, make=True)
         try:
             folder = self._made(home)
         finally:
@@ -96,14 +97,6 @@ class HomeFolder:
         with open(os.open(name, flags, dir_fd=folder), "rb") as file:
             self._check_file(folder, file.fileno(), name)
             return os.fstat(file.fileno()).st_mode, file.read()
-
-    def _home(self) -> int:
-        home = self.path.parent
-        if os.geteuid() == 0:
-            for part in (home, *home.parents):
-                if part.is_symlink() and (owner := part.lstat().st_uid) != 0:
-                    raise FolderRefused(f"{part} is a symbolic link of user {owner}, which root does not follow")
-        return os.open(home, _FOLDER)
 
     def _opened(self, home: int) -> int:
         owner = os.fstat(home)
@@ -165,6 +158,82 @@ class HomeFolder:
             raise FolderRefused(f"{self.path / name} is user {found.st_uid}'s, and the home user {owner.st_uid}'s")
         if found.st_nlink > 1:
             raise FolderRefused(f"{self.path / name} has another name elsewhere, and may be another file")
+
+
+def open_folder(path: Path, *, make: bool = False) -> int:
+    """A folder, made if need be, opened through no symbolic link but root's own in folders of root's, if this is root.
+
+    Raises `OSError`, `FolderRefused`.
+    """
+    if make and os.geteuid() != 0:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.geteuid() != 0:
+        return os.open(path, _FOLDER)
+    at, left = Path("/"), list(path.absolute().parts[1:])
+    folder, links = os.open(at, _FOLDER), 0
+    try:
+        while left:
+            name = left.pop(0)
+            if (target := _root_link(folder, at, name)) is not None:
+                links += 1
+                if links > LINKS_MAX:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+                left = [*target.parts, *left]
+                continue
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o755 if left else 0o700, dir_fd=folder)
+            flags = _FOLDER if name == "/" else _FOLDER | os.O_NOFOLLOW
+            inner = os.open(name, flags, dir_fd=folder)
+            os.close(folder)
+            folder, at = inner, at / name
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder
+
+
+def private_folder(path: Path, uid: int, gid: int) -> None:
+    """Make `path` a folder that only `uid` may enter. One that is there must be that user's, and no symbolic link.
+
+    Raises `OSError`, `FolderRefused`.
+    """
+    parent = open_folder(path.parent, make=True)
+    try:
+        is_new = True
+        try:
+            os.mkdir(path.name, 0o700, dir_fd=parent)
+        except FileExistsError:
+            is_new = False
+        if stat.S_ISLNK(os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode):
+            raise FolderRefused(f"{path} is a symbolic link; name the folder itself")
+        folder = os.open(path.name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+    finally:
+        os.close(parent)
+    try:
+        owner = os.fstat(folder).st_uid
+        # What lies there now need not be what was made: an empty folder of root's is given away, nothing else.
+        if is_new and owner == 0 == os.geteuid() and not os.listdir(folder):
+            os.fchown(folder, uid, gid)
+        elif owner != uid:
+            raise FolderRefused(f"{path} belongs to user {owner}, not {uid}; nothing was changed")
+        os.fchmod(folder, 0o700)
+    finally:
+        os.close(folder)
+
+
+def _root_link(folder: int, at: Path, name: str) -> Path | None:
+    """The target of a symbolic link that root has put into an open folder of its own; None when it is no link."""
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISLNK(found.st_mode):
+        return None
+    owner = found.st_uid or os.fstat(folder).st_uid
+    if owner != 0:
+        raise FolderRefused(f"{at / name} is a symbolic link of user {owner}, which root does not follow")
+    return Path(os.readlink(name, dir_fd=folder))
 
 
 def _is_foreign(owner: os.stat_result) -> bool:

@@ -2,9 +2,13 @@
 
 import contextlib
 import fcntl
+import logging
 import os
+import stat
 from pathlib import Path
 from typing import Self
+
+log = logging.getLogger(__name__)
 
 
 class HomeUnusable(Exception):
@@ -23,6 +27,7 @@ class RunDir:
         """Create and lock. Raises `HomeUnusable`."""
         try:
             self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(self.home)
             self.path.mkdir(mode=0o700, exist_ok=True)
             self.path.chmod(0o700)
             self._lock_fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -50,3 +55,20 @@ class RunDir:
     def _close(self) -> None:
         os.close(self._lock_fd)
         self._lock_fd = -1
+
+
+def _make_private(home: Path) -> None:
+    """Let nobody else enter a home that another program has made. Raises `HomeUnusable`, `OSError`."""
+    folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        found = os.fstat(folder)
+        if found.st_uid != os.geteuid():
+            belongs = f"{home} belongs to user {found.st_uid}, and mlxd runs as {os.geteuid()}"
+            raise HomeUnusable(f"{belongs}; run it as that user, or chown it")
+        if found.st_mode & stat.S_ISVTX:
+            raise HomeUnusable(f"{home} is a folder that users share; set MLXD_HOME to a folder of mlxd's own")
+        if found.st_mode & 0o077:
+            os.fchmod(folder, 0o700)
+            log.warning("others could enter %s (mode %04o): it is 0700 now", home, stat.S_IMODE(found.st_mode))
+    finally:
+        os.close(folder)

@@ -28,11 +28,16 @@ class PathTooLong(ValueError):
 
 def addresses(run_dir: Path) -> tuple[str, str]:
     """The (down, up) addresses below `run_dir`. Raises `PathTooLong`."""
-    paths = [run_dir / "d.sock", run_dir / "u.sock"]
-    for path in paths:
-        if len(os.fsencode(path)) > IPC_PATH_MAX:
-            raise PathTooLong(f"{path} is longer than {IPC_PATH_MAX} bytes; set MLXD_HOME to a shorter folder")
-    return f"ipc://{paths[0]}", f"ipc://{paths[1]}"
+    down, up = run_dir / "d.sock", run_dir / "u.sock"
+    for path in (down, up):
+        check_path(path)
+    return f"ipc://{down}", f"ipc://{up}"
+
+
+def check_path(path: Path) -> None:
+    """Raises `PathTooLong`."""
+    if len(os.fsencode(path)) > IPC_PATH_MAX:
+        raise PathTooLong(f"{path} is longer than {IPC_PATH_MAX} bytes; set MLXD_HOME to a shorter folder")
 
 
 def bind_router(context: zmq.Context[Any], address: str) -> Any:

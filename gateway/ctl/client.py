@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from gateway.config import default_home
+from gateway import config
 from gateway.failed import Failed
 from gateway.schemas.admin import DeepHealth, Status
 
@@ -27,7 +27,7 @@ PROBE_TIMEOUT_S: Final = 30.0
 
 def admin_socket() -> Path:
     """Where the daemon of this home listens."""
-    return default_home() / "run" / "admin.sock"
+    return config.admin_socket(config.default_home())
 
 
 def get(path: str, kind: type[T]) -> T:

@@ -17,7 +17,7 @@ import httpx
 import psutil
 
 from gateway import doctor
-from gateway.config import CONFIG_NAME, Config, ConfigError, ServerConfig
+from gateway.config import CONFIG_NAME, Config, ConfigError, ServerConfig, admin_socket, run_dir
 from gateway.configread import load_config
 from gateway.ctl import local
 from gateway.ctl.client import deep_health
@@ -47,7 +47,7 @@ def machine(home: Path, say: Say, platform: str = sys.platform) -> Iterator[Find
     facts = _stat(home)
     mode = stat.S_IMODE(facts.st_mode) if facts else None
     yield doctor.home(home, mode, facts.st_uid if facts else -1, os.getuid())
-    yield doctor.socket_path(home / "run")
+    yield doctor.socket_paths(run_dir(home), admin_socket(home))
     yield doctor.disk(shutil.disk_usage(_nearest(home)).free)
     yield doctor.files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     if platform == "darwin":

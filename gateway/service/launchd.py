@@ -22,8 +22,8 @@ def render(service: Service) -> str:
         # Implies RunAtLoad. A daemon that was asked to stop, or has a bad configuration, stays stopped.
         "KeepAlive": {"SuccessfulExit": False},
         "ExitTimeOut": service.stop_s,
-        # Background would throttle the GPU's feeder.
-        "ProcessType": "Standard",
+        # Standard, also the default, puts light limits on processor time and disk throughput; Interactive puts none.
+        "ProcessType": "Interactive",
         "SoftResourceLimits": {"NumberOfFiles": FILES},
         "HardResourceLimits": {"NumberOfFiles": FILES},
         "Umask": 0o027,

@@ -1,6 +1,6 @@
 """Carries actions out, or tells what would be done. The one place that touches the machine."""
 
-import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, Protocol, assert_never
 
 from gateway.failed import Failed
+from gateway.homefolder import FolderRefused, private_folder
 from gateway.service.description import (
     COMMAND_TIMEOUT_S,
     Action,
@@ -49,6 +50,8 @@ def carry_out(actions: Iterable[Action], machine: Machine) -> None:
     for action in actions:
         try:
             _carry_out(action, machine)
+        except FolderRefused as error:
+            raise ServiceFailed(str(error)) from None
         except OSError as error:
             raise ServiceFailed(f"{error.filename or ''}: {error.strerror}".lstrip(": ")) from error
         except subprocess.TimeoutExpired as error:
@@ -120,10 +123,8 @@ class RealMachine:
         path.chmod(0o644)
 
     def folder(self, path: Path, user: str) -> None:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.chmod(0o700)
-        if os.geteuid() == 0:
-            shutil.chown(path, user)
+        owner = pwd.getpwnam(user)
+        private_folder(path, owner.pw_uid, owner.pw_gid)
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from gateway import doctor
 from gateway.ctl.doctor import machine
 from gateway.doctor import Finding
 from gateway.schemas.admin import Probe
+from protocol.sockets import IPC_PATH_MAX
 from tests.gateway.test_ctl import _free_port as free_port
 from tests.gateway.test_ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
@@ -25,8 +26,9 @@ HOME = Path("/h")
         (doctor.home(HOME, 0o700, 5, 5), "ok", ""),
         (doctor.home(HOME, 0o755, 5, 5), "warn", "chmod 700 /h"),
         (doctor.home(HOME, 0o700, 0, 5), "bad", "chown"),
-        (doctor.socket_path(Path("/h/run")), "ok", ""),
-        (doctor.socket_path(Path("/" + "h" * 110)), "bad", "MLXD_HOME"),
+        (doctor.socket_paths(HOME / "run", HOME / "run/admin.sock"), "ok", ""),
+        (doctor.socket_paths(Path("/" + "h" * 110), HOME / "run/admin.sock"), "bad", "MLXD_HOME"),
+        (doctor.socket_paths(HOME / "run", Path("/" + "h" * 110)), "bad", "MLXD_HOME"),
         (doctor.disk(100 * GIB), "ok", ""),
         (doctor.disk(5 * GIB), "warn", "cache.disk"),
         (doctor.disk(1000), "bad", "cache clear"),
@@ -70,6 +72,16 @@ def test_on_a_mac_the_wired_limit_and_the_sleep_are_asked_for(tmp_path: Path) ->
 
     assert asked == ["/usr/sbin/sysctl", "/usr/bin/pmset"]
     assert (found["wired limit"], found["sleep"]) == ("ok", "warn")
+
+
+@pytest.mark.parametrize("too_long", [0, 1])
+def test_a_home_is_judged_by_its_longest_socket_path(tmp_path: Path, too_long: int) -> None:
+    longest = IPC_PATH_MAX - len("/run/admin.sock") + too_long
+    home = Path("/tmp") / ("h" * (longest - len("/tmp/")))
+    (found,) = [finding for finding in machine(home, lambda _: None) if finding.name == "sockets"]
+
+    assert found.level == ("bad" if too_long else "ok")
+    assert ("admin.sock" in found.text) == bool(too_long)
 
 
 def test_a_running_daemon_is_asked_for_one_token(tmp_path: Path) -> None:
