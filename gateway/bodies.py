@@ -90,6 +90,8 @@ class Bodies:
             async with asyncio.timeout(ROOM_WAIT_S):
                 await room
         except TimeoutError:
+            if not room.cancelled():
+                return  # it was given in the same turn of the loop
             self.numbers.refused += 1
             message = "The bodies of the requests that run fill the memory set aside for them. Try again later."
             raise Unavailable(message, RETRY_AFTER_S, "body_memory_full") from None

@@ -282,3 +282,20 @@ async def test_the_body_of_a_request_too_many_is_not_waited_for(tmp_path: Path) 
                 head = await reader.readuntil(b"\r\n")
             assert b" 429 " in head
             writer.close()
+
+
+@pytest.mark.anyio
+async def test_room_that_is_given_as_the_wait_for_it_ends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "ROOM_WAIT_S", 0.0)
+    room = Bodies(lambda: 10)
+    assert room.take(10)
+    lease = room.lease()
+
+    waiting = asyncio.create_task(lease.reach(10))
+    # After the wait begins, and before its end is noticed.
+    asyncio.get_running_loop().call_soon(room.give_back, 10)
+    await waiting
+    lease.close()
+
+    assert room.numbers.used_bytes == 0
+    room.close()
