@@ -176,8 +176,11 @@ class Store:
         if not self._enter(0):
             self._problems["dropped"] += 1
             raise StoreBroken("too many calls wait")
+        call = self._thread.submit(self._carry_out, action, 0)
+        # Of a client that left while it waited, it is not carried out.
+        call.add_done_callback(lambda call: self._leave(0) if call.cancelled() else None)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._carry_out, action, 0)
+            return await asyncio.wrap_future(call)
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1
             log.error("the store of responses cannot be read: %s", error)
@@ -256,7 +259,11 @@ class Store:
 
     def _keep_or_log(self, size: int, make: Callable[[], Stored]) -> None:
         try:
-            stored = make()
+            try:
+                stored = make()
+            except BaseException:
+                self._leave(size)
+                raise
             self._carry_out(lambda: self._keep(self._open(), stored), size)
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1

@@ -319,3 +319,38 @@ class Hands:
 
     def __call__(self) -> float:
         return self.now
+
+
+def test_a_call_of_a_client_that_left_while_it_waited_takes_no_room(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.store.PENDING_MAX", 2)
+
+    async def leave() -> None:
+        is_free = threading.Event()
+
+        def late() -> Stored:
+            assert is_free.wait(60)
+            return stored("late")
+
+        store.keep(2, late)
+        call = asyncio.create_task(store.get("", "late"))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        is_free.set()
+        assert await store.get("", "late") is not None
+
+    for _ in range(3):
+        asyncio.run(leave())
+
+
+def test_a_response_that_cannot_be_made_takes_no_room(store: Store) -> None:
+    def broken() -> Stored:
+        raise ValueError("no JSON")
+
+    store.keep(PENDING_BYTES_MAX, broken)
+    assert asyncio.run(store.get("", "a")) is None
+    keep(store, stored("a"))
+    assert asyncio.run(store.get("", "a")) is not None
