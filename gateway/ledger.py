@@ -77,6 +77,8 @@ class Ledger:
         self._zone = zone
         self._keep_months = keep_months
         self._clock = clock
+        # Files that should go and cannot be removed, as the log has said.
+        self._kept: set[Path] = set()
         self._begins = self._ends = 0.0
         self._day = date.min
         self._by_day: dict[str, Spent] = {}
@@ -188,7 +190,12 @@ class Ledger:
     def _forget(self) -> None:
         """Keep the newest months. By number and not by date: a clock that was wrong for a moment costs one of them."""
         for path in self._older()[: -self._keep_months()]:
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                if path not in self._kept:
+                    log.warning("%s cannot be removed: %s", path, error.strerror or error)
+                self._kept.add(path)
 
 
 def grouped(lines: Iterable[Line], by: Sequence[str]) -> list[Line]:
@@ -216,5 +223,12 @@ def _read(path: Path, *, is_kept: bool = False) -> list[Line]:
     except (OSError, msgspec.DecodeError) as error:
         log.warning("%s: %s; its usage is not counted", path, error)
         if is_kept:
-            path.rename(path.with_suffix(".damaged"))
+            _set_aside(path)
         return []
+
+
+def _set_aside(path: Path) -> None:
+    try:
+        path.rename(path.with_suffix(".damaged"))
+    except OSError as error:
+        log.error("%s cannot be set aside: %s", path, error.strerror or error)

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import logging
 from collections.abc import Callable
@@ -132,6 +133,31 @@ def test_a_damaged_month_is_set_aside_and_said_so(
     assert "not counted" in caplog.text
     assert (tmp_path / "usage" / "2026-03.damaged").read_text() == "[["
     assert open_ledger().month("k").tokens == 1
+
+
+@pytest.mark.anyio
+async def test_a_file_that_can_be_neither_removed_nor_renamed_stops_no_counting(
+    open_ledger: Callable[[], Ledger], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gateway.ledger.PERIOD_S", 0.001)
+    # No file, and in the place of one.
+    (tmp_path / "usage" / "2020-01.json").mkdir(parents=True)
+    for month in ("2026-03.json", "2026-03.damaged/x"):
+        (tmp_path / "usage" / month).mkdir(parents=True)
+    for month in ("2026-01", "2026-02"):
+        (tmp_path / "usage" / f"{month}.json").write_text("[]")
+
+    ledger = open_ledger()
+    writing = asyncio.create_task(ledger.run())
+    await until(lambda: "2020-01.json cannot be removed" in caplog.text)
+    ledger.book("ana", "demo", 1, 2, 0, 3)
+    await until(lambda: "usage is not kept" in caplog.text)
+
+    assert "2026-03.json cannot be set aside" in caplog.text
+    assert caplog.text.count("cannot be removed") == 1
+    assert ledger.day("ana").tokens == 5
+    assert not writing.done()
+    writing.cancel()
 
 
 def test_a_zone_that_is_none_is_refused() -> None:
