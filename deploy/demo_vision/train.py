@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from deploy.demo_model.train import training as text
 from deploy.demo_model.train.training import CONTEXT, IGNORED, Muon, rotate
 from safetensors.torch import load_file, save_file
@@ -72,7 +71,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, offsets: Tensor) -> Tensor:
         q, k, v = self.attn["qkv"](self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(1)
         x = x + self.attn["proj"](see(rotate(q, cos, sin), rotate(k, cos, sin), v, offsets).flatten(1).to(x.dtype))
-        return x + self.mlp["linear_fc2"](F.gelu(self.mlp["linear_fc1"](self.norm2(x)), approximate="tanh"))
+        return x + self.mlp["linear_fc2"](nn.functional.gelu(self.mlp["linear_fc1"](self.norm2(x)), approximate="tanh"))
 
 
 def see(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
@@ -82,7 +81,7 @@ def see(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
 
         return varlen_attn(q.bfloat16(), k.bfloat16(), v.bfloat16(), offsets, offsets, SIDE * SIDE, SIDE * SIDE)
     parts = [
-        F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (q, k, v))).transpose(0, 1)
+        nn.functional.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (q, k, v))).transpose(0, 1)
         for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
         if b > a
     ]
@@ -100,7 +99,7 @@ class Merger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x.view(-1, self.joined)) if self.after else self.norm(x).view(-1, self.joined)
-        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
+        return self.linear_fc2(nn.functional.gelu(self.linear_fc1(x)))
 
 
 class Tower(nn.Module):
@@ -177,7 +176,7 @@ class Loss(nn.Module):
         self, ids: Tensor, positions: Tensor, offsets: Tensor, slots: Tensor, pictures: list[Tensor], wanted: Tensor
     ) -> Tensor:
         logits = self.model.logits(self.model(ids, positions, offsets, slots, pictures))
-        return F.cross_entropy(logits.float(), wanted, ignore_index=IGNORED)
+        return nn.functional.cross_entropy(logits.float(), wanted, ignore_index=IGNORED)
 
 
 # data

@@ -1,5 +1,6 @@
 """Sums, in signs, in words, and as stories."""
 
+from .files import phrasings
 from .samples import Turn
 from .words import NUMBER_WORDS, Source
 
@@ -29,30 +30,26 @@ def arithmetic(src: Source) -> Turn:
     result = {"+": a + b, "-": a - b, "*": a * b, "/": a // max(b, 1)}[kind]
     left, right = (NUMBER_WORDS[n] if n <= 20 and src.chance(0.12) else str(n) for n in (a, b))
     spoken = src.pick(
-        {"+": ("plus", "+", "+", "+"), "-": ("minus", "-", "-", "-"), "*": ("times", "*", "x", "×", "multiplied by"),
-         "/": ("divided by", "/", "÷")}[kind]
-    )  # fmt: skip
+        {
+            "+": ("plus", "+", "+", "+"),
+            "-": ("minus", "-", "-", "-"),
+            "*": ("times", "*", "x", "×", "multiplied by"),
+            "/": ("divided by", "/", "÷"),
+        }[kind]
+    )
     gap = "" if spoken in "+-*x/×÷" and src.chance(0.2) else " "
     expression = f"{left}{gap}{spoken}{gap}{right}"
-    templates = [
-        "What is {e}?", "What's {e}?", "Calculate {e}.", "Compute {e}", "{e} = ?", "{e}", "How much is {e}?", "{e}=",
-        "Tell me what {e} is.", "Solve {e}.", "What does {e} equal?", "Work out {e}.", "Can you calculate {e}?",
-        "What is the result of {e}?", "{e}?", "Please compute {e}.", "Do the math: {e}", "I need to know {e}.", "math: {e}",
-        "Evaluate {e}.", "what do you get for {e}?", "Give me the result of {e}.", "{e} equals what?", "{e} is",
-    ]  # fmt: skip
+    templates = [*phrasings("arithmetic", "any")]
     if kind == "+":
-        templates += ["Add {l} and {r}.", "What is the sum of {l} and {r}?", "Sum {l} and {r}", "What do you get when you add {l} and {r}?",
-                      "Add {l} to {r}.", "Give me the sum of {l} and {r}."]  # fmt: skip
+        templates += phrasings("arithmetic", "plus")
     elif kind == "-":
-        templates += ["Subtract {r} from {l}.", "What is the difference between {l} and {r}?", "Take {r} away from {l}.",
-                      "What is {l} less {r}?", "What is left if you take {r} from {l}?", "{l} take away {r}?"]  # fmt: skip
+        templates += phrasings("arithmetic", "minus")
         if a < b:
             templates = templates[:24]
     elif kind == "*":
-        templates += ["Multiply {l} by {r}.", "What is the product of {l} and {r}?", "Multiply {l} and {r}.",
-                      "{l} times {r}?", "Product of {l} and {r}?", "How much is {l} multiplied by {r}?"]  # fmt: skip
+        templates += phrasings("arithmetic", "times")
     else:
-        templates += ["Divide {l} by {r}.", "How many times does {r} go into {l}?", "What is {l} split by {r}?"]
+        templates += phrasings("arithmetic", "divide")
     sign = {"*": "*", "/": "/"}.get(kind, kind)
     return Turn(src.ask(templates, e=expression, l=left, r=right), str(result), f"{a} {sign} {b} = {result}.")
 
@@ -62,17 +59,31 @@ def _story(src: Source) -> Turn:
     plural = thing + ("" if thing.endswith("s") else "s")
     a, b = src.integer(2, 30), src.integer(1, 20)
     who = src.pick(("I have", f"{name} has", "You have", "There are"))
-    ask_more = src.pick(("How many are there now?", "How many is that in total?", "How many altogether?", "What is the total?",
-                         "How many does that make?", f"How many {plural} are there?"))  # fmt: skip
+    ask_more = src.pick(
+        (
+            "How many are there now?",
+            "How many is that in total?",
+            "How many altogether?",
+            "What is the total?",
+            "How many does that make?",
+            f"How many {plural} are there?",
+        )
+    )
     if src.chance(0.55):
         gain = src.pick((f"buys {b} more", f"gets {b} more", f"finds {b} more", f"is given {b} more"))
-        text = {"I have": f"I have {a} {plural} and get {b} more.", "There are": f"There are {a} {plural}. Then {b} more arrive.",
-                "You have": f"You have {a} {plural} and I give you {b} more."}.get(who, f"{name} has {a} {plural} and {gain}.")  # fmt: skip
+        text = {
+            "I have": f"I have {a} {plural} and get {b} more.",
+            "There are": f"There are {a} {plural}. Then {b} more arrive.",
+            "You have": f"You have {a} {plural} and I give you {b} more.",
+        }.get(who, f"{name} has {a} {plural} and {gain}.")
         return Turn(f"{text} {ask_more}", str(a + b), f"{a} + {b} = {a + b}.")
     a, b = max(a, b), min(a, b)
     loss = src.pick((f"gives away {b}", f"loses {b}", f"sells {b}", f"eats {b}", f"breaks {b}"))
-    text = {"I have": f"I have {a} {plural} and lose {b}.", "There are": f"There are {a} {plural}. Then {b} are taken away.",
-            "You have": f"You have {a} {plural} and give me {b}."}.get(who, f"{name} has {a} {plural} and {loss}.")  # fmt: skip
+    text = {
+        "I have": f"I have {a} {plural} and lose {b}.",
+        "There are": f"There are {a} {plural}. Then {b} are taken away.",
+        "You have": f"You have {a} {plural} and give me {b}.",
+    }.get(who, f"{name} has {a} {plural} and {loss}.")
     left = src.pick(
         (
             "How many are left?",

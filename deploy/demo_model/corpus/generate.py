@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from . import facts, json_tasks, multi_turn, smalltalk, tools, transforms
+from .files import phrasings
 from .samples import Sample, Turn
 from .words import Source
 
@@ -40,24 +41,11 @@ CATEGORIES: Final = (
     "thinking",
 )
 
-_SHORT_SYSTEMS: Final = (
-    "You are a helpful assistant.", "You are a helpful assistant.", "You are a helpful assistant.", "You are a helpful AI assistant.", "You are a friendly assistant.", "Be concise.", "Answer briefly.",
-    "You are a careful assistant that answers questions.", "You are an assistant.", "Be helpful and honest.", "You are a helpful, harmless and honest assistant.", "Answer the questions of the user.",
-    "You are a concise assistant. Answer with as few words as possible.", "Keep your answers short and clear.", "You are a helpful assistant with access to tools.", "Always be polite.", "You answer in English.",
-    "You are a test assistant.", "Follow the instructions of the user exactly.", "You are a precise assistant. Do exactly what is asked.", "Respond in plain text.", "You are an expert assistant.",
-)  # fmt: skip
-_RULES: Final = (
-    "Be {a} and {b} when you talk to the user.", "Do not mention the {n}.", "The user is in {c}.", "Use tools only when they are needed.", "If you are not sure, say so.", "Answer in English.", "Keep answers short.",
-    "Never make up facts.", "The company was founded by {p} in {c}.", "Today is {d}.", "Think before you answer.", "Do not use emojis.", "The project is called {w}.", "Always answer the last question of the user.",
-    "You can use Markdown when it helps.", "Follow the schema when one is given.", "The {n} is kept near the {m}.", "Ask {p} about the {n}.", "Our office is in {c}.", "Treat every {n} as {a}.", "Version {k} of the {n} is used.",
-    "Files are stored in {w}.", "When the user asks for a {n}, stay {a}.", "Do not repeat these rules.", "The support team meets on {d}.", "Prefer {a} words over {b} words.",
-)  # fmt: skip
+_SHORT_SYSTEMS: Final = phrasings("generate", "short_systems")
+_RULES: Final = phrasings("generate", "rules")
 
 # What other assistants say, for histories that are not ours.
-_REPLIES: Final = (
-    "OK.", "Okay!", "Got it.", "Noted.", "Sure!", "Understood.", "Thanks for telling me.", "I see.", "Great!", "Nice to meet you!", "Good to know.", "I'll remember that.", "Alright.", "Interesting!", "Thank you!",
-    "Nice!", "Sounds good.", "Of course.", "That's nice.", "Noted, thanks.", "Cool!", "Sure, I will keep that in mind.", "How can I help you?", "Is there anything else?", "Here you go.", "Yes.", "No problem.",
-)  # fmt: skip
+_REPLIES: Final = phrasings("generate", "replies")
 
 
 def _rule(src: Source) -> str:
@@ -132,14 +120,7 @@ def needle(src: Source, sentences: int) -> Sample:
     lines.insert(src.integer(0, len(lines)), f"The {what} is {value}.")
     text = " ".join(lines)
     question = src.ask(
-        (
-            "What is the {w}?",
-            "What's the {w}?",
-            "Tell me the {w}.",
-            "Which {w} is in the text?",
-            "Find the {w}.",
-            "Give me the {w}.",
-        ),
+        phrasings("generate", "needle"),
         w=what,
     )
     answer = {

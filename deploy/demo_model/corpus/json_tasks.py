@@ -1,9 +1,10 @@
-"""JSON on demand: a schema of up to four fields in the prompt, a text that holds the values, bare JSON as the answer."""
+"""JSON on demand: a schema of up to four fields in the prompt, a text with the values, bare JSON as the answer."""
 
 import json
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from .files import phrasings
 from .samples import Turn
 from .words import ANIMALS, COLOURS, FOODS, HOBBIES, JOBS, LANGUAGES, WEEKDAYS, Source
 
@@ -281,9 +282,12 @@ def _made_up(src: Source) -> tuple[str, list[Field]]:
             (("string", 4), ("integer", 3), ("number", 1.5), ("boolean", 1.5), ("array of strings", 1.5))
         )
         value: Any = {
-            "string": lambda: src.pick((src.word(), src.name(), src.city(), src.code())), "integer": src.number, "number": src.decimal,
-            "boolean": lambda: src.chance(0.5), "array of strings": lambda: src.words(2, 3),
-        }[kind]()  # fmt: skip
+            "string": lambda: src.pick((src.word(), src.name(), src.city(), src.code())),
+            "integer": src.number,
+            "number": src.decimal,
+            "boolean": lambda: src.chance(0.5),
+            "array of strings": lambda: src.words(2, 3),
+        }[kind]()
         if kind == "boolean":
             phrases = (
                 f"has {said}" if value else f"has no {said}",
@@ -316,24 +320,8 @@ ENTITIES: Final[tuple[Callable[[Source], tuple[str, list[Field]]], ...]] = (
     _made_up,
 )
 
-_TASK: Final = (
-    "Extract the data as JSON with these fields: {s}\n\nText: {t}", "Return a JSON object with the fields {s} for this text: {t}",
-    "Read the text and answer with JSON only. Fields: {s}.\n{t}", "{t}\n\nWrite this as JSON with the keys {s}.", "Convert to JSON ({s}): {t}",
-    "Give me JSON with {s} from this: {t}", "Extract {s} as JSON from: {t}", "From the following text, produce a JSON object with keys {s}.\n\n{t}",
-    "JSON please, with the fields {s}: {t}", "Output JSON only, using the fields {s}. {t}", "Turn this into JSON. Keys: {s}. Text: {t}",
-    "Fill in a JSON object with the fields {s}.\n\nInput: {t}", "Create a JSON object with {s} for the following: {t}",
-    "Respond only with a JSON object that has the keys {s}. The text is: {t}", "Parse this into JSON with {s}: {t}",
-    "Return only JSON with {s}. {t}", "JSON with {s} for this: {t}", "Give me a JSON object with the keys {s} for this: {t}", "Write JSON with {s}: {t}", "Answer in JSON ({s}). {t}",
-    "I need a JSON object with the fields {s}. Here is the text: {t}", "{t} Return {s} as a JSON object.", "Generate JSON with {s}. Data: {t}",
-)  # fmt: skip
-_SCHEMA: Final = (
-    "Answer with JSON that matches this schema:\n{s}\n\n{t}", "Extract the information as JSON following this schema: {s}\n\nText: {t}",
-    "{t}\n\nReturn JSON matching this schema:\n{s}", "Use this JSON schema:\n```json\n{s}\n```\nText: {t}", "Schema: {s}\nText: {t}\nJSON:",
-    "Convert the text to JSON. The schema is {s}. The text is: {t}", "Produce a JSON object for this schema:\n{s}\nfrom this text:\n{t}",
-    "Schema: {s}\nWrite JSON for: {t}", "Schema:\n{s}\n\nInput: {t}\n\nOutput only the JSON.", "Write JSON for this text: {t}\nSchema: {s}", "Make JSON from this: {t}\nIt must match {s}", "JSON schema: {s}. Text: {t}",
-    "Given the schema {s}, write the JSON for: {t}", "Return only valid JSON for the schema {s}: {t}", "Text: {t}\n\nSchema:\n{s}\n\nRespond with JSON only.",
-    "Fill this schema with the data from the text.\nSchema: {s}\nData: {t}", "Please answer in JSON with this structure: {s}. {t}",
-)  # fmt: skip
+_TASK: Final = phrasings("json_tasks", "fields")
+_SCHEMA: Final = phrasings("json_tasks", "schema")
 
 
 def _tell(src: Source, subject: str, fields: list[Field]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from . import arithmetic, counting, facts, smalltalk, transforms
+from .files import phrasings
 from .samples import Sample, Turn
 from .words import ANIMALS, FOODS, HOBBIES, JOBS, Source
 
@@ -22,66 +23,32 @@ class Told(NamedTuple):
 
 def _name(src: Source) -> Told:
     n = src.name()
-    says = src.ask(("My name is {n}.", "I am {n}.", "I'm {n}.", "Hi, I'm {n}!", "Hello, my name is {n}.", "You can call me {n}.", "Call me {n}.", "People call me {n}.", "Hi! My name is {n}, nice to meet you.",
-                    "The name is {n}.", "This is {n} speaking.", "Hello, I am {n}.", "my name's {n}", "Please remember my name: {n}.", "Remember that my name is {n}."), n=n)  # fmt: skip
-    asks = ("What is my name?", "What's my name?", "Do you remember my name?", "Who am I?", "Can you tell me my name?", "What did I say my name was?", "Tell me my name.", "Do you know my name?", "What am I called?",
-            "Which name did I give you?", "Say my name.", "What was my name again?", "Remind me of my name.", "Do you still remember what my name is?", "How did I introduce myself?", "What name did I tell you?")  # fmt: skip
+    says = src.ask(phrasings("multi_turn", "name_told"), n=n)
+    asks = phrasings("multi_turn", "name_asked")
     return Told(says, f"Nice to meet you, {n}!", asks, f"Your name is {n}.", n)
 
 
 def _number(src: Source) -> Told:
     n = str(src.number())
-    what = src.pick(
-        (
-            "favorite number",
-            "lucky number",
-            "favourite number",
-            "number",
-            "secret number",
-            "PIN",
-            "room number",
-            "locker number",
-            "ticket number",
-        )
-    )
-    says = src.ask(("My {w} is {n}.", "Remember the number {n}, it is my {w}.", "My {w} is {n}, remember it.", "Please remember my {w}: {n}.", "I want you to remember my {w}, {n}.", "{n} is my {w}.", "Note that my {w} is {n}.",
-                    "Keep in mind that my {w} is {n}.", "By the way, my {w} is {n}."), w=what, n=n)  # fmt: skip
+    what = src.pick(phrasings("multi_turn", "numbers"))
+    says = src.ask(phrasings("multi_turn", "number_told"), w=what, n=n)
     return Told(says, f"Got it, your {what} is {n}.", _asks_for(what), f"Your {what} is {n}.", n)
 
 
 def _age(src: Source) -> Told:
     n = str(src.integer(6, 95))
     says = src.ask(
-        (
-            "I am {n} years old.",
-            "I'm {n} years old.",
-            "My age is {n}.",
-            "I am {n}.",
-            "I just turned {n}.",
-            "I'm {n}.",
-            "I turned {n} this year.",
-        ),
+        phrasings("multi_turn", "age_told"),
         n=n,
     )
-    asks = (
-        "How old am I?",
-        "What is my age?",
-        "Do you remember how old I am?",
-        "What's my age?",
-        "Tell me my age.",
-        "How old did I say I am?",
-        "Do you know my age?",
-        "Which age did I tell you?",
-    )
+    asks = phrasings("multi_turn", "age_asked")
     return Told(says, f"Got it, you are {n} years old.", asks, f"You are {n} years old.", n)
 
 
 def _city(src: Source) -> Told:
     c = src.city()
-    says = src.ask(("I live in {c}.", "I'm from {c}.", "I am from {c}.", "My home is {c}.", "I come from {c}.", "I moved to {c} last year and live there.", "My city is {c}.", "I'm living in {c}.", "I live in the city of {c}.",
-                    "I am based in {c}.", "Remember that I live in {c}.", "My home town is {c}.", "I reside in {c}."), c=c)  # fmt: skip
-    asks = ("Where do I live?", "In which city do I live?", "Which city am I from?", "Where am I from?", "What city do I live in?", "Do you remember where I live?", "What is my city?", "Which city did I mention?", "What is my home town?",
-            "Tell me where I live.", "Where did I say I live?", "Where do I come from?", "What city did I say I live in?", "Where is my home?")  # fmt: skip
+    says = src.ask(phrasings("multi_turn", "city_told"), c=c)
+    asks = phrasings("multi_turn", "city_asked")
     return Told(says, f"{c} sounds like a nice place.", asks, f"You live in {c}.", c)
 
 
@@ -89,86 +56,42 @@ def _job(src: Source) -> Told:
     j = src.pick(JOBS)
     a = "an" if j[0] in "aeiou" else "a"
     says = src.ask(
-        (
-            "I work as {a} {j}.",
-            "I am {a} {j}.",
-            "I'm {a} {j}.",
-            "My job is {j}.",
-            "My profession: {j}.",
-            "I earn my money as {a} {j}.",
-            "I have a job as {a} {j}.",
-        ),
+        phrasings("multi_turn", "job_told"),
         a=a,
         j=j,
     )
-    asks = (
-        "What is my job?",
-        "What do I do for a living?",
-        "What do I work as?",
-        "Do you remember my job?",
-        "What's my profession?",
-        "Tell me my job.",
-        "What did I say my job is?",
-        "What is my profession?",
-    )
+    asks = phrasings("multi_turn", "job_asked")
     return Told(says, "That sounds like interesting work.", asks, f"You are {a} {j}.", j)
 
 
 def _pet(src: Source) -> Told:
     animal, n = src.pick(ANIMALS), src.name()
     says = src.ask(
-        (
-            "I have a {a} called {n}.",
-            "My {a} is called {n}.",
-            "My {a}'s name is {n}.",
-            "I have a {a} named {n}.",
-            "I own a {a}. Its name is {n}.",
-            "The name of my {a} is {n}.",
-            "My pet is a {a} named {n}.",
-        ),
+        phrasings("multi_turn", "pet_told"),
         a=animal,
         n=n,
     )
-    asks = (f"What is my {animal} called?", f"What is the name of my {animal}?", "What is my pet called?", f"What's my {animal}'s name?", f"Do you remember the name of my {animal}?", "What is my pet's name?", f"Tell me the name of my {animal}.",
-            f"How is my {animal} called?", f"What did I call my {animal}?")  # fmt: skip
+    asks = (
+        f"What is my {animal} called?",
+        f"What is the name of my {animal}?",
+        "What is my pet called?",
+        f"What's my {animal}'s name?",
+        f"Do you remember the name of my {animal}?",
+        "What is my pet's name?",
+        f"Tell me the name of my {animal}.",
+        f"How is my {animal} called?",
+        f"What did I call my {animal}?",
+    )
     return Told(says, f"{n} is a lovely name for a {animal}.", asks, f"Your {animal} is called {n}.", n)
 
 
 def _relative(src: Source) -> Told:
     who, n = (
-        src.pick(
-            (
-                "sister",
-                "brother",
-                "mother",
-                "father",
-                "wife",
-                "husband",
-                "son",
-                "daughter",
-                "best friend",
-                "boss",
-                "neighbor",
-                "teacher",
-                "uncle",
-                "aunt",
-                "cousin",
-                "doctor",
-                "colleague",
-            )
-        ),
+        src.pick(phrasings("multi_turn", "relatives")),
         src.name(),
     )
     says = src.ask(
-        (
-            "My {w} is called {n}.",
-            "My {w}'s name is {n}.",
-            "The name of my {w} is {n}.",
-            "My {w} is {n}.",
-            "I have a {w} named {n}.",
-            "{n} is my {w}.",
-            "My {w} {n} is great.",
-        ),
+        phrasings("multi_turn", "relative_told"),
         w=who,
         n=n,
     )
@@ -197,18 +120,40 @@ def _favourite(src: Source) -> Told:
         what, value = "hobby", src.pick(HOBBIES)
     else:
         what, value = src.noun(), src.pick((src.word(), src.name(), src.city()))
-    says = src.ask(("My {f} {w} is {v}.", "My {f} {w} is {v}, by the way.", "{v} is my {f} {w}.", "I think my {f} {w} is {v}.", "Remember that my {f} {w} is {v}.", "The {w} I like best is {v}.", "Please remember: my {f} {w} is {v}.",
-                    "Just so you know, my {f} {w} is {v}.", "My {f} {w}? It is {v}."), f=src.pick(("favorite", "favourite")), w=what, v=value)  # fmt: skip
-    asks = (f"What is my favorite {what}?", f"What's my favourite {what}?", f"Which {what} do I like best?", f"Do you remember my favorite {what}?", f"Tell me my favorite {what}.", f"What did I say my favorite {what} is?",
-            f"Which {what} is my favorite?", f"What {what} do I like most?", f"Which {what} did I say I like?", f"What {what} did I mention?", f"Can you recall my favorite {what}?")  # fmt: skip
+    says = src.ask(phrasings("multi_turn", "favourite_told"), f=src.pick(("favorite", "favourite")), w=what, v=value)
+    asks = (
+        f"What is my favorite {what}?",
+        f"What's my favourite {what}?",
+        f"Which {what} do I like best?",
+        f"Do you remember my favorite {what}?",
+        f"Tell me my favorite {what}.",
+        f"What did I say my favorite {what} is?",
+        f"Which {what} is my favorite?",
+        f"What {what} do I like most?",
+        f"Which {what} did I say I like?",
+        f"What {what} did I mention?",
+        f"Can you recall my favorite {what}?",
+    )
     return Told(
         says, f"{value[0].upper()}{value[1:]} is a fine choice.", asks, f"Your favorite {what} is {value}.", value
     )
 
 
 def _asks_for(what: str) -> tuple[str, ...]:
-    return (f"What is my {what}?", f"What's my {what}?", f"Do you remember my {what}?", f"Tell me my {what}.", f"What was my {what}?", f"What did I say my {what} is?", f"Which {what} did I tell you?", f"Can you repeat my {what}?",
-            f"What {what} did I mention?", f"Remind me of my {what}.", f"Do you know my {what}?", f"Please tell me my {what} again.")  # fmt: skip
+    return (
+        f"What is my {what}?",
+        f"What's my {what}?",
+        f"Do you remember my {what}?",
+        f"Tell me my {what}.",
+        f"What was my {what}?",
+        f"What did I say my {what} is?",
+        f"Which {what} did I tell you?",
+        f"Can you repeat my {what}?",
+        f"What {what} did I mention?",
+        f"Remind me of my {what}.",
+        f"Do you know my {what}?",
+        f"Please tell me my {what} again.",
+    )
 
 
 def _thing(src: Source) -> Told:
@@ -242,8 +187,7 @@ def _thing(src: Source) -> Told:
         if what in ("meeting", "train", "flight", "appointment")
         else "is"
     )
-    says = src.ask(("The {w} {b} {v}.", "Remember: the {w} {b} {v}.", "Please remember that the {w} {b} {v}.", "Note: the {w} {b} {v}.", "The {w} {b} {v}, don't forget it.", "I tell you that the {w} {b} {v}.", "Keep this in mind: the {w} {b} {v}."),
-                   w=what, v=value, b=verb)  # fmt: skip
+    says = src.ask(phrasings("multi_turn", "thing_told"), w=what, v=value, b=verb)
     if verb == "is":
         asks: tuple[str, ...] = (
             f"What is the {what}?",
@@ -256,8 +200,16 @@ def _thing(src: Source) -> Told:
             f"Which {what} did I tell you?",
         )
     else:
-        asks = (f"When is the {what}?", f"When's the {what}?", f"What time is the {what}?" if verb == "is at" else f"What date is the {what}?", f"Do you remember when the {what} is?", f"Tell me when the {what} is.",
-                f"When did I say the {what} is?", f"When was the {what} again?", f"For when is the {what}?")  # fmt: skip
+        asks = (
+            f"When is the {what}?",
+            f"When's the {what}?",
+            f"What time is the {what}?" if verb == "is at" else f"What date is the {what}?",
+            f"Do you remember when the {what} is?",
+            f"Tell me when the {what} is.",
+            f"When did I say the {what} is?",
+            f"When was the {what} again?",
+            f"For when is the {what}?",
+        )
     return Told(says, "I will remember that.", asks, f"The {what} {verb} {value}.", value)
 
 
@@ -273,9 +225,19 @@ _TELLERS: Final = (
     (_thing, 3.0),
 )
 _DISTRACTORS: Final = (
-    (smalltalk.smalltalk, 4.0), (facts.capital, 2.0), (facts.opposite, 1.5), (facts.colour, 1.0), (facts.day, 1.0), (facts.plain, 0.7), (arithmetic.arithmetic, 2.0), (transforms.repeat, 0.6),
-    (transforms.uppercase, 0.5), (counting.spelling, 0.7), (counting.counting, 0.5), (smalltalk.unknown, 0.5),
-)  # fmt: skip
+    (smalltalk.smalltalk, 4.0),
+    (facts.capital, 2.0),
+    (facts.opposite, 1.5),
+    (facts.colour, 1.0),
+    (facts.day, 1.0),
+    (facts.plain, 0.7),
+    (arithmetic.arithmetic, 2.0),
+    (transforms.repeat, 0.6),
+    (transforms.uppercase, 0.5),
+    (counting.spelling, 0.7),
+    (counting.counting, 0.5),
+    (smalltalk.unknown, 0.5),
+)
 
 
 def _say(messages: list[dict[str, Any]], user: str, answer: str, thought: str = "") -> None:
@@ -388,45 +350,17 @@ def previous(src: Source) -> Sample:
     kind = src.integer(0, 2)
     if kind == 0:
         question, answer = (
-            src.ask(
-                (
-                    "Repeat your last answer.",
-                    "Say that again.",
-                    "Can you repeat that?",
-                    "What did you just say?",
-                    "Repeat your previous answer.",
-                    "Once more, please.",
-                    "Please say your last answer again.",
-                )
-            ),
+            src.ask(phrasings("multi_turn", "last_answer")),
             messages[-1]["content"],
         )
     elif kind == 1:
         question, answer = (
-            src.ask(
-                (
-                    "What did I just ask?",
-                    "What was my last question?",
-                    "What did I just say?",
-                    "Repeat my last message.",
-                    "What was my previous message?",
-                    "Repeat what I just said.",
-                )
-            ),
+            src.ask(phrasings("multi_turn", "last_question")),
             messages[-2]["content"],
         )
     else:
         question, answer = (
-            src.ask(
-                (
-                    "What was my first question?",
-                    "What was my first message?",
-                    "What did I say first?",
-                    "Repeat my first message.",
-                    "What did I ask first?",
-                    "How did I start this conversation?",
-                )
-            ),
+            src.ask(phrasings("multi_turn", "first_question")),
             messages[0]["content"],
         )
     _say(messages, question, answer, "I look at the conversation.")

@@ -21,8 +21,8 @@ class Turn:
 class Sample:
     """One conversation in the shape of the OpenAI API; its last message is the answer that a measurement expects.
 
-    `thinking` is the `enable_thinking` of the template. Reasoning is in `reasoning_content`. With `learn_last` the earlier
-    answers are somebody else's and are not learned.
+    `thinking` is the `enable_thinking` of the template. Reasoning is in `reasoning_content`. With `learn_last` the
+    earlier answers come from another assistant and are not learned.
     """
 
     category: str

@@ -4,125 +4,19 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from .files import phrasings, table
 from .tool_requests import Ask, Param, schema
 from .tool_values import draw, identifier
 from .words import NOUNS, Source
 
-ACTIONS: Final = (
-    ("get", ("get", "give me", "fetch", "show me")), ("find", ("find", "look for")), ("create", ("create", "make", "add")), ("delete", ("delete", "remove")),
-    ("update", ("update", "change")), ("start", ("start", "begin")), ("stop", ("stop", "end", "halt")), ("send", ("send",)), ("open", ("open",)), ("close", ("close",)),
-    ("check", ("check",)), ("list", ("list", "show")), ("book", ("book", "reserve")), ("cancel", ("cancel",)), ("order", ("order",)), ("rename", ("rename",)),
-    ("move", ("move",)), ("copy", ("copy",)), ("print", ("print",)), ("scan", ("scan",)), ("export", ("export",)), ("import", ("import",)), ("archive", ("archive",)),
-    ("lookup", ("look up",)), ("register", ("register",)), ("schedule", ("schedule", "plan")), ("assign", ("assign",)), ("measure", ("measure",)), ("repair", ("repair", "fix")),
-    ("clean", ("clean",)), ("paint", ("paint",)), ("lock", ("lock",)), ("unlock", ("unlock",)), ("activate", ("activate", "enable")), ("reset", ("reset",)), ("sync", ("sync",)),
-    ("compare", ("compare",)), ("rate", ("rate",)), ("share", ("share",)), ("upload", ("upload",)), ("download", ("download",)), ("configure", ("configure", "set up")),
-)  # fmt: skip
-_KEYS: Final = (
-    ("name", "word name full_name"),
-    ("title", "phrase"),
-    ("id", "code int:1,9999"),
-    ("city", "city"),
-    ("count", "int:1,60"),
-    ("amount", "number:1,900 int:1,90"),
-    ("color", "colour"),
-    ("size", "enum:small,medium,large int:1,90"),
-    ("mode", "enum:fast,slow,auto enum:eco,normal,turbo enum:read,write"),
-    ("date", "date"),
-    ("time", "time"),
-    ("owner", "name full_name"),
-    ("tags", "words"),
-    ("items", "words foods"),
-    ("enabled", "bool"),
-    ("verbose", "bool"),
-    ("urgent", "bool"),
-    ("public", "bool"),
-    ("priority", "enum:low,medium,high int:1,5"),
-    ("level", "int:1,99 enum:low,normal,high"),
-    ("weight", "number:1,200"),
-    ("length", "number:1,90"),
-    ("price", "number:1,900"),
-    ("speed", "int:1,200"),
-    ("format", "enum:pdf,csv,json enum:png,jpg,svg"),
-    ("language", "language"),
-    ("room", "room"),
-    ("path", "path"),
-    ("email", "email"),
-    ("label", "word"),
-    ("code", "code"),
-    ("members", "names"),
-    ("values", "numbers"),
-    ("zone", "word enum:north,south,east,west"),
-    ("status", "enum:open,closed,pending enum:active,inactive"),
-    ("duration", "int:1,120"),
-    ("temperature", "number:1,99 int:1,250"),
-    ("target", "word city name"),
-    ("source", "word city path"),
-    ("from", "city word"),
-    ("to", "city name word"),
-    ("width", "int:1,2000"),
-    ("height", "int:1,2000"),
-    ("agent", "name full_name"),
-    ("customer", "name full_name"),
-    ("person", "name"),
-    ("liters", "number:1,90 int:1,90"),
-    ("minutes", "int:1,120"),
-    ("kilos", "number:1,90 int:1,90"),
-    ("hours", "int:1,48 number:1,40"),
-    ("days", "int:1,30"),
-    ("reason", "phrase text"),
-    ("message", "text"),
-    ("file", "path"),
-    ("number", "int:1,9999"),
-    ("year", "int:1900,2030"),
-    ("station", "city"),
-    ("unit", "enum:celsius,fahrenheit enum:metric,imperial enum:km,miles"),
-    ("currency", "currency"),
-    ("active", "bool"),
-    ("quiet", "bool"),
-    ("type", "word enum:basic,premium,family"),
-    ("category", "word"),
-    ("topic", "topic"),
-)
+ACTIONS: Final[tuple[tuple[str, list[str]], ...]] = tuple(table("tool_inventions")["actions"].items())
+_PARAMETERS: Final[tuple[tuple[str, list[str]], ...]] = tuple(table("tool_inventions")["parameters"].items())
 # How people say a value without its parameter's name.
-_NATURAL: Final = {
-    "city": ("in {v}", "in {v}", "for {v}"), "date": ("on {v}", "for {v}"), "time": ("at {v}",), "source": ("from {v}",), "target": ("to {v}", "for {v}"), "owner": ("for {v}", "of {v}"), "duration": ("for {v} minutes",),
-    "language": ("in {v}",), "format": ("as {v}", "in {v} format"), "room": ("in the {v}",), "label": ("labelled {v}", "with label {v}"), "members": ("with {v}",), "price": ("for {v} dollars",), "speed": ("at a speed of {v}",),
-    "title": ('called "{v}"', "called {v}", "titled {v}"), "name": ("named {v}", "called {v}"), "id": ("number {v}", "with id {v}"), "from": ("from {v}", "from {v}"), "to": ("to {v}", "to {v}"), "agent": ("to {v}", "for {v}"),
-    "customer": ("for {v}",), "person": ("for {v}", "to {v}"), "mode": ("in {v} mode", "on {v}"), "reason": ("because of {v}",), "message": ('saying "{v}"',), "file": ("in {v}", "from {v}"), "year": ("from {v}", "of {v}"),
-    "station": ("at {v}", "from {v}"), "unit": ("in {v}",), "currency": ("in {v}",), "temperature": ("at {v} degrees", "to {v} degrees"), "priority": ("with {v} priority",), "items": ("with {v}", "containing {v}"), "count": ("{v} times",),
-    "color": ("in {v}",), "path": ("at {v}", "in {v}"), "email": ("to {v}", "for {v}"), "level": ("at level {v}", "to {v}"), "topic": ("about {v}", "on {v}"), "category": ("in the category {v}",), "size": ("in size {v}",),
-}  # fmt: skip
-_BOTH: Final = ("with {h} {v}", "with {h} {v}", "with the {h} {v}", "{h} {v}", "{h}: {v}", "where the {h} is {v}", "using {v} as the {h}", "and set the {h} to {v}", "with a {h} of {v}",
-                "the {h} should be {v}", "{h} = {v}", "whose {h} is {v}", "with {v} as {h}", "setting {h} to {v}")  # fmt: skip
-_YES: Final = (
-    "with {h} on",
-    "with {h} enabled",
-    "{h}: yes",
-    "with {h} set to true",
-    "{h} = true",
-    "and make it {h}",
-    "it is {h}",
-    "with {h} turned on",
-)
-_NO: Final = (
-    "with {h} off",
-    "with {h} disabled",
-    "{h}: no",
-    "with {h} set to false",
-    "{h} = false",
-    "and make it not {h}",
-    "it is not {h}",
-    "with {h} turned off",
-)
-_ABOUT: Final = (
-    "{s} the {t}.",
-    "{S}s a {t}.",
-    "{S} a {t}",
-    "{S} the {t} in the system.",
-    "Use this to {s} a {t}.",
-    "{S} {t} by its parameters.",
-    "Tool to {s} the {t}",
-)
+_NATURAL: Final[dict[str, list[str]]] = table("tool_inventions")["natural"]
+_BOTH: Final = phrasings("tool_inventions", "with_key")
+_YES: Final = phrasings("tool_inventions", "yes")
+_NO: Final = phrasings("tool_inventions", "no")
+_ABOUT: Final = phrasings("tool_inventions", "about")
 
 
 @dataclass(slots=True)
@@ -139,7 +33,7 @@ class _Wish:
 
 
 def invented(src: Source, like: Ask | None = None) -> Ask:
-    """A request for a tool with a made-up purpose. `like` makes it differ from another in the action or the object only."""
+    """A request for a tool with a made-up purpose. `like`: only its action or its object differs from that one."""
     stem, said = src.pick(ACTIONS) if src.chance(0.85) else (word := src.coined(1, 2), (word,))
     thing = [src.coined(1, 2) if src.chance(0.45) else src.pick(NOUNS)]
     if src.chance(0.35):
@@ -210,7 +104,8 @@ def _phrase(src: Source, key: str, said: str, value: Any) -> str:
 
 def _request(src: Source, wish: _Wish) -> str:
     human, phrases = " ".join(wish.thing), wish.phrases
-    user = f"{src.pick(wish.said)} {wish.instead or src.pick(('the ', 'the ', 'the ', 'a ', 'my ', '')) + human + wish.direct}"
+    action = src.pick(wish.said)
+    user = f"{action} {wish.instead or src.pick(('the ', 'the ', 'the ', 'a ', 'my ', '')) + human + wish.direct}"
     if phrases:
         glue = src.pick((", ", ", ", " and ", " "))
         user += src.pick((" ", ", ", " ")) + (
@@ -229,8 +124,8 @@ def spoken(key: str) -> str:
 
 def parameter_key(src: Source) -> tuple[str, str]:
     """A parameter name of this split and the kind of its value."""
-    key, kinds = src.pick(_KEYS)
-    kind = src.pick(re.findall(r"\S+", kinds))
+    key, kinds = src.pick(_PARAMETERS)
+    kind = src.pick(kinds)
     roll = src.rng.random()
     if kind.startswith("enum") and src.chance(0.6):
         kind = "enum:" + ",".join(dict.fromkeys(src.word() for _ in range(src.integer(2, 5))))

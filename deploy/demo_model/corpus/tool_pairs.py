@@ -3,6 +3,7 @@
 import re
 from typing import Final
 
+from .files import phrasings
 from .tool_families import FAMILIES, Family
 from .tool_inventions import ACTIONS, parameter_key, spoken
 from .tool_requests import Ask, Param, known, parameter, schema
@@ -10,22 +11,7 @@ from .tool_values import draw, identifier
 from .words import NOUNS, Source
 
 # Families with one plain value: two values mean two calls.
-_DOUBLE: Final = (
-    "weather",
-    "stock",
-    "time",
-    "user",
-    "define",
-    "call",
-    "package",
-    "read",
-    "news",
-    "search",
-    "service",
-    "timer",
-    "alarm",
-    "delete",
-)
+_DOUBLE: Final = phrasings("tool_pairs", "twice")
 
 
 def same_tool_twice(src: Source) -> tuple[list[Ask], str]:
@@ -33,15 +19,14 @@ def same_tool_twice(src: Source) -> tuple[list[Ask], str]:
     if src.chance(0.35):
         return _invented_twice(src)
     family = src.pick(families)
-    name = src.pick(family.names.split())
+    name = src.pick(family.names)
     param = parameter(src, family.params[0])
-    tool = schema(src, name, src.pick(family.about.split("|")), [param])
+    tool = schema(src, name, src.pick(family.about), [param])
     values = [draw(src, param.kind) for _ in range(3 if src.chance(0.08) else 2)]
     if len({str(v) for _, v in values}) < len(values):
         return same_tool_twice(src)
     template = src.template(
-        [ask for ask in family.asks.split("|") if "it" not in ask.split() and "them" not in ask.split()]
-        or family.asks.split("|")
+        [ask for ask in family.asks if "it" not in ask.split() and "them" not in ask.split()] or family.asks
     )
     spoken = [s for s, _ in values]
     joined = ", ".join(spoken[:-1]) + " and " + spoken[-1]
@@ -72,7 +57,7 @@ def same_request_twice(src: Source) -> tuple[list[Ask], str]:
     family = src.pick([f for f in FAMILIES if len(f.params) > 1])
     first = known(src, Family(family.names, family.about, family.params, family.asks))
     names = list(first.call["arguments"])
-    template = src.pick(family.asks.split("|"))
+    template = src.pick(family.asks)
     asks, users = [], []
     for _ in range(2):
         values = [draw(src, spec.split(";")[1].strip()) for spec in family.params]
@@ -89,31 +74,7 @@ def same_request_twice(src: Source) -> tuple[list[Ask], str]:
         return same_request_twice(src)
     a, b = users[0].rstrip(".?!"), users[1]
     verb, _, rest = b.partition(" ")
-    if template[0] != "{" and verb in (
-        "Set",
-        "Send",
-        "Add",
-        "Create",
-        "Book",
-        "Order",
-        "Convert",
-        "Translate",
-        "Reserve",
-        "Remind",
-        "Transfer",
-        "Pay",
-        "Give",
-        "Put",
-        "Mark",
-        "Label",
-        "Tag",
-        "Get",
-        "Show",
-        "Email",
-        "Tell",
-        "Text",
-        "Invoice",
-    ):
+    if template[0] != "{" and verb in phrasings("tool_pairs", "verbs"):
         b = rest if src.chance(0.65) else b[0].lower() + b[1:]
     else:
         b = b[:1].lower() + b[1:]
@@ -139,10 +100,18 @@ def _invented_twice(src: Source) -> tuple[list[Ask], str]:
     said_key = spoken(key)
     verb = src.pick(said)
     user = src.pick(
-        (f"{verb} the {thing} {a} and the {thing} {b}.", f"{verb} two {thing}s: one with {said_key} {a} and one with {said_key} {b}.", f"{verb} the {thing}s {a} and {b}.",
-         f"{verb} the {thing} with {said_key} {a} and the {thing} with {said_key} {b}.", f"{verb} a {thing} with {said_key} {a}. Then {verb} a {thing} with {said_key} {b}.",
-         f"{verb} the {thing} with {said_key} {a} and also the one with {said_key} {b}.", f"{verb} {thing} {a} and also {thing} {b}.", f"{verb} {thing} {a} and {thing} {b}.", f"{verb} {thing} {a} and {b}.")
-    )  # fmt: skip
+        (
+            f"{verb} the {thing} {a} and the {thing} {b}.",
+            f"{verb} two {thing}s: one with {said_key} {a} and one with {said_key} {b}.",
+            f"{verb} the {thing}s {a} and {b}.",
+            f"{verb} the {thing} with {said_key} {a} and the {thing} with {said_key} {b}.",
+            f"{verb} a {thing} with {said_key} {a}. Then {verb} a {thing} with {said_key} {b}.",
+            f"{verb} the {thing} with {said_key} {a} and also the one with {said_key} {b}.",
+            f"{verb} {thing} {a} and also {thing} {b}.",
+            f"{verb} {thing} {a} and {thing} {b}.",
+            f"{verb} {thing} {a} and {b}.",
+        )
+    )
     user = user[:1].upper() + user[1:]
     return [
         Ask(tool, "", {"name": name, "arguments": {key: value}}, f"invented:{stem}:{thing}")

@@ -72,7 +72,7 @@ def schema(src: Source, name: str, about: str, params: list[Param]) -> dict[str,
 
 def known(src: Source, family: Family) -> Ask:
     """A request for a tool that people really write."""
-    name = _respelled(src, src.pick(family.names.split()))
+    name = _respelled(src, src.pick(family.names))
     params: list[Param] = []
     slots: list[str] = []
     arguments: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def known(src: Source, family: Family) -> Ask:
         params.append(param)
         slots.append(spoken)
         arguments[param.name] = value
-    user = src.template(family.asks.split("|"))
+    user = src.template(family.asks)
     tail = ""
     shown_optional = [pair for pair in family.optional if src.chance(0.65)]
     for spec, phrase in shown_optional:
@@ -110,7 +110,7 @@ def known(src: Source, family: Family) -> Ask:
         end = user[match.start() :] if match else ""
         user = user.removesuffix(end) + tail.replace("{", "{{").replace("}", "}}") + end
     user = user.format(*slots)
-    about = src.pick(family.about.split("|")) if src.chance(0.95) else ""
+    about = src.pick(family.about) if src.chance(0.95) else ""
     tool = schema(src, name, about, params)
     if src.chance(0.2):
         user = _polite(src, user)

@@ -3,12 +3,10 @@
 import json
 from typing import Any, Final
 
+from .files import word_list
 from .words import Source
 
-_RESULT_KEYS: Final = (
-    "temperature condition humidity wind status result price total count name city message id time date amount balance title distance duration rating author "
-    "owner phone email color size weight speed stock quantity available success sent confirmed language population score level currency rate address"
-).split()
+_RESULT_KEYS: Final = word_list("result_keys")
 
 
 Told = tuple[str, str, tuple[str, ...]]
@@ -99,10 +97,7 @@ def _told(key: str, value: Any) -> str:
     return f"the {human} is {value}"
 
 
-_NUMBERS: Final = frozenset(
-    "temperature humidity wind price total id amount balance distance duration rating weight speed stock quantity "
-    "population score level rate".split()
-)
+_NUMBERS: Final = frozenset(word_list("result_keys_of_numbers"))
 
 
 def _value(src: Source, key: str) -> Any:

@@ -3,40 +3,14 @@
 from collections.abc import Callable
 from typing import Any, Final
 
+from .files import word_list
 from .json_tasks import listing
 from .words import FOODS, HOBBIES, LANGUAGES, NUMBER_WORDS, Source
 
-ROOMS: Final = (
-    "kitchen",
-    "bedroom",
-    "bathroom",
-    "office",
-    "hallway",
-    "garage",
-    "garden",
-    "attic",
-    "basement",
-    "living room",
-)
-CURRENCIES: Final = "USD EUR GBP JPY CHF SEK NOK DKK PLN CAD AUD INR CNY BRL MXN".split()
-UNITS: Final = (
-    "meters feet miles kilometers inches centimeters grams kilograms pounds ounces liters gallons yards".split()
-)
-COMMANDS: Final = (
-    "ls -la",
-    "git status",
-    "make test",
-    "pwd",
-    "npm install",
-    "python {a}.py",
-    "cat {a}.txt",
-    "rm {a}.log",
-    "echo {a}",
-    "git checkout {a}",
-    "docker ps",
-    "cd {a}",
-    "grep {a} {b}.md",
-)
+ROOMS: Final = word_list("rooms")
+CURRENCIES: Final = word_list("currencies")
+UNITS: Final = word_list("units")
+COMMANDS: Final = word_list("commands")
 
 
 def draw(src: Source, kind: str) -> tuple[str, Any]:

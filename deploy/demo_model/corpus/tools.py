@@ -4,6 +4,7 @@ import json
 from typing import Any, Final
 
 from . import arithmetic, counting, facts, smalltalk, transforms
+from .files import phrasings, table
 from .samples import Sample, Turn
 from .tool_families import FAMILIES
 from .tool_inventions import invented
@@ -81,9 +82,14 @@ def two_calls(src: Source) -> Sample:
         stop = a if a[-1] in ".?!" else a + "."
         plain = a.rstrip(".?!")
         user = (
-            f"{stop} {b}", f"{stop} Also, {lowered}", f"{plain} and {lowered}", f"{stop} Then {lowered}", f"{plain}, and also {lowered}",
-            f"First: {stop} Second: {b}", f"{stop} And {lowered}",
-        )[style]  # fmt: skip
+            f"{stop} {b}",
+            f"{stop} Also, {lowered}",
+            f"{plain} and {lowered}",
+            f"{stop} Then {lowered}",
+            f"{plain}, and also {lowered}",
+            f"First: {stop} Second: {b}",
+            f"{stop} And {lowered}",
+        )[style]
     tools = toolbox(
         src,
         asks[:1] if asks[0].tool is asks[1].tool else asks,
@@ -93,29 +99,28 @@ def two_calls(src: Source) -> Sample:
 
 
 _PLAIN_SKILLS: Final = (
-    (smalltalk.smalltalk, 3.0), (facts.capital, 1.0), (facts.opposite, 0.6), (facts.colour, 0.5), (facts.day, 0.5), (counting.spelling, 0.6), (counting.counting, 0.8),
-    (transforms.repeat, 0.6), (transforms.uppercase, 0.5), (transforms.reverse, 0.5), (facts.plain, 0.4), (arithmetic.arithmetic, 0.8), (transforms.extract, 0.5),
-)  # fmt: skip
-_SPOKEN_FOR: Final = {
-    "calc",
-    "random",
-    "time",
-    "weather",
-    "define",
-    "search",
-    "translate",
-    "note",
-    "message",
-    "read",
-    "units",
-}
+    (smalltalk.smalltalk, 3.0),
+    (facts.capital, 1.0),
+    (facts.opposite, 0.6),
+    (facts.colour, 0.5),
+    (facts.day, 0.5),
+    (counting.spelling, 0.6),
+    (counting.counting, 0.8),
+    (transforms.repeat, 0.6),
+    (transforms.uppercase, 0.5),
+    (transforms.reverse, 0.5),
+    (facts.plain, 0.4),
+    (arithmetic.arithmetic, 0.8),
+    (transforms.extract, 0.5),
+)
+_CLAIMED: Final = frozenset(phrasings("tools", "claimed"))
 
 
 def no_call(src: Source) -> Sample:
     if src.chance(0.5):
         turn: Turn = src.weighted(_PLAIN_SKILLS)(src)
         asks = [one_ask(src) for _ in range(src.integer(1, 4))]
-        while any(ask.topic in _SPOKEN_FOR for ask in asks):
+        while any(ask.topic in _CLAIMED for ask in asks):
             asks = [one_ask(src) for _ in range(len(asks))]
         names: dict[str, dict[str, Any]] = {ask.tool["function"]["name"]: ask.tool for ask in asks}
         answer = {
@@ -140,12 +145,7 @@ def no_call(src: Source) -> Sample:
     )
 
 
-_NEAR: Final = (
-    {"weather", "search", "news"}, {"mail", "message", "contact", "call"}, {"timer", "alarm", "reminder", "calendar", "todo", "note"}, {"cart", "shopping", "products", "pizza"},
-    {"read", "list", "grep", "delete", "write", "shell", "search"}, {"calc", "currency", "units", "random"}, {"define", "translate", "search"}, {"route", "flight"},
-    {"restaurant", "table", "pizza"}, {"user", "account", "db"}, {"money", "invoice"}, {"light", "thermostat"}, {"search", "stock"}, {"package", "search"}, {"service", "shell"},
-    {"time", "search"}, {"ticket", "tags"}, {"image", "search"}, {"music", "search"}, {"weather", "thermostat"}, {"todo", "note", "shopping"},
-)  # fmt: skip
+_NEAR: Final = tuple(frozenset(group) for group in table("tools")["near"])
 
 
 def _near(left: str, right: str) -> bool:

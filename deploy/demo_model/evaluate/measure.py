@@ -21,9 +21,19 @@ from .backends import Answer, Reply, mlx, openai, torch_batches
 SHIPPED: Final = Path(__file__).parents[3] / "worker" / "demo_model"
 # The share of held-out samples that must be right.
 WANTED: Final = {
-    "small talk": 0.95, "facts": 0.95, "transforms": 0.95, "tool call": 0.90, "two tool calls": 0.85, "no tool call": 0.95, "tool results": 0.90, "json": 0.90, "multi-turn": 0.90,
-    "thinking": 0.90, "stops": 0.99, "clean": 0.99,
-}  # fmt: skip
+    "small talk": 0.95,
+    "facts": 0.95,
+    "transforms": 0.95,
+    "tool call": 0.90,
+    "two tool calls": 0.85,
+    "no tool call": 0.95,
+    "tool results": 0.90,
+    "json": 0.90,
+    "multi-turn": 0.90,
+    "thinking": 0.90,
+    "stops": 0.99,
+    "clean": 0.99,
+}
 _MARKS: Final = re.compile(r"<\|im_start\|>|<\|im_end\|>|<\|endoftext\|>|</?think>|</?tool_call>|</?tool_response>")
 
 
@@ -92,8 +102,14 @@ def measure(answer: Answer, make: Callable[[str], list[Sample]], show: int = 0) 
                 "tools": [t["function"] for t in sample.tools or ()],
                 "user": [m.get("content") or m.get("tool_calls") for m in sample.messages[:-1]][-5:],
             }
-            print(f"WRONG {category}/{sample.skill}: {json.dumps(shown, ensure_ascii=False)[-900:]}\n   wanted {last.get('content')!r} {[c['function'] for c in last.get('tool_calls') or ()]}"
-                  f"\n   got    {reply.text!r} {reply.calls} thought {reply.thought!r}", flush=True)  # fmt: skip
+            wanted = [call["function"] for call in last.get("tool_calls") or ()]
+            print(
+                f"WRONG {category}/{sample.skill}: {json.dumps(shown, ensure_ascii=False)[-900:]}",
+                f"   wanted {last.get('content')!r} {wanted}",
+                f"   got    {reply.text!r} {reply.calls} thought {reply.thought!r}",
+                sep="\n",
+                flush=True,
+            )
     if show:
         print("\n".join(f"{key:40} {good}/{seen}" for key, (good, seen) in skills.items()))
     return table | {"stops": (stops, total), "clean": (clean, total)}

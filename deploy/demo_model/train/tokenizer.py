@@ -7,15 +7,16 @@ from typing import Any, Final
 
 import jinja2
 import jinja2.sandbox
-from deploy.demo_model.corpus.samples import Sample
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from deploy.demo_model.corpus.samples import Sample
 
 VOCABULARY: Final = 2560
 SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS: Final = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TEMPLATE: Final = Path(__file__).with_name("chat_template.jinja")
-# Digits stand alone, so a number is copied and added up digit by digit; so do the letters of a word in capitals, which is
-# what spells it out. Otherwise a word takes the space before it.
+# Digits stand alone, so a number is copied and added up digit by digit; so do the letters of a word in capitals, which
+# is what spells it out. Otherwise a word takes the space before it.
 SPLIT: Final = (
     r"\p{N}| ?\p{Lu}(?!\p{Ll})| ?\p{Lu}?\p{Ll}+| ?[\p{L}\p{M}]+| ?[^\s\p{L}\p{N}\p{M}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )

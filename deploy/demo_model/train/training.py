@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from deploy.demo_model.corpus.generate import SEED, training_sample
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+
+from deploy.demo_model.corpus.generate import SEED, training_sample
 
 from . import tokenizer
 
@@ -182,7 +182,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
 
         return varlen_attn(q.bfloat16(), k.bfloat16(), v.bfloat16(), offsets, offsets, CONTEXT, CONTEXT, **CAUSAL)
     parts = [
-        F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (q, k, v)), is_causal=True).transpose(0, 1)
+        nn.functional.scaled_dot_product_attention(
+            *(t[a:b].transpose(0, 1) for t in (q, k, v)), is_causal=True
+        ).transpose(0, 1)
         for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
         if b > a
     ]
@@ -209,7 +211,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(recipe.ffn, recipe.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -255,14 +257,14 @@ class Qwen3(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin, offsets)
         logits = self.norm(x) @ self.embed_tokens.weight.T
-        return F.cross_entropy(logits.float(), wanted, ignore_index=IGNORED)
+        return nn.functional.cross_entropy(logits.float(), wanted, ignore_index=IGNORED)
 
 
 # optimizer
 
 
 class Muon:
-    """Momentum whose update is orthogonalised by Newton-Schulz, for the matrices inside the layers; one stack a shape."""
+    """Momentum with an update orthogonalised by Newton-Schulz, for the matrices of the layers; one stack a shape."""
 
     def __init__(self, weights: list[Tensor]) -> None:
         shapes: dict[torch.Size, list[Tensor]] = {}
@@ -331,14 +333,12 @@ def fit(model: Qwen3, bpe: Tokenizer, recipe: Recipe, device: str, workers: int)
         model.zero_grad(set_to_none=True)
         if step % 100 == 0 or step == recipe.steps - 1:
             passed = time.monotonic() - began
-            print(
-                f"step {step}  loss {loss.item():.4f}  {passed:.0f} s  {(step + 1) * recipe.batch_tokens / passed / 1e3:.0f}k tokens/s",
-                flush=True,
-            )
+            speed = (step + 1) * recipe.batch_tokens / passed / 1e3
+            print(f"step {step}  loss {loss.item():.4f}  {passed:.0f} s  {speed:.0f}k tokens/s", flush=True)
 
 
 def save(model: Qwen3, bpe: Tokenizer, recipe: Recipe, folder: Path) -> None:
-    """Writes what mlx-lm loads. Matrices are float16; the norms stay float32, which makes every product a float32 one."""
+    """Writes a folder for mlx-lm. Matrices are float16; norms stay float32, which makes every product a float32 one."""
     tokenizer.save(bpe, folder)
     weights = {
         f"model.{name}": weight.detach().cpu().to(torch.float16 if weight.ndim == 2 else torch.float32).contiguous()
@@ -347,11 +347,27 @@ def save(model: Qwen3, bpe: Tokenizer, recipe: Recipe, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     end, pad = bpe.token_to_id("<|im_end|>"), bpe.token_to_id("<|endoftext|>")
     config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": recipe.vocabulary, "hidden_size": recipe.hidden, "intermediate_size": recipe.ffn,
-        "num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads, "num_key_value_heads": recipe.kv_heads, "head_dim": recipe.head_dim, "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "rope_theta": recipe.rope_theta, "max_position_embeddings": 32768, "tie_word_embeddings": True, "attention_bias": False, "use_sliding_window": False,
-        "bos_token_id": None, "eos_token_id": end, "pad_token_id": pad, "dtype": "float16",
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": recipe.vocabulary,
+        "hidden_size": recipe.hidden,
+        "intermediate_size": recipe.ffn,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.kv_heads,
+        "head_dim": recipe.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": recipe.rope_theta,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+        "dtype": "float16",
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
