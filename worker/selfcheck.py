@@ -121,6 +121,8 @@ class _Check:
         for lane in _LANES if mergeable else (Lane.SINGLE,):
             try:
                 return self._plan(lane, expected, [f"{_TOLD[lane]}, because {why}"] if why else [])
+            except LoadFailed:
+                raise
             except Exception as error:  # the boundary to code of every architecture
                 why = _because(error)
         raise LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm computes this model wrongly: {why}")
@@ -152,8 +154,9 @@ class _Check:
             waves = [[self._prompts[1][:SHARED]], self._prompts]
             self._compare("from the prefix cache", self._run(lane, waves, CHUNK, _CACHE_BYTES)[1:], expected)
         except Exception as error:  # the boundary to code of every architecture
+            why = _because(error)
             self._compare("beside a longer one, in chunks", self._run(lane, [self._prompts], CHUNK), expected)
-            return Plan(lane, False, "; ".join([*reasons, f"prefixes are not reused, because {_because(error)}"]))
+            return Plan(lane, False, "; ".join([*reasons, f"prefixes are not reused, because {why}"]))
         return Plan(lane, True, "; ".join(reasons))
 
     def _alone(self, prompt: list[int], chunk: int) -> _Said:

@@ -53,6 +53,21 @@ class Raising(Wrapped):
         raise ValueError("operands could not be broadcast\nwith a second line")
 
 
+class Short(Wrapped):
+    """Finds no memory for one forward pass."""
+
+    def __init__(self, model: Any, fails_at: int = 0) -> None:
+        super().__init__(model)
+        self.passes = 0
+        self._fails_at = fails_at
+
+    def __call__(self, inputs: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        self.passes += 1
+        if self.passes == self._fails_at:
+            raise RuntimeError("[malloc] Unable to allocate 1073741824 bytes.")
+        return super().__call__(inputs, *args, **kwargs)
+
+
 class Endless(Wrapped):
     def __call__(self, inputs: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         return super().__call__(inputs, *args, **kwargs) * float("nan")
@@ -125,6 +140,16 @@ def test_a_forward_pass_that_raises_is_a_refusal_with_its_reason(model_folder: C
     assert caught.value.exit_status is Exit.MODEL_UNUSABLE
     with pytest.raises(LoadFailed, match="mlx-lm cannot run this model"):
         EngineHarness(spec(model_folder("qwen3"), batching="together"), wrap=Raising).__enter__()
+
+
+def test_a_check_that_finds_no_memory_says_so_and_chooses_no_lane(model_folder: Callable[[str], Path]) -> None:
+    model = load(spec(model_folder("qwen3")), nothing).model
+    whole = Short(model)
+    choose(whole, IDS, "auto")
+    for fails_at in (1, whole.passes // 2, whole.passes):
+        with pytest.raises(LoadFailed, match="not enough memory") as caught:
+            choose(Short(model, fails_at), IDS, "auto")
+        assert caught.value.exit_status is Exit.OUT_OF_MEMORY
 
 
 def test_weights_that_give_no_numbers_are_refused(model_folder: Callable[[str], Path]) -> None:
