@@ -102,7 +102,7 @@ def test_small_chunks_do_not_give_back_the_buffers_of_the_next_step(
         loaded.model, loaded.eos_ids, 4, 512, PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0)
     )
     cleared: list[int] = []
-    monkeypatch.setattr("worker.batch.CLEAR_TOKENS", 256)
+    monkeypatch.setattr("worker.generator.CLEAR_TOKENS", 256)
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(longest.prefilled + 16))
     longest, shorter = row(loaded, 1, 600), row(loaded, 100, 90)
     for each in (longest, shorter):
