@@ -102,8 +102,8 @@ def test_a_worker_says_hello_then_loads_then_is_ready(run_dir: Path, model_folde
         # It is introduced once unasked, and once to the gateway that welcomes it.
         assert [message for message in loading if not isinstance(message, Loading)] == [hello]
         stages = [message.stage for message in loading if isinstance(message, Loading)]
-        assert stages == sorted(stages, key=["import", "weights", "warmup"].index)
-        assert set(stages) == {"import", "weights", "warmup"}
+        assert stages == sorted(stages, key=["import", "weights", "check", "warmup"].index)
+        assert set(stages) == {"import", "weights", "check", "warmup"}
         assert (ready.epoch, ready.max_context, ready.max_running, ready.vocab_size) == (3, 200, 3, VOCAB)
         assert (ready.model_type, ready.has_chat_template) == ("qwen3", True)
         assert ready.weights_bytes > 0
