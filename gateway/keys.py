@@ -100,6 +100,7 @@ class Key(Struct, frozen=True, kw_only=True):
 
 
 _KNOWN: Final = frozenset(Key.__struct_fields__)
+_DEFAULTS: Final[dict[str, Any]] = msgspec.to_builtins(Key(name="", prefix="", salt="", hash=""))
 # A mlxd that does not know these would let the key do more.
 _RESTRICTIONS: Final = frozenset({"is_disabled", "is_metrics_only"})
 # What an admin key has none of.
@@ -270,10 +271,15 @@ def _decode(data: bytes) -> tuple[Key, ...]:
 
 def _encode(keys: Iterable[Key], before: dict[str, Any]) -> bytes:
     """The file with these keys, and with what others than this version have written of them and beside them."""
-    others: dict[str, dict[str, Any]] = {raw["name"]: raw for raw in before.get("keys", ())}
-    made = [others.get(key.name, {}) | msgspec.to_builtins(key) for key in keys]
+    others = {raw["name"]: {name: raw[name] for name in raw.keys() - _KNOWN} for raw in before.get("keys", ())}
+    made = [_written(key) | others.get(key.name, {}) for key in keys]
     whole = before | {"keys": made, "version": FILE_VERSION}
     return msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n"
+
+
+def _written(key: Key) -> dict[str, Any]:
+    """The fields of a key that differ from their defaults. Of the others an older mlxd need not know."""
+    return {name: value for name, value in msgspec.to_builtins(key).items() if value != _DEFAULTS[name]}
 
 
 def _fields(raw: dict[str, Any], name: str) -> set[str]:

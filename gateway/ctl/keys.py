@@ -213,7 +213,7 @@ def rotate(name: Name, json: Json = False) -> None:
 
 @app.command()
 def usage(json: Json = False) -> None:
-    """Show what each key has used since the daemon started; Prometheus keeps the history.
+    """Show what each key has used, over restarts; `mlxctl usage` has it by day and model.
 
     Example: mlxctl keys usage
     """

@@ -191,6 +191,20 @@ def test_what_a_later_version_has_written_is_ignored_and_kept_on_every_change(fi
     assert file.read()[0].rpm == 7
 
 
+def test_the_file_says_of_a_key_only_what_differs_from_the_defaults(file: KeyFile) -> None:
+    """An older mlxd that refuses fields which it does not know then reads every key that uses none of them."""
+    file.create(key("plain", rpm=5))
+    file.create(key("later", tokens_per_day=9))
+    file.change("later", tokens_per_day=0)
+    file.change("plain", is_disabled=True)
+    file.change("plain", is_disabled=False)
+
+    written = [set(one) for one in json.loads(file.path.read_bytes())["keys"]]
+    common = {"name", "prefix", "salt", "hash", "cache_salt", "created"}
+    assert written == [common | {"rpm"}, common]
+    assert [(one.rpm, one.alert_at) for one in file.read()] == [(5, 80), (0, 80)]
+
+
 def test_a_key_that_requires_what_only_a_later_version_knows_opens_nothing(file: KeyFile) -> None:
     file.create(key("a"))
     edited(file, lambda contents: contents["keys"][0].update(requires=["addresses"], addresses=["10.0.0.0/8"]))
