@@ -179,7 +179,9 @@ class UsageByDay:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         query, ledger = QueryParams(scope["query_string"]), self._services.ledger
         last = _day(query, "to") or ledger.today()
-        first = _day(query, "from") or last - timedelta(days=USAGE_DAYS - 1)
+        first = _day(query, "from") or _days_before(last, USAGE_DAYS - 1)
+        if first > last:
+            raise BadRequest(f"'from' ({first}) is after 'to' ({last}).", "from", "invalid_value")
         by = [name for name in query.get("by", "key").split(",") if name]
         if len(set(by)) != len(by) or not set(by) <= set(DIMENSIONS):
             raise BadRequest(f"'by' is a list of {', '.join(DIMENSIONS)}.", "by", "invalid_value")
@@ -218,6 +220,13 @@ def _day(query: QueryParams, name: str) -> date | None:
         return None if text is None else date.fromisoformat(text)
     except ValueError:
         raise BadRequest(f"'{name}' is a day, such as 2026-01-31.", name, "invalid_value") from None
+
+
+def _days_before(day: date, days: int) -> date:
+    try:
+        return day - timedelta(days=days)
+    except OverflowError:
+        raise BadRequest("'to' is too early to have days before it: send 'from' too.", "to", "invalid_value") from None
 
 
 def _usage_line(line: Line, by: list[str]) -> UsageLine:

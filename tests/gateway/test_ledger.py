@@ -7,6 +7,7 @@ from datetime import date, datetime
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
+import httpx
 import pytest
 
 from gateway.errors import BudgetSpent
@@ -250,12 +251,23 @@ def test_what_was_used_of_a_minute_is_not_forgotten_by_a_restart(tmp_path: Path,
 # -- over HTTP -------------------------------------------------------------------------------------------------------
 
 
-async def lines(gateway: Gateway, by: str) -> list[dict[str, object]]:
-    import httpx
-
+def admin_of(gateway: Gateway) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(gateway.admin)  # pyright: ignore[reportArgumentType]
-    async with httpx.AsyncClient(transport=transport, base_url="http://admin") as admin:
+    return httpx.AsyncClient(transport=transport, base_url="http://admin")
+
+
+async def lines(gateway: Gateway, by: str) -> list[dict[str, object]]:
+    async with admin_of(gateway) as admin:
         return (await admin.get(f"/v1/usage?by={by}")).json()["lines"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("days", "word"), [("to=0001-01-05", "from"), ("from=2026-02-01&to=2026-01-31", "after")])
+async def test_days_that_are_none_or_the_wrong_way_round_are_refused(tmp_path: Path, days: str, word: str) -> None:
+    async with running(tmp_path) as gateway, admin_of(gateway) as admin:
+        answer = await admin.get(f"/v1/usage?{days}")
+    assert answer.status_code == 400
+    assert word in answer.json()["error"]["message"]
 
 
 @pytest.mark.anyio
