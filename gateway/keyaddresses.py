@@ -30,14 +30,15 @@ class KeyAddresses:
         """`path` is the audit log, `prefixes` those of the keys in force."""
         self._trail = trail
         self._seen: defaultdict[str, set[str]] = defaultdict(set)
-        for line in last_lines(path, _LINES_MAX, lambda line: '"key.address"' in line):
+        for line in _lines(path):
             try:
                 found = _decoder.decode(line)
-            except msgspec.DecodeError:
+                network = Address(found.client).network
+            except (msgspec.DecodeError, ValueError):
                 continue
             prefix = found.facts.get("prefix")
             if isinstance(prefix, str) and prefix in prefixes:
-                self._seen[prefix].add(Address(found.client).network)
+                self._seen[prefix].add(network)
 
     def use(self, key: str, prefix: str, address: Address) -> None:
         """Note a use of a key, and record it if it is the first from its address."""
@@ -50,3 +51,11 @@ class KeyAddresses:
             log.warning("key %s is used from more than %d addresses: further ones are not recorded", key, ADDRESSES_MAX)
             return
         self._trail.record(entry("key.address", key, client=address.host, actor=Actor(), facts={"prefix": prefix}))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return last_lines(path, _LINES_MAX, lambda line: '"key.address"' in line)
+    except OSError as error:
+        log.error("%s cannot be read, so known addresses of keys are recorded again: %s", path, error.strerror or error)
+        return []

@@ -119,6 +119,24 @@ def test_addresses_of_one_key_are_bounded_and_those_of_a_customer_are_one(
     assert caplog.text.count("further ones are not recorded") == 1
 
 
+def test_a_line_or_an_audit_log_that_cannot_be_read_costs_the_addresses_in_it_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    audit, prefix = Audit(tmp_path), "sk-mlxd-12345678"
+    for client in ("no:address", "192.0.2.1"):
+        audit.record(entry("key.address", "k", client=client, facts={"prefix": prefix}))
+    trail = AuditTrail(audit)
+    addresses = KeyAddresses(trail, audit_path(tmp_path), [prefix])
+    addresses.use("k", prefix, Address("192.0.2.1", 1))
+    trail.close()
+    assert len(entries(tmp_path)) == 2
+
+    audit_path(tmp_path).rename(tmp_path / "old")
+    audit_path(tmp_path).mkdir()
+    KeyAddresses(AuditTrail(Audit(tmp_path)), audit_path(tmp_path), [prefix])
+    assert "cannot be read" in caplog.text
+
+
 # -- orders over the unix socket -------------------------------------------------------------------------------------
 
 
