@@ -47,6 +47,10 @@ DISABLED: Final = "disabled_api_key"
 # By a page of another site, or of another port or name of this one: `same-origin` and `none` are what is left.
 _CROSS_SITE: Final = ("cross-site", "same-site")
 _REASONS: Final = {None: "missing", INVALID: "invalid", EXPIRED: "expired", DISABLED: "disabled"}
+_SCRAPERS: Final = (
+    "Metrics name every model and key: they need a key made with 'mlxctl keys create prometheus --role metrics', sent "
+    "as 'Authorization: Bearer KEY'. [server] metrics_auth = false shows them to everybody."
+)
 _NO_SALT: Final = "00" * 16
 UNKNOWN: Final[Stamp] = (-1, -1, -1)
 
@@ -138,7 +142,7 @@ class Keyring:
         self._stamp = stamp
         keys = self._file.read()
         by_prefix: dict[bytes, list[Account]] = {}
-        has_others = sum(key.is_usable for key in keys) > 1
+        has_others = sum(key.is_usable and not key.is_metrics_only for key in keys) > 1
         for key in keys:
             by_prefix.setdefault(key.prefix.encode(), []).append(Account(key, self._make_caller(key, has_others)))
         self._by_prefix = by_prefix
@@ -240,10 +244,12 @@ class Auth:
         except Unauthorized as error:
             if needs_none:
                 return NOBODY
+            if path == METRICS and error.code is None:
+                error = Unauthorized(_SCRAPERS, None)
             self._refuse(error, record)
         if path == METRICS:
             if is_closed and not (caller.is_admin or caller.is_metrics_only):
-                raise Forbidden("Metrics tell of every model and key: they need a key made with --role metrics.")
+                raise Forbidden(_SCRAPERS)
         elif caller.is_metrics_only and path not in HEALTH:
             raise Forbidden("This key may read /metrics and nothing else.")
         return caller

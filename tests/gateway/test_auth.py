@@ -367,6 +367,12 @@ async def test_metrics_name_models_and_keys_to_admins_and_scrapers_only(tmp_path
             assert 'key="user"' in shown.text
 
 
+async def test_a_scrape_without_a_key_is_told_how_to_make_one(gateway: Gateway) -> None:
+    answer = await gateway.client.get("/metrics")
+    assert answer.status_code == 401
+    assert "mlxctl keys create prometheus --role metrics" in answer.json()["error"]["message"]
+
+
 async def test_metrics_are_for_everybody_where_the_configuration_says_so(tmp_path: Path) -> None:
     make(tmp_path)
     async with running(tmp_path, server=ServerConfig(metrics_auth=False)) as gateway:

@@ -49,6 +49,14 @@ async def test_the_only_key_has_the_whole_queue_and_a_key_may_have_a_share_of_it
         assert "at most 10" in (await complete(gateway, other, 40))[1]
 
 
+async def test_a_key_that_only_reads_metrics_takes_no_share_of_a_queue(tmp_path: Path) -> None:
+    only = make(tmp_path, "only")
+    make(tmp_path, "prometheus", is_metrics_only=True)
+    async with running(tmp_path, [], [MODEL], ServerConfig(queue_share=25)) as gateway:
+        assert (await complete(gateway, only, 30))[0] == 200
+
+
+@pytest.mark.anyio
 async def test_a_key_of_one_at_once_cannot_have_a_thousand(tmp_path: Path) -> None:
     secret = make(tmp_path, "k", rpm=1000, concurrency=1)
     async with running(tmp_path, [], [MODEL]) as gateway:
