@@ -1,5 +1,6 @@
 """The rows on the device, from their insertion to what they leave in the prefix cache."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -9,6 +10,7 @@ import numpy as np
 from mlx_lm.generate import StopSequences
 
 from worker.constrain import Masks
+from worker.errors import is_allocation_failure
 from worker.generator import Generator
 from worker.kv_budget import KvCost
 from worker.lanes import Lane
@@ -16,6 +18,8 @@ from worker.prefix_cache import PrefixCache
 from worker.prefix_tree import common_prefix
 from worker.rows import Row
 from worker.sampling import Guard, RowSampler, processors
+
+log = logging.getLogger("mlxd.worker")
 
 # Models whose caches cannot be cut get a checkpoint this often within a long message …
 CHECKPOINT_TOKENS: Final = 2048
@@ -201,9 +205,15 @@ class Batch:
         self._unstored.discard(row.uid)
         with mx.stream(self._generator.stream):
             caches, tokens = self._generator.remove([row.uid], return_prompt_caches=True)[row.uid]
-            # A row that never ran holds what it was given.
-            if len(tokens) > row.reused:
-                self._cache.store(np.array(tokens, dtype=np.int32), caches, row.cache_salt)
+        # A row that never ran holds what it was given.
+        if len(tokens) > row.reused:
+            try:
+                self._keep(row, tokens, caches)
+            except Exception as error:  # the row is out, often to make room, and must not be lost for what it leaves
+                if not is_allocation_failure(error):
+                    raise
+                log.warning("no memory to keep the KV of a row; all cached prefixes go: %s", error)
+                self._cache.clear()
         return tokens
 
     def tick(self, chunk: int) -> Tick:

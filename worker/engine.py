@@ -126,12 +126,12 @@ class Engine:
         while not self._is_stopping:
             self._take_commands()
             self._enforce_deadlines()
-            self._admit()
+            self._recovering(self._admit)
             self._make_room()
             if self._batch:
                 self._tick()
             self._flush()
-            self._settle()
+            self._recovering(self._batch.settle)
             self._cache.hand_over()
             self._tend_share()
         self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
@@ -315,9 +315,9 @@ class Engine:
         self._gauges.generation_tokens += len(tick.tokens)
         self._emit(tick, now)
 
-    def _settle(self) -> None:
+    def _recovering(self, act: Callable[[], None]) -> None:
         try:
-            self._batch.settle()
+            act()
         except Exception as error:  # the root of the step loop
             self._recover(error)
 

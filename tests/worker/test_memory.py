@@ -3,19 +3,21 @@
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import Finish, Generate, Sampling, SetMemory, Step, TextPrompt, TokensPrompt
+from protocol.messages import Abort, Finish, Generate, Sampling, SetMemory, Step, TextPrompt, TokensPrompt
 from protocol.spec import WorkerSpec
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import Breakable
 from tests.support.process import Gateway
 from worker.errors import StepFailed
 from worker.memory import Limits, Share, divide
+from worker.prefix_cache import PrefixCache
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -224,6 +226,40 @@ def test_a_step_that_finds_no_memory_is_tried_again_with_a_smaller_batch(
         engine.loaded.model.faults = 2
         assert engine.run(batch[:1])[0].failure is not None
         assert isinstance(engine.error, StepFailed)
+    assert [result.ids for result in results] == alone
+
+
+@pytest.mark.parametrize("act", ["fetch", "store"])
+def test_a_row_that_joins_or_leaves_without_memory_for_a_prefix_costs_no_other_its_tokens(
+    act: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def request(rid: int, max_tokens: int) -> Generate:
+        prompt = TokensPrompt(tuple(range(20 * rid, 20 * rid + 90)))
+        return Generate(rid, prompt, Sampling(temperature=0.0, ignore_eos=True), max_tokens)
+
+    batch, late, leaving = [request(1, 80), request(2, 80)], request(3, 4), request(4, 3000)
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        alone = [engine.run([each])[0].ids for each in (*batch, late)]
+        cache, original, calls = engine.engine.cache, getattr(PrefixCache, act), 0
+
+        def failing_once(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise RuntimeError("[malloc] Unable to allocate 1073741824 bytes.")
+            return original(*args, **options)
+
+        results = [engine.submit(each) for each in (*batch, leaving)]
+        engine.wait(lambda: all(result.ids for result in results), "all rows to run")
+        monkeypatch.setattr(PrefixCache, act, failing_once)
+        engine.command(Abort((leaving.rid,)))
+        results.insert(2, engine.submit(late))
+        engine.wait(lambda: engine.error is not None or all(result.terminals for result in results), "all ends")
+        assert calls > 0
+        assert engine.error is None
+        cache.check()
+    assert [result.terminals for result in results] == [1, 1, 1, 1]
+    assert results.pop().finish is Finish.ABORT
     assert [result.ids for result in results] == alone
 
 
