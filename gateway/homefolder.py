@@ -40,14 +40,10 @@ class HomeFolder:
     def reading(self) -> Generator[int, None, None]:
         """The open folder. Raises `OSError`, `FolderRefused`."""
         home = open_folder(self.path.parent)
-        try:
+        with _closing(home):
             folder = self._opened(home)
-        finally:
-            os.close(home)
-        try:
+        with _closing(folder):
             yield folder
-        finally:
-            os.close(folder)
 
     @contextlib.contextmanager
     def changing(self) -> Generator[int, None, None]:
@@ -63,14 +59,10 @@ class HomeFolder:
     def made(self) -> Generator[int, None, None]:
         """The open folder, made if need be. Raises `OSError`, `FolderRefused`."""
         home = open_folder(self.path.parent, make=True)
-        try:
+        with _closing(home):
             folder = self._made(home)
-        finally:
-            os.close(home)
-        try:
+        with _closing(folder):
             yield folder
-        finally:
-            os.close(folder)
 
     def file(self, folder: int, name: str, flags: int) -> int:
         """A file in the open folder, made if need be: its descriptor. Raises `OSError`, `FolderRefused`."""
@@ -239,3 +231,11 @@ def _root_link(folder: int, at: Path, name: str) -> Path | None:
 def _is_foreign(owner: os.stat_result) -> bool:
     """Whether this is root in what belongs to another."""
     return os.geteuid() == 0 and owner.st_uid != 0
+
+
+@contextlib.contextmanager
+def _closing(descriptor: int) -> Generator[None, None, None]:
+    try:
+        yield
+    finally:
+        os.close(descriptor)
