@@ -21,11 +21,15 @@ Network = IPv4Network | IPv6Network
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`host` is an IP address, `unix` or, where nothing is known, empty. A forwarded one has no port."""
+    """`host` is an IP address, `unix` or, where nothing is known, empty. A forwarded one has no port.
+
+    A hidden one is that of a trusted proxy, which tells in its header no address of the client.
+    """
 
     host: str
     port: int | None = None
     is_forwarded: bool = False
+    is_hidden: bool = False
 
     def __str__(self) -> str:
         if self.port is None:
@@ -39,6 +43,11 @@ class Address:
             return self.host
         address = IPv6Address(self.host.partition("%")[0])
         return str(IPv6Network((int(address), _CUSTOMER_BITS), strict=False))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the client itself made the connection, or is on the loopback of its proxy."""
+        return not self.is_hidden and (not self.is_forwarded or self.is_loopback)
 
     @property
     def is_loopback(self) -> bool:
@@ -62,7 +71,7 @@ class Proxies:
     def client(self, scope: Scope) -> Address:
         """The client of a request: its connection's other end; behind trusted proxies the last address before them.
 
-        A header of anybody else, or with anything that is no address where one is needed, is ignored.
+        A header of anybody else is ignored. With anything that is no address where one is needed, the client is hidden.
         """
         peer = scope.get("client")
         if peer is None:
@@ -73,7 +82,7 @@ class Proxies:
         for hop in _last_hops(scope):
             host = _ip(hop)
             if host is None:
-                break
+                return Address(address.host, address.port, is_hidden=True)
             if not self.trusts(host):
                 return Address(host, is_forwarded=True)
         return address
@@ -99,6 +108,8 @@ def bad_proxy(address: str) -> str | None:
 def _last_hops(scope: Scope) -> list[str]:
     """What each proxy says it was asked by, the nearest first."""
     lines = [value for name, value in scope["headers"] if name == FORWARDED]
+    if not lines:
+        return []
     told = b",".join(lines).decode("latin-1").rsplit(",", HOPS_MAX)[-HOPS_MAX:]
     return [hop.strip() for hop in reversed(told)]
 

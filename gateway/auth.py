@@ -232,7 +232,7 @@ class Auth:
         is_closed = self._live.config.server.metrics_auth
         needs_none = path in HEALTH or (path == METRICS and not is_closed)
         # A proxy on this machine must not make others of its clients the owner.
-        is_local = self._is_loopback and (not record.client.is_forwarded or record.client.is_loopback)
+        is_local = self._is_loopback and record.client.is_own
         is_everybodys = keyring.is_open and is_local
         if is_everybodys or self._live.config.server.hosts:
             self._check_host(Headers(scope=scope), is_everybodys)

@@ -46,11 +46,23 @@ def test_behind_trusted_proxies_the_client_is_the_last_address_before_them(lines
 
 @pytest.mark.parametrize(
     "line",
-    ["", "unknown", "evil\x1b[31m", "203.0.113.9, _hidden", "203.0.113.9,", "127.0.0.1", "10.0.0.2, 127.0.0.1",
-     "fe80::1%0", "203.0.113.9, " + ", ".join(["10.0.0.2"] * HOPS_MAX), "1.2.3.4.5", "a" * 5000],
-)  # fmt: skip
-def test_what_tells_no_address_leaves_that_of_the_connection(line: str) -> None:
-    assert Proxies(("127.0.0.1", "10.0.0.0/29")).client(scope(PEER, line)) == Address(*PEER)
+    ["", "unknown", "evil\x1b[31m", "203.0.113.9, _hidden", "203.0.113.9,", "fe80::1%0", "1.2.3.4.5", "a" * 5000],
+)
+def test_what_tells_no_address_leaves_that_of_the_connection_which_is_not_the_clients(line: str) -> None:
+    found = Proxies(("127.0.0.1", "10.0.0.0/29")).client(scope(PEER, line))
+
+    assert found == Address(*PEER, is_hidden=True)
+    assert not found.is_own
+
+
+@pytest.mark.parametrize(
+    "lines", [[], ["127.0.0.1"], ["10.0.0.2, 127.0.0.1"], ["203.0.113.9, " + ", ".join(["10.0.0.2"] * HOPS_MAX)]]
+)
+def test_where_all_are_proxies_the_client_is_that_of_the_connection(lines: list[str]) -> None:
+    found = Proxies(("127.0.0.1", "10.0.0.0/29")).client(scope(PEER, *lines))
+
+    assert found == Address(*PEER)
+    assert found.is_own
 
 
 def test_the_header_of_anybody_else_is_ignored() -> None:

@@ -192,6 +192,8 @@ async def test_a_client_behind_a_proxy_of_this_machine_is_not_the_owner(tmp_path
     async with running(tmp_path, server=ServerConfig(trusted_proxies=("127.0.0.1",))) as gateway:
         assert (await gateway.client.get("/v1/models")).status_code == 200
         assert (await ask(gateway, "127.0.0.1")).status_code == 200
+        # Also one whose address the proxy keeps to itself, as Squid does.
+        assert (await ask(gateway, "unknown")).status_code == 401
         refused = await ask(gateway, "203.0.113.1")
         assert refused.status_code == 401
         assert "mlxctl keys create" in refused.text
