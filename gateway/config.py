@@ -34,11 +34,19 @@ class ConfigError(Failed):
         self.line = line
 
 
+class TlsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`tls` of the server: PEM files, that of the certificate with its chain. Empty: plain HTTP."""
+
+    certificate: str = ""
+    key: str = ""
+
+
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`. In the file `_s` and `_bytes` may be left out of a key: `drain = "30s"`, `max_body = "32MiB"`."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8484
+    tls: TlsConfig = TlsConfig()
     log_level: LogLevel = "info"
     # Of what goes to stderr; `auto` is for people on a terminal and JSON elsewhere. The file is always JSON.
     log_format: Literal["auto", "json", "console"] = "auto"
@@ -243,6 +251,13 @@ def run_dir(home: Path) -> Path:
 def admin_socket(home: Path) -> Path:
     """Where the daemon of a home listens to mlxctl."""
     return run_dir(home) / "admin.sock"
+
+
+def url_of(server: ServerConfig, host: str = "", port: int = 0) -> str:
+    """The base URL of a server, as configured, or where it really listens."""
+    host = host or server.host
+    scheme = "https" if server.tls.certificate else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port or server.port}"
 
 
 def keys_path(home: Path) -> Path:

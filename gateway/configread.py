@@ -9,6 +9,7 @@ from msgspec import Struct, structs
 from gateway import awake
 from gateway.address import bad_proxy
 from gateway.caller import OWNER
+from gateway.certificate import CertificateUnusable, load
 from gateway.config import (
     CONFIG_NAME,
     NAME_BYTES_MAX,
@@ -21,6 +22,7 @@ from gateway.config import (
     SamplingDefaults,
     ServerConfig,
     ThinkingDefaults,
+    TlsConfig,
     keys_path,
 )
 from gateway.configsource import Source
@@ -73,6 +75,8 @@ def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig
     table |= overrides
     if isinstance(table.get("log_level"), str):
         table["log_level"] = table["log_level"].lower()
+    if "tls" in table:
+        table["tls"] = _tls(source, table["tls"])
     server = source.convert(table, ServerConfig, ("server",), overridden=frozenset(overrides))
     for origin in server.cors:
         if reason := bad_origin(origin):
@@ -95,6 +99,22 @@ def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig
     if reason := bad_endpoint(server.otlp_endpoint):
         raise source.error(f"otlp_endpoint: {reason}", ("server", "otlp_endpoint"))
     return server
+
+
+def _tls(source: Source, raw: Any) -> TlsConfig:
+    """Checked with the files that it names. Raises `ConfigError`."""
+    where = ("server", "tls")
+    tls = source.convert(source.table(raw, TlsConfig, where), TlsConfig, where)
+    if not tls.certificate and not tls.key:
+        return tls
+    if not tls.certificate or not tls.key:
+        raise source.error("tls: needs both certificate and key", where)
+    certificate, key = source.path_of(tls.certificate), source.path_of(tls.key)
+    try:
+        load(certificate, key)
+    except CertificateUnusable as error:
+        raise source.error(f"tls: {error}", where) from None
+    return TlsConfig(str(certificate), str(key))
 
 
 def _need_keys(source: Source, home: Path, host: str, *, is_override: bool) -> None:

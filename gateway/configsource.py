@@ -18,6 +18,7 @@ from gateway.config import (
     SamplingDefaults,
     ServerConfig,
     ThinkingDefaults,
+    TlsConfig,
     file_key,
 )
 from gateway.configtext import Locator, parse_duration, parse_size
@@ -27,6 +28,7 @@ T = TypeVar("T", bound=Struct)
 # Where a key may have been meant to stand.
 _TABLES: Final[dict[str, type[Struct]]] = {
     "server": ServerConfig,
+    "server.tls": TlsConfig,
     "memory": MemoryConfig,
     "models.NAME": ModelConfig,
     "models.NAME.sampling": SamplingDefaults,
@@ -118,9 +120,13 @@ class Source:
             line = self._locator.line((*where, *key[:-1], file_key(key[-1])), (*where, *key))
             raise ConfigError(f"{file_key(field)}: {_sentence(what)}", self.path, line) from None
 
+    def path_of(self, path: str) -> Path:
+        """The path that a key names, relative to this file's folder."""
+        return self.path.absolute().parent / Path(path).expanduser()
+
     def text(self, path: str, where: tuple[str, ...]) -> str:
         """What a file holds that a key names, relative to this one. Raises `ConfigError`."""
-        file = self.path.absolute().parent / Path(path).expanduser()
+        file = self.path_of(path)
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError, ValueError) as error:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from asyncio import TimerHandle, get_running_loop
+from asyncio import TimerHandle, Transport, get_running_loop
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -52,6 +52,18 @@ class Connection(Protocol):
 
     def look(self) -> None:
         """End if the client takes nothing of what waits for it, at this look as at those before."""
+        ...
+
+
+class Opening(Connection, Protocol):
+    """A TLS handshake: a connection that is another one when it is done."""
+
+    def finish(self, transport: Transport) -> None:
+        """Leave the place to the protocol of `transport`."""
+        ...
+
+    def unsent(self) -> int:
+        """Bytes beneath TLS that the system has not taken."""
         ...
 
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterator
-from functools import partial
 from typing import Final
 
 import uvicorn
@@ -18,10 +17,10 @@ from gateway import awake
 from gateway.app import create_admin_app, create_app
 from gateway.audit import Actor, Fact, entry
 from gateway.awake import Awake
-from gateway.config import Config, ConfigError
-from gateway.connections import Connections, admin_connections, public_connections
+from gateway.config import Config, ConfigError, url_of
+from gateway.connections import admin_connections, public_connections
 from gateway.errors import Unavailable
-from gateway.guard import GuardedProtocol
+from gateway.handshake import listener_protocol
 from gateway.link import Link
 from gateway.listen import BACKLOG, CannotListen, close_all, file_limit, listen_tcp, listen_unix
 from gateway.metrics import Metrics
@@ -53,7 +52,8 @@ class Daemon:
     """
 
     def __init__(self, config: Config, read: Callable[[], Config], *, command: Command = default_command) -> None:
-        """`read` is how a changed file is read. Raises `PathTooLong`, `CannotListen`, `TooFewFiles`, `KeysUnusable`."""
+        """`read` is how a changed file is read. Raises `PathTooLong`, `CannotListen`,
+        `TooFewFiles`, `KeysUnusable` and `CertificateUnusable`."""
         metrics = Metrics()
         link = Link(config.run_dir, metrics)
         self._pool = Pool(config, link, metrics, command=command)
@@ -71,7 +71,8 @@ class Daemon:
             close_all(self._public_sockets)
             raise
         owners = admin_connections(live, metrics)
-        self._servers = [_Server(_settings(self._app, clients)), _Server(_settings(admin, owners))]
+        protocols = listener_protocol(clients, self._app.services.tls), listener_protocol(owners, None)
+        self._servers = [_Server(_settings(*each)) for each in zip((self._app, admin), protocols, strict=True)]
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         # Of this end, where it was asked for with one of its own.
         self._drain_s: float | None = None
@@ -81,7 +82,7 @@ class Daemon:
     @property
     def url(self) -> str:
         host, port = self._public_sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(self._app.services.config.server, host, port)
 
     async def drain(self, timeout_s: float | None) -> int:
         """End as SIGTERM does, with another deadline for what runs. Returns how many requests it cut off."""
@@ -114,6 +115,7 @@ class Daemon:
                     services.ledger.run(),
                     services.captures.run(),
                     services.sample.run(),
+                    *([] if services.tls is None else [services.tls.run()]),
                     *self._wakefulness(),
                 )
                 chores = [tasks.create_task(chore) for chore in running]
@@ -213,11 +215,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _settings(app: object, connections: Connections) -> uvicorn.Config:
+def _settings(app: object, protocol: Callable[..., asyncio.Protocol]) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]  # uvicorn's own ASGI types are narrower than starlette's
         loop="uvloop",
-        http=partial(GuardedProtocol, connections=connections),  # type: ignore[arg-type]  # it only calls it
+        http=protocol,  # type: ignore[arg-type]  # it only calls it
         ws="none",
         lifespan="off",
         log_config=None,

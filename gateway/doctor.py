@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
+from gateway.certificate import date
 from gateway.schemas.admin import Probe
 from gateway.service.description import FILES
 from protocol.sockets import PathTooLong, addresses, check_path
@@ -14,6 +15,7 @@ from protocol.sockets import PathTooLong, addresses, check_path
 DISK_LOW: Final = 10 * 1024**3
 DISK_FULL: Final = 1024**3
 SLOW_TOKEN_S: Final = 5.0
+CERTIFICATE_LOW_S: Final = 14 * 86400.0
 
 Level = Literal["ok", "warn", "bad", "skip"]
 
@@ -79,6 +81,16 @@ def port(number: int, *, is_taken: bool, is_ours: bool) -> Finding:
         advice = f"lsof -i :{number} shows by whom; or set another [server] port"
         return Finding("port", "bad", f"{number} is taken by another program", advice)
     return Finding("port", "ok", f"{number} is free")
+
+
+def certificate(expires: float, now: float, exposed: str) -> Finding:
+    """Of TLS. `expires` and `now`: seconds since 1970; `exposed`: the key, if every user may read it."""
+    text = f"valid until {date(expires)}"
+    if expires - now < CERTIFICATE_LOW_S:
+        return Finding("certificate", "warn", text, "renew it; mlxd takes new files by itself")
+    if exposed:
+        return Finding("certificate", "warn", f"every user may read {exposed}", f"chmod 600 {exposed}")
+    return Finding("certificate", "ok", text)
 
 
 def files(hard: int) -> Finding:

@@ -23,6 +23,7 @@ STATES: Final = (
     "stopped", "starting", "loading", "ready", "draining", "stopping", "backoff", "failed", "incompatible",
 )  # fmt: skip
 
+CERTIFICATE_LOADS: Final = ("ok", "failed")
 STORE_PROBLEMS: Final = ("damaged", "failed", "dropped")
 
 _HISTOGRAMS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], Histogram]"], ...]] = (
@@ -142,6 +143,7 @@ class Exposition(Collector):
         metrics = self._metrics
         yield from _of_gateway(metrics)
         yield from _of_connections(metrics)
+        yield from _of_tls(metrics)
         yield from _of_keys(metrics.keys)
         yield from _of_models(metrics.models)
         yield from _of_workers({model: m.stats for model, m in metrics.models.items() if m.stats is not None})
@@ -193,6 +195,15 @@ def _of_connections(metrics: "Metrics") -> Iterator[Metric]:
     yield _counter("connections_refused", "Connections turned away at once.", ["listener", "reason"], refused)
     dropped = [([reason], count) for reason, count in metrics.connections_dropped.items()]
     yield _counter("connections_dropped", "Connections ended for what the client did or did not.", ["reason"], dropped)
+
+
+def _of_tls(metrics: "Metrics") -> Iterator[Metric]:
+    if metrics.certificate_expiry is None:
+        return
+    text = "When the TLS certificate expires, in seconds since 1970."
+    yield _gauge("tls_certificate_expiry_timestamp_seconds", text, [], [([], metrics.certificate_expiry())])
+    loads = [([outcome], metrics.certificate_loads[outcome]) for outcome in CERTIFICATE_LOADS]
+    yield _counter("tls_certificate_loads", "Changed files of the TLS certificate.", ["outcome"], loads)
 
 
 def _of_keys(keys: "Mapping[str, KeyMetrics]") -> Iterator[Metric]:

@@ -22,7 +22,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gateway.connections import Connections
+from gateway.connections import Connections, Opening
 from gateway.outlet import KEY, CloseDelimited, Outlet, queued_bytes
 
 log = logging.getLogger(__name__)
@@ -100,10 +100,13 @@ class GuardedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         connections: Connections,
+        handshake: Opening | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.logger = log
         self._registry = connections
+        # None on plain TCP and on the unix socket.
+        self._handshake = handshake
         self._is_in_head = True
         # What is left for the text of a head, or of trailers.
         self._field_room = HEAD_BYTES_MAX
@@ -131,6 +134,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self._handshake is not None:
+            self._handshake.finish(transport)
         if self._registry.admit(self, self.client[0] if self.client else ""):
             self._arm(self.head_timeout_s)
         else:
@@ -152,6 +157,9 @@ class GuardedProtocol(HttpToolsProtocol):
         What tells them apart is how they take something that means nothing: the machine of one that has left resets
         the connection, and the write after that fails.
         """
+        if self._handshake is not None:
+            # TLS has no half of a connection to close.
+            return False
         cycle = self._answered
         if cycle is None or cycle.response_complete or cycle.more_body or cycle.scope["http_version"] != "1.1":
             return False
@@ -178,6 +186,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _unsent(self) -> int:
         size = self.transport.get_write_buffer_size()
+        if self._handshake is not None:
+            size += self._handshake.unsent()
         # The system asks for more only when a third of what it holds is taken, which may be megabytes.
         return size and size + queued_bytes(self.transport.get_extra_info("socket"))
 

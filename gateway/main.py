@@ -15,6 +15,7 @@ from typing import Final
 
 import uvloop
 
+from gateway.certificate import CertificateUnusable
 from gateway.config import Config, ConfigError, default_home
 from gateway.configread import load_config
 from gateway.connections import TooFewFiles
@@ -76,7 +77,7 @@ def serve(read: Callable[[], Config], *, command: Command = default_command) -> 
             raise_file_limit()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_serve(config, read, command))
-    except (HomeUnusable, CannotListen, TooFewFiles, PathTooLong, KeysUnusable) as error:
+    except (HomeUnusable, CannotListen, TooFewFiles, PathTooLong, KeysUnusable, CertificateUnusable) as error:
         return _refuse(str(error), Status.CANNOT_USE)
 
 

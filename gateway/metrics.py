@@ -124,6 +124,9 @@ class Metrics:
         # Turned away at once, by listener and reason, and ended by us, by reason.
         self.connections_refused: Counter[tuple[str, str]] = Counter()
         self.connections_dropped: Counter[str] = Counter()
+        # Of the TLS certificate: until when it is valid (seconds since 1970), and what became of new files.
+        self.certificate_expiry: Callable[[], float] | None = None
+        self.certificate_loads: Counter[str] = Counter()
         self.body_numbers = BodyNumbers()
         # Read when scraped; the link knows.
         self.unacked_aborts: Callable[[], int] = int

@@ -19,7 +19,7 @@ from gateway.services import Services
 log = logging.getLogger(__name__)
 
 # Settled when the daemon starts: sockets, files and threads depend on them.
-FIXED: Final = ("host", "port", "log_format", "log_file", "log_max_bytes", "log_keep", "otlp_endpoint")
+FIXED: Final = ("host", "port", "tls", "log_format", "log_file", "log_max_bytes", "log_keep", "otlp_endpoint")
 
 
 class App(Protocol):
@@ -52,7 +52,10 @@ class Reloader:
             if self._app.services.admission.is_draining:
                 # What is started now would outlive us.
                 raise Unavailable("The server is shutting down.", code="draining")
-            return self._apply(wanted)
+            done = self._apply(wanted)
+            if (tls := self._app.services.tls) is not None:
+                await tls.refresh()
+            return done
 
     def _apply(self, wanted: Config) -> Reload:
         old = self._app.services.config

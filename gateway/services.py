@@ -20,6 +20,7 @@ from gateway.pool.pool import Pool
 from gateway.requests import Requests
 from gateway.routing import Router
 from gateway.strangers import Sample, Throttle
+from gateway.tls import Tls
 from gateway.tracing import Tracer
 from gateway.usage import UsageFile
 
@@ -44,10 +45,11 @@ class Services:
     usage: UsageFile
     ledger: Ledger
     tracer: Tracer | None
+    tls: Tls | None
 
     @classmethod
     def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics) -> "Services":
-        """Raises `KeysUnusable`."""
+        """Raises `KeysUnusable` and `CertificateUnusable`."""
         metrics.declare(config.models)
         metrics.unacked_aborts = lambda: link.aborts.count
         live = Live(config)
@@ -79,6 +81,7 @@ class Services:
             usage=UsageFile(config.usage_path, metrics, meters=keyring.meters),
             ledger=ledger,
             tracer=_tracer(config.server.otlp_endpoint),
+            tls=Tls(config.server.tls, metrics) if config.server.tls.certificate else None,
         )
 
     @property

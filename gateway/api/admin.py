@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 import protocol
 from gateway.audit import Action
 from gateway.caller import OWNER
-from gateway.config import ConfigError, ServerConfig
+from gateway.config import ConfigError, url_of
 from gateway.errors import BadRequest, from_failure
 from gateway.http import read_body, send_body
 from gateway.ledger import DIMENSIONS, Line
@@ -47,7 +47,7 @@ class StatusEndpoint:
 
     def __init__(self, services: Services, url: str | None = None) -> None:
         self._services = services
-        self._url = url or _url(services.config.server)
+        self._url = url or url_of(services.config.server)
         self._started = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -232,9 +232,3 @@ def _days_before(day: date, days: int) -> date:
 def _usage_line(line: Line, by: list[str]) -> UsageLine:
     day, key, model = (getattr(line, name) if name in by else None for name in DIMENSIONS)
     return UsageLine(day, key, model, line.requests, line.prompt, line.cached, line.completion)
-
-
-def _url(server: ServerConfig) -> str:
-    """As configured, for an app whose sockets are not known."""
-    host = f"[{server.host}]" if ":" in server.host else server.host
-    return f"http://{host}:{server.port}"

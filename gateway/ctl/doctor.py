@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -17,7 +18,8 @@ import httpx
 import psutil
 
 from gateway import doctor
-from gateway.config import CONFIG_NAME, Config, ConfigError, ServerConfig, admin_socket, run_dir
+from gateway.certificate import CertificateUnusable, is_exposed, load
+from gateway.config import CONFIG_NAME, Config, ConfigError, ServerConfig, TlsConfig, admin_socket, run_dir
 from gateway.configread import load_config
 from gateway.ctl import local
 from gateway.ctl.client import deep_health
@@ -39,6 +41,8 @@ def examine(home: Path, say: Say) -> Iterator[Finding]:
     config, error = _load(home)
     yield doctor.configuration(home / CONFIG_NAME, error)
     yield from machine(home, say)
+    if config is not None and config.server.tls.certificate:
+        yield tls(config.server.tls)
     yield from daemon(config.server if config else ServerConfig())
 
 
@@ -67,6 +71,16 @@ def daemon(server: ServerConfig) -> Iterator[Finding]:
     if status is not None:
         yield doctor.livez(_livez(status.url), status.url)
         yield completion(status)
+
+
+def tls(config: TlsConfig) -> Finding:
+    """The certificate that the configuration names."""
+    key = Path(config.key)
+    try:
+        expires = load(Path(config.certificate), key).expires
+    except CertificateUnusable as error:
+        return Finding("certificate", "bad", str(error), "renew it, or correct [server] tls")
+    return doctor.certificate(expires, time.time(), str(key) if is_exposed(key) else "")
 
 
 def say(argv: tuple[str, ...]) -> str | None:
@@ -123,7 +137,8 @@ def _is_taken(host: str, port: int) -> bool:
 
 
 def _livez(url: str) -> int | None:
+    # Whether it answers: a certificate that is not for this address is as good here, and nothing secret is sent.
     try:
-        return httpx.get(f"{url}/livez", timeout=TIMEOUT_S, trust_env=False).status_code
+        return httpx.get(f"{url}/livez", timeout=TIMEOUT_S, trust_env=False, verify=False).status_code
     except httpx.HTTPError:
         return None

@@ -28,6 +28,7 @@ def exposition() -> str:
     metrics.rejected("m", "queue_full")
     metrics.worker_exit("m", -9)
     metrics.auth_failures["unknown"] += 1
+    metrics.certificate_expiry = lambda: 1.0
     memory = ModelMemory(share_bytes=3, floor_bytes=1, footprint_bytes=2, idle_s=0.0, is_gated=False)
     metrics.memory(MemoryView(4, 3, 2, (), {"m": memory}))
     return metrics.text().decode()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -17,9 +18,10 @@ import msgspec
 import uvicorn
 
 from gateway.app import App, create_admin_app, create_app
-from gateway.config import Config, ModelConfig, ServerConfig
+from gateway.config import Config, ModelConfig, ServerConfig, url_of
 from gateway.connections import public_connections
 from gateway.guard import GuardedProtocol
+from gateway.handshake import HANDSHAKE_S, Handshake
 from gateway.link import Link
 from gateway.listen import file_limit
 from gateway.metrics import Metrics
@@ -83,10 +85,12 @@ async def running(
     limits: Limits | None = None,
     command: Callable[[WorkerSpec], list[str]] | None = None,
     protocol: type[GuardedProtocol] = GuardedProtocol,
+    handshake_s: float = HANDSHAKE_S,
+    verify: ssl.SSLContext | bool = True,
 ) -> AsyncGenerator[Gateway, None]:
     """A gateway whose workers are scripted with `options`; a `talkative` one also says what it is told.
 
-    With `command` they are whatever that starts.
+    With `command` they are whatever that starts. With `tls` of the server the client trusts what `verify` does.
     """
     config = Config(
         home=home,
@@ -106,12 +110,18 @@ async def running(
     listener.bind(("127.0.0.1", 0))
     listener.listen(2048)
     port = listener.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+    url = url_of(config.server, "127.0.0.1", port)
     connections = public_connections(app.services.live, metrics, file_limit())
+    tls = app.services.tls
+    factory = (
+        partial(protocol, connections=connections)
+        if tls is None
+        else partial(Handshake, connections=connections, tls=tls, handshake_s=handshake_s)
+    )
     http = _Server(
         uvicorn.Config(
             app,
-            http=partial(protocol, connections=connections),  # type: ignore[arg-type]  # it only calls it
+            http=factory,  # type: ignore[arg-type]  # it only calls it
             log_config=None,
             access_log=False,
             proxy_headers=False,
@@ -121,7 +131,7 @@ async def running(
     )
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, verify=verify) as client:
             admin = create_admin_app(config, pool, link, metrics, public=app)
             yield Gateway(url, port, client, app, admin, pool, link, metrics)
     finally:

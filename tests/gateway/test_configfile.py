@@ -15,6 +15,7 @@ from gateway.config import (
     SamplingDefaults,
     ServerConfig,
     ThinkingDefaults,
+    TlsConfig,
 )
 from gateway.configfile import keys_of, schema, to_json, to_toml
 from gateway.configread import load_config
@@ -80,6 +81,7 @@ def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
         ("### `thinking`", ThinkingDefaults),
         ("### `profiles`", ProfileConfig),
         ("### `cache`", CacheConfig),
+        ("### `tls`", TlsConfig),
     ],
 )
 def test_the_documentation_has_every_key_with_its_default(heading: str, table: type[Struct]) -> None:
@@ -107,6 +109,7 @@ def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
         ThinkingDefaults,
         ProfileConfig,
         CacheConfig,
+        TlsConfig,
     ):
         assert set(made["$defs"][table.__name__]["properties"]) == {key for key, _ in keys_of(table)}
         assert made["$defs"][table.__name__]["additionalProperties"] is False

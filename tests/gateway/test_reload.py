@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from gateway.app import create_admin_app
-from gateway.config import Config, ConfigError, ModelConfig, SamplingDefaults, ServerConfig
+from gateway.config import Config, ConfigError, ModelConfig, SamplingDefaults, ServerConfig, TlsConfig
 from gateway.configread import load_config
 from gateway.logs import OURS
 from gateway.pool.state import State
@@ -96,6 +96,7 @@ def test_what_is_settled_at_the_start_stays() -> None:
     wanted = ServerConfig(
         host="::",
         port=9,
+        tls=TlsConfig("c.pem", "k.pem"),
         log_format="json",
         log_file=False,
         log_max_bytes=65536,

@@ -77,7 +77,7 @@ class DaemonProcess:
     def _wait_for_url(self) -> str:
         end = time.monotonic() + DEADLINE_S
         while time.monotonic() < end and self.process.poll() is None:
-            if found := re.search(r"mlxd serves .* on (http://[^\"\s]+)", self.new_log()):
+            if found := re.search(r"mlxd serves .* on (https?://[^\"\s]+)", self.new_log()):
                 return found[1]
             time.sleep(0.02)
         self.process.kill()
