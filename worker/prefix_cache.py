@@ -153,9 +153,8 @@ class PrefixCache:
         self._evict()
 
     def clear(self) -> None:
-        """Let go of all memory; files stay known."""
-        while len(self._tree):
-            self._tree.release(self._tree.oldest)
+        """Let go of all memory; files stay known. Also after a `store` or `fetch` that raised."""
+        self._tree.clear()
 
     def check(self) -> None:
         """Raise AssertionError if the books are wrong; slow."""

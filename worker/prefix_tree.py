@@ -217,6 +217,13 @@ class Tree:
         self._let_go(node)
         self.drop_useless(parent)
 
+    def clear(self) -> None:
+        """Let go of all KV, the deepest first: a call that raised may have left an end newer than what is above it."""
+        for node in sorted(self._recency, key=lambda node: node.end, reverse=True):
+            if node.is_held:
+                self.release(node)
+        self.prune()
+
     def drop_useless(self, node: Node) -> None:
         """Where checkpoints are needed, an edge without one is only a way to others; at the end of a path, to none."""
         while self.layout.needs_checkpoints and node.is_held and node.state is None and not _has_held_children(node):

@@ -235,3 +235,26 @@ def test_the_books_say_what_mlx_really_holds(kind: str) -> None:
     cache.clear()
     gc.collect()
     assert mx.get_active_memory() - before <= 20_000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [[1, 2, 3, 4, 5], [1, 2, 9, 9]])
+def test_a_store_that_finds_no_memory_leaves_a_cache_that_can_be_cleared(
+    tokens: list[int], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 1073741824 bytes.")
+
+    cache = PrefixCache(layout(kind), PLENTY)
+    store(cache, kind, [1, 2, 3])
+    store(cache, kind, [1, 2, 3, 7])
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "async_eval", failing)
+        with pytest.raises(RuntimeError, match="Unable to allocate"):
+            store(cache, kind, tokens)
+    cache.clear()
+    cache.check()
+    assert (len(cache), cache.nbytes, cache.arrays) == (0, 0, 0)
+    store(cache, kind, tokens)
+    assert fetch(cache, kind, tokens) == len(tokens)
+    cache.check()
