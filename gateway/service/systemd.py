@@ -27,11 +27,37 @@ RestartSec=5
 RestartPreventExitStatus=78
 TimeoutStopSec={stop_s}
 LimitNOFILE={files}
-UMask=0027
+UMask=0077
 NoNewPrivileges=true
-
+{sandbox}
 [Install]
 WantedBy={target}
+"""
+
+# Not ProtectClock or PrivateDevices, which hide the GPU, nor MemoryDenyWriteExecute: MLX compiles kernels as it runs.
+_SANDBOX: Final = """\
+# No rights of root's, and no file to write but these. Workers that outlive the daemon would lose a private /tmp when it
+# ends, so that theirs is in the home. A drop-in with ReadWritePaths= adds folders.
+CapabilityBoundingSet=
+ProtectSystem=strict
+ReadWritePaths={home} {cache}
+Environment={tmp}
+PrivateTmp=true
+PrivateMounts=true
+ProtectKernelTunables=true
+ProtectKernelModules=true
+ProtectKernelLogs=true
+ProtectControlGroups=true
+ProtectHostname=true
+RestrictNamespaces=true
+RestrictRealtime=true
+RestrictSUIDSGID=true
+LockPersonality=true
+# Netlink: looking up a host's addresses asks which kinds of them this machine has.
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallErrorNumber=EPERM
 """
 
 
@@ -44,8 +70,23 @@ def render(service: Service) -> str:
         environment="\n".join(f"Environment={_quote(f'{key}={value}')}" for key, value in service.environment.items()),
         stop_s=service.stop_s,
         files=FILES,
+        # The user's own manager may not set up most of it.
+        sandbox=_sandbox(service) if is_system else "",
         target="multi-user.target" if is_system else "default.target",
     )
+
+
+def _sandbox(service: Service) -> str:
+    return _SANDBOX.format(
+        home=_quote(str(service.home)),
+        # Models, and the code of those that have some of their own. `-`: it need not be there.
+        cache=_quote(f"-{service.user_home / '.cache'}"),
+        tmp=_quote(f"TMPDIR={_tmp(service)}"),
+    )
+
+
+def _tmp(service: Service) -> Path:
+    return service.home / "tmp"
 
 
 def path(service: Service) -> Path:
@@ -55,8 +96,10 @@ def path(service: Service) -> Path:
 
 def install(service: Service) -> list[Action]:
     """Also over an older installation."""
+    is_system = service.scope is Scope.SYSTEM
     return [
         Folder(service.home, service.user),
+        *([Folder(_tmp(service), service.user)] if is_system else []),
         Write(path(service), render(service)),
         Run(_systemctl(service, "daemon-reload")),
         Run(_systemctl(service, "enable", UNIT)),

@@ -61,7 +61,7 @@ class Recorded:
         self.did: list[str] = []
         self.pauses = 0
 
-    def run(self, argv: tuple[str, ...], timeout_s: float = 0) -> tuple[int, str]:
+    def run(self, argv: tuple[str, ...], timeout_s: float = 0, user: str = "") -> tuple[int, str]:
         self.did.append(" ".join(argv))
         return self.says.pop(0) if self.says else (0, "")
 
@@ -153,6 +153,33 @@ def test_the_unit_lets_workers_outlive_a_crash_and_gives_time_to_stop() -> None:
     assert "ExecReload=/bin/kill -HUP $MAINPID\n" in text
     assert 'Environment="HOME=/Users/a b"\n' in text
     assert "WantedBy=default.target" in text
+
+
+def test_the_machines_unit_takes_what_the_service_does_not_need_and_leaves_what_workers_do() -> None:
+    text = systemd.render(DAEMON)
+    assert "ReadWritePaths=/var/mlxd/.mlxd -/var/mlxd/.cache\n" in text
+    assert 'Environment="TMPDIR=/var/mlxd/.mlxd/tmp"\n' in text
+    for line in ("CapabilityBoundingSet=", "ProtectSystem=strict", "SystemCallFilter=@system-service", "UMask=0077"):
+        assert f"\n{line}\n" in text
+    # The GPU's devices, the compiled kernels of MLX, and what workers share beyond the daemon's end.
+    assert not {"PrivateDevices", "ProtectClock", "MemoryDenyWriteExecute", "RemoveIPC"} & set(
+        re.findall(r"(?m)^\w+", text)
+    )
+    assert "ProtectSystem" not in systemd.render(AGENT)
+    machine = Recorded()
+    carry_out(systemd.install(DAEMON), machine)
+    assert machine.did[:2] == ["folder /var/mlxd/.mlxd mlxd", "folder /var/mlxd/.mlxd/tmp mlxd"]
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+def test_systemd_itself_finds_the_unit_hardly_exposed(tmp_path: Path) -> None:
+    unit = tmp_path / "mlxd.service"
+    unit.write_text(systemd.render(DAEMON))
+
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=30", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+    assert done.returncode == 0, done.stdout.splitlines()[-1]
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
