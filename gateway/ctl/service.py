@@ -145,7 +145,7 @@ def _wanted_wired(ram: int) -> int:
 
 
 def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kind | None, json: bool) -> None:
-    from gateway.service.releases import Owner, Releases
+    from gateway.service.releases import Owner, Releases, check_writers
 
     if manager is not None and not dry_run:
         raise typer.BadParameter("another system's service can only be shown; add --dry-run", param_hint="--manager")
@@ -153,6 +153,8 @@ def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kin
     releases = Releases(service.prefix)
     actions: list[Action] = getattr(manager_of(manager), verb)(service)
     if verb == "install":
+        if system and (warning := check_writers(Path(sys.prefix), service.uid)):
+            typer.echo(f"mlxctl: warning: {warning}", err=True)
         # The environment that this command runs from; an upgrade links another.
         actions[:0] = releases.adopt(Path(sys.prefix), Owner(str(service.home), service.user))
     elif verb == "uninstall":

@@ -82,11 +82,12 @@ class Link(Struct, frozen=True, tag=True):
 
 
 class Run(Struct, frozen=True, tag=True):
-    """A command; `may_fail` when it is only there to make sure."""
+    """A command; `may_fail` when it is only there to make sure. `user` is whom root runs it as; empty is root."""
 
     argv: tuple[str, ...]
     may_fail: bool = False
     timeout_s: float = COMMAND_TIMEOUT_S
+    user: str = ""
 
 
 class Wait(Struct, frozen=True, tag=True):

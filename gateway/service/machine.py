@@ -1,5 +1,6 @@
 """Carries actions out, or tells what would be done. The one place that touches the machine."""
 
+import os
 import pwd
 import re
 import shutil
@@ -13,6 +14,7 @@ from gateway.failed import Failed
 from gateway.homefolder import FolderRefused, private_folder
 from gateway.service.description import (
     COMMAND_TIMEOUT_S,
+    PATH,
     Action,
     Folder,
     Link,
@@ -33,8 +35,8 @@ class ServiceFailed(Failed):
 class Machine(Protocol):
     """What the actions need; tests have one of their own, for there is no launchd here."""
 
-    def run(self, argv: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S) -> tuple[int, str]:
-        """Exit status, and what was printed."""
+    def run(self, argv: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S, user: str = "") -> tuple[int, str]:
+        """Exit status, and what was printed. Root runs it as `user`, if one is given."""
         ...
 
     def write(self, path: Path, content: str) -> None: ...
@@ -70,8 +72,8 @@ def _carry_out(action: Action, machine: Machine) -> None:
             machine.remove_tree(path)
         case Link(path, target):
             machine.link(path, target)
-        case Run(argv, may_fail, timeout_s):
-            status, said = machine.run(argv, timeout_s)
+        case Run(argv, may_fail, timeout_s, user):
+            status, said = machine.run(argv, timeout_s, user)
             if status != 0 and not may_fail:
                 raise ServiceFailed(f"{' '.join(argv)} ended with {status}: {said.strip()}")
         case Wait(argv, pattern, deadline_s):
@@ -99,8 +101,9 @@ def describe(actions: Iterable[Action]) -> str:
                 lines.append(f"remove {path} and all in it")
             case Link(path, target):
                 lines.append(f"link {path} to {target}")
-            case Run(argv, may_fail):
-                lines.append(f"run {' '.join(argv)}" + (" (may fail)" if may_fail else ""))
+            case Run(argv, may_fail, _, user):
+                who = f" as {user}" if user else ""
+                lines.append(f"run{who} {' '.join(argv)}" + (" (may fail)" if may_fail else ""))
             case Wait(argv, pattern, deadline_s):
                 lines.append(f"wait up to {deadline_s:.0f} s while {' '.join(argv)} says {pattern}")
             case _:
@@ -111,9 +114,28 @@ def describe(actions: Iterable[Action]) -> str:
 class RealMachine:
     """This one."""
 
-    def run(self, argv: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S) -> tuple[int, str]:
+    def run(self, argv: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S, user: str = "") -> tuple[int, str]:
+        pipe, both = subprocess.PIPE, subprocess.STDOUT
+        if not user or os.geteuid() != 0:
+            done = subprocess.run(argv, stdout=pipe, stderr=both, text=True, timeout=timeout_s, check=False)
+            return done.returncode, done.stdout
+        owner = pwd.getpwnam(user)
         done = subprocess.run(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=both,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            # Nothing of root's: neither its folder nor its variables.
+            cwd="/",
+            env={"HOME": owner.pw_dir, "PATH": PATH},
+            user=owner.pw_uid,
+            group=owner.pw_gid,
+            extra_groups=os.getgrouplist(user, owner.pw_gid),
+            umask=0o077,
+            start_new_session=True,
         )
         return done.returncode, done.stdout
 

@@ -6,6 +6,7 @@
 
 import hashlib
 import re
+import stat
 import sys
 from collections.abc import Collection
 from itertools import pairwise
@@ -14,12 +15,14 @@ from typing import Final
 
 from msgspec import DecodeError, Struct, json
 
+from gateway.failed import Failed
 from gateway.service.description import Action, Link, Remove, Write
 
 SERVICE_FILE: Final = "service.json"
 RELEASE_FILE: Final = "mlxd-release.json"
 _OF_WORKERS: Final = ("worker", "protocol")
 PACKAGE: Final = "mlxd"
+EVERYBODY: Final = -1
 
 
 class Release(Struct, frozen=True):
@@ -142,6 +145,39 @@ def fingerprint(env: Path) -> str:
     others = (path.name for path in site.glob("*.dist-info") if not path.name.startswith(f"{PACKAGE}-"))
     digest.update("\n".join(sorted(others)).encode())
     return digest.hexdigest()
+
+
+def writers(env: Path) -> set[int]:
+    """The users but root who can change what runs from an environment; `EVERYBODY` where anybody can."""
+    program = python(env).resolve()
+    sites = env.glob("lib*/python3*/site-packages")
+    found: set[int] = set()
+    for path in (env, env / "bin", program, *sites):
+        real = path.resolve()
+        for part in (real, *real.parents):
+            try:
+                facts = part.stat()
+            except FileNotFoundError:
+                continue
+            found.add(facts.st_uid)
+            if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
+                found.add(EVERYBODY)
+    return found - {0}
+
+
+def check_writers(env: Path, uid: int) -> str:
+    """A warning where another user can change what root runs as `mlxctl`; empty when only root can.
+
+    Raises `Failed` where the service's own user, `uid`, can: that user would be root at the next `sudo mlxctl`.
+    """
+    others = writers(env)
+    if others & {uid, EVERYBODY}:
+        who = "everybody" if EVERYBODY in others else f"the service's user ({uid})"
+        raise Failed(f"{env} can be changed by {who}, and root runs it: install mlxd where only root can write")
+    if not others:
+        return ""
+    users = ", ".join(str(other) for other in sorted(others))
+    return f"{env} can be changed by user {users}: who can do that is root at the next sudo mlxctl"
 
 
 def foreign(prefix: Path) -> str:

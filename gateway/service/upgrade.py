@@ -113,7 +113,9 @@ class Upgrade:
             version = version_of(env)
             if not version:
                 raise ServiceFailed(f"{wanted.source.what} has no mlxd in it")
-            carry_out(check(env, self._service.home), self._machine)
+            if wanted.source.version not in ("", version):
+                raise ServiceFailed(f"{wanted.source.find} has mlxd {version}, not {wanted.source.version}")
+            carry_out(check(env, self._service), self._machine)
         except BaseException:  # Whatever it was, ^C too, and it goes on: no half of an environment stays.
             carry_out([RemoveTree(env)], self._machine)
             raise
@@ -204,7 +206,7 @@ def plan(service: Service, manager: Manager, wanted: Wanted) -> Iterator[Action]
     releases = Releases(service.prefix)
     env = releases.fresh()
     yield from install(env, wanted.source, wanted.base, wanted.uv)
-    yield from check(env, service.home)
+    yield from check(env, service)
     yield Link(releases.current_link, env)
     yield from manager.restart(service)
     if (current := releases.current) is not None:

@@ -1,5 +1,8 @@
 import fcntl
+import hashlib
 import json
+import os
+import pwd
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,11 +13,22 @@ import pytest
 from gateway.failed import Failed
 from gateway.service import launchd, releases, systemd
 from gateway.service.description import Link, Scope, Service
-from gateway.service.fetch import NoSource, Source, install, source
-from gateway.service.machine import RealMachine, ServiceFailed, carry_out
-from gateway.service.releases import Owner, Release, Releases, extra, fingerprint, foreign, launcher, version_of
+from gateway.service.fetch import NoSource, Source, check, install, source
+from gateway.service.machine import RealMachine, ServiceFailed, carry_out, describe
+from gateway.service.releases import (
+    Owner,
+    Release,
+    Releases,
+    check_writers,
+    extra,
+    fingerprint,
+    foreign,
+    launcher,
+    version_of,
+)
 from gateway.service.upgrade import Seen, Upgrade, Wanted, locked
 from tests.gateway.test_ctl import ctl
+from tests.support.users import SERVICE, as_root
 from tests.support.wheel import build_wheel
 
 
@@ -24,11 +38,13 @@ class Machine(RealMachine):
     def __init__(self, version: str = "2.0") -> None:
         self.version = version
         self.did: list[str] = []
+        self.users: list[str] = []
         self.fails_on = ""
         self.now = 0.0
 
-    def run(self, argv: tuple[str, ...], timeout_s: float = 0) -> tuple[int, str]:
+    def run(self, argv: tuple[str, ...], timeout_s: float = 0, user: str = "") -> tuple[int, str]:
         self.did.append(" ".join(argv))
+        self.users.append(user)
         if argv[1:3] == ("-m", "venv"):
             make_env(Path(argv[3]), self.version)
         if self.fails_on and self.fails_on in self.did[-1]:
@@ -246,7 +262,8 @@ def test_a_link_is_replaced_in_one_step(tmp_path: Path) -> None:
 def test_a_source_is_a_file_an_address_or_a_version_from_somewhere(tmp_path: Path) -> None:
     wheel = tmp_path / "mlxd-2.0-py3-none-any.whl"
     wheel.touch()
-    assert source(str(wheel), None, "", "cpu") == Source(f"{wheel}[cpu]")
+    assert source(str(wheel), None, "", "cpu") == Source(f"mlxd[cpu] @ file://{wheel}")
+    assert source(str(tmp_path), None, "", "") == Source(f"mlxd @ file://{tmp_path}", is_built=True)
     assert source("2.0", str(tmp_path), "", "") == Source("mlxd==2.0", str(tmp_path))
     assert source(None, None, "https://index", "cuda") == Source("mlxd[cuda]", "https://index")
     assert source("git+https://host/mlxd", None, "", "cpu").what == "mlxd[cpu] @ git+https://host/mlxd"
@@ -256,13 +273,98 @@ def test_a_source_is_a_file_an_address_or_a_version_from_somewhere(tmp_path: Pat
         source("./nothing.whl", None, "", "")
 
 
+@pytest.mark.parametrize("address", ["http://wheels.example/simple", "ftp://127.0.0.1/x", "http://127.0.0.1.example/x"])
+def test_code_that_others_on_the_way_could_change_is_refused(tmp_path: Path, address: str) -> None:
+    for target, find, remembered in (("2.0", address, ""), ("2.0", None, address), (f"{address}/mlxd.whl", None, "")):
+        with pytest.raises(NoSource, match="https"):
+            source(target, find, remembered, "")
+    for good in ("https://wheels.example/simple", "http://localhost:8080/simple", "http://[::1]/simple"):
+        assert source("2.0", good, "", "").find == good
+    with pytest.raises(NoSource, match="no such folder"):
+        source("2.0", str(tmp_path / "nothing"), "", "")
+
+
+def test_what_is_installed_is_built_nowhere_and_has_the_hashes_of_its_folders_lock(tmp_path: Path) -> None:
+    env, base = Path("/v/1"), Path("/usr/bin/python3")
+    for uv in (None, "/bin/uv"):
+        run = install(env, source("2.0", str(tmp_path), "", "cpu"), base, uv)[1]
+        assert run.argv[-6:] == (
+            "--only-binary",
+            ":all:",
+            "--no-index",
+            "--find-links",
+            str(tmp_path),
+            "mlxd[cpu]==2.0",
+        )
+    (tmp_path / "requirements.lock").touch()
+    locked = source("2.0", str(tmp_path), "", "cpu")
+    assert locked.version == "2.0"
+    assert install(env, locked, base, None)[1].argv[-3:] == ("--require-hashes", "-r", f"{tmp_path}/requirements.lock")
+    # A checkout's mlxd is built, and nothing else.
+    argv = install(env, source(str(tmp_path), None, "", ""), base, None)[1].argv
+    assert argv[-5:] == ("--only-binary", ":all:", "--no-binary", "mlxd", f"mlxd @ file://{tmp_path}")
+
+
+def test_a_wheel_of_another_content_than_the_locks_is_not_installed(tmp_path: Path) -> None:
+    build_wheel(tmp_path, "9.9.1")
+    (wheel,) = tmp_path.glob("*.whl")
+    lock = tmp_path / "requirements.lock"
+    for digest, is_good in ((hashlib.sha256(wheel.read_bytes()).hexdigest(), True), ("0" * 64, False)):
+        lock.write_text(f"mlxd==9.9.1 --hash=sha256:{digest}\n")
+        env = tmp_path / "versions" / str(is_good)
+        actions = install(env, source("9.9.1", str(tmp_path), "", ""), Path(sys.executable).resolve(), None)
+        if is_good:
+            carry_out(actions, RealMachine())
+            assert version_of(env) == "9.9.1"
+        else:
+            with pytest.raises(ServiceFailed, match="HASHES"):
+                carry_out(actions, RealMachine())
+
+
+@as_root
+def test_what_is_new_is_tried_as_the_services_user_and_without_roots_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_OF_ROOT", "1")
+    service = Service(("/x",), tmp_path, "nobody", pwd.getpwnam("nobody").pw_uid, tmp_path, Scope.SYSTEM)
+    runs = check(tmp_path, service)
+    assert [run.user for run in runs] == ["nobody"] * len(runs)
+    assert "run as nobody" in describe(runs)
+
+    status, said = RealMachine().run(("/bin/sh", "-c", "id -u; id -G; umask; pwd; env"), user="nobody")
+
+    user = pwd.getpwnam("nobody")
+    assert status == 0
+    assert said.split()[:4] == [str(user.pw_uid), str(user.pw_gid), "0077", "/"]
+    assert "SECRET_OF_ROOT" not in said
+
+
+@as_root
+def test_an_environment_that_the_services_user_can_change_is_not_run_by_root(tmp_path: Path) -> None:
+    env = tmp_path / "env"
+    make_env(env, "2.0")
+    (env / "bin").mkdir(exist_ok=True)
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o755)
+    assert check_writers(env, SERVICE) == ""
+    (site,) = env.glob("lib/python3*/site-packages")
+    os.chown(site, SERVICE, SERVICE)
+    with pytest.raises(Failed, match="service's user"):
+        check_writers(env, SERVICE)
+    assert f"can be changed by user {SERVICE}" in check_writers(env, SERVICE + 1)
+    os.chown(site, 0, 0)
+    env.chmod(0o777)
+    with pytest.raises(Failed, match="everybody"):
+        check_writers(env, SERVICE)
+
+
 def test_uv_installs_when_it_is_there_and_an_offline_folder_is_the_only_source() -> None:
     env, base = Path("/v/1"), Path("/usr/bin/python3")
     with_uv = [" ".join(run.argv) for run in install(env, Source("mlxd", "/w"), base, "/bin/uv")]
     assert with_uv[0] == "/bin/uv venv --quiet --python /usr/bin/python3 /v/1"
-    assert with_uv[1].endswith("--python /v/1/bin/python3 --no-index --find-links /w mlxd")
+    assert with_uv[1].endswith("--python /v/1/bin/python3 --only-binary :all: --no-index --find-links /w mlxd")
     with_pip = [" ".join(run.argv) for run in install(env, Source("mlxd", "https://i"), base, None)]
-    assert with_pip[1].endswith("--no-input --index-url https://i mlxd")
+    assert with_pip[1].endswith("--no-input --only-binary :all: --index-url https://i mlxd")
 
 
 def test_another_package_managers_installation_is_left_to_it() -> None:
@@ -304,14 +406,14 @@ def test_an_upgrade_without_a_service_says_what_to_do_first(tmp_path: Path) -> N
 def test_a_dry_upgrade_prints_the_whole_way_and_touches_nothing(tmp_path: Path) -> None:
     (tmp_path / "current").symlink_to(sys.prefix)
 
-    done = ctl(tmp_path, "service", "upgrade", "2.0", "--from", "/wheels", "--dry-run")
+    done = ctl(tmp_path, "service", "upgrade", "2.0", "--from", str(tmp_path), "--dry-run")
 
     assert done.returncode == 0, done.stderr
-    assert "--no-index --find-links /wheels mlxd" in done.stdout
+    assert f"--only-binary :all: --no-index --find-links {tmp_path} mlxd" in done.stdout
     assert f"link {tmp_path}/current to {tmp_path}/versions/1" in done.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current"]
 
-    told = json.loads(ctl(tmp_path, "service", "upgrade", "2.0", "--from", "/wheels", "--dry-run", "--json").stdout)
+    told = json.loads(ctl(tmp_path, "service", "upgrade", "2.0", "--from", str(tmp_path), "--dry-run", "--json").stdout)
     assert told["done"] is False
     link = {"type": "Link", "path": f"{tmp_path}/current", "target": f"{tmp_path}/versions/1"}
     assert link in told["actions"]
