@@ -42,6 +42,9 @@ KEEP_ALIVE_S: Final = 75
 
 
 _LOADING: Final = frozenset({State.STARTING, State.LOADING})
+# While draining: requests of models in these states go on until the deadline, those of all others end at once.
+_RUNNING: Final = frozenset({State.READY, State.DRAINING})
+_WAITING: Final = frozenset(State) - _RUNNING
 
 
 class Daemon:
@@ -161,8 +164,9 @@ class Daemon:
         drain_s = self._app.services.config.server.drain_s if self._drain_s is None else self._drain_s
         log.info("%s: draining for up to %g s; a second signal ends it at once", signum.name, drain_s)
         self._app.drain()
+        self._count_cut_off(_WAITING)
         impatience = asyncio.create_task(self._hurry())
-        overdue = asyncio.get_running_loop().call_later(drain_s, self._count_cut_off)
+        overdue = asyncio.get_running_loop().call_later(drain_s, self._count_cut_off, _RUNNING)
         try:
             await self._pool.stop(drain_s)
         finally:
@@ -173,9 +177,10 @@ class Daemon:
             server.should_exit = True
         log.info("mlxd has stopped")
 
-    def _count_cut_off(self) -> None:
+    def _count_cut_off(self, states: frozenset[State]) -> None:
         services = self._app.services
-        self._cut_off = sum(services.admission.inside(view.name) for view in services.pool.workers())
+        views = (view for view in services.pool.workers() if view.state in states)
+        self._cut_off += sum(services.admission.inside(view.name) for view in views)
 
     async def _hand_over(self) -> None:
         drain_s = self._app.services.config.server.drain_s

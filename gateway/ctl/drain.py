@@ -18,7 +18,7 @@ STOP_S: Final = 600.0
 
 
 class Result(Struct, frozen=True):
-    """`cut_off`: requests that were still running when the time was over."""
+    """`cut_off`: requests that were still running when the time was over, or that waited for a model's load."""
 
     pid: int
     took_s: float
@@ -40,7 +40,7 @@ def drain(
     if json:
         print_json(done)
     elif done.cut_off:
-        typer.echo(f"mlxd has stopped; requests that did not finish in time: {done.cut_off}", err=True)
+        typer.echo(f"mlxd has stopped; requests that did not finish: {done.cut_off}", err=True)
     else:
         typer.echo(f"mlxd has stopped after {done.took_s:.1f} s; every request finished")
     if done.cut_off:
@@ -50,7 +50,8 @@ def drain(
 def _drain(timeout_s: float | None, *, is_quiet: bool) -> Result:
     status = client.status()
     if (inside := sum(model.inside for model in status.models)) and not is_quiet:
-        typer.echo(f"{inside} requests are running; new ones are refused from now on", err=True)
+        counted = "1 request is" if inside == 1 else f"{inside} requests are"
+        typer.echo(f"{counted} running or waiting; new ones are refused from now on", err=True)
     began = time.monotonic()
     done = client.post("/v1/drain", {"timeout_s": timeout_s}, Drained)
     # However long the requests took: from here on only workers have to end.

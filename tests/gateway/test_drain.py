@@ -71,7 +71,22 @@ def test_what_does_not_finish_in_time_is_cut_off_and_told(home: Path) -> None:
         client.join()
 
         assert done.returncode == 1, done.stdout
-        assert "requests that did not finish in time: 1" in done.stderr
+        assert "requests that did not finish: 1" in done.stderr
+        assert daemon.wait() == 0
+
+
+def test_a_request_that_waits_for_its_models_load_is_told_as_cut_off(home: Path) -> None:
+    with DaemonProcess(home, "--load-s 60") as daemon:
+        client = Client(daemon, 5)
+        begun(daemon)
+        done = ctl(home, "drain", "--timeout", "60s")
+        client.join()
+
+        assert client.answer is not None
+        assert client.answer.status_code == 503
+        assert done.returncode == 1, done.stdout
+        assert "1 request is running or waiting;" in done.stderr
+        assert "requests that did not finish: 1" in done.stderr
         assert daemon.wait() == 0
 
 
