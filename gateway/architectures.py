@@ -1,4 +1,4 @@
-"""Whether the installed MLX libraries can load a model, from its configuration alone: none of them is imported."""
+"""Architectures that the installed MLX libraries can load, by the names in their packages: none of them is imported."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""Who may come in: one middleware before every route, which denies what it does not know.
+"""Authentication: one middleware before every route, which denies what it does not know.
 
 | keys | asked without a valid key |
 |---|---|

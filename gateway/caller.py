@@ -1,4 +1,4 @@
-"""Who asks, once that is known: what every later part of a request may know about its key."""
+"""Caller of a request, once it is known: all that later parts of the request may know about its key."""
 
 import hashlib
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What `tomllib` does not tell: on which line a key stands; and durations and sizes as people write them."""
+"""Lines of a TOML file on which its keys stand; durations and sizes as people write them. `tomllib` tells neither."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""What a request gets where it is silent: from its profile, the model's table, then its `generation_config.json`."""
+"""Defaults of a request where it is silent: from its profile, the model's table, then its `generation_config.json`."""
 
 import json
 import logging

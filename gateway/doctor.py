@@ -1,4 +1,4 @@
-"""What can be wrong with a machine, a home or a daemon, and what to do about it. Pure: from facts to findings."""
+"""Checks of a machine, a home and a daemon, with advice for each that fails. Pure: from facts to findings."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What can go wrong with a request, and what the client is told.
+"""Errors of a request, as one tree, and the body that each becomes in its dialect.
 
     ApiError
     ├── BadRequest         400  the body cannot be served as it is

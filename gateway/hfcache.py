@@ -1,4 +1,4 @@
-"""Which models the local Hugging Face cache holds, from its folders alone: nothing is fetched."""
+"""Models in the local Hugging Face cache, from its folders alone: nothing is fetched."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a key may use in a minute and at once: token buckets on a monotonic clock.
+"""Rate limits and budgets of a key: token buckets on a monotonic clock, and what the ledger has of its days.
 
 A request counts as its sequences, prompts times choices: for the worker each is as much work as a request of its own.
 

@@ -1,4 +1,4 @@
-"""What is counted, in plain numbers that cost nothing to add to. `exposition.py` turns them into Prometheus series."""
+"""Metrics as plain numbers that cost nothing to add to. `exposition.py` turns them into Prometheus series."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator

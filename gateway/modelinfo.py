@@ -1,4 +1,4 @@
-"""What a model needs, from its files alone: nothing of MLX is imported, and no weight is read."""
+"""Size and shape of a model, from its files alone: nothing of MLX is imported, and no weight is read."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""Where the time of a request went."""
+"""Phases of a request and the time that each took."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

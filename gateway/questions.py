@@ -1,4 +1,4 @@
-"""What workers were asked that is no generation, and who waits for the answers."""
+"""Pending questions to workers about tokens, and the futures that wait for their answers."""
 
 import asyncio
 from collections.abc import Generator

@@ -1,4 +1,4 @@
-"""What the endpoints work with, made once per app."""
+"""Services that the endpoints work with, made once per app."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a worker said about the sequences of one HTTP request, merged while the client is slow."""
+"""Collector of a worker's messages about the sequences of one HTTP request, merged while the client is slow."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What each key has used, kept over restarts: a small file, written now and then and at the end."""
+"""Usage counters of each key, kept over restarts: a small file, written now and then and at the end."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Why a request or a worker failed: one closed set of codes for both sides of the wire."""
+"""Failures of a request or a worker: one closed set of codes for both sides of the wire."""
 
 from enum import IntEnum
 

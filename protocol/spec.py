@@ -1,4 +1,4 @@
-"""What the gateway starts a worker with."""
+"""Spec that the gateway starts a worker with."""
 
 import sys
 from typing import Final

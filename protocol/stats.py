@@ -1,4 +1,4 @@
-"""What a worker tells of itself several times a second."""
+"""Statistics that a worker sends of itself several times a second."""
 
 import msgspec
 

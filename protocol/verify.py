@@ -1,4 +1,4 @@
-"""What `python -m worker.verify` prints, one JSON object a line, for `mlxctl verify` to show."""
+"""Lines that `python -m worker.verify` prints, one JSON object each, for `mlxctl verify` to show."""
 
 import msgspec
 

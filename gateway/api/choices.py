@@ -1,4 +1,4 @@
-"""What chat completions and completions have in common: numbered choices, streamed side by side or folded into one."""
+"""Numbered choices of chat completions and completions, streamed side by side or folded into one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

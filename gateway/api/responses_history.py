@@ -1,4 +1,4 @@
-"""What came before a response: kept ones, and the items in them."""
+"""History of a response: those kept before it, and the items in them."""
 
 from collections.abc import Callable, Sequence
 from typing import Final

@@ -1,4 +1,4 @@
-"""What every generating endpoint does with a decoded request."""
+"""Steps that every generating endpoint takes: read, lower, admit, generate or count, answer."""
 
 import asyncio
 import secrets

@@ -1,4 +1,4 @@
-"""What a shell offers after TAB: names of models, from the files alone, so that it is quick and needs no daemon."""
+"""Shell completion of model names, from the files alone, so that it is quick and needs no daemon."""
 
 from collections.abc import Callable
 from typing import Annotated, Any

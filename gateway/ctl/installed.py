@@ -1,4 +1,4 @@
-"""Which service a verb is about, and how its actions are carried out."""
+"""Installed service that a verb is about, and how its actions are carried out."""
 
 import os
 import sys

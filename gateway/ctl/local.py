@@ -1,4 +1,4 @@
-"""What verbs share that work without the daemon."""
+"""Parts shared by verbs that work without the daemon."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

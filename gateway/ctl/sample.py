@@ -1,4 +1,4 @@
-"""What runs at a moment, and how fast: two looks at the daemon, a while apart. Read by `ps` and `top`."""
+"""Sample of running models and their speed: two looks at the daemon, a while apart. Read by `ps` and `top`."""
 
 import time
 from collections.abc import Callable

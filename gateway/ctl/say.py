@@ -1,4 +1,4 @@
-"""What the verbs share that print: `--json`, and what may go to a terminal."""
+"""Output that the verbs share: `--json`, and text that is safe on a terminal."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,4 @@
-"""What `mlxctl` prints for people."""
+"""Tables and lines that `mlxctl` prints for people."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What this machine has for models, and what a process holds of it. Darwin's calls were not run here."""
+"""Memory of this machine, and what a process holds of it. Darwin's calls were not run here."""
 
 import ctypes
 import subprocess

@@ -1,4 +1,4 @@
-"""How much memory a model needs, before it is loaded: from its files' headers and its settings."""
+"""Memory that a model needs, before it is loaded: from its files' headers and its settings."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -1,4 +1,4 @@
-"""Which models run."""
+"""Pool of workers, one for each model that runs."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What the admin API takes and gives: read by the gateway and by `mlxctl`, so it imports neither."""
+"""Bodies of the admin API: read by the gateway and by `mlxctl`, so it imports neither."""
 
 from typing import Annotated
 

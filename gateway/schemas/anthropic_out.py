@@ -1,4 +1,4 @@
-"""What Anthropic's Messages API answers with: bodies, stream events, errors. A struct's tag is its `type`."""
+"""Answers of Anthropic's Messages API: bodies, stream events, errors. A struct's tag is its `type`."""
 
 from typing import Any, Final
 

@@ -1,4 +1,4 @@
-"""What an answer must look like, in OpenAI's words and in vLLM's, as one `protocol.Constraint`."""
+"""Constraints on an answer's form, in OpenAI's words and in vLLM's, as one `protocol.Constraint`."""
 
 import json
 from typing import Any, Final, Protocol, cast

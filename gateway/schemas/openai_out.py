@@ -1,4 +1,4 @@
-"""What OpenAI's chat completions and completions answer with. A struct's tag is its first field on the wire."""
+"""Answers of OpenAI's chat completions and completions. A struct's tag is its first field on the wire."""
 
 from collections.abc import Iterable
 from typing import Final

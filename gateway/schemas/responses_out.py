@@ -1,4 +1,4 @@
-"""What the Responses API answers with: the response, its items, its stream events. A struct's tag is its `type`."""
+"""Answers of the Responses API: the response, its items, its stream events. A struct's tag is its `type`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Final

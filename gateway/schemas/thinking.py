@@ -1,4 +1,4 @@
-"""How much to think, in all the spellings that chat clients know, as one `Thinking`."""
+"""Thinking effort and budget, in all the spellings that chat clients know, as one `Thinking`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Protocol

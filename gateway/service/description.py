@@ -1,4 +1,4 @@
-"""What a service is, and the actions that install, start and end it. Nothing here touches the machine."""
+"""Description of a service, and the actions that install, start and end it. Nothing here touches the machine."""
 
 from enum import StrEnum
 from pathlib import Path

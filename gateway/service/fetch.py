@@ -1,4 +1,4 @@
-"""What pip or uv does to install a version of mlxd into an environment of its own. Nothing here touches the machine."""
+"""Commands of pip or uv that install a version of mlxd into its own environment. Nothing here touches the machine."""
 
 from ipaddress import ip_address
 from pathlib import Path
