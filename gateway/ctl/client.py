@@ -109,6 +109,10 @@ def _read(response: "httpx.Response", kind: type[T], good: tuple[int, ...] = (20
 
 def _message(response: "httpx.Response") -> str:
     try:
-        return str(response.json()["error"]["message"])
+        error = response.json()["error"]
+        if error["code"] == "unknown_url":
+            asked = f"{response.request.method} {response.request.url.path}"
+            return f"mlxd does not know {asked}: it is of another version than this mlxctl; restart it"
+        return str(error["message"])
     except (ValueError, KeyError, TypeError):
         return f"HTTP {response.status_code}"

@@ -195,7 +195,7 @@ def usage_lines(report: UsageLines, console: Console) -> None:
         sums = map(sum, zip(*map(_usage_numbers, report.lines), strict=True))
         made.add_row("all", *[""] * (len(report.by) - 1), *map(str, sums))
     console.print(f"{report.first} to {report.last}", highlight=False)
-    console.print(made)
+    console.print(made if report.lines else "Nothing was used.")
 
 
 def _usage_numbers(line: UsageLine) -> tuple[int, int, int, int]:

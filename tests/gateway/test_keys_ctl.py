@@ -6,7 +6,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.ctl import client
+from gateway.failed import Failed
 from gateway.keys import KeyFile
+from gateway.schemas.admin import Status
 from tests.gateway.test_ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 
@@ -166,6 +169,19 @@ def test_keys_hold_at_once_in_a_daemon_that_runs(daemon: DaemonProcess) -> None:
     assert (status(alice), status(fresh)) == (401, 200)
     assert ctl(daemon.home, "keys", "revoke", "alice").returncode == 0
     assert status(fresh) == 401
+
+
+def test_what_a_daemon_of_another_version_lacks_is_said_so(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXD_HOME", str(daemon.home))
+    with pytest.raises(Failed, match=r"does not know GET /v1/later.*another version.*restart"):
+        client.get("/v1/later?by=key", Status)
+
+
+def test_a_time_without_use_is_said_so(daemon: DaemonProcess) -> None:
+    found = ctl(daemon.home, "usage", "--from", "2001-01-01", "--to", "2001-01-02")
+    assert found.stdout == "2001-01-01 to 2001-01-02\nNothing was used.\n"
 
 
 def test_usage_and_chat_need_no_key(daemon: DaemonProcess) -> None:
