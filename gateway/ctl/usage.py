@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from gateway.ctl.client import get
-from gateway.ctl.say import console, print_json
+from gateway.ctl.say import Json, console, print_json
 from gateway.schemas.admin import UsageLine, UsageLines
 
 
@@ -34,6 +34,7 @@ def usage(
     ] = None,
     by: Annotated[str, typer.Option(help="One line for each of these: day, key, model.", metavar="LIST")] = "key",
     output: Annotated[Format, typer.Option("--format", help="table, csv or json.")] = Format.TABLE,
+    json: Json = False,
 ) -> None:
     """Show what was used from one day to another, by key, model or day.
 
@@ -42,7 +43,7 @@ def usage(
     asked = {"from": first and f"{first:%Y-%m-%d}", "to": last and f"{last:%Y-%m-%d}", "by": by}
     query = urlencode({name: value for name, value in asked.items() if value is not None})
     report = get(f"/v1/usage?{query}", UsageLines)
-    match output:
+    match Format.JSON if json else output:
         case Format.JSON:
             print_json(report)
         case Format.CSV:
