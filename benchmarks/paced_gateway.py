@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.configread import load_config
+from gateway.keys import has_keys
 from gateway.main import serve
 from protocol.spec import WorkerSpec
 
@@ -21,7 +22,7 @@ def main() -> None:
         own = [spec.name, "--spec", msgspec.json.encode(spec).decode(), "--step-ms", args.step_ms]
         return [sys.executable, "-P", "-m", "benchmarks.paced", *own]
 
-    sys.exit(serve(lambda: load_config(args.home), command=command))
+    sys.exit(serve(lambda: load_config(args.home, has_keys=has_keys), command=command))
 
 
 if __name__ == "__main__":

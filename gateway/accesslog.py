@@ -5,7 +5,7 @@ import time
 from typing import Final
 
 from gateway.caller import NOBODY
-from gateway.http import Record
+from gateway.record import Record
 from gateway.strangers import Sample
 
 log = logging.getLogger(__name__)

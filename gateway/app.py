@@ -22,7 +22,7 @@ from gateway.orders import Audited
 from gateway.origins import is_loopback
 from gateway.pool.pool import Applied, Pool
 from gateway.reload import Reloader
-from gateway.services import Services
+from gateway.services import Services, Tracer
 from gateway.store import Store
 
 
@@ -71,9 +71,22 @@ def _guarded(app: ASGIApp, services: Services) -> ASGIApp:
     return Cors(auth, live)
 
 
+def _services(config: Config, pool: Pool, link: Link, metrics: Metrics) -> Services:
+    return Services.make(config, pool, link, metrics, _tracer(config.server.otlp_endpoint))
+
+
+def _tracer(endpoint: str) -> Tracer | None:
+    if not endpoint:
+        return None
+    # Only where it is wanted: OpenTelemetry is an extra, and takes a third of a second to import.
+    from gateway import otel
+
+    return otel.Tracer(endpoint)
+
+
 def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
     """The public app."""
-    services = Services.make(config, pool, link, metrics)
+    services = _services(config, pool, link, metrics)
     server = config.server
     max_bytes, max_age_s = server.response_store_bytes, server.response_store_age_s
     store = Store(config.store_path, max_bytes, max_age_s, problems=metrics.store_problems)
@@ -118,7 +131,7 @@ def create_admin_app(
 ) -> App:
     """The admin app. Whoever can open its socket may do everything. It shows the queues of `public`, and `url`, where
     that really listens."""
-    services = public.services if public is not None else Services.make(config, pool, link, metrics)
+    services = public.services if public is not None else _services(config, pool, link, metrics)
     reload = [] if reloader is None else [Route("/v1/config/reload", admin.ReloadConfig(reloader), methods=["POST"])]
     return App(
         services,

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -19,8 +18,6 @@ log = logging.getLogger(__name__)
 # A second request soon after the first should find the machine as it was left.
 LINGER_S: Final = 30.0
 POLL_S: Final = 1.0
-
-IS_POSSIBLE: Final = sys.platform == "darwin"
 
 
 class Holder(Protocol):

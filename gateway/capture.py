@@ -20,7 +20,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.config import ServerConfig
-from gateway.http import Header, Record
+from gateway.record import Header, Record
 from gateway.schemas.admin import Captured, CapturedLine
 from gateway.wallclock import WallClock
 

@@ -1,6 +1,7 @@
 """The configuration as frozen structs: every key, its type and its default. `configread.py` reads it from the file."""
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -21,6 +22,8 @@ Bytes = Annotated[int, Meta(ge=1)] | Literal["auto"]
 Connections = Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["auto"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 PreventSleep = Literal["busy", "always", "never"]
+# By `caffeinate`.
+CAN_HOLD_AWAKE: Final = sys.platform == "darwin"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 

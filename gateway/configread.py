@@ -1,16 +1,16 @@
 """From the configuration file to `Config`, checked. What is wrong in it is a `ConfigError` that names the line."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct, structs
 
-from gateway import awake
 from gateway.address import bad_proxy
-from gateway.caller import OWNER
 from gateway.certificate import CertificateUnusable, load
 from gateway.config import (
+    CAN_HOLD_AWAKE,
     CONFIG_NAME,
     NAME_BYTES_MAX,
     CacheConfig,
@@ -27,13 +27,13 @@ from gateway.config import (
 )
 from gateway.configsource import Source
 from gateway.errors import ModelNotFound
+from gateway.failed import Failed
 from gateway.hfcache import cached_models
-from gateway.keys import KeyFile, KeysUnusable
+from gateway.names import Names
 from gateway.origins import bad_host, bad_origin, is_loopback
+from gateway.otlp import bad_endpoint
 from gateway.parsers import bad_parser
 from gateway.periods import zone_of
-from gateway.routing import Router
-from gateway.tracing import bad_endpoint
 
 # A chat template is kept in the configuration and in a worker's state file. The longest known have 20 KiB.
 TEMPLATE_BYTES_MAX: Final = 1024 * 1024
@@ -48,12 +48,14 @@ def load_config(
     home: Path,
     path: Path | None = None,
     *,
+    has_keys: Callable[[Path], bool],
     host: str | None = None,
     port: int | None = None,
     log_level: str | None = None,
 ) -> Config:
     """Read `path` (default: `home/mlxd.toml`, which may be absent) and apply the command line's overrides.
 
+    `has_keys` says of the folder of keys whether there is one: a daemon that others can reach needs one.
     Raises `ConfigError`. Without any model configured: `demo`, and every model that the Hugging Face cache holds.
     """
     source = Source(path or home / CONFIG_NAME)
@@ -62,7 +64,7 @@ def load_config(
     overrides = {"host": host, "port": port, "log_level": log_level}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
     if not is_loopback(server.host):
-        _need_keys(source, home, server.host, is_override=host is not None)
+        _need_keys(source, server.host, lambda: has_keys(keys_path(home)), is_override=host is not None)
     models = _models(source, raw.get("models", {})) or _found_models()
     _refuse_duplicates(source, models)
     _check_references(source, server, models)
@@ -87,7 +89,7 @@ def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig
     for host in server.hosts:
         if reason := bad_host(host):
             raise source.error(f"hosts: {host!r} {reason}", ("server", "hosts"))
-    if server.prevent_sleep == "always" and not awake.IS_POSSIBLE:
+    if server.prevent_sleep == "always" and not CAN_HOLD_AWAKE:
         raise source.error("prevent_sleep: 'always' is for macOS; set that in this system", ("server", "prevent_sleep"))
     if server.body_memory_bytes != "auto" and server.body_memory_bytes < server.max_body_bytes:
         message = f"body_memory: {server.body_memory_bytes} bytes hold no body of max_body ({server.max_body_bytes})"
@@ -117,14 +119,13 @@ def _tls(source: Source, raw: Any) -> TlsConfig:
     return TlsConfig(str(certificate), str(key))
 
 
-def _need_keys(source: Source, home: Path, host: str, *, is_override: bool) -> None:
-    """Whoever others can reach must know who asks. Raises `ConfigError`."""
-    file = KeyFile(keys_path(home))
+def _need_keys(source: Source, host: str, has_keys: Callable[[], bool], *, is_override: bool) -> None:
+    """A daemon that others can reach must know who asks. Raises `ConfigError`."""
     try:
-        has_keys = bool(file.read())
-    except KeysUnusable as error:
+        has_one = has_keys()
+    except Failed as error:
         raise ConfigError(str(error)) from None
-    if not has_keys:
+    if not has_one:
         raise ConfigError(
             f"refusing to listen on {host!r}, where others can reach it, without an API key. "
             "Make one first: mlxctl keys create NAME",
@@ -230,12 +231,12 @@ def _refuse_duplicates(source: Source, models: dict[str, ModelConfig]) -> None:
 
 def _check_references(source: Source, server: ServerConfig, models: dict[str, ModelConfig]) -> None:
     """`default` and `small` must be what a client could ask for."""
-    router = Router(models)
+    names = Names(models)
     for key, name in (("default", server.default), ("small", server.small)):
         if not name:
             continue
         try:
-            router.locate(name, OWNER)
+            names.locate(name)
         except ModelNotFound as error:
             raise source.error(f"{key}: {error.message}", ("server", key)) from None
 

@@ -9,8 +9,8 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.http import Header, record_of
 from gateway.live import Live
+from gateway.record import Header, record_of
 
 METHODS: Final = b"GET, POST, DELETE"
 MAX_AGE_S: Final = b"600"

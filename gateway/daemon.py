@@ -13,11 +13,10 @@ from typing import Final
 
 import uvicorn
 
-from gateway import awake
 from gateway.app import create_admin_app, create_app
 from gateway.audit import Actor, Fact, entry
 from gateway.awake import Awake
-from gateway.config import Config, ConfigError, url_of
+from gateway.config import CAN_HOLD_AWAKE, Config, ConfigError, url_of
 from gateway.connections import admin_connections, public_connections
 from gateway.errors import Unavailable
 from gateway.handshake import listener_protocol
@@ -135,7 +134,7 @@ class Daemon:
             self._app.services.config.admin_socket.unlink(missing_ok=True)
 
     def _wakefulness(self) -> Iterator[Coroutine[None, None, None]]:
-        if awake.IS_POSSIBLE:
+        if CAN_HOLD_AWAKE:
             services = self._app.services
             yield Awake(lambda: services.config.server.prevent_sleep, self._is_busy).run()
 

@@ -12,12 +12,13 @@ import msgspec
 
 from gateway.config import ModelConfig
 from gateway.errors import ApiError, Cancelled, Unavailable, from_failure, from_unsendable
-from gateway.http import Header, Record, relaxed_header
+from gateway.http import relaxed_header
 from gateway.limits import Bill, Meter
 from gateway.link import LATE, WorkerGone
 from gateway.pool.process import Worker
 from gateway.pool.state import ModelUnavailable, State
-from gateway.services import Services
+from gateway.record import Header, Record
+from gateway.runtime import Runtime
 from gateway.stream import Collector, Relay
 from protocol.codec import Unsendable, prompt_bytes
 from protocol.failures import Code, Failure
@@ -45,16 +46,16 @@ class Generation:
 
     def __init__(
         self,
-        services: Services,
+        runtime: Runtime,
         model: ModelConfig,
         generates: Sequence[Generate],
         record: Record,
         bind: Callable[[Sequence[int]], None],
     ) -> None:
-        self._services = services
+        self._runtime = runtime
         self._model = model
         # Kept, because a reload may take the model out of the pool.
-        self._worker = services.pool.worker(model.name)
+        self._worker = runtime.pool.worker(model.name)
         self._generates = [record.caller.bind(generate) for generate in generates]
         self.record = record
         self._bind = bind
@@ -65,7 +66,7 @@ class Generation:
         # What the caller's key is charged in the end.
         self._bill: Bill | None = None
         self._tokens = 0
-        self._numbers = services.metrics.model(model.name)
+        self._numbers = runtime.metrics.model(model.name)
         self._collector: Collector | None = None
         self._seen_activity = 0.0
         self._seen_step = 0
@@ -84,14 +85,14 @@ class Generation:
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
-            caller, services = self.record.caller, self._services
-            share = caller.queue_share or services.config.server.queue_share
-            held.enter_context(services.admission.lease(self._model, len(self._generates), caller.key, share))
+            caller, runtime = self.record.caller, self._runtime
+            share = caller.queue_share or runtime.config.server.queue_share
+            held.enter_context(runtime.admission.lease(self._model, len(self._generates), caller.key, share))
             meter = caller.meter
             if meter is not None:
                 self._bill = held.enter_context(meter.hold(self._estimate(meter), len(self._generates)))
-            held.enter_context(self._services.pool.busy(self._model.name))
-            held.enter_context(self._services.requests.hold(self))
+            held.enter_context(self._runtime.pool.busy(self._model.name))
+            held.enter_context(self._runtime.requests.hold(self))
             self._held = held.pop_all()
         return self
 
@@ -116,7 +117,7 @@ class Generation:
         record = self.record
         left = [rid for rid in collector.rids if rid not in self._ended]
         if left:
-            self._services.link.abort(left, "client")
+            self._runtime.link.abort(left, "client")
             for _ in left:
                 self._numbers.sequence_ended("abort", None)
                 record.finishes.append("abort")
@@ -135,7 +136,7 @@ class Generation:
         completion = max(record.completion_tokens, self._tokens)
         cached = max(record.cached_tokens, self.cached_tokens)
         name, sequences = self._model.name, len(self._generates)
-        self._services.ledger.book(record.caller.key or "", name, sequences, prompt, cached, completion)
+        self._runtime.ledger.book(record.caller.key or "", name, sequences, prompt, cached, completion)
         if self._bill is not None:
             self._bill.prompt, self._bill.completion = prompt, completion
 
@@ -147,7 +148,7 @@ class Generation:
 
     async def open(self) -> None:
         """Wait until the model is ready, and start. Raises `ApiError`."""
-        queue_s = self._services.config.server.queue_timeout_s
+        queue_s = self._runtime.config.server.queue_timeout_s
         limit_s = min(queue_s or math.inf, self._deadline - time.perf_counter())
         phases = self.record.phases
         phases.loading_from = self._elapsed()
@@ -156,7 +157,7 @@ class Generation:
             async with asyncio.timeout(limit_s if limit_s < math.inf else None) as self._patience:
                 losses = 0
                 while losses < 2:
-                    worker = await self._services.pool.ensure_ready(self._model.name)
+                    worker = await self._runtime.pool.ensure_ready(self._model.name)
                     # Since then another model may have been given its memory: that is no loss, but a longer wait.
                     losses += worker.is_ready
                     if self._submit(worker):
@@ -182,11 +183,11 @@ class Generation:
             left_ms = max(1, int((self._deadline - time.perf_counter()) * 1000))
             generates = [msgspec.structs.replace(generate, deadline_ms=left_ms) for generate in generates]
         try:
-            self._collector = self._services.link.submit(worker, generates)
+            self._collector = self._runtime.link.submit(worker, generates)
         except WorkerGone:
             return False
         except Unsendable as error:
-            self._services.metrics.rejected(self._model.name, "unsendable")
+            self._runtime.metrics.rejected(self._model.name, "unsendable")
             raise from_unsendable(error) from None
         self.record.rids = self._collector.rids
         self.record.phases.sent_at = self._elapsed()
@@ -249,7 +250,7 @@ class Generation:
         if self._patience is not None:
             self._patience.reschedule(0.0)
         elif self._collector is not None:
-            self._services.link.stop(self._collector.rids, "cancelled")
+            self._runtime.link.stop(self._collector.rids, "cancelled")
 
     async def next(self, timeout_s: float | None = None, relay: Relay | None = None) -> list[Delta]:
         """New output, never with an ERROR or ABORT in it: those end up in `failure`. Empty on timeout.

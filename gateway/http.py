@@ -1,22 +1,15 @@
-"""The little of HTTP that the endpoints share: a body within a limit, one whole answer, one request's record."""
+"""HTTP that all endpoints share: a body within a limit, one whole answer, headers that name what was ignored."""
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.address import UNKNOWN, Address
-from gateway.bodies import BodyLease
-from gateway.caller import NOBODY, Caller
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
-from gateway.outlet import Outlet
-from gateway.phases import Phases
-from gateway.tracing import TraceContext
+from gateway.record import ClientLeft, Header, Record, record_of
 
 JSON: Final = b"application/json"
 BODY_TIMEOUT_S: Final = 120.0
@@ -25,51 +18,6 @@ _LENGTH_DIGITS: Final = 18
 CLIENT_CLOSED: Final = 499
 IGNORED_NAMES_MAX: Final = 20
 IGNORED_NAME_CHARS: Final = 40
-
-Header = tuple[bytes, bytes]
-
-
-class ClientLeft(Exception):
-    """The client closed the connection before it had its answer."""
-
-
-@dataclass(slots=True)
-class Record:
-    """What the access log says about one request. Owned by its task."""
-
-    id: str
-    method: str
-    path: str
-    client: Address = UNKNOWN
-    # Whether the client speaks Anthropic's dialect.
-    is_anthropic: bool = False
-    started: float = field(default_factory=time.perf_counter)
-    status: int = 0
-    model: str | None = None
-    stream: bool = False
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    # The sequences of it, and how each that has ended did.
-    rids: tuple[int, ...] = ()
-    finishes: list[str] = field(default_factory=list[str])
-    phases: Phases = field(default_factory=Phases)
-    # Where it stands in a trace of its client.
-    trace: TraceContext | None = None
-    first_token_s: float | None = None
-    outcome: str = ""
-    detail: str = ""
-    caller: Caller = NOBODY
-    # Of the body, with what it has had read again of earlier ones; and the room that they have.
-    body_bytes: int = 0
-    lease: BodyLease | None = None
-    # Headers that the endpoint's answer carries, and its refusal once the endpoint knows them.
-    headers: list[Header] = field(default_factory=list[Header])
-    # Headers of the middleware, on any answer: known before the endpoint runs, and only when it answers.
-    always: list[Header] = field(default_factory=list[Header])
-    late_headers: Callable[[], list[Header]] | None = None
-    # The short way to the client, unless somebody wants to see what takes it.
-    outlet: Outlet | None = None
 
 
 class Answer:
@@ -95,13 +43,6 @@ class Answer:
                 headers.append((b"request-id", record.id.encode()))
             message["headers"] = headers
         await self.inner(message)
-
-
-def record_of(scope: Scope) -> Record:
-    """The record that the middleware made."""
-    record = scope["mlxd.record"]
-    assert isinstance(record, Record)
-    return record
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:

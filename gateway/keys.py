@@ -149,6 +149,11 @@ def digest(salt: str, secret: bytes) -> str:
     return hashlib.blake2b(secret, digest_size=32, salt=bytes.fromhex(salt), person=b"mlxd-key").hexdigest()
 
 
+def has_keys(path: Path) -> bool:
+    """Whether there is a key in the file. Raises `KeysUnusable`."""
+    return bool(KeyFile(path).read())
+
+
 class KeyFile:
     """The keys of one home. Without the file there has never been a key; with it, even empty, keys are required."""
 

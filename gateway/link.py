@@ -13,7 +13,7 @@ import zmq
 
 from gateway.aborts import Aborts
 from gateway.flight import PARKED, Flight, Peer
-from gateway.pool.state import Events
+from gateway.linkevents import LinkEvents
 from gateway.questions import Questions
 from gateway.stream import Collector
 from protocol import sockets
@@ -77,7 +77,7 @@ class Link:
     home, for ever: messages of an epoch that is not attached are dropped and counted.
     """
 
-    def __init__(self, run_dir: Path, events: Events, *, boot: int | None = None) -> None:
+    def __init__(self, run_dir: Path, events: LinkEvents, *, boot: int | None = None) -> None:
         self.boot = secrets.randbits(31) | 1 if boot is None else boot
         self.aborts = Aborts()
         self.down, self.up = sockets.addresses(run_dir)

@@ -20,7 +20,7 @@ from gateway.config import Config, ConfigError, default_home
 from gateway.configread import load_config
 from gateway.connections import TooFewFiles
 from gateway.daemon import Daemon
-from gateway.keys import KeysUnusable
+from gateway.keys import KeysUnusable, has_keys
 from gateway.listen import CannotListen, raise_file_limit
 from gateway.logfile import RotatingFile
 from gateway.logs import LEVELS, Logs
@@ -60,7 +60,7 @@ def run(
 ) -> int:
     """Serve until stopped, as `mlxd` and `mlxctl serve` do. Returns the exit status."""
     home = default_home()
-    return serve(lambda: load_config(home, config, host=host, port=port, log_level=log_level))
+    return serve(lambda: load_config(home, config, host=host, port=port, log_level=log_level, has_keys=has_keys))
 
 
 def serve(read: Callable[[], Config], *, command: Command = default_command) -> int:

@@ -14,8 +14,9 @@ from gateway.address import UNIX
 from gateway.caller import NOBODY
 from gateway.capture import Tape
 from gateway.errors import ApiError, error_headers, openai_body
-from gateway.http import CLIENT_CLOSED, Answer, ClientLeft, Record, send_body
+from gateway.http import CLIENT_CLOSED, Answer, send_body
 from gateway.outlet import outlet_of
+from gateway.record import ClientLeft, Record
 from gateway.schemas.anthropic_out import anthropic_body
 from gateway.services import Services
 from gateway.tracing import read_context
@@ -65,7 +66,7 @@ class Entry:
             tape = Tape(scope, receive, send)
             receive, send = tape.receive, tape.send
         else:
-            record.outlet = outlet_of(scope)
+            record.writer = outlet_of(scope)
         answer = Answer(send, record)
         try:
             await self._app(scope, receive, answer)

@@ -9,9 +9,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.audit import Action, Actor, Fact, entry
 from gateway.audittrail import AuditTrail
 from gateway.errors import ApiError
-from gateway.http import record_of
 from gateway.outlet import outlet_of
 from gateway.peer import peer_of
+from gateway.record import record_of
 
 KEY: Final = "mlxd.order"
 

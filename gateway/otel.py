@@ -28,7 +28,7 @@ from opentelemetry.trace import (
 from opentelemetry.util.types import AttributeValue
 
 import protocol
-from gateway.http import Record
+from gateway.record import Record
 from gateway.tracing import TraceContext
 
 log = logging.getLogger(__name__)

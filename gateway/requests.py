@@ -3,25 +3,42 @@
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
+from gateway.record import Record
 from gateway.schemas.admin import RequestView
-
-if TYPE_CHECKING:
-    from gateway.generation import Generation
 
 # No id that a client may give has it.
 AGAIN: Final = "~"
+
+
+class Served(Protocol):
+    """A request as it is listed; `Generation` is the one there is."""
+
+    record: Record
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def generated_tokens(self) -> int: ...
+
+    def cancel(self) -> None: ...
 
 
 class Requests:
     """By the id that their client gave, or else got. One that comes with an id in use is listed as `ID~2`, `ID~3`, …"""
 
     def __init__(self) -> None:
-        self._served: dict[str, Generation] = {}
+        self._served: dict[str, Served] = {}
 
     @contextmanager
-    def hold(self, served: "Generation") -> Generator[None, None, None]:
+    def hold(self, served: Served) -> Generator[None, None, None]:
         """Be listed."""
         name = stem = served.record.id
         number = 1
@@ -51,7 +68,7 @@ class Requests:
         return True
 
 
-def _view(name: str, served: "Generation") -> RequestView:
+def _view(name: str, served: Served) -> RequestView:
     record = served.record
     now = time.perf_counter()
     first = record.first_token_s

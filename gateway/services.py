@@ -1,15 +1,16 @@
-"""Services that the endpoints work with, made once per app."""
+"""Services of an app: everything that its endpoints and middleware work with, made once."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from gateway.admission import Admission
 from gateway.audit import Audit
 from gateway.audittrail import AuditTrail
-from gateway.auth import Keyring
 from gateway.bodies import Bodies, memory_bytes
 from gateway.capture import Captures
 from gateway.config import Config, audit_path
 from gateway.keyaddresses import KeyAddresses
+from gateway.keyring import Keyring
 from gateway.keys import KeyFile
 from gateway.ledger import Ledger
 from gateway.link import Link
@@ -17,38 +18,41 @@ from gateway.live import Live
 from gateway.metrics import Metrics
 from gateway.periods import zone_of
 from gateway.pool.pool import Pool
+from gateway.record import Record
 from gateway.requests import Requests
-from gateway.routing import Router
+from gateway.runtime import Runtime
 from gateway.strangers import Sample, Throttle
 from gateway.tls import Tls
-from gateway.tracing import Tracer
 from gateway.usage import UsageFile
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """The parts of a running gateway."""
+class Tracer(Protocol):
+    """Makes spans of requests; `otel.Tracer` is the one there is."""
 
-    live: Live
-    pool: Pool
-    link: Link
-    metrics: Metrics
-    admission: Admission
+    def export(self, record: Record) -> str:
+        """Queue the spans of a request that has ended. Returns the trace's id."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Services(Runtime):
+    """The runtime, with what keys, logs, captures and traces need."""
+
     bodies: Bodies
     keyring: Keyring
     audit: AuditTrail
     addresses: KeyAddresses
     throttle: Throttle
     sample: Sample
-    requests: Requests
     captures: Captures
     usage: UsageFile
-    ledger: Ledger
     tracer: Tracer | None
     tls: Tls | None
 
     @classmethod
-    def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics) -> "Services":
+    def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics, tracer: Tracer | None = None) -> "Services":
         """Raises `KeysUnusable` and `CertificateUnusable`."""
         metrics.declare(config.models)
         metrics.unacked_aborts = lambda: link.aborts.count
@@ -80,19 +84,9 @@ class Services:
             captures=Captures(config.capture_dir, lambda: live.config.server),
             usage=UsageFile(config.usage_path, metrics, meters=keyring.meters),
             ledger=ledger,
-            tracer=_tracer(config.server.otlp_endpoint),
+            tracer=tracer,
             tls=Tls(config.server.tls, metrics) if config.server.tls.certificate else None,
         )
-
-    @property
-    def config(self) -> Config:
-        """The one in force now."""
-        return self.live.config
-
-    @property
-    def router(self) -> Router:
-        """The names in force now."""
-        return self.live.router
 
     def close(self) -> None:
         """Finish writing and sending. The last call."""
@@ -104,12 +98,3 @@ class Services:
         self.audit.close()
         if self.tracer is not None:
             self.tracer.close()
-
-
-def _tracer(endpoint: str) -> Tracer | None:
-    if not endpoint:
-        return None
-    # Only where it is wanted: OpenTelemetry is an extra, and takes a third of a second to import.
-    from gateway import otel
-
-    return otel.Tracer(endpoint)

@@ -12,8 +12,8 @@ from starlette.types import Receive, Send
 from gateway.api.encoder import Fold, StreamEncoder
 from gateway.errors import ApiError
 from gateway.generation import Generation
-from gateway.http import CLIENT_CLOSED, Answer, Header, Record, send_body
-from gateway.outlet import Outlet
+from gateway.http import CLIENT_CLOSED, Answer, send_body
+from gateway.record import ChunkWriter, Header, Record
 
 STALLS_MAX: Final = 2
 HEADERS: Final[tuple[Header, ...]] = (
@@ -115,13 +115,13 @@ class _Stream:
         send: Send,
         watch: Watch,
         pace: Pace,
-        outlet: Outlet | None,
+        writer: ChunkWriter | None,
     ) -> None:
         self._generation = generation
         self._encoder = encoder
         self._send = send
         self._watch = watch
-        self._outlet = outlet
+        self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._keepalive_s = pace.keepalive_s
         self._hold_until = self._loop.time() + pace.hold_s
@@ -157,7 +157,7 @@ class _Stream:
         """Pass on what is new, until it is anything but more text: the loop that every token goes through."""
         generation, encode, watch = self._generation, self._encoder.encode, self._watch
         while True:
-            relay = self._relay if self._is_started and self._outlet is not None else None
+            relay = self._relay if self._is_started and self._writer is not None else None
             deltas = await generation.next(self._patience_s(), relay)
             data = encode(deltas)
             if not (data and self._is_started and generation.is_running):
@@ -170,12 +170,12 @@ class _Stream:
 
     def _relay(self) -> bool:
         """The same for a client that reads, while this task waits."""
-        outlet = self._outlet
-        if outlet is None or not outlet.is_open:
+        writer = self._writer
+        if writer is None or not writer.is_open:
             return False
         data = self._encoder.encode(self._generation.take())
         if data:
-            outlet.write(data)
+            writer.write(data)
         return True
 
     async def _turn(self, data: bytes, is_silent: bool) -> None:
@@ -230,7 +230,7 @@ async def respond_stream(
     """Answer with the events of `generation`. Raises `ApiError` only while the status can still say so."""
     async with Watch(receive, write_timeout_s) as watch:
         # A task of its own: what wakes up for a token passes through a few frames, not through the whole app.
-        stream = _Stream(generation, encoder, send, watch, pace, record.outlet)
+        stream = _Stream(generation, encoder, send, watch, pace, record.writer)
         error = await asyncio.create_task(stream.run())
         if error is not None:
             record.outcome = error.code or "error"

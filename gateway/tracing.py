@@ -1,19 +1,10 @@
-"""The trace context that a client sends along (W3C Trace Context), and whether traces can be sent at all.
+"""Trace context that a client sends along: https://www.w3.org/TR/trace-context/"""
 
-OpenTelemetry is an extra: `otel.py`, which needs it, is imported only where `[server] otlp_endpoint` is set.
-"""
-
-import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
-from urllib.parse import urlsplit
+from typing import Final
 
-if TYPE_CHECKING:
-    from gateway.http import Record
-
-PACKAGES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 TRACESTATE_CHARS_MAX: Final = 512
 
 _PARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -48,36 +39,3 @@ def read_context(parents: Sequence[str], states: Sequence[str] = ()) -> TraceCon
         bool(int(flags, 16) & 1),
         state if len(state) <= TRACESTATE_CHARS_MAX else "",
     )
-
-
-def bad_endpoint(endpoint: str) -> str | None:
-    """Why traces cannot be sent there, if so."""
-    if not endpoint:
-        return None
-    try:
-        parts = urlsplit(endpoint)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        is_url = False
-    if not is_url:
-        return f"{endpoint!r} is no URL such as 'http://127.0.0.1:4318'"
-    if not all(map(_is_installed, PACKAGES)):
-        return "traces need OpenTelemetry, which is not installed: pip install 'mlxd[otel]'"
-    return None
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ImportError:
-        return False
-
-
-class Tracer(Protocol):
-    """What makes spans of requests; `otel.Tracer` is the one there is."""
-
-    def export(self, record: "Record") -> str:
-        """Queue the spans of a request that has ended. Returns the trace's id."""
-        ...
-
-    def close(self) -> None: ...

@@ -5,7 +5,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api import serve
 from gateway.api.chat_encoder import ChatFold, ChatStream
 from gateway.api.choices import Heading
-from gateway.http import record_of
+from gateway.record import record_of
 from gateway.schemas.lowering import lower_chat
 from gateway.schemas.openai import decode_chat
 from gateway.services import Services

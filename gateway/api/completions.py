@@ -5,7 +5,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api import serve
 from gateway.api.choices import Heading
 from gateway.api.completions_encoder import TextFold, TextStream
-from gateway.http import record_of
+from gateway.record import record_of
 from gateway.schemas.lowering import lower_completion
 from gateway.schemas.openai import decode_completion
 from gateway.services import Services

@@ -10,10 +10,10 @@ from typing import Final
 
 from gateway.caller import OWNER
 from gateway.errors import Forbidden, Unauthorized
-from gateway.http import Record
 from gateway.link import WorkerGone
 from gateway.pool.process import Worker
 from gateway.pool.state import State
+from gateway.record import Record
 from gateway.schemas.admin import DeepHealth, Probe
 from gateway.services import Services
 from gateway.stream import Collector

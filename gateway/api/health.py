@@ -10,8 +10,9 @@ import protocol
 from gateway.api import deep
 from gateway.api.deep import BROKEN
 from gateway.errors import BadRequest
-from gateway.http import record_of, send_body
+from gateway.http import send_body
 from gateway.pool.state import State, WorkerView
+from gateway.record import record_of
 from gateway.scrape import ScrapeText
 from gateway.services import Services
 

@@ -8,7 +8,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api import serve
 from gateway.api.messages_encoder import MessageFold, MessageStream
-from gateway.http import record_of, send_body
+from gateway.http import send_body
+from gateway.record import record_of
 from gateway.schemas.anthropic import decode_count, decode_messages, lower_messages, lower_prompt
 from gateway.schemas.anthropic_out import TokenCount
 from gateway.services import Services

@@ -10,9 +10,10 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
-from gateway.http import record_of, send_body
+from gateway.http import send_body
+from gateway.names import Found
 from gateway.pool.state import WorkerView
-from gateway.routing import Found
+from gateway.record import record_of
 from gateway.services import Services
 
 

@@ -16,7 +16,8 @@ from gateway.api.responses_history import History, numbered, tenant_of
 from gateway.api.responses_output import Output
 from gateway.config import ModelConfig
 from gateway.errors import BadRequest, Unsupported
-from gateway.http import Record, record_of, send_body
+from gateway.http import send_body
+from gateway.record import Record, record_of
 from gateway.schemas import responses_out as out
 from gateway.schemas.canonical import with_thinking
 from gateway.schemas.responses import Item, ResponsesRequest, decode_count, decode_responses

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api import serve
 from gateway.api.responses_history import History, numbered
-from gateway.http import record_of
+from gateway.record import record_of
 from gateway.schemas import responses_out as out
 from gateway.schemas.responses import CountRequest, Item, Part, ResponsesRequest, decode_count
 from gateway.schemas.responses_lowering import lower_prompt, lower_responses, seal

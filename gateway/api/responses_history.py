@@ -7,7 +7,8 @@ import msgspec
 from msgspec import Struct
 
 from gateway.errors import ApiError, BadRequest, Unavailable
-from gateway.http import Record, reserve
+from gateway.http import reserve
+from gateway.record import Record
 from gateway.schemas import responses_out as out
 from gateway.schemas.responses import Item
 from gateway.schemas.responses_lowering import FOREIGN_ITEMS, unseal

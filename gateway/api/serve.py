@@ -14,10 +14,11 @@ from gateway.api.encoder import Fold, StreamEncoder
 from gateway.config import ModelConfig
 from gateway.errors import Unavailable, from_failure, from_unsendable
 from gateway.generation import BYTES_PER_TOKEN, Generation
-from gateway.http import Record, ignored_header, read_body
+from gateway.http import ignored_header, read_body
 from gateway.link import WorkerGone
 from gateway.pool.state import ModelUnavailable
 from gateway.questions import Refused
+from gateway.record import Record
 from gateway.services import Services
 from gateway.sse import respond_stream, respond_whole
 from protocol.codec import Unsendable, pack

@@ -9,7 +9,8 @@ from starlette.types import Receive, Scope, Send
 from gateway.api import serve
 from gateway.config import ThinkingDefaults
 from gateway.errors import BadRequest
-from gateway.http import record_of, send_body
+from gateway.http import send_body
+from gateway.record import record_of
 from gateway.schemas.canonical import ToolUse, chat_prompt
 from gateway.schemas.decode import Schema
 from gateway.schemas.openai import Message, TokenId

@@ -52,11 +52,10 @@ def clear(
 
 
 def _path(config: Config, name: str) -> str:
-    from gateway.caller import OWNER
     from gateway.errors import ModelNotFound
-    from gateway.routing import Router
+    from gateway.names import Names
 
     try:
-        return Router(config.models).locate(name, OWNER).model.path
+        return Names(config.models).locate(name).model.path
     except ModelNotFound as error:
         raise Failed(str(error)) from None

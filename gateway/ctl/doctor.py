@@ -25,6 +25,7 @@ from gateway.ctl import local
 from gateway.ctl.client import deep_health
 from gateway.doctor import Finding
 from gateway.failed import Failed
+from gateway.keys import has_keys
 from gateway.schemas.admin import Status
 from protocol import __version__
 
@@ -111,7 +112,7 @@ def _version(name: str) -> str | None:
 
 def _load(home: Path) -> tuple[Config | None, str]:
     try:
-        return load_config(home), ""
+        return load_config(home, has_keys=has_keys), ""
     except ConfigError as error:
         return None, str(error)
 

@@ -84,8 +84,9 @@ def needs_root(verb: str) -> None:
 def _drain_s(home: Path) -> float:
     """What the configuration says, if it can be read by now."""
     from gateway.configread import load_config
+    from gateway.keys import has_keys
 
     try:
-        return load_config(home).server.drain_s
+        return load_config(home, has_keys=has_keys).server.drain_s
     except ConfigError:
         return ServerConfig().drain_s

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 def read_config(file: Path | None = None) -> Config:
     """The configuration of the home, or another, as the daemon would read it now. Raises `ConfigError`."""
     from gateway.configread import load_config
+    from gateway.keys import has_keys
 
-    return load_config(default_home(), file)
+    return load_config(default_home(), file, has_keys=has_keys)
 
 
 def readable_config() -> Config | None:
@@ -28,12 +29,11 @@ def readable_config() -> Config | None:
 
 def model_of(config: Config, name: str) -> ModelConfig:
     """The model of a configuration, or one that could be: a folder or repository of that name."""
-    from gateway.caller import OWNER
     from gateway.errors import ModelNotFound
-    from gateway.routing import Router
+    from gateway.names import Names
 
     try:
-        return Router(config.models).locate(name, OWNER).model
+        return Names(config.models).locate(name).model
     except ModelNotFound:
         return ModelConfig(name=name, path=name)
 

@@ -7,9 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.auth import HEALTH, Keyring
+from gateway.auth import HEALTH
 from gateway.config import ModelConfig, ServerConfig
 from gateway.errors import Unauthorized
+from gateway.keyring import Keyring
 from gateway.keys import Key, KeyFile, KeysUnusable
 from gateway.metrics import Metrics
 from tests.gateway.harness import Gateway, chat, running, until

@@ -9,7 +9,7 @@ from gateway.config import ConfigError, Effort, default_home
 from gateway.configread import load_config
 from gateway.configtext import parse_duration, parse_size
 from gateway.hfcache import cached_models
-from gateway.keys import Key, KeyFile
+from gateway.keys import Key, KeyFile, has_keys
 from gateway.schemas.canonical import EFFORTS
 
 EXAMPLE = """
@@ -38,7 +38,7 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def load(tmp_path: Path, text: str, **overrides: object):
     path = tmp_path / "mlxd.toml"
     path.write_text(text)
-    return load_config(tmp_path, path, **overrides)  # pyright: ignore[reportArgumentType]
+    return load_config(tmp_path, path, **overrides, has_keys=has_keys)  # pyright: ignore[reportArgumentType]
 
 
 def failure(tmp_path: Path, text: str, **overrides: object) -> str:
@@ -64,7 +64,7 @@ def test_every_documented_key_is_read(tmp_path: Path) -> None:
 
 
 def test_without_a_file_the_demo_is_served(tmp_path: Path) -> None:
-    config = load_config(tmp_path)
+    config = load_config(tmp_path, has_keys=has_keys)
 
     assert list(config.models) == ["demo"]
     assert config.models["demo"].path == "demo"
@@ -83,7 +83,7 @@ def test_without_a_file_the_hugging_face_cache_is_served_too(tmp_path: Path, mon
     _fake_repo(hub, "org--broken", {"config.json": "{", "model.safetensors": ""})
 
     assert cached_models() == ["org/good"]
-    assert list(load_config(tmp_path).models) == ["demo", "org/good"]
+    assert list(load_config(tmp_path, has_keys=has_keys).models) == ["demo", "org/good"]
 
 
 def _fake_repo(hub: Path, name: str, files: dict[str, str]) -> None:
@@ -176,14 +176,14 @@ def test_a_bad_override_is_blamed_on_the_option(tmp_path: Path) -> None:
 
 def test_a_named_file_must_exist_and_the_default_one_need_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
-        load_config(tmp_path, tmp_path / "absent.toml")
-    load_config(tmp_path / "nowhere")
+        load_config(tmp_path, tmp_path / "absent.toml", has_keys=has_keys)
+    load_config(tmp_path / "nowhere", has_keys=has_keys)
 
 
 def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mlxd.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        load_config(tmp_path)
+        load_config(tmp_path, has_keys=has_keys)
 
 
 def test_relative_model_folders_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,11 @@ import sys
 from pathlib import Path
 import msgspec
 from gateway.configread import load_config
+from gateway.keys import has_keys
 from gateway.main import serve
 home, worker = Path(sys.argv[1]), sys.argv[2]
 command = lambda spec: [sys.executable, worker, spec.name, "--spec", msgspec.json.encode(spec).decode()]
-sys.exit(serve(lambda: load_config(home), command=command))
+sys.exit(serve(lambda: load_config(home, has_keys=has_keys), command=command))
 """
 CONFIG = """
 [server]

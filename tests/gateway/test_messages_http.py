@@ -11,9 +11,9 @@ import pytest
 from gateway.api.messages_encoder import MessageStream
 from gateway.config import ModelConfig, ServerConfig
 from gateway.generation import Generation
-from gateway.http import Record
 from gateway.pool.spawn import default_command
 from gateway.pool.state import State
+from gateway.record import Record
 from gateway.sse import Pace, respond_stream
 from protocol.messages import ChatPrompt, Generate, Sampling
 from tests.gateway.harness import Gateway, running

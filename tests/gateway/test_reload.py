@@ -14,6 +14,7 @@ import pytest
 from gateway.app import create_admin_app
 from gateway.config import Config, ConfigError, ModelConfig, SamplingDefaults, ServerConfig, TlsConfig
 from gateway.configread import load_config
+from gateway.keys import has_keys
 from gateway.logs import OURS
 from gateway.pool.state import State
 from gateway.reload import FIXED, Reloader, changes, with_fixed
@@ -61,9 +62,9 @@ aliases = ["first"]
 async def reloadable(home: Path, text: str = BEFORE, *options: str) -> AsyncGenerator[Reloadable, None]:
     path = home / "mlxd.toml"
     path.write_text(text)
-    config = load_config(home)
+    config = load_config(home, has_keys=has_keys)
     async with running(home, options, list(config.models.values()), config.server) as gateway:
-        reloader = Reloader(gateway.app, lambda: load_config(home))
+        reloader = Reloader(gateway.app, lambda: load_config(home, has_keys=has_keys))
         admin = create_admin_app(
             config, gateway.pool, gateway.link, gateway.metrics, public=gateway.app, reloader=reloader
         )

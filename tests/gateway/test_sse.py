@@ -9,8 +9,8 @@ from gateway.api.chat_encoder import ChatStream
 from gateway.api.choices import Heading
 from gateway.errors import ApiError
 from gateway.generation import Generation
-from gateway.http import Record
 from gateway.outlet import Outlet
+from gateway.record import Record
 from gateway.sse import Pace, Watch, respond_stream
 from protocol.messages import Generate, Sampling, TextPrompt
 from tests.gateway.harness import Gateway, events, running, until
@@ -135,7 +135,7 @@ async def respond(
     gateway: Gateway, client: Client, said: str, max_tokens: int = 3, outlet: Outlet | None = None
 ) -> Record:
     """Answer one request of the text prompt `said`."""
-    record = Record("id", "POST", "/v1/chat/completions", outlet=outlet)
+    record = Record("id", "POST", "/v1/chat/completions", writer=outlet)
     encoder = ChatStream(Heading("id", 0, "m", 1), False)
     generate = Generate(
         gateway.link.next_rid(), TextPrompt(said), Sampling(), max_tokens=max_tokens, want_progress=True
@@ -177,7 +177,7 @@ async def test_tokens_take_the_short_way_and_a_client_that_pauses_still_has_each
         await warm(gateway)
         client = Client()
         outlet = Shortcut(client)
-        task = asyncio.create_task(respond(gateway, client, script(*said, ["finish", "stop"]), outlet=outlet))
+        task = asyncio.create_task(respond(gateway, client, script(*said, ["finish", "stop"]), writer=outlet))
         for count in (4, 8, 12):
             await until(lambda count=count: outlet.written >= count)
             client.reads.clear()

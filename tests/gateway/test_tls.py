@@ -23,6 +23,7 @@ from gateway.configfile import to_toml
 from gateway.configread import load_config
 from gateway.ctl import doctor
 from gateway.guard import PIPELINED_MAX
+from gateway.keys import has_keys
 from gateway.reload import Reloader
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, events, running, until
 from tests.support.certificates import HOST, Authority
@@ -198,7 +199,7 @@ async def test_a_renewed_certificate_is_shown_to_new_connections_while_a_stream_
             path = authority.folder / "mlxd.toml"
             path.write_text(f"[server]\ntls = {inline(authority)}\n[models.m]\n")
             # As SIGHUP and `mlxctl config reload` do.
-            done = await Reloader(gateway.app, lambda: load_config(authority.folder)).reload()
+            done = await Reloader(gateway.app, lambda: load_config(authority.folder, has_keys=has_keys)).reload()
             shown = await served_certificate(gateway, authority)
             rest = [line async for line in lines]
 
@@ -255,7 +256,7 @@ def inline(authority: Authority) -> str:
 def refusal(authority: Authority, tls: str | None = None) -> str:
     (authority.folder / "mlxd.toml").write_text(f"[server]\nport = 0\ntls = {tls or inline(authority)}\n")
     with pytest.raises(ConfigError) as caught:
-        load_config(authority.folder)
+        load_config(authority.folder, has_keys=has_keys)
     assert caught.value.line == 3
     return str(caught.value)
 
@@ -263,13 +264,13 @@ def refusal(authority: Authority, tls: str | None = None) -> str:
 def test_the_files_are_named_relative_to_the_configuration_and_read_back(authority: Authority) -> None:
     path = authority.folder / "mlxd.toml"
     path.write_text(f"[server]\ntls = {inline(authority)}\n[models.m]\n")
-    config = load_config(authority.folder)
+    config = load_config(authority.folder, has_keys=has_keys)
     assert config.server.tls == authority.config
 
     path.write_text(to_toml(config))
-    assert load_config(authority.folder) == config
+    assert load_config(authority.folder, has_keys=has_keys) == config
     path.write_text(f"[models.m]\n[server.tls]\ncertificate = '{authority.certificate}'\nkey = '{authority.key}'\n")
-    assert load_config(authority.folder) == config
+    assert load_config(authority.folder, has_keys=has_keys) == config
 
 
 def test_one_of_two_files_is_an_error(authority: Authority) -> None:
@@ -322,7 +323,7 @@ def test_a_certificate_that_is_cut_short_is_an_error_and_no_fault(authority: Aut
 def test_with_tls_a_key_is_needed_all_the_same_beyond_the_loopback(authority: Authority) -> None:
     (authority.folder / "mlxd.toml").write_text(f'[server]\nhost = "0.0.0.0"\ntls = {inline(authority)}\n')
     with pytest.raises(ConfigError, match="without an API key"):
-        load_config(authority.folder)
+        load_config(authority.folder, has_keys=has_keys)
 
 
 async def test_a_key_that_everybody_may_read_is_warned_of(

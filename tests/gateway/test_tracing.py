@@ -16,7 +16,8 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from gateway.config import ServerConfig
 from gateway.logs import Logs
 from gateway.otel import PAUSE_S, Patient
-from gateway.tracing import bad_endpoint, read_context
+from gateway.otlp import bad_endpoint
+from gateway.tracing import read_context
 from tests.gateway.harness import chat, running
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

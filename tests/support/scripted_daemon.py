@@ -4,8 +4,9 @@ import sys
 
 from gateway.config import default_home
 from gateway.configread import load_config
+from gateway.keys import has_keys
 from gateway.main import serve
 from tests.support.pool import scripted
 
 if __name__ == "__main__":
-    sys.exit(serve(lambda: load_config(default_home()), command=scripted(*sys.argv[1:])))
+    sys.exit(serve(lambda: load_config(default_home(), has_keys=has_keys), command=scripted(*sys.argv[1:])))
