@@ -26,8 +26,8 @@ from gateway.ctl.bench.measure import table
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from worker.batch import Batch
-    from worker.rows import Row
+    from worker.engine.batch import Batch
+    from worker.engine.row import Row
 
 PROMPT: Final = 32
 WARM_TICKS: Final = 12
@@ -81,9 +81,9 @@ class Bench:
         from mlx_lm.models.cache import make_prompt_cache
 
         from protocol.spec import WorkerSpec
-        from worker.intake import Intake
-        from worker.kv import Layout
-        from worker.loader import load
+        from worker.cache.kv import Layout
+        from worker.model.loader import load
+        from worker.prompt.intake import Intake
 
         path = str(models.build(geometry, dtype))
         spec = WorkerSpec(name="bench", path=path, epoch=1, down="", up="", dtype=dtype)
@@ -111,8 +111,8 @@ class Bench:
         return ticks_s
 
     def _batch(self, case: str, rows: int, ticks: int) -> "Batch":
-        from worker.batch import Batch
-        from worker.prefix_cache import PrefixCache
+        from worker.cache.prefix import PrefixCache
+        from worker.engine.batch import Batch
 
         batch = Batch(self._loaded.model, self._loaded.eos_ids, rows + 1, 512, PrefixCache(self._layout, 0))
         for rid in range(rows):

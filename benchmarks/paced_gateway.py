@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.configread import load_config
-from gateway.keys import has_keys
+from gateway.access.key_file import has_keys
+from gateway.config.load import load_config
 from gateway.main import serve
 from protocol.spec import WorkerSpec
 

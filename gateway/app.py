@@ -5,25 +5,28 @@ from collections.abc import Awaitable, Callable
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.api import admin, health, requests, responses
-from gateway.api.chat import ChatCompletions
-from gateway.api.completions import Completions
-from gateway.api.messages import CountTokens, Messages
+from gateway.admin import endpoints as admin
+from gateway.admin import requests
+from gateway.admin.orders import Audited
+from gateway.api import health
+from gateway.api.anthropic.endpoints import CountTokens, Messages
 from gateway.api.models import Models, OneModel
+from gateway.api.openai.chat import ChatCompletions
+from gateway.api.openai.completions import Completions
 from gateway.api.operations import Document
+from gateway.api.responses import endpoints as responses
+from gateway.api.responses.store import Store
 from gateway.api.tokenize import DetokenizeIds, TokenizeText
-from gateway.auth import Auth, Trusted
-from gateway.config import Config
-from gateway.cors import Cors
-from gateway.link import Link
-from gateway.metrics import Metrics
-from gateway.middleware import Entry
-from gateway.orders import Audited
-from gateway.origins import is_loopback
-from gateway.pool.pool import Applied, Pool
+from gateway.config.origins import is_loopback
+from gateway.config.settings import Config
+from gateway.link.link import Link
+from gateway.middleware.auth import Auth, Trusted
+from gateway.middleware.cors import Cors
+from gateway.middleware.entry import Entry
+from gateway.pool import Applied, Pool
 from gateway.reload import Reloader
 from gateway.services import Services, Tracer
-from gateway.store import Store
+from gateway.telemetry.metrics import Metrics
 
 
 class App:
@@ -79,7 +82,7 @@ def _tracer(endpoint: str) -> Tracer | None:
     if not endpoint:
         return None
     # Only where it is wanted: OpenTelemetry is an extra, and takes a third of a second to import.
-    from gateway import otel
+    from gateway.middleware import otel
 
     return otel.Tracer(endpoint)
 

@@ -13,20 +13,20 @@ from typing import Final
 
 import uvicorn
 
+from gateway.access.audit_log import Actor, Fact, entry
 from gateway.app import create_admin_app, create_app
-from gateway.audit import Actor, Fact, entry
-from gateway.awake import Awake
-from gateway.config import CAN_HOLD_AWAKE, Config, ConfigError, url_of
-from gateway.connections import admin_connections, public_connections
+from gateway.config.settings import CAN_HOLD_AWAKE, Config, ConfigError, url_of
 from gateway.errors import Unavailable
-from gateway.handshake import listener_protocol
-from gateway.link import Link
-from gateway.listen import BACKLOG, CannotListen, close_all, file_limit, listen_tcp, listen_unix
-from gateway.metrics import Metrics
-from gateway.pool.pool import Pool
-from gateway.pool.spawn import Command, default_command
-from gateway.pool.state import State
+from gateway.http.connection_limits import admin_connections, public_connections
+from gateway.http.handshake import listener_protocol
+from gateway.http.listen import BACKLOG, CannotListen, close_all, file_limit, listen_tcp, listen_unix
+from gateway.keep_awake import Awake
+from gateway.link.link import Link
+from gateway.pool import Pool
 from gateway.reload import Reloader, facts_of
+from gateway.supervisor.spawn import Command, default_command
+from gateway.supervisor.state import State
+from gateway.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -15,17 +15,17 @@ from typing import Final
 
 import uvloop
 
-from gateway.certificate import CertificateUnusable
-from gateway.config import Config, ConfigError, default_home
-from gateway.configread import load_config
-from gateway.connections import TooFewFiles
+from gateway.access.key_file import KeysUnusable, has_keys
+from gateway.config.certificate import CertificateUnusable
+from gateway.config.load import load_config
+from gateway.config.settings import Config, ConfigError, default_home
 from gateway.daemon import Daemon
-from gateway.keys import KeysUnusable, has_keys
-from gateway.listen import CannotListen, raise_file_limit
-from gateway.logfile import RotatingFile
-from gateway.logs import LEVELS, Logs
-from gateway.pool.spawn import Command, default_command
-from gateway.rundir import HomeUnusable, RunDir
+from gateway.home.lock import HomeUnusable, RunDir
+from gateway.http.connection_limits import TooFewFiles
+from gateway.http.listen import CannotListen, raise_file_limit
+from gateway.supervisor.spawn import Command, default_command
+from gateway.telemetry.log_file import RotatingFile
+from gateway.telemetry.logs import LEVELS, Logs
 from protocol import __version__
 from protocol.sockets import PathTooLong
 

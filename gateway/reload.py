@@ -8,13 +8,13 @@ from typing import Final, Protocol
 import msgspec
 from msgspec import Struct, structs
 
-from gateway.audit import Fact
-from gateway.config import Config, ConfigError, ModelConfig, ServerConfig, file_key
+from gateway.access.audit_log import Fact
+from gateway.admin_types import Reload
+from gateway.config.settings import Config, ConfigError, ModelConfig, ServerConfig, file_key
 from gateway.errors import Unavailable
-from gateway.logs import set_level
-from gateway.pool.pool import Applied
-from gateway.schemas.admin import Reload
+from gateway.pool import Applied
 from gateway.services import Services
+from gateway.telemetry.logs import set_level
 
 log = logging.getLogger(__name__)
 

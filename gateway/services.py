@@ -3,27 +3,27 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from gateway.admission import Admission
-from gateway.audit import Audit
-from gateway.audittrail import AuditTrail
-from gateway.bodies import Bodies, memory_bytes
-from gateway.capture import Captures
-from gateway.config import Config, audit_path
-from gateway.keyaddresses import KeyAddresses
-from gateway.keyring import Keyring
-from gateway.keys import KeyFile
-from gateway.ledger import Ledger
-from gateway.link import Link
-from gateway.live import Live
-from gateway.metrics import Metrics
-from gateway.periods import zone_of
-from gateway.pool.pool import Pool
-from gateway.record import Record
-from gateway.requests import Requests
-from gateway.runtime import Runtime
-from gateway.strangers import Sample, Throttle
-from gateway.tls import Tls
-from gateway.usage import UsageFile
+from gateway.access.audit_log import Audit
+from gateway.access.audit_trail import AuditTrail
+from gateway.access.key_addresses import KeyAddresses
+from gateway.access.key_file import KeyFile
+from gateway.access.keyring import Keyring
+from gateway.access.ledger import Ledger
+from gateway.access.strangers import Sample, Throttle
+from gateway.access.usage import UsageFile
+from gateway.config.periods import zone_of
+from gateway.config.settings import Config, audit_path
+from gateway.http.capture import Captures
+from gateway.http.tls import Tls
+from gateway.link.link import Link
+from gateway.pool import Pool
+from gateway.request.admission import Admission
+from gateway.request.bodies import Bodies, memory_bytes
+from gateway.request.in_flight import Requests
+from gateway.request.live import Live
+from gateway.request.record import Record
+from gateway.request.runtime import Runtime
+from gateway.telemetry.metrics import Metrics
 
 
 class Tracer(Protocol):

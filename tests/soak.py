@@ -27,10 +27,10 @@ from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
 from tests.support.engine import spec
 from tests.support.models import VOCAB, tiny_tokenizer
+from worker.cache.kv import leaves
+from worker.engine.self_check import SAMPLE, choose
 from worker.errors import LoadFailed
-from worker.kv import leaves
-from worker.loader import Loaded
-from worker.selfcheck import SAMPLE, choose
+from worker.model.loader import Loaded
 from worker.verify import Verifier
 
 CONFIGURATIONS: Final = Path(__file__).parent / "support" / "architectures.json"

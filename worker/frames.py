@@ -10,8 +10,8 @@ from msgspec import structs
 from protocol import codec
 from protocol.failures import Code, Failure
 from protocol.messages import Abort, Delta, Finish, Rejected, Step, Tokenized, Up
-from worker.encodable import encodable
-from worker.gauges import Gauges
+from worker.engine.gauges import Gauges
+from worker.text.encodable import encodable
 
 log = logging.getLogger("mlxd.worker")
 

@@ -37,8 +37,8 @@ from protocol.messages import (
     Welcome,
 )
 from protocol.spec import WorkerSpec
+from worker.engine.gauges import Gauges
 from worker.frames import Frames
-from worker.gauges import Gauges
 
 log = logging.getLogger("mlxd.worker")
 

@@ -22,15 +22,15 @@ from msgspec import structs
 from protocol.failures import Code, Exit, Failure
 from protocol.messages import Abort, Generate, Goodbye, Loading, Ready, Rejected, Shutdown
 from protocol.spec import WorkerSpec, read_spec
-from worker.gauges import Gauges
+from worker.engine.gauges import Gauges
 from worker.link import Control, Link, Question
 
 if TYPE_CHECKING:
-    from worker.engine import Engine
-    from worker.inbox import Inbox
-    from worker.intake import Intake
-    from worker.loader import Loaded
-    from worker.rows import Row
+    from worker.engine.inbox import Inbox
+    from worker.engine.loop import Engine
+    from worker.engine.row import Row
+    from worker.model.loader import Loaded
+    from worker.prompt.intake import Intake
 
 log = logging.getLogger("mlxd.worker")
 
@@ -108,10 +108,10 @@ class Process:
 
     def _load_and_serve(self) -> int:
         # Imported here so that the gateway hears from this process before the second that these take.
-        from worker import memory
-        from worker.engine import Engine
+        from worker.engine.loop import Engine
         from worker.errors import LoadFailed, WorkerError
-        from worker.loader import load
+        from worker.model import memory
+        from worker.model.loader import load
 
         started = time.monotonic()
         engine: Engine | None = None
@@ -133,11 +133,11 @@ class Process:
         return self._leave("asked to stop", None, Exit.OK)
 
     def _start(self, loaded: "Loaded", started: float) -> "Engine":
-        from worker import memory
-        from worker.engine import Engine
+        from worker.engine.inbox import Inbox
+        from worker.engine.loop import Engine
         from worker.errors import LoadFailed
-        from worker.inbox import Inbox
-        from worker.intake import Intake
+        from worker.model import memory
+        from worker.prompt.intake import Intake
 
         inbox = Inbox()
         intake = Intake(loaded, self._spec.parser)
@@ -179,7 +179,7 @@ class Process:
 
     def _take_requests(self, intake: "Intake", inbox: "Inbox") -> None:
         """From here on, what the link receives goes to the thread that it is for."""
-        from worker.questions import Questions
+        from worker.prompt.questions import Questions
 
         requests: SimpleQueue[tuple[Generate, float]] = SimpleQueue()
         questions = Questions(intake, self._link.send, self._refusing, self._gauges)

@@ -10,8 +10,8 @@ from protocol.failures import Exit
 from protocol.messages import Generate, Sampling, TextPrompt
 from protocol.spec import WorkerSpec
 from worker.errors import LoadFailed
-from worker.intake import Intake
-from worker.loader import load
+from worker.model.loader import load
+from worker.prompt.intake import Intake
 from worker.verify import Session
 
 # Of no link and no gateway; nothing is cached.

@@ -35,14 +35,14 @@ from protocol.messages import (
 )
 from protocol.spec import WorkerSpec, read_spec
 from protocol.verify import Check, Difference
-from worker import memory
-from worker.engine import Engine
+from worker.engine.gauges import Gauges
+from worker.engine.inbox import Inbox
+from worker.engine.kv_budget import KvCost
+from worker.engine.loop import Engine
 from worker.errors import LoadFailed, RequestInvalid
-from worker.gauges import Gauges
-from worker.inbox import Inbox
-from worker.intake import Intake
-from worker.kv_budget import KvCost
-from worker.loader import Loaded, load
+from worker.model import memory
+from worker.model.loader import Loaded, load
+from worker.prompt.intake import Intake
 
 DIFFERENT: Final = 1
 # Words of the longest prompt. The others are parts of that; every other request continues a beginning that they share.

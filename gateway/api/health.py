@@ -7,14 +7,14 @@ from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
 import protocol
-from gateway.api import deep
-from gateway.api.deep import BROKEN
+from gateway.api import probe
+from gateway.api.probe import BROKEN
 from gateway.errors import BadRequest
-from gateway.http import send_body
-from gateway.pool.state import State, WorkerView
-from gateway.record import record_of
-from gateway.scrape import ScrapeText
+from gateway.http.exchange import send_body
+from gateway.request.record import record_of
 from gateway.services import Services
+from gateway.supervisor.state import State, WorkerView
+from gateway.telemetry.scrape import ScrapeText
 
 
 class Health(Struct, frozen=True):
@@ -79,12 +79,12 @@ class Healthy:
             raise BadRequest(f"'deep' is 0 or 1, not {depth[:40]!r}.", "deep", "invalid_value")
         is_deep = depth == "1"
         if is_deep:
-            deep.require_admin(record_of(scope))
+            probe.require_admin(record_of(scope))
         if self._services.admission.is_draining:
             await send_body(send, 503, msgspec.json.encode(Health("draining")))
             return
         if is_deep:
-            found = await deep.examine(self._services, query.get("model"))
+            found = await probe.examine(self._services, query.get("model"))
             await send_body(send, 200 if found.status == "healthy" else 503, msgspec.json.encode(found))
             return
         views = self._services.pool.workers()

@@ -10,11 +10,11 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
-from gateway.http import send_body
-from gateway.names import Found
-from gateway.pool.state import WorkerView
-from gateway.record import record_of
+from gateway.config.names import Found
+from gateway.http.exchange import send_body
+from gateway.request.record import record_of
 from gateway.services import Services
+from gateway.supervisor.state import WorkerView
 
 
 class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):

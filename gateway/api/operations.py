@@ -6,15 +6,20 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 import protocol
-from gateway import openapi
+from gateway.api import openapi
+from gateway.api.anthropic import request as anthropic
+from gateway.api.anthropic import response as anthropic_out
 from gateway.api.health import About, Health
 from gateway.api.models import ModelCard, ModelList
-from gateway.api.responses import ITEMS_DEFAULT, ITEMS_MAX
+from gateway.api.openai import request as openai
+from gateway.api.openai import response as openai_out
+from gateway.api.openapi import Operation, Parameter
+from gateway.api.responses import request as responses
+from gateway.api.responses import response as responses_out
+from gateway.api.responses.endpoints import ITEMS_DEFAULT, ITEMS_MAX
 from gateway.api.tokenize import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from gateway.errors import ErrorBody
-from gateway.http import send_body
-from gateway.openapi import Operation, Parameter
-from gateway.schemas import anthropic, anthropic_out, openai, openai_out, responses, responses_out
+from gateway.http.exchange import send_body
 
 # Any request can meet these.
 _ALWAYS: Final = (401, 403, 421, 429, 431, 500)

@@ -6,19 +6,19 @@ import msgspec
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
-from gateway.api import serve
-from gateway.config import ThinkingDefaults
+from gateway.api.common import serve
+from gateway.api.common.canonical import ToolUse, chat_prompt
+from gateway.api.common.decode import Schema
+from gateway.api.common.doc_hints import NULL, TEXT, case
+from gateway.api.common.thinking import of_config
+from gateway.api.openai.messages import turns
+from gateway.api.openai.request import Message, TokenId
+from gateway.config.settings import ThinkingDefaults
 from gateway.errors import BadRequest
-from gateway.http import send_body
-from gateway.record import record_of
-from gateway.schemas.canonical import ToolUse, chat_prompt
-from gateway.schemas.decode import Schema
-from gateway.schemas.openai import Message, TokenId
-from gateway.schemas.openai_turns import turns
-from gateway.schemas.thinking import of_config
-from gateway.schemas.told import NULL, TEXT, case
+from gateway.http.exchange import send_body
+from gateway.http.sse import cut_off
+from gateway.request.record import record_of
 from gateway.services import Services
-from gateway.sse import cut_off
 from protocol.messages import ChatPrompt, TextPrompt
 
 

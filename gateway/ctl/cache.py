@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
-from gateway.config import Config
+from gateway.config.settings import Config
 from gateway.ctl.complete import a_model
-from gateway.ctl.local import read_config
-from gateway.ctl.say import Json, console, print_json, tell
+from gateway.ctl.offline import read_config
+from gateway.ctl.output import Json, console, print_json, tell
 from gateway.failed import Failed
 
 app = typer.Typer(help="Show and empty the prefix cache on disk.", no_args_is_help=True)
@@ -21,8 +21,8 @@ def stats(json: Json = False) -> None:
     """
     import time
 
-    from gateway.ctl import show
-    from gateway.prefixcache import measure
+    from gateway.ctl import tables
+    from gateway.ctl.prefix_files import measure
 
     config = read_config()
     folders = measure(config.prefix_cache_dir)
@@ -30,9 +30,9 @@ def stats(json: Json = False) -> None:
         print_json({"folder": str(config.prefix_cache_dir), "cap_bytes": config.prefix_cache_bytes, "models": folders})
         return
     total, cap = sum(folder.size_bytes for folder in folders), config.prefix_cache_bytes
-    typer.echo(f"{config.prefix_cache_dir}: {show.size(total)} of {show.size(cap)}")
+    typer.echo(f"{config.prefix_cache_dir}: {tables.size(total)} of {tables.size(cap)}")
     if folders:
-        show.cache(folders, time.time(), console())
+        tables.cache(folders, time.time(), console())
 
 
 @app.command()
@@ -43,17 +43,17 @@ def clear(
 
     Example: mlxctl cache clear coder
     """
-    from gateway.ctl import show
-    from gateway.prefixcache import clear as delete
+    from gateway.ctl import tables
+    from gateway.ctl.prefix_files import clear as delete
 
     config = read_config()
     cleared = delete(config.prefix_cache_dir, None if model is None else _path(config, model))
-    tell(cleared, f"deleted {cleared.files} files, {show.size(cleared.size_bytes)}", json)
+    tell(cleared, f"deleted {cleared.files} files, {tables.size(cleared.size_bytes)}", json)
 
 
 def _path(config: Config, name: str) -> str:
+    from gateway.config.names import Names
     from gateway.errors import ModelNotFound
-    from gateway.names import Names
 
     try:
         return Names(config.models).locate(name).model.path

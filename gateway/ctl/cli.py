@@ -6,12 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from gateway.ctl import cache, client, drain, info, inspect, keys, logs, models, pull, requests, rm, service, top, usage
+from gateway.admin_types import Done
+from gateway.ctl import cache, client, drain, info, keys, logs, models, pull, requests, rm, service, top, usage
 from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
 from gateway.ctl.complete import Model
-from gateway.ctl.say import Json, console, print_json, tell
-from gateway.schemas.admin import Done
+from gateway.ctl.doctor import verb as inspect
+from gateway.ctl.output import Json, console, print_json, tell
 
 app = typer.Typer(
     help="Control mlxd, the serving daemon for MLX models.",
@@ -54,9 +55,9 @@ def status(json: Json = False) -> None:
     if json:
         print_json(found)
         return
-    from gateway.ctl import show
+    from gateway.ctl import tables
 
-    show.status(found, console())
+    tables.status(found, console())
 
 
 app.command("logs")(logs.logs)
@@ -183,7 +184,7 @@ def verify(
     Example: mlxctl verify demo
     """
     from gateway.ctl import verify as verifying
-    from gateway.ctl.local import model_of, read_config
+    from gateway.ctl.offline import model_of, read_config
 
     found = model_of(read_config(), model)
     if not json:
@@ -206,7 +207,7 @@ def handover() -> None:
     import signal
     import time
 
-    from gateway.ctl.local import is_running
+    from gateway.ctl.offline import is_running
 
     pid = client.status().pid
     os.kill(pid, signal.SIGUSR2)

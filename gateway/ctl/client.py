@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-from gateway import config
+from gateway.admin_types import DeepHealth, Status
+from gateway.config import settings
 from gateway.failed import Failed
-from gateway.schemas.admin import DeepHealth, Status
 
 if TYPE_CHECKING:
     import httpx
@@ -27,7 +27,7 @@ PROBE_TIMEOUT_S: Final = 30.0
 
 def admin_socket() -> Path:
     """Where the daemon of this home listens."""
-    return config.admin_socket(config.default_home())
+    return settings.admin_socket(settings.default_home())
 
 
 def get(path: str, kind: type[T]) -> T:

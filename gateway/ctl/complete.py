@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gateway.ctl.local import readable_config
+from gateway.ctl.offline import readable_config
 
 
 def complete_models(incomplete: str) -> list[str]:
@@ -19,7 +19,7 @@ def complete_models(incomplete: str) -> list[str]:
 
 def complete_downloaded(incomplete: str) -> list[str]:
     """Names of the configuration, and repositories in the Hugging Face cache."""
-    from gateway.hfcache import cached_models
+    from gateway.model_files.hub_cache import cached_models
 
     names = [*complete_models(incomplete), *(name for name in cached_models() if name.startswith(incomplete))]
     return list(dict.fromkeys(names))

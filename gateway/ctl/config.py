@@ -5,12 +5,12 @@ from typing import Annotated, Final
 
 import typer
 
-from gateway.config import Config, ConfigError
+from gateway.admin_types import Reload
+from gateway.config.settings import Config, ConfigError
 from gateway.ctl.client import post
-from gateway.ctl.local import folder_of, read_config
-from gateway.ctl.say import Json, print_json
+from gateway.ctl.offline import folder_of, read_config
+from gateway.ctl.output import Json, print_json
 from gateway.failed import Failed
-from gateway.schemas.admin import Reload
 
 BAD_CONFIG: Final = 2
 
@@ -52,7 +52,7 @@ def show(file: File = None, json: Json = False) -> None:
 
     Example: mlxctl config show
     """
-    from gateway.configfile import to_json, to_toml
+    from gateway.config.export import to_json, to_toml
 
     try:
         config = read_config(file)
@@ -86,14 +86,14 @@ def schema() -> None:
 
     Example: mlxctl config schema > mlxd.schema.json
     """
-    from gateway.configfile import schema as make
+    from gateway.config.export import schema as make
 
     print_json(make())
 
 
 def _absent(config: Config) -> dict[str, str]:
     """Models that are not on this machine, and why. No error: they may come before somebody asks for them."""
-    from gateway.modelinfo import Unreadable
+    from gateway.model_files.metadata import Unreadable
 
     absent: dict[str, str] = {}
     for name, model in config.models.items():

@@ -6,11 +6,11 @@ from typing import Annotated, Final
 import typer
 from msgspec import Struct
 
+from gateway.admin_types import Drained
 from gateway.ctl import client
-from gateway.ctl.local import is_running
-from gateway.ctl.say import Json, print_json, seconds
+from gateway.ctl.offline import is_running
+from gateway.ctl.output import Json, print_json, seconds
 from gateway.failed import Failed
-from gateway.schemas.admin import Drained
 
 POLL_S: Final = 0.05
 # After the last request: workers with much memory take their time.

@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.config import ModelConfig
+from gateway.config.settings import ModelConfig
 from gateway.ctl.complete import a_model
-from gateway.ctl.local import available_bytes, folder_of, model_of, read_config
-from gateway.ctl.say import Json, print_json
+from gateway.ctl.offline import available_bytes, folder_of, model_of, read_config
+from gateway.ctl.output import Json, print_json
 from gateway.failed import Failed
 
 if TYPE_CHECKING:
-    from gateway.modelinfo import Info
+    from gateway.model_files.metadata import Info
 
 
 def info(
@@ -35,7 +35,7 @@ def info(
 
 def say(name: str, found: "Info") -> None:
     """For people."""
-    from gateway.ctl.show import size
+    from gateway.ctl.tables import size
 
     kv = "not computed for this attention"
     if found.kv_1k_bytes is not None:
@@ -56,7 +56,7 @@ def say(name: str, found: "Info") -> None:
 
 def _look(name: str) -> "Info":
     """Here, or else on the hub. Raises `Failed`."""
-    from gateway.modelinfo import Unreadable, inspect
+    from gateway.model_files.metadata import Unreadable, inspect
 
     model = model_of(read_config(), name)
     try:
@@ -68,7 +68,7 @@ def _look(name: str) -> "Info":
 
 
 def _on_hub(model: ModelConfig, here: Exception) -> "Info":
-    from gateway import hub
+    from gateway.model_files import hub
 
     try:
         repository = hub.look(*hub.split(model.path))

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from gateway.config import default_home, keys_path, usage_path
+from gateway.admin_types import UsageReport
+from gateway.config.settings import default_home, keys_path, usage_path
 from gateway.ctl.client import get
-from gateway.ctl.say import Json, console, print_json, seconds, tell
-from gateway.schemas.admin import UsageReport
+from gateway.ctl.output import Json, console, print_json, seconds, tell
 
 if TYPE_CHECKING:
-    from gateway.keys import Key, KeyFile
+    from gateway.access.key_file import Key, KeyFile
 
 app = typer.Typer(help="Make, show and end API keys.", no_args_is_help=True)
 
@@ -103,7 +103,7 @@ def create(
 
     Example: mlxctl keys create alice --models 'qwen*' --rpm 60 --expires 30d
     """
-    from gateway.keys import Key
+    from gateway.access.key_file import Key
 
     asked = _asked(locals())
     made, secret = _file().create(
@@ -169,8 +169,8 @@ def list_keys(json: Json = False) -> None:
 
     Example: mlxctl keys list
     """
-    from gateway.ctl import show
-    from gateway.usage import last_used
+    from gateway.access.usage import last_used
+    from gateway.ctl import tables
 
     keys, used = _file().read(), last_used(usage_path(default_home()))
     if json:
@@ -178,7 +178,7 @@ def list_keys(json: Json = False) -> None:
     elif not keys:
         typer.echo("No keys. Make one with: mlxctl keys create NAME", err=True)
     else:
-        show.keys(keys, used, time.time(), console())
+        tables.keys(keys, used, time.time(), console())
 
 
 @app.command()
@@ -217,24 +217,24 @@ def usage(json: Json = False) -> None:
 
     Example: mlxctl keys usage
     """
-    from gateway.ctl import show
+    from gateway.ctl import tables
 
     report = get("/v1/keys/usage", UsageReport)
     if json:
         print_json(report)
     else:
-        show.usage(report, console())
+        tables.usage(report, console())
 
 
 def _file() -> "KeyFile":
-    from gateway.keys import KeyFile
+    from gateway.access.key_file import KeyFile
 
     return KeyFile(keys_path(default_home()))
 
 
 def _asked(options: dict[str, Any]) -> dict[str, Any]:
     """The fields of a key that these options of a verb set."""
-    from gateway.keys import Key
+    from gateway.access.key_file import Key
 
     models, more, expires, role = (options[name] for name in ("models", "more", "expires", "role"))
     if options["admin"] and role not in (None, Role.ADMIN):

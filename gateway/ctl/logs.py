@@ -7,12 +7,12 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from gateway import logfile
-from gateway.config import audit_path, default_home, log_path
+from gateway.config.settings import audit_path, default_home, log_path
 from gateway.ctl.complete import a_model
-from gateway.ctl.say import Json
+from gateway.ctl.output import Json
 from gateway.failed import Failed
-from gateway.logs import escaped
+from gateway.telemetry import log_file
+from gateway.telemetry.logs import escaped
 
 POLL_S: Final = 0.2
 _HEAD: Final = ("time", "level", "logger", "message", "exception")
@@ -46,8 +46,8 @@ def logs(
         return shown
 
     # Begun first: a line that is written meanwhile comes twice rather than never.
-    newer = logfile.follow(path, lambda: time.sleep(POLL_S))
-    shown = show(logfile.last_lines(path, lines, lambda line: model is None or is_about(line, model)))
+    newer = log_file.follow(path, lambda: time.sleep(POLL_S))
+    shown = show(log_file.last_lines(path, lines, lambda line: model is None or is_about(line, model)))
     if model is not None and not shown and lines and not follow:
         raise Failed(f"no line of {path} is about a model {model}")
     if follow:

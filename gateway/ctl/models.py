@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from msgspec import Struct
 
-from gateway.config import ModelConfig
+from gateway.admin_types import ModelStatus
+from gateway.config.settings import ModelConfig
 from gateway.ctl import client
-from gateway.ctl.local import available_bytes, read_config, running_models
-from gateway.ctl.sample import SPAN_S, Sample, take
-from gateway.ctl.say import Json, console, print_json
-from gateway.schemas.admin import ModelStatus
+from gateway.ctl.offline import available_bytes, read_config, running_models
+from gateway.ctl.output import Json, console, print_json
+from gateway.ctl.rates import SPAN_S, Sample, take
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,7 +50,7 @@ def ps(
 
     Example: mlxctl ps
     """
-    from gateway.ctl.show import lanes
+    from gateway.ctl.tables import lanes
 
     found = take(client.status, interval)
     if json:
@@ -64,7 +64,7 @@ def ps(
 
 def _list() -> list[Listed]:
     """Those of the daemon, or else of the configuration, and those that are only in the cache. Raises `Failed`."""
-    from gateway.hfcache import cached_models
+    from gateway.model_files.hub_cache import cached_models
 
     running, available = running_models(), available_bytes()
     if running is not None:
@@ -82,7 +82,7 @@ def _as_configured(model: ModelStatus) -> ModelConfig:
 
 
 def _listed(model: ModelConfig, state: str, available: int, *, is_loaded: bool = False) -> Listed:
-    from gateway.modelinfo import Unreadable, find, inspect
+    from gateway.model_files.metadata import Unreadable, find, inspect
 
     name, aliases, path = model.name, model.aliases, model.path
     try:
@@ -96,7 +96,7 @@ def _listed(model: ModelConfig, state: str, available: int, *, is_loaded: bool =
 def _models_table(found: list[Listed]) -> "Table":
     from rich.text import Text
 
-    from gateway.ctl.show import size_or_dash, state_text, table
+    from gateway.ctl.tables import size_or_dash, state_text, table
 
     made = table(("MODEL", "STATE"), ("DISK", "MEMORY", "CONTEXT"), ("FITS", "ALIASES", "PATH"))
     for model in found:
@@ -119,7 +119,7 @@ def ps_table(found: Sample, budget_bytes: int = 0) -> "Table":
     """One row for each process, with its part of a budget as a bar where there is one."""
     from rich.text import Text
 
-    from gateway.ctl.show import bar, duration, size_or_dash, state_text, table
+    from gateway.ctl.tables import bar, duration, size_or_dash, state_text, table
 
     bars = ("OF BUDGET",) if budget_bytes else ()
     made = table(("MODEL", "STATE"), ("PID", "MEMORY", "KV", "RUN", "WAIT", "TOK/S", "CACHED", "UP"), bars)

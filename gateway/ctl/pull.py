@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.ctl.info import say
-from gateway.ctl.local import available_bytes, readable_config, running_models
-from gateway.ctl.say import Json, print_json
+from gateway.ctl.offline import available_bytes, readable_config, running_models
+from gateway.ctl.output import Json, print_json
 from gateway.failed import Failed
 
 if TYPE_CHECKING:
-    from gateway.download import Plan
-    from gateway.modelinfo import Info
+    from gateway.model_files.download import Plan
+    from gateway.model_files.metadata import Info
 
 
 def pull(
@@ -56,8 +56,8 @@ def pull(
 
 def _consider(name: str, include: list[str] | None) -> "tuple[Plan, Info | None, list[str]]":
     """What there is to download, what it needs, and what speaks against it. Raises `Failed`."""
-    from gateway import hub
-    from gateway.download import plan
+    from gateway.model_files import hub
+    from gateway.model_files.download import plan
 
     found = hub.look(*hub.split(name))
     made = plan(found, include or hub.WANTED)
@@ -67,8 +67,8 @@ def _consider(name: str, include: list[str] | None) -> "tuple[Plan, Info | None,
 
 def _check_space(plan: "Plan", *, is_quiet: bool) -> None:
     """Raises `Failed`."""
-    from gateway.ctl.show import size
-    from gateway.download import RESERVE_BYTES, space
+    from gateway.ctl.tables import size
+    from gateway.model_files.download import RESERVE_BYTES, space
 
     disk = space(plan)
     if not disk.is_enough:
@@ -101,8 +101,8 @@ def _confirm(plan: "Plan", found: "Info | None", obstacles: list[str], yes: bool
 
 
 def _fetch(plan: "Plan", arrived: Callable[[int], None]) -> Path:
-    from gateway.download import fetch
-    from gateway.hub import HubFailed
+    from gateway.model_files.download import fetch
+    from gateway.model_files.hub import HubFailed
 
     try:
         return fetch(plan, arrived)
@@ -148,7 +148,7 @@ def _result(plan: "Plan", found: "Info | None", obstacles: list[str], path: Path
 
 def _tell(plan: "Plan", path: Path, took_s: float) -> None:
     """Where it is and how it is served."""
-    from gateway.ctl.show import duration, size
+    from gateway.ctl.tables import duration, size
 
     if plan.missing_bytes:
         typer.echo(f"{plan.repository.id} is downloaded: {size(plan.missing_bytes)} in {duration(took_s)}")
@@ -159,7 +159,7 @@ def _tell(plan: "Plan", path: Path, took_s: float) -> None:
 
 def how_to_serve(plan: "Plan", path: Path) -> str:
     """The next command."""
-    from gateway.hub import MAIN
+    from gateway.model_files.hub import MAIN
 
     repository = plan.repository
     # A name stands for main; any other revision has only its folder.

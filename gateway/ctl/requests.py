@@ -8,9 +8,9 @@ from urllib.parse import quote
 import msgspec
 import typer
 
+from gateway.admin_types import Cancelling, Captured, Cleared, RequestDetail, RequestList, RequestView
 from gateway.ctl.client import get, post
-from gateway.ctl.say import Json, console, harmless, print_json, tell
-from gateway.schemas.admin import Cancelling, Captured, Cleared, RequestDetail, RequestList, RequestView
+from gateway.ctl.output import Json, console, harmless, print_json, tell
 
 Id = Annotated[str, typer.Argument(help="A request's id, as mlxctl requests and the log show it.", show_default=False)]
 
@@ -75,7 +75,7 @@ def cancel(request: Id, json: Json = False) -> None:
 def _table(found: RequestList) -> None:
     from rich.text import Text
 
-    from gateway.ctl.show import duration, table
+    from gateway.ctl.tables import duration, table
 
     if not found.requests and not found.captured:
         console().print("nothing is being served", highlight=False)

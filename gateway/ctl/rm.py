@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from gateway.config import Config
+from gateway.config.settings import Config
 from gateway.ctl.complete import a_model, complete_downloaded
-from gateway.ctl.local import model_of, read_config, running_models
-from gateway.ctl.say import Json, print_json
+from gateway.ctl.offline import model_of, read_config, running_models
+from gateway.ctl.output import Json, print_json
 from gateway.failed import Failed
 
 
@@ -22,8 +22,8 @@ def rm(
 
     Example: mlxctl rm mlx-community/Qwen3-4B-4bit --yes
     """
-    from gateway.ctl.show import size
-    from gateway.hfcache import remove, repository_bytes
+    from gateway.ctl.tables import size
+    from gateway.model_files.hub_cache import remove, repository_bytes
 
     config = read_config()
     repository = _find(config, model)
@@ -45,7 +45,7 @@ def rm(
 
 def _find(config: Config, name: str) -> str:
     """The repository behind a name, which the cache must hold. Raises `Failed`."""
-    from gateway.hfcache import cache_dir, is_cached
+    from gateway.model_files.hub_cache import cache_dir, is_cached
 
     path = model_of(config, name).path
     if path == "demo":
@@ -61,7 +61,7 @@ def _find(config: Config, name: str) -> str:
 
 def _repository(path: str) -> str | None:
     """What a model's path names, directly or by the folder of a snapshot."""
-    from gateway.hfcache import cache_dir, repository_of
+    from gateway.model_files.hub_cache import cache_dir, repository_of
 
     folder, hub = Path(path).expanduser(), cache_dir()
     if folder.is_relative_to(hub) and folder != hub:

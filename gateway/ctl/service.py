@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from gateway.ctl import local, logs, upgrade
+from gateway.ctl import logs, offline, upgrade
 from gateway.ctl.client import NOT_RUNNING
-from gateway.ctl.installed import DryRun, Kind, System, carry_out, find, manager_of, needs_root
-from gateway.ctl.say import Json, print_json
+from gateway.ctl.output import Json, print_json
+from gateway.ctl.service_target import DryRun, Kind, System, carry_out, find, manager_of, needs_root
 from gateway.failed import Failed
 
 if TYPE_CHECKING:
-    from gateway.service.description import Action, Facts, Service, Standing
+    from gateway.install.description import Action, Facts, Service, Standing
 
 app = typer.Typer(help="Install mlxd as a service, start and end it.", no_args_is_help=True)
 app.command("logs")(logs.logs)
@@ -79,7 +79,7 @@ def status(system: System = False, json: Json = False) -> None:
 
     Example: mlxctl service status --json
     """
-    from gateway.service.machine import RealMachine
+    from gateway.install.executor import RealMachine
 
     service, kind = find(system, None, needs_user=False), manager_of(None)
     question = kind.ask(service)
@@ -120,8 +120,8 @@ def wired_limit(
     """
     import psutil
 
-    from gateway.doctor import wired_limit as judge
-    from gateway.service import launchd
+    from gateway.ctl.doctor.checks import wired_limit as judge
+    from gateway.install import launchd
 
     ram = psutil.virtual_memory().total
     megabytes = (_wanted_wired(ram) if gib is None else round(gib * 1024**3)) // 1024**2
@@ -138,14 +138,14 @@ def wired_limit(
 
 
 def _wanted_wired(ram: int) -> int:
-    from gateway.doctor import wired_max
+    from gateway.ctl.doctor.checks import wired_max
 
-    budget = local.read_config().memory.budget_bytes
+    budget = offline.read_config().memory.budget_bytes
     return wired_max(ram) if budget == "auto" else budget
 
 
 def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kind | None, json: bool) -> None:
-    from gateway.service.releases import Owner, Releases, check_writers
+    from gateway.install.releases import Owner, Releases, check_writers
 
     if manager is not None and not dry_run:
         raise typer.BadParameter("another system's service can only be shown; add --dry-run", param_hint="--manager")
@@ -165,12 +165,12 @@ def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kin
 
 
 def _with_versions(facts: "Facts", service: "Service") -> "Standing":
-    from gateway.service.description import Standing
-    from gateway.service.releases import Releases, version_of
+    from gateway.install.description import Standing
+    from gateway.install.releases import Releases, version_of
 
     releases = Releases(service.prefix)
     os.environ["MLXD_HOME"] = str(service.home)
-    daemon = local.daemon()
+    daemon = offline.daemon()
     return Standing(
         **msgspec.structs.asdict(facts),
         version=version_of(releases.current),

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from msgspec import Struct
 
+from gateway.admin_types import RequestList, RequestView
 from gateway.ctl import client
-from gateway.ctl.local import budget_bytes
-from gateway.ctl.sample import Sample, compare, take
-from gateway.ctl.say import Json, console, print_json
-from gateway.schemas.admin import RequestList, RequestView
+from gateway.ctl.offline import budget_bytes
+from gateway.ctl.output import Json, console, print_json
+from gateway.ctl.rates import Sample, compare, take
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -66,7 +66,7 @@ def render(view: View) -> "Group":
     from rich.text import Text
 
     from gateway.ctl.models import ps_table
-    from gateway.ctl.show import bar, headline, size
+    from gateway.ctl.tables import bar, headline, size
 
     sample = view.sample
     memory = f"{size(sample.memory_bytes)} of {size(view.budget_bytes)}"
@@ -88,7 +88,7 @@ def render(view: View) -> "Group":
 def _streams(requests: list[RequestView]) -> "Table":
     from rich.text import Text
 
-    from gateway.ctl.show import duration, table
+    from gateway.ctl.tables import duration, table
 
     made = table(("REQUEST", "MODEL", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
     for one in requests:

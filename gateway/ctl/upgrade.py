@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from msgspec import Struct
 
-from gateway.ctl import client, local
-from gateway.ctl.installed import DryRun, System, carry_out, find, manager_of, needs_root
-from gateway.ctl.say import Json, tell
+from gateway.admin_types import Done, Status
+from gateway.ctl import client, offline
+from gateway.ctl.output import Json, tell
+from gateway.ctl.service_target import DryRun, System, carry_out, find, manager_of, needs_root
 from gateway.failed import Failed
-from gateway.schemas.admin import Done, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gateway.service.description import Service
-    from gateway.service.upgrade import Seen, Upgrade, Wanted
+    from gateway.install.description import Service
+    from gateway.install.upgrade import Seen, Upgrade, Wanted
 
 DEADLINE_S: Final = 300.0
 READYZ_TIMEOUT_S: Final = 10.0
@@ -57,8 +57,8 @@ def upgrade(
 
     Example: mlxctl service upgrade 0.2.0 --from ./wheels
     """
-    from gateway.service import releases
-    from gateway.service.upgrade import plan
+    from gateway.install import releases
+    from gateway.install.upgrade import plan
 
     service = _installed("upgrade", system, dry_run)
     if foreign := releases.foreign(Path(sys.prefix)):
@@ -83,14 +83,14 @@ class Daemon:
     """The service's daemon, over its admin socket and its port."""
 
     def look(self) -> "Seen | None":
-        from gateway.service.upgrade import Seen
+        from gateway.install.upgrade import Seen
 
-        status = local.daemon()
+        status = offline.daemon()
         env = None if status is None else _env_of(status.pid)
         return None if status is None or env is None else Seen(status.pid, env, _missing(status))
 
     def complete(self) -> None:
-        from gateway.ctl.doctor import completion
+        from gateway.ctl.doctor.look import completion
 
         finding = completion(client.status())
         if finding.level == "bad":
@@ -109,9 +109,9 @@ class Daemon:
 
 
 def _change(service: "Service", json: bool, act: "Callable[[Upgrade], Path]") -> None:
-    from gateway.service.machine import RealMachine
-    from gateway.service.releases import Releases, version_of
-    from gateway.service.upgrade import Upgrade
+    from gateway.install.executor import RealMachine
+    from gateway.install.releases import Releases, version_of
+    from gateway.install.upgrade import Upgrade
 
     if os.geteuid() == 0:
         # The service's user must be able to read what root installs, whatever root's own mask is.
@@ -142,8 +142,8 @@ def _wanted(
 ) -> "Wanted":
     from importlib.metadata import distributions
 
-    from gateway.service import fetch, releases
-    from gateway.service.upgrade import Wanted
+    from gateway.install import fetch, releases
+    from gateway.install.upgrade import Wanted
 
     known = releases.Releases(service.prefix)
     last = releases.read(known.current) if known.current else None

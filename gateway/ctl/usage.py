@@ -10,9 +10,9 @@ from urllib.parse import urlencode
 import msgspec
 import typer
 
+from gateway.admin_types import UsageLine, UsageLines
 from gateway.ctl.client import get
-from gateway.ctl.say import Json, console, print_json
-from gateway.schemas.admin import UsageLine, UsageLines
+from gateway.ctl.output import Json, console, print_json
 
 
 class Format(StrEnum):
@@ -49,9 +49,9 @@ def usage(
         case Format.CSV:
             _write_csv(report)
         case Format.TABLE:
-            from gateway.ctl import show
+            from gateway.ctl import tables
 
-            show.usage_lines(report, console())
+            tables.usage_lines(report, console())
 
 
 def _write_csv(report: UsageLines) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.config import ModelConfig
+from gateway.config.settings import ModelConfig
 from gateway.ctl import client
 from gateway.failed import Failed
 from protocol.spec import STDIN, WorkerSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import ModelConfig
+from gateway.config.settings import ModelConfig
 from tests.clients.install import node_path
 from tests.gateway.harness import Gateway, running
 from tests.support.pool import short_home

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.service import launchd
-from gateway.service.description import Scope, Service
+from gateway.install import launchd
+from gateway.install.description import Scope, Service
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "homebrew"
 ROOT = FOLDER.parents[1]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.metrics import Metrics
-from gateway.pool.state import MemoryView, ModelMemory
+from gateway.supervisor.state import MemoryView, ModelMemory
+from gateway.telemetry.metrics import Metrics
 from protocol.stats import Stats
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -18,16 +18,16 @@ import msgspec
 import uvicorn
 
 from gateway.app import App, create_admin_app, create_app
-from gateway.config import Config, ModelConfig, ServerConfig, url_of
-from gateway.connections import public_connections
-from gateway.guard import GuardedProtocol
-from gateway.handshake import HANDSHAKE_S, Handshake
-from gateway.link import Link
-from gateway.listen import file_limit
-from gateway.metrics import Metrics
-from gateway.pool.pool import Pool
-from gateway.pool.spawn import default_command
-from gateway.pool.state import Limits
+from gateway.config.settings import Config, ModelConfig, ServerConfig, url_of
+from gateway.http.connection import GuardedProtocol
+from gateway.http.connection_limits import public_connections
+from gateway.http.handshake import HANDSHAKE_S, Handshake
+from gateway.http.listen import file_limit
+from gateway.link.link import Link
+from gateway.pool import Pool
+from gateway.supervisor.spawn import default_command
+from gateway.supervisor.state import Limits
+from gateway.telemetry.metrics import Metrics
 from protocol.spec import WorkerSpec
 from tests.support.pool import short_home
 

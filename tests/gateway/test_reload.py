@@ -11,14 +11,14 @@ import httpx
 import msgspec
 import pytest
 
+from gateway.access.key_file import has_keys
+from gateway.admin_types import Reload
 from gateway.app import create_admin_app
-from gateway.config import Config, ConfigError, ModelConfig, SamplingDefaults, ServerConfig, TlsConfig
-from gateway.configread import load_config
-from gateway.keys import has_keys
-from gateway.logs import OURS
-from gateway.pool.state import State
+from gateway.config.load import load_config
+from gateway.config.settings import Config, ConfigError, ModelConfig, SamplingDefaults, ServerConfig, TlsConfig
 from gateway.reload import FIXED, Reloader, changes, with_fixed
-from gateway.schemas.admin import Reload
+from gateway.supervisor.state import State
+from gateway.telemetry.logs import OURS
 from tests.gateway.harness import Gateway, chat, events, running, until
 
 pytestmark = pytest.mark.anyio

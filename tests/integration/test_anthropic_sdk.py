@@ -8,8 +8,8 @@ import anthropic
 import pytest
 from anthropic.types import MessageParam, ToolParam, ToolResultBlockParam
 
-from gateway.config import ModelConfig, SamplingDefaults
-from gateway.pool.spawn import default_command
+from gateway.config.settings import ModelConfig, SamplingDefaults
+from gateway.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, running
 from tests.support.pool import short_home
 

@@ -13,8 +13,8 @@ import openai
 import psutil
 import pytest
 
-from gateway.auth import HEALTH
-from gateway.keys import Key, KeyFile
+from gateway.access.key_file import Key, KeyFile
+from gateway.middleware.auth import HEALTH
 from tests.gateway.harness import Gateway, running
 from tests.support.daemon import DaemonProcess, write_config
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gateway.config import Config, MemoryConfig
-from gateway.pool.broker import TURN_S
-from gateway.pool.machine import ThisMachine
-from gateway.pool.state import Limits, ModelUnavailable, State
+from gateway.config.settings import Config, MemoryConfig
+from gateway.memory.broker import TURN_S
+from gateway.memory.host import ThisMachine
+from gateway.supervisor.state import Limits, ModelUnavailable, State
 from protocol.failures import Code
 from protocol.messages import Delta, Finish
 from tests.support.pool import DEADLINE_S, Running, config, finish_of, read_all, short_home, text_of, tokens, until

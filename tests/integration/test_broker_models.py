@@ -13,9 +13,9 @@ import httpx
 import psutil
 import pytest
 
-from gateway.pool.spawn import default_command
-from gateway.pool.state import Limits
-from gateway.stream import Collector
+from gateway.link.collector import Collector
+from gateway.supervisor.spawn import default_command
+from gateway.supervisor.state import Limits
 from protocol.messages import Delta
 from tests.support.daemon import DaemonProcess
 from tests.support.pool import Running, config, short_home

@@ -6,12 +6,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from gateway import prefixcache
-from tests.gateway.test_ctl import ctl
+from gateway.ctl import prefix_files
+from tests.gateway.ctl.test_status import ctl
 from tests.support import disk as folder
-from worker.cache_disk import CacheDisk, Entry, Status
-from worker.cache_file import salt_key
-from worker.cache_key import LABEL
+from worker.cache.disk import CacheDisk, Entry, Status
+from worker.cache.file_format import salt_key
+from worker.cache.fingerprint import LABEL
 
 CAP = 100_000
 CONFIG = '[models.coder]\npath = "org/coder"\naliases = ["c"]\n[models.other]\n'
@@ -36,7 +36,7 @@ def started(root: Path, key: str, model: str) -> CacheDisk:
 
 
 def test_the_gateway_knows_the_workers_layout() -> None:
-    assert prefixcache.LABEL == LABEL
+    assert prefix_files.LABEL == LABEL
 
 
 def test_a_model_is_cleared_under_a_running_worker_which_then_fills_the_whole_cap_again(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.gateway.test_metrics import parsed
-from tests.gateway.test_requests import files as captures
+from tests.gateway.request.test_in_flight import files as captures
+from tests.gateway.telemetry.test_metrics import parsed
 from tests.support.daemon import DEADLINE_S, DaemonProcess, is_running, write_config
 from tests.support.pool import short_home
 

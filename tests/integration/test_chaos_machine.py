@@ -16,10 +16,10 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.main import Status
-from gateway.pool.spawn import default_command
-from gateway.pool.state import Limits, State
+from gateway.supervisor.spawn import default_command
+from gateway.supervisor.state import Limits, State
 from protocol.messages import TextPrompt, Tokenize
-from tests.gateway.test_metrics import parsed
+from tests.gateway.telemetry.test_metrics import parsed
 from tests.support.daemon import DEADLINE_S, DaemonProcess, stream_text, write_config
 from tests.support.models import build
 from tests.support.pool import Running, config, read_all, short_home, text_of, tokens

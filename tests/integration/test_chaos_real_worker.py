@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import Config
-from gateway.pool.spawn import default_command
-from gateway.pool.state import Limits, ModelUnavailable, State
+from gateway.config.settings import Config
+from gateway.supervisor.spawn import default_command
+from gateway.supervisor.state import Limits, ModelUnavailable, State
 from protocol.failures import Code
 from tests.support.pool import Running, config, read_all, short_home, text_of, until
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway.link import WorkerGone
-from gateway.pool.process import Worker
-from gateway.pool.quarantine import REFUSED
-from gateway.pool.state import Limits, ModelUnavailable, State
-from gateway.stream import Collector
+from gateway.link.collector import Collector
+from gateway.link.link import WorkerGone
+from gateway.supervisor.quarantine import REFUSED
+from gateway.supervisor.state import Limits, ModelUnavailable, State
+from gateway.supervisor.worker import Worker
 from protocol.failures import Code
 from protocol.messages import Delta, Finish, Usage
 from tests.support.pool import Running, config, finish_of, read_all, short_home, text_of, tokens, until

@@ -11,7 +11,7 @@ from mlx_lm import generate, load
 
 from tests.support.daemon import DaemonProcess
 from tests.support.pool import short_home
-from worker.loader import DEMO_DIR
+from worker.model.loader import DEMO_DIR
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "The city"}}, "required": ["city"]}
 WEATHER = {

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.gateway.test_metrics import parsed
+from tests.gateway.telemetry.test_metrics import parsed
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.edge import Findings, attack
 from tests.support.pool import short_home

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from gateway.ctl.logs import plain
-from tests.gateway.test_ctl import ctl
+from tests.gateway.ctl.test_status import ctl
 from tests.support.daemon import DEADLINE_S, DaemonProcess, write_config
 
 ABSENT = """

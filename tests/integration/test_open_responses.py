@@ -14,8 +14,8 @@ import openresponses_types.types as published
 import pytest
 from pydantic import BaseModel
 
-from gateway.config import ModelConfig
-from gateway.pool.spawn import default_command
+from gateway.config.settings import ModelConfig
+from gateway.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, running
 from tests.support.pool import short_home
 

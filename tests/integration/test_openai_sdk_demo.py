@@ -8,8 +8,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from gateway.config import ModelConfig
-from gateway.pool.spawn import default_command
+from gateway.config.settings import ModelConfig
+from gateway.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, running
 from tests.support.pool import short_home
 

@@ -9,13 +9,13 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
-from gateway.config import ModelConfig
-from gateway.pool.spawn import default_command
+from gateway.config.settings import ModelConfig
+from gateway.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, running
 from tests.support.calls import TOOLS, markers
 from tests.support.models import build
 from tests.support.pool import short_home
-from tests.worker.test_engine_tools import PLAIN, THINKING
+from tests.worker.engine.test_tools import PLAIN, THINKING
 
 pytestmark = pytest.mark.anyio
 SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}

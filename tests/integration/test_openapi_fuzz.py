@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.keys import Key, KeyFile
+from gateway.access.key_file import Key, KeyFile
 from tests.support.daemon import ROOT, DaemonProcess
 from tests.support.pool import short_home
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gateway.config import ModelConfig
+from gateway.config.settings import ModelConfig
 from tests.gateway.harness import Gateway, events, serving
 from tests.support.merged import merge_blocks, merge_chat
 from tests.support.schemas import Schemas, errors_of

@@ -14,7 +14,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
-from gateway.schemas import responses_out
+from gateway.api.responses import response as responses_out
 from tests.gateway.harness import Gateway, running
 from tests.support import official
 from tests.support.merged import merge_blocks, merge_chat, merge_items, merge_text

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gateway.config import ModelConfig
+from gateway.config.settings import ModelConfig
 from tests.gateway.harness import Gateway, events, serving
 
 pytestmark = pytest.mark.anyio

@@ -62,7 +62,7 @@ def test_a_process_that_imports_a_package_has_loaded_nothing_it_must_not(package
 
 def test_the_wire_is_importable_before_mlx() -> None:
     """A worker introduces itself before it pays for MLX."""
-    code = "import sys, worker.main, worker.link, worker.gauges; print(*sys.modules)"
+    code = "import sys, worker.main, worker.link, worker.engine.gauges; print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert not MLX & set(ran.stdout.split())
 
@@ -75,5 +75,5 @@ def test_only_the_sockets_module_sets_socket_options_of_the_protocol() -> None:
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in {"setsockopt", "set_hwm"}
     }
-    # gateway/listen.py opens the TCP sockets, which are no part of the protocol.
-    assert setters == {"protocol/sockets.py", "gateway/listen.py"}
+    # gateway/http/listen.py opens the TCP sockets, which are no part of the protocol.
+    assert setters == {"protocol/sockets.py", "gateway/http/listen.py"}

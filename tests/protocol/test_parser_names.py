@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.parsers import PARSERS, bad_parser
+from gateway.config.parser_names import PARSERS, bad_parser
 from worker.parsers import ALIASES, FAMILIES, resolve
 
 

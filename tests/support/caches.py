@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from worker.kv import Layout
+from worker.cache.kv import Layout
 
 WINDOW = 8
 HEADS, DIM = 2, 3

@@ -11,7 +11,7 @@ import jsonschema
 from protocol.messages import Kind
 from worker.parsers import FAMILIES, make_parser
 from worker.parsers.channels import Channels
-from worker.tool_grammar import has_calls
+from worker.structured.tool_grammar import has_calls
 
 CALLING: Final = [family for family in FAMILIES if has_calls(family)]
 _WEATHER: Final[dict[str, Any]] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import trustme
 
-from gateway.config import TlsConfig
+from gateway.config.settings import TlsConfig
 
 HOST = "127.0.0.1"
 

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from worker.cache_disk import CacheDisk, Entry, Read
+from worker.cache.disk import CacheDisk, Entry, Read
 
 DEADLINE_S = 20.0
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from gateway.guard import BEHIND_BYTES_MAX
+from gateway.http.connection import BEHIND_BYTES_MAX
 
 DEADLINE_S: Final = 60.0
 # What the system takes for a client that does not read.

@@ -25,13 +25,13 @@ from protocol.messages import (
     Usage,
 )
 from protocol.spec import WorkerSpec
-from worker.engine import Engine
+from worker.engine.gauges import Gauges
+from worker.engine.inbox import Command, Inbox
+from worker.engine.loop import Engine
+from worker.engine.row import Row
 from worker.errors import RequestInvalid
-from worker.gauges import Gauges
-from worker.inbox import Command, Inbox
-from worker.intake import Intake
-from worker.loader import load
-from worker.rows import Row
+from worker.model.loader import load
+from worker.prompt.intake import Intake
 
 TIMEOUT_S = 60.0
 

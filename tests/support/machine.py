@@ -5,11 +5,11 @@ import heapq
 import itertools
 from collections.abc import Iterable
 
-from gateway.flight import PARKED, Flight, Peer
-from gateway.link import WorkerGone
-from gateway.pool.process import Worker
-from gateway.pool.state import Limits, MemoryView, ModelUnavailable, State
-from gateway.stream import Collector
+from gateway.link.collector import Collector
+from gateway.link.link import WorkerGone
+from gateway.link.sequence import PARKED, Flight, Peer
+from gateway.supervisor.state import Limits, MemoryView, ModelUnavailable, State
+from gateway.supervisor.worker import Worker
 from protocol.failures import Code, Failure
 from protocol.messages import MAJOR, MINOR, Down, Generate, Hello, Pong, Ready, Sampling, Step, TextPrompt
 from protocol.spec import WorkerSpec

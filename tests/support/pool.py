@@ -13,14 +13,14 @@ from typing import Self
 import msgspec
 import psutil
 
-from gateway.config import Config, ModelConfig, ServerConfig
-from gateway.link import Link
-from gateway.pool.machine import Machine
-from gateway.pool.pool import Pool
-from gateway.pool.process import Worker
-from gateway.pool.spawn import Command
-from gateway.pool.state import Limits
-from gateway.stream import Collector
+from gateway.config.settings import Config, ModelConfig, ServerConfig
+from gateway.link.collector import Collector
+from gateway.link.link import Link
+from gateway.memory.host import Machine
+from gateway.pool import Pool
+from gateway.supervisor.spawn import Command
+from gateway.supervisor.state import Limits
+from gateway.supervisor.worker import Worker
 from protocol.messages import Delta, Finish, Generate, Sampling, TextPrompt
 from protocol.spec import WorkerSpec
 from tests.support.machine import Recorder

@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 
 import protocol
-from gateway import openapi
+from gateway.api import openapi
 from gateway.api.operations import DESCRIPTION, OPERATIONS
 
 

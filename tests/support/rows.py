@@ -4,8 +4,8 @@ import time
 from typing import Any
 
 from protocol.messages import Sampling
-from worker.rows import Row
-from worker.stops import StopScanner
+from worker.engine.row import Row
+from worker.text.stops import StopScanner
 
 
 class Silent:

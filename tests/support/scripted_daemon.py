@@ -2,9 +2,9 @@
 
 import sys
 
-from gateway.config import default_home
-from gateway.configread import load_config
-from gateway.keys import has_keys
+from gateway.access.key_file import has_keys
+from gateway.config.load import load_config
+from gateway.config.settings import default_home
 from gateway.main import serve
 from tests.support.pool import scripted
 

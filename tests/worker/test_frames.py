@@ -6,8 +6,8 @@ from protocol import codec
 from protocol.failures import Code, Failure
 from protocol.messages import Abort, Delta, Finish, Kind, Rejected, Step, Tokenized, Tool, Up
 from protocol.stats import Stats
+from worker.engine.gauges import Gauges
 from worker.frames import Frames
-from worker.gauges import Gauges
 
 LIMIT = 4096
 HALF = "\ud800"

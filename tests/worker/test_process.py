@@ -445,7 +445,7 @@ def test_sigabrt_leaves_the_stacks_behind(run_dir: Path, model_folder: Callable[
         gateway.signal(signal.SIGABRT)
         assert gateway.exit_status() == -signal.SIGABRT
         assert "Fatal Python error: Aborted" in gateway.stderr()
-        assert "worker/engine.py" in gateway.stderr()
+        assert "worker/engine/loop.py" in gateway.stderr()
 
 
 def test_a_frozen_worker_goes_on_where_it_was(run_dir: Path, model_folder: Callable[[str], Path]) -> None:

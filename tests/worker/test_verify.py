@@ -10,7 +10,7 @@ import pytest
 
 from protocol.verify import Check
 from tests.support.engine import spec
-from worker.loader import load
+from worker.model.loader import load
 from worker.verify import Verifier, main
 
 NAMES = [

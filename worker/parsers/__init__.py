@@ -2,8 +2,8 @@
 
 from worker.parsers.controls import NO_CONTROLS, Controls, is_markup
 from worker.parsers.detect import detect_family, reasoning_end, start_in_reasoning
+from worker.parsers.events import Event
 from worker.parsers.families import ALIASES, FAMILIES, UnknownFamily, resolve
-from worker.parsers.output import Event
 from worker.parsers.parser import Parser, call_ids, make_parser
 
 __all__ = [

@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from worker.parsers.events import Output
 from worker.parsers.literal import LOOSE, Dialect, is_padded, is_string_start, padded, quoted, scalar, token, value
-from worker.parsers.output import Output
 from worker.parsers.reader import Emit, Malformed, Markers, Reader, Steps, Unclosed, collected, markers, stray
 from worker.parsers.schema import STRING, Parameters, Tools, coerced_string, json_text
 

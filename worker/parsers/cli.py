@@ -11,8 +11,8 @@ from typing import Any, Final, cast
 from protocol.messages import Kind
 from worker.parsers.channels import Channels
 from worker.parsers.detect import start_in_reasoning
+from worker.parsers.events import Event
 from worker.parsers.families import FAMILIES, UnknownFamily, resolve
-from worker.parsers.output import Event
 from worker.parsers.parser import make_parser
 from worker.parsers.template import BrokenTemplate, render
 

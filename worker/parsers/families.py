@@ -5,7 +5,6 @@ from typing import Final
 
 from worker.parsers.call import Format
 from worker.parsers.channels import HARMONY, Channels
-from worker.parsers.conversation import Grammar, Think
 from worker.parsers.gemma import GemmaCalls
 from worker.parsers.json_calls import JsonCalls
 from worker.parsers.literal import FUNCTION_GEMMA, GEMMA
@@ -13,6 +12,7 @@ from worker.parsers.llama import LlamaCalls
 from worker.parsers.minimax_m3 import MiniMaxM3Calls
 from worker.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
 from worker.parsers.pythonic import PythonCalls
+from worker.parsers.think_and_calls import Grammar, Think
 from worker.parsers.verbatim import Verbatim
 from worker.parsers.xml_calls import XmlCalls
 

@@ -10,11 +10,11 @@ from typing import Any
 from worker.parsers.call import Context
 from worker.parsers.channels import Channels, Messages
 from worker.parsers.controls import NO_CONTROLS, Controls
-from worker.parsers.conversation import Conversation
+from worker.parsers.events import Event, Output
 from worker.parsers.families import FAMILIES, resolve
-from worker.parsers.output import Event, Output
 from worker.parsers.reader import Malformed, Reader, Steps
 from worker.parsers.schema import Tools
+from worker.parsers.think_and_calls import Conversation
 
 
 def new_call_id() -> str:

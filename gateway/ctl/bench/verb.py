@@ -6,7 +6,7 @@ import typer
 
 from gateway.ctl import client
 from gateway.ctl.complete import Model
-from gateway.ctl.say import Json, print_json
+from gateway.ctl.output import Json, print_json
 from gateway.failed import Failed
 
 if TYPE_CHECKING:

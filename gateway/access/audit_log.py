@@ -1,0 +1,158 @@
+"""Audit log: `logs/audit.log` in the home, mode 0600, one JSON object a line: changes of keys, orders of the operator,
+reloads of the configuration, and each address that a key is first used from.
+
+The daemon and every `mlxctl` append to it, without a lock: a line is one write at the end of the file. Only a rotation
+is locked. No request without a key adds a line, so strangers cannot make it roll.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+from gateway.config.settings import audit_path
+from gateway.failed import Failed
+from gateway.home.folder import FolderRefused, HomeFolder
+
+MAX_BYTES: Final = 4 * 1024 * 1024
+KEEP: Final = 8
+_APPEND: Final = os.O_RDWR | os.O_APPEND
+
+Action = Literal[
+    "key.create",
+    "key.change",
+    "key.rotate",
+    "key.revoke",
+    "key.address",
+    "model.load",
+    "model.unload",
+    "model.restart",
+    "model.pin",
+    "model.unpin",
+    "request.cancel",
+    "capture.read",
+    "capture.clear",
+    "config.reload",
+    "daemon.drain",
+]
+Fact = str | int | float | bool | list[str] | None
+
+
+class Actor(Struct, frozen=True):
+    """Process that gave an order. `sudo_uid` is the account behind root, as sudo tells it."""
+
+    uid: int | None = None
+    pid: int | None = None
+    sudo_uid: int | None = None
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """One line. `target` is a key, model or request; `client` an address or `unix`; `outcome` ok or an error's code."""
+
+    time: str
+    action: Action
+    target: str
+    outcome: str
+    client: str = ""
+    uid: int | None = None
+    pid: int | None = None
+    sudo_uid: int | None = None
+    facts: dict[str, Fact] = {}
+
+
+class AuditUnwritable(Failed):
+    """A line could not be written; the message says why."""
+
+
+class Audit:
+    """Writer of one home's audit log."""
+
+    def __init__(self, home: Path, max_bytes: int = MAX_BYTES) -> None:
+        self._path = audit_path(home)
+        self._folder = HomeFolder(self._path.parent)
+        self._max_bytes = max_bytes
+
+    def record(self, entry: Entry) -> None:
+        """Append one line, on the disk when this returns. Raises `AuditUnwritable`."""
+        line = msgspec.json.encode(entry) + b"\n"
+        try:
+            with self._folder.made() as folder:
+                self._append(folder, line)
+        except (OSError, FolderRefused) as error:
+            why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+            raise AuditUnwritable(f"{self._path}: {why}") from None
+
+    def _append(self, folder: int, line: bytes) -> None:
+        name = self._path.name
+        file = self._folder.file(folder, name, _APPEND)
+        try:
+            size = os.fstat(file).st_size
+            if size and size + len(line) > self._max_bytes and _rotate(folder, name, file):
+                full, file = file, self._folder.file(folder, name, _APPEND)
+                os.close(full)
+                size = os.fstat(file).st_size
+            if size and os.pread(file, 1, size - 1) != b"\n":
+                line = b"\n" + line  # after half a line of a full disk
+            written = os.write(file, line)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        if written < len(line):
+            raise OSError(f"only {written} of {len(line)} bytes were written")
+
+
+def entry(
+    action: Action,
+    target: str = "",
+    *,
+    outcome: str = "ok",
+    client: str = "",
+    actor: Actor | None = None,
+    facts: Mapping[str, Fact] | None = None,
+    clock: Callable[[], float] = time.time,
+) -> Entry:
+    """A line of now. Without an `actor` it is this process."""
+    actor = this_process() if actor is None else actor
+    return Entry(
+        time=datetime.fromtimestamp(clock(), UTC).isoformat(timespec="milliseconds"),
+        action=action,
+        target=target,
+        outcome=outcome,
+        client=client,
+        uid=actor.uid,
+        pid=actor.pid,
+        sudo_uid=actor.sudo_uid,
+        facts=dict(facts or {}),
+    )
+
+
+def _rotate(folder: int, name: str, file: int) -> bool:
+    """Rename the full `file` and the older ones, unless another process has; False if one does at this moment."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    try:
+        newest = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return True
+    if not os.path.samestat(newest, os.fstat(file)):
+        return True
+    for number in range(KEEP - 1, -1, -1):
+        older = f"{name}.{number}" if number else name
+        with suppress(FileNotFoundError):
+            os.rename(older, f"{name}.{number + 1}", src_dir_fd=folder, dst_dir_fd=folder)
+    return True
+
+
+def this_process() -> Actor:
+    """The user who runs this program, and who became root for it."""
+    sudo_uid = os.environ.get("SUDO_UID", "") if os.geteuid() == 0 else ""
+    return Actor(os.getuid(), os.getpid(), int(sudo_uid) if sudo_uid.isdecimal() else None)

@@ -1,0 +1,46 @@
+"""Audit trail of the daemon: a thread writes its lines, so that neither a request nor the loop waits for the disk."""
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from gateway.access.audit_log import Audit, AuditUnwritable, Entry
+
+log = logging.getLogger(__name__)
+
+# Lines that wait for the disk; what comes while there are as many is lost, and counted.
+PENDING_MAX: Final = 1000
+
+
+class AuditTrail:
+    """Lines in the order in which they were recorded. A line that is lost is counted, and the log has it."""
+
+    def __init__(self, audit: Audit) -> None:
+        self._audit = audit
+        self._thread = ThreadPoolExecutor(1, "audit")
+        self._room = threading.Semaphore(PENDING_MAX)
+        self.lost = 0
+
+    def record(self, entry: Entry) -> None:
+        """Write a line, soon."""
+        if self._room.acquire(blocking=False):
+            self._thread.submit(self._write, entry)
+        else:
+            self._lose(entry, "the disk does not keep up")
+
+    def close(self) -> None:
+        """Finish writing. The last call."""
+        self._thread.shutdown()
+
+    def _write(self, entry: Entry) -> None:
+        self._room.release()
+        try:
+            self._audit.record(entry)
+        except AuditUnwritable as error:
+            self._lose(entry, str(error))
+
+    def _lose(self, entry: Entry, why: str) -> None:
+        self.lost += 1
+        fields = {"action": entry.action, "target": entry.target, "outcome": entry.outcome, "uid": entry.uid}
+        log.error("not in the audit log: %s", why, extra={"fields": fields})

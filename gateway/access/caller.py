@@ -1,0 +1,66 @@
+"""Caller of a request, once it is known: all that later parts of the request may know about its key."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec import structs
+
+from gateway.access.rate_limit import Meter
+from gateway.config.patterns import Pattern
+from gateway.config.settings import ModelConfig
+from protocol.messages import Generate
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """`key` is the name of the key, and the owner of what its requests leave behind; `models` None means all."""
+
+    key: str | None = None
+    models: tuple[Pattern, ...] | None = None
+    is_admin: bool = False
+    is_metrics_only: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    meter: Meter | None = None
+    # By which the worker lets keys take turns: a digest, for a worker need not know the names.
+    tenant: str = ""
+    # Percent of a model's queue that it may fill; 0 is as the server says, and 100 all of it.
+    queue_share: int = 100
+    # The longest answer; 0 is no limit.
+    max_tokens: int = 0
+
+    def may_use(self, model: ModelConfig) -> bool:
+        """Whether a pattern of the key matches the model's name or one of its aliases."""
+        if self.is_metrics_only:
+            return False
+        if self.models is None:
+            return True
+        names = (model.name, *model.aliases)
+        return any(pattern.matches(name) for pattern in self.models for name in names)
+
+    def bind(self, generate: Generate) -> Generate:
+        """A request under this key: its priority counts from the key's, and only downwards; it shares cached
+        prefixes within the key, and within its own salt if it has one; its answer ends where the key's must."""
+        priority = generate.priority if self.key is None else self.priority + max(0, generate.priority)
+        salt = f"{self.cache_salt}\0{generate.cache_salt}" if generate.cache_salt else self.cache_salt
+        most = generate.max_tokens
+        if self.max_tokens:
+            most = self.max_tokens if most is None else min(most, self.max_tokens)
+        return structs.replace(generate, priority=priority, cache_salt=salt, tenant=self.tenant, max_tokens=most)
+
+    def usable(self, models: Iterable[ModelConfig]) -> list[ModelConfig]:
+        """Those that exist as far as this caller is concerned."""
+        return [model for model in models if self.may_use(model)]
+
+
+def tenant_of(key: str) -> str:
+    """What a worker knows a key by."""
+    return hashlib.blake2b(key.encode(), digest_size=8, person=b"mlxd-tenant").hexdigest()
+
+
+# Whoever can open the unix socket; and on the loopback everybody, as long as there is no key.
+OWNER: Final = Caller(is_admin=True)
+# Whoever shows no key at the few places that need none.
+NOBODY: Final = Caller(models=())

@@ -1,0 +1,61 @@
+"""Addresses that API keys are used from: the first use of a key at each is a line of the audit log, and known by it."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from gateway.access.audit_log import Actor, Entry, entry
+from gateway.access.audit_trail import AuditTrail
+from gateway.config.address import Address
+from gateway.telemetry.log_file import last_lines
+
+log = logging.getLogger(__name__)
+
+# Of one secret. Whoever has it must not fill the audit log.
+ADDRESSES_MAX: Final = 256
+# Lines that are read at the start.
+_LINES_MAX: Final = 100_000
+
+_decoder = msgspec.json.Decoder(Entry)
+
+
+class KeyAddresses:
+    """By the prefix of the secret, so that a new secret begins without any. Owned by the event loop."""
+
+    def __init__(self, trail: AuditTrail, path: Path, prefixes: Collection[str]) -> None:
+        """`path` is the audit log, `prefixes` those of the keys in force."""
+        self._trail = trail
+        self._seen: defaultdict[str, set[str]] = defaultdict(set)
+        for line in _lines(path):
+            try:
+                found = _decoder.decode(line)
+                network = Address(found.client).network
+            except (msgspec.DecodeError, ValueError):
+                continue
+            prefix = found.facts.get("prefix")
+            if isinstance(prefix, str) and prefix in prefixes:
+                self._seen[prefix].add(network)
+
+    def use(self, key: str, prefix: str, address: Address) -> None:
+        """Note a use of a key, and record it if it is the first from its address."""
+        seen = self._seen[prefix]
+        network = address.network
+        if network in seen or not address.host or len(seen) > ADDRESSES_MAX:
+            return
+        seen.add(network)
+        if len(seen) > ADDRESSES_MAX:
+            log.warning("key %s is used from more than %d addresses: further ones are not recorded", key, ADDRESSES_MAX)
+            return
+        self._trail.record(entry("key.address", key, client=address.host, actor=Actor(), facts={"prefix": prefix}))
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return last_lines(path, _LINES_MAX, lambda line: '"key.address"' in line)
+    except OSError as error:
+        log.error("%s cannot be read, so known addresses of keys are recorded again: %s", path, error.strerror or error)
+        return []

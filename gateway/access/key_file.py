@@ -1,0 +1,333 @@
+"""API keys at rest: `keys/keys.json` in the home, mode 0600, with a salted hash of each secret.
+
+A secret is 256 random bits. A slow hash protects what can be guessed; here nothing can, and each request would pay for
+it. The salt keeps two files from being compared. The file is replaced as a whole, under a lock, so that a reader sees
+it before or after a change and never in between.
+"""
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.access.audit_log import Audit, AuditUnwritable
+from gateway.access.key_changes import key_changes
+from gateway.failed import Failed
+from gateway.home.folder import FolderRefused, HomeFolder
+from gateway.home.private_file import write_private_in
+
+log = logging.getLogger(__name__)
+
+# `sk-` because some clients look for it.
+SECRET_START: Final = "sk-mlxd-"
+SECRET_BYTES: Final = 32
+# What is kept of a secret in the clear, to recognise it by; 208 random bits remain.
+PREFIX_CHARS: Final = len(SECRET_START) + 8
+SECRET_CHARS_MAX: Final = 256
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+FILE_VERSION: Final = 1
+
+Limit = Annotated[int, Meta(ge=0, le=10**12)]
+Percent = Annotated[int, Meta(ge=0, le=100)]
+
+
+class Key(Struct, frozen=True, kw_only=True):
+    """One key. `models` empty means all; limits of 0 mean none; times are seconds since 1970.
+
+    A request is counted as its sequences: prompts times choices. Requests of a lower `priority` run first. `cache_salt`
+    keeps the prefix cache of one key from the others, who could otherwise tell by the time of an answer what has been
+    asked before; empty means the common cache.
+
+    Fields that a later mlxd has written are ignored here and kept on every change. Where ignoring one would let the key
+    do more than it may, that mlxd names it in `requires`: a key that requires what is unknown here opens nothing.
+    """
+
+    name: str
+    prefix: str
+    salt: str
+    hash: str
+    models: tuple[str, ...] = ()
+    rpm: Limit = 0
+    tpm: Limit = 0
+    concurrency: Limit = 0
+    expires: float | None = None
+    is_admin: bool = False
+    # May read `/metrics`, and nothing else.
+    is_metrics_only: bool = False
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    cache_salt: str = ""
+    created: float = 0.0
+    is_disabled: bool = False
+    # Sequences of one request, and tokens of one answer.
+    max_sequences: Limit = 0
+    max_tokens: Limit = 0
+    # How much of a model's queue the key may fill while there are others, in percent; 0 is the server's.
+    queue_share: Percent = 0
+    requests_per_day: Limit = 0
+    tokens_per_day: Limit = 0
+    requests_per_month: Limit = 0
+    tokens_per_month: Limit = 0
+    # The part of a day's or a month's budget, in percent, from which on its use is told; 0 is never.
+    alert_at: Percent = 80
+    # Names of fields without which the key must not be used.
+    requires: tuple[str, ...] = ()
+
+    def is_expired(self, now: float) -> bool:
+        return self.expires is not None and now >= self.expires
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it opens anything, its expiry aside."""
+        return not self.is_disabled and _KNOWN.issuperset(self.requires)
+
+    @property
+    def is_limited(self) -> bool:
+        return any(getattr(self, name) for name in LIMITS)
+
+    def is_opened_by(self, secret: bytes) -> bool:
+        """Whether this is the key's secret; takes the same time whatever the answer."""
+        return hmac.compare_digest(digest(self.salt, secret), self.hash)
+
+
+_KNOWN: Final = frozenset(Key.__struct_fields__)
+_DEFAULTS: Final[dict[str, Any]] = msgspec.to_builtins(Key(name="", prefix="", salt="", hash=""))
+# A mlxd that does not know these would let the key do more.
+_RESTRICTIONS: Final = frozenset({"is_disabled", "is_metrics_only"})
+# What an admin key has none of.
+LIMITS: Final = (
+    "rpm",
+    "tpm",
+    "concurrency",
+    "max_sequences",
+    "max_tokens",
+    "queue_share",
+    "requests_per_day",
+    "tokens_per_day",
+    "requests_per_month",
+    "tokens_per_month",
+)
+
+
+class _Contents(Struct, frozen=True):
+    keys: tuple[Key, ...]
+    version: int = FILE_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """The file as it is: the keys, and all that it says, with what only another version knows."""
+
+    keys: tuple[Key, ...] = ()
+    raw: dict[str, Any] | None = None
+
+
+class KeysUnusable(Failed):
+    """The file cannot be read, or is none of ours."""
+
+
+class KeyRefused(Failed):
+    """A key cannot be made or found."""
+
+
+# Changes whenever the file does: a replaced file has another inode.
+Stamp = tuple[int, int, int]
+
+_decoder = msgspec.json.Decoder(_Contents)
+
+
+def digest(salt: str, secret: bytes) -> str:
+    return hashlib.blake2b(secret, digest_size=32, salt=bytes.fromhex(salt), person=b"mlxd-key").hexdigest()
+
+
+def has_keys(path: Path) -> bool:
+    """Whether there is a key in the file. Raises `KeysUnusable`."""
+    return bool(KeyFile(path).read())
+
+
+class KeyFile:
+    """The keys of one home. Without the file there has never been a key; with it, even empty, keys are required."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self._folder = HomeFolder(path.parent)
+        self._audit = Audit(path.parent.parent)
+        self._clock = clock
+
+    def stamp(self) -> Stamp | None:
+        """None without a file. Raises `OSError` when that cannot be known."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+    def read(self) -> tuple[Key, ...]:
+        """All keys; none without a file. Raises `KeysUnusable`."""
+        return self._read().keys
+
+    def unknown(self) -> list[str]:
+        """The names of fields that another version has written and this one ignores. Raises `KeysUnusable`."""
+        raw = self._read().raw or {}
+        return sorted((_fields(raw, "keys") - _KNOWN) | (raw.keys() - set(_Contents.__struct_fields__)))
+
+    def _read(self, folder: int | None = None) -> _Read:
+        """From the open folder, or from one that is opened for it."""
+        try:
+            if folder is None:
+                with self._folder.reading() as opened:
+                    return self._read(opened)
+            mode, data = self._folder.read(folder, self.path.name)
+        except FileNotFoundError:
+            return _Read()
+        except (OSError, FolderRefused) as error:
+            raise self._unusable(error) from None
+        if mode & 0o022:
+            raise KeysUnusable(f"{self.path} can be written by others; run: chmod 600 {self.path}")
+        try:
+            return _Read(_decode(data), msgspec.json.decode(data))
+        except (msgspec.DecodeError, UnicodeDecodeError, KeyRefused) as error:
+            raise KeysUnusable(f"{self.path}: {error}") from None
+
+    def create(self, key: Key, *, shares_cache: bool = False) -> tuple[Key, str]:
+        """Keep a key like `key`, with a secret of its own. Returns both. Raises `KeyRefused`, `KeysUnusable`."""
+        with self._changing() as keys:
+            if key.name in keys:
+                raise KeyRefused(f"there is a key {key.name!r} already; revoke or rotate it, or choose another name")
+            salt = "" if shares_cache else secrets.token_hex(8)
+            made, secret = _with_secret(msgspec.structs.replace(key, created=self._clock(), cache_salt=salt))
+            made = _marked(made)
+            _check(made)
+            keys[made.name] = made
+        return made, secret
+
+    def change(self, name: str, *, shares_cache: bool | None = None, **fields: Any) -> Key:
+        """Replace fields of a key. Raises `KeyRefused`, `KeysUnusable`."""
+        with self._changing() as keys:
+            key = msgspec.structs.replace(_find(keys, name), **fields)
+            if shares_cache is not None and shares_cache is bool(key.cache_salt):
+                key = msgspec.structs.replace(key, cache_salt="" if shares_cache else secrets.token_hex(8))
+            keys[name] = key = _marked(key)
+            _check(key)
+        return key
+
+    def rotate(self, name: str) -> tuple[Key, str]:
+        """A new secret for a key; the old one ends. Raises `KeyRefused`, `KeysUnusable`."""
+        with self._changing() as keys:
+            key, secret = _with_secret(_find(keys, name))
+            keys[name] = key
+        return key, secret
+
+    def revoke(self, name: str) -> int:
+        """Remove a key. Returns how many are left. Raises `KeyRefused`, `KeysUnusable`."""
+        with self._changing() as keys:
+            _find(keys, name)
+            del keys[name]
+            return len(keys)
+
+    @contextmanager
+    def _changing(self) -> Generator[dict[str, Key], None, None]:
+        """The keys by name; what they are at the end is written, unless an exception ends it."""
+        try:
+            with self._folder.changing() as folder:
+                before = self._read(folder)
+                keys = {key.name: key for key in before.keys}
+                yield keys
+                if tuple(keys.values()) != before.keys:
+                    write_private_in(folder, self.path.name, _encode(keys.values(), before.raw or {}))
+                    self._record(before.keys, keys.values())
+        except (OSError, FolderRefused) as error:
+            raise self._unusable(error) from None
+
+    def _record(self, before: Iterable[Key], after: Iterable[Key]) -> None:
+        """Write the audit log. What was changed stays so if that fails: a key must be revocable on a full disk."""
+        try:
+            for entry in key_changes(before, after):
+                self._audit.record(entry)
+        except AuditUnwritable as error:
+            log.error("not in the audit log: %s", error)
+
+    def _unusable(self, error: OSError | FolderRefused) -> KeysUnusable:
+        if isinstance(error, FolderRefused):
+            return KeysUnusable(str(error))
+        return KeysUnusable(f"{self.path}: {error.strerror or error}")
+
+
+def _decode(data: bytes) -> tuple[Key, ...]:
+    contents = _decoder.decode(data)
+    if contents.version != FILE_VERSION:
+        raise KeyRefused(f"is of version {contents.version}; this mlxd reads {FILE_VERSION}")
+    names = [key.name for key in contents.keys]
+    if len(set(names)) != len(names):
+        raise KeyRefused("two keys have one name")
+    for key in contents.keys:
+        _check(key)
+    return contents.keys
+
+
+def _encode(keys: Iterable[Key], before: dict[str, Any]) -> bytes:
+    """The file with these keys, and with what others than this version have written of them and beside them."""
+    others = {raw["name"]: {name: raw[name] for name in raw.keys() - _KNOWN} for raw in before.get("keys", ())}
+    made = [_written(key) | others.get(key.name, {}) for key in keys]
+    whole = before | {"keys": made, "version": FILE_VERSION}
+    return msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n"
+
+
+def _written(key: Key) -> dict[str, Any]:
+    """The fields of a key that differ from their defaults. Of the others an older mlxd need not know."""
+    return {name: value for name, value in msgspec.to_builtins(key).items() if value != _DEFAULTS[name]}
+
+
+def _fields(raw: dict[str, Any], name: str) -> set[str]:
+    return {field for one in raw.get(name, ()) for field in one}
+
+
+def _marked(key: Key) -> Key:
+    """The key, requiring of an older mlxd that it knows what restricts it."""
+    needed = {name for name in _RESTRICTIONS if getattr(key, name)} | (set(key.requires) - _RESTRICTIONS)
+    return msgspec.structs.replace(key, requires=tuple(sorted(needed)))
+
+
+def _with_secret(key: Key) -> tuple[Key, str]:
+    secret = SECRET_START + secrets.token_urlsafe(SECRET_BYTES)
+    salt = secrets.token_hex(16)
+    made = msgspec.structs.replace(key, prefix=secret[:PREFIX_CHARS], salt=salt, hash=digest(salt, secret.encode()))
+    return made, secret
+
+
+def _find(keys: dict[str, Key], name: str) -> Key:
+    if name not in keys:
+        known = ", ".join(keys) or "there are none"
+        raise KeyRefused(f"there is no key {name!r}; keys: {known}")
+    return keys[name]
+
+
+def _check(key: Key) -> None:
+    if not NAME.fullmatch(key.name):
+        raise KeyRefused(
+            f"the name {key.name!r} cannot be used: at most 64 letters, digits and . _ @ -, a letter or digit first"
+        )
+    if not all(key.models):
+        raise KeyRefused(f"key {key.name!r}: a model pattern is empty")
+    if key.is_admin and (key.models or key.is_limited):
+        raise KeyRefused(f"key {key.name!r}: an admin key has all models and no limits")
+    if key.is_metrics_only and (key.is_admin or key.models or key.is_limited):
+        raise KeyRefused(f"key {key.name!r}: a key that reads metrics only has no models and no limits")
+    try:
+        # Constructing a struct checks nothing, and what is written must be readable.
+        msgspec.convert(msgspec.to_builtins(key), Key)
+    except msgspec.ValidationError as error:
+        raise KeyRefused(f"key {key.name!r}: {error}") from None
+    try:
+        digest(key.salt, b"")
+    except ValueError:
+        raise KeyRefused(f"key {key.name!r}: the salt is damaged") from None

@@ -1,0 +1,157 @@
+"""The API keys in force, and the caller that each of them makes."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.access.caller import Caller, tenant_of
+from gateway.access.key_file import PREFIX_CHARS, SECRET_CHARS_MAX, Key, KeyFile, KeysUnusable, Stamp, digest
+from gateway.access.ledger import Ledger
+from gateway.access.rate_limit import Limits, Meter
+from gateway.config.patterns import Pattern
+from gateway.errors import Unauthorized
+from gateway.telemetry.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+INVALID: Final = "invalid_api_key"
+EXPIRED: Final = "expired_api_key"
+DISABLED: Final = "disabled_api_key"
+_NO_SALT: Final = "00" * 16
+UNKNOWN: Final[Stamp] = (-1, -1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A key in force, and what is derived from it."""
+
+    key: Key
+    caller: Caller
+
+
+class Keyring:
+    """The keys in force. Looks at the file's stamp before each request: a change holds from the next one on.
+
+    A file that cannot be read leaves the last good one in force; without one nobody comes in.
+    """
+
+    def __init__(
+        self,
+        file: KeyFile,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """Raises `KeysUnusable`."""
+        self._file = file
+        self._ledger = ledger
+        self._metrics = metrics
+        self._clock = clock
+        self._wall = wall
+        self._stamp: Stamp | None = None
+        self._by_prefix: dict[bytes, list[Account]] = {}
+        # By name, and kept: a key that is made again, or rotated, does not start afresh.
+        self.meters: dict[str, Meter] = {}
+        # Whether there has never been a key.
+        self.is_open = True
+        self._apply(self._look())
+
+    @property
+    def prefixes(self) -> set[str]:
+        """Of the secrets of all keys."""
+        return {prefix.decode() for prefix in self._by_prefix}
+
+    def refresh(self) -> None:
+        """Take over what has changed since the last look."""
+        stamp = self._look()
+        if stamp == self._stamp:
+            return
+        try:
+            self._apply(stamp)
+        except KeysUnusable as error:
+            # There is a key by now, whichever it is: a door that was open is not left so.
+            self.is_open = False
+            log.error("the keys stay as they were: %s", error)
+
+    def caller(self, secret: bytes) -> Caller | None:
+        """Whoever holds `secret`. Raises `Unauthorized` when it has expired or is disabled."""
+        account = self._account(secret)
+        if account is None:
+            return None
+        if account.key.is_expired(self._wall()):
+            self._metrics.key(account.key.name).rejections["expired"] += 1
+            raise Unauthorized("This API key has expired.", EXPIRED)
+        numbers = self._metrics.key(account.key.name)
+        if not account.key.is_usable:
+            numbers.rejections["disabled"] += 1
+            raise Unauthorized("This API key is disabled.", DISABLED)
+        numbers.last_used = self._wall()
+        return account.caller
+
+    def _account(self, secret: bytes) -> Account | None:
+        accounts = self._by_prefix.get(secret[:PREFIX_CHARS], ()) if len(secret) <= SECRET_CHARS_MAX else ()
+        found = [account for account in accounts if account.key.is_opened_by(secret)]
+        if not accounts:
+            # As long as it takes when there is one of this prefix.
+            digest(_NO_SALT, secret[:SECRET_CHARS_MAX])
+        return found[0] if found else None
+
+    def _look(self) -> Stamp | None:
+        try:
+            return self._file.stamp()
+        except OSError:
+            return UNKNOWN  # reading it will say why
+
+    def _apply(self, stamp: Stamp | None) -> None:
+        # Noted first: a bad file is complained about once, not at each request.
+        self._stamp = stamp
+        keys = self._file.read()
+        by_prefix: dict[bytes, list[Account]] = {}
+        has_others = sum(key.is_usable and not key.is_metrics_only for key in keys) > 1
+        for key in keys:
+            by_prefix.setdefault(key.prefix.encode(), []).append(Account(key, self._make_caller(key, has_others)))
+        self._by_prefix = by_prefix
+        self.is_open = stamp is None
+        if stamp is None:
+            return
+        log.info("%d API keys are in force", sum(key.is_usable for key in keys))
+        if unknown := self._file.unknown():
+            log.warning("another version of mlxd wrote of the keys what this one ignores: %s", ", ".join(unknown))
+        for key in keys:
+            if not key.is_usable and not key.is_disabled:
+                log.warning("the key %s is not in force: it requires a later version of mlxd", key.name)
+
+    def _make_caller(self, key: Key, has_others: bool) -> Caller:
+        limits = Limits(
+            rpm=key.rpm,
+            tpm=key.tpm,
+            concurrency=key.concurrency,
+            sequences=key.max_sequences,
+            requests_per_day=key.requests_per_day,
+            tokens_per_day=key.tokens_per_day,
+            requests_per_month=key.requests_per_month,
+            tokens_per_month=key.tokens_per_month,
+            alert_at=key.alert_at,
+        )
+        meter = self.meters.get(key.name)
+        if meter is None:
+            meter = self.meters[key.name] = Meter(
+                key.name, limits, self._metrics.key(key.name), self._clock, self._ledger
+            )
+        else:
+            meter.limit(limits)
+        return Caller(
+            key.name,
+            tuple(map(Pattern, key.models)) if key.models else None,
+            key.is_admin,
+            key.is_metrics_only,
+            key.priority,
+            key.cache_salt,
+            meter,
+            tenant_of(key.name),
+            key.queue_share if has_others and not key.is_admin else 100,
+            key.max_tokens,
+        )

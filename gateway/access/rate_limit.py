@@ -1,0 +1,375 @@
+"""Rate limits and budgets of a key: token buckets on a monotonic clock, and what the ledger has of its days.
+
+A request counts as its sequences, prompts times choices: for the worker each is as much work as a request of its own.
+
+A bucket holds a minute's worth and refills evenly, so what remains, and when it is full again, can be told exactly.
+Tokens are taken by estimate when a request begins and settled when it ends; a bucket that is overdrawn refuses until
+its debt is refilled, so that the mean holds even where every estimate is wrong.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from gateway.access.ledger import Ledger
+from gateway.errors import BadRequest, BudgetSpent, RateLimited
+from gateway.telemetry.metrics import KeyMetrics
+
+log = logging.getLogger(__name__)
+
+Header = tuple[bytes, bytes]
+
+BUSY_RETRY_AFTER_S: Final = 1.0
+# Completion tokens that a sequence is expected to use before any of this key has ended.
+EXPECTED_COMPLETION: Final = 256.0
+# What a question about tokens takes of the tokens per minute: to count one is less work than to process it.
+QUESTION_PART: Final = 0.1
+# How much the newest sequence says about how long one is.
+SMOOTHING: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """0 means none."""
+
+    rpm: int = 0
+    tpm: int = 0
+    concurrency: int = 0
+    # Of one request.
+    sequences: int = 0
+    requests_per_day: int = 0
+    tokens_per_day: int = 0
+    requests_per_month: int = 0
+    tokens_per_month: int = 0
+    # Percent of these from which on their use is told.
+    alert_at: int = 80
+
+    @property
+    def has_any(self) -> bool:
+        return self != Limits(alert_at=self.alert_at)
+
+
+class Budget:
+    """What a key may use in a day and in a month, against what the ledger has of it."""
+
+    def __init__(self, name: str, limits: Limits, ledger: Ledger) -> None:
+        self._name = name
+        self.limits = limits
+        self._ledger = ledger
+        # The budgets that were told of, each with its period and the percent that it had reached.
+        self._told: dict[tuple[str, str], tuple[str, int]] = {}
+
+    def check(self, running: int, sequences: int, reserved: float) -> None:
+        """Raises `BudgetSpent` when a budget has no room for so many more sequences, or for no token beyond those
+        that running requests have reserved."""
+        for period, kind, limit, spent in self._budgets():
+            used = spent + (running + sequences if kind == "requests" else reserved)
+            if used > limit or (kind == "tokens" and used >= limit):
+                raise BudgetSpent(
+                    f"Key {self._name!r} has used its {limit} {kind} of this {period}.", self._ledger.left_s(period)
+                )
+
+    def used(self) -> list[tuple[str, str, float]]:
+        """The period, the kind and the used part of each budget."""
+        return [(period, kind, spent / limit) for period, kind, limit, spent in self._budgets()]
+
+    def tell(self) -> None:
+        """Log once in a period that a budget is used up to where its use is told, and once that it is spent."""
+        today = self._ledger.today()
+        for period, kind, limit, spent in self._budgets():
+            begun = today.isoformat() if period == "day" else f"{today:%Y-%m}"
+            marks = sorted({self.limits.alert_at or 100, 100})
+            reached = max((mark for mark in marks if 100 * spent >= mark * limit), default=0)
+            if reached and self._told.get((period, kind), ("", 0)) < (begun, reached):
+                self._told[period, kind] = (begun, reached)
+                log.warning(
+                    "key %s has used %d of its %d %s of this %s (%d %%)",
+                    self._name, spent, limit, kind, period, 100 * spent // limit,
+                )  # fmt: skip
+
+    def _budgets(self) -> list[tuple[str, str, int, int]]:
+        limits = self.limits
+        if not (
+            limits.requests_per_day or limits.tokens_per_day or limits.requests_per_month or limits.tokens_per_month
+        ):
+            return []
+        day, month = self._ledger.day(self._name), self._ledger.month(self._name)
+        every = (
+            ("day", "requests", limits.requests_per_day, day.requests),
+            ("day", "tokens", limits.tokens_per_day, day.tokens),
+            ("month", "requests", limits.requests_per_month, month.requests),
+            ("month", "tokens", limits.tokens_per_month, month.tokens),
+        )
+        return [each for each in every if each[2]]
+
+
+class Bucket:
+    """`per_minute` at most, refilled evenly. Its level may be below zero: that is a debt."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.capacity = per_minute
+        self._rate = per_minute / 60
+        self._level = float(per_minute)
+        self._at = now
+
+    def level(self, now: float) -> float:
+        self._level = min(float(self.capacity), self._level + (now - self._at) * self._rate)
+        self._at = now
+        return self._level
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """How long until `amount` is there, 0 if it is. What is more than the bucket holds needs a full one."""
+        missing = min(amount, self.capacity) - self.level(now)
+        return missing / self._rate if missing > 0 else 0.0
+
+    def take(self, amount: float, now: float) -> None:
+        """Take, or with a negative `amount` give back."""
+        self._level = min(float(self.capacity), self.level(now) - amount)
+
+    def full_in_s(self, now: float) -> float:
+        return (self.capacity - self.level(now)) / self._rate
+
+
+@dataclass(slots=True)
+class Bill:
+    """The tokens of one request: what was reserved, and in the end what was used. Owned by its generation."""
+
+    reserved: float
+    sequences: int = 1
+    prompt: int = 0
+    completion: int = 0
+
+
+class Meter:
+    """One key's use, against its limits. Everything happens on the event loop, without a wait."""
+
+    def __init__(
+        self,
+        name: str,
+        limits: Limits,
+        numbers: KeyMetrics,
+        clock: Callable[[], float] = time.monotonic,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self._name = name
+        self._numbers = numbers
+        self._clock = clock
+        self._limits = limits
+        self._requests = _bucket(limits.rpm, clock())
+        self._tokens = _bucket(limits.tpm, clock())
+        self._expected_completion = EXPECTED_COMPLETION
+        # Requests whose body is on its way.
+        self._receiving = 0
+        # Tokens that running requests will probably use.
+        self._reserved = 0.0
+        self._budget = None if ledger is None else Budget(name, limits, ledger)
+        if self._budget is not None:
+            numbers.budget = self._budget.used
+
+    def limit(self, limits: Limits) -> None:
+        """From now on these. What was used of a limit counts on under the one that takes its place."""
+        now = self._clock()
+        if limits.rpm != self._limits.rpm:
+            self._requests = _resized(self._requests, limits.rpm, now)
+        if limits.tpm != self._limits.tpm:
+            self._tokens = _resized(self._tokens, limits.tpm, now)
+        self._limits = limits
+        if self._budget is not None:
+            self._budget.limits = limits
+
+    def missing(self) -> dict[str, float]:
+        """What is missing from the buckets that are not full."""
+        now = self._clock()
+        missing = {kind: bucket.capacity - bucket.level(now) for kind, bucket in self._buckets()}
+        return {kind: amount for kind, amount in missing.items() if amount > 0}
+
+    def restore(self, missing: dict[str, float], ago_s: float) -> None:
+        """Go on from what was missing so long ago."""
+        now = self._clock()
+        for kind, bucket in self._buckets():
+            bucket.take(max(0.0, missing.get(kind, 0.0) - ago_s * bucket.capacity / 60), now)
+
+    @property
+    def is_limited(self) -> bool:
+        return self._limits.has_any
+
+    def request(self) -> None:
+        """Book one request. Raises `RateLimited`."""
+        self._admit_requests(1)
+
+    def check(self, sequences: int) -> None:
+        """Raises `BadRequest` for a request of more sequences than the key may ever have."""
+        for most, text in (
+            (self._limits.sequences, "in one request"),
+            (self._limits.concurrency, "at once"),
+            (self._limits.rpm, "in a minute"),
+        ):
+            if most and sequences > most:
+                self._reject("sequences")
+                message = f"{sequences} sequences in one request; key {self._name!r} may have {most} {text}."
+                raise BadRequest(message, "n")
+
+    def _admit_requests(self, count: int) -> None:
+        if self._requests is None or not count:
+            return
+        now = self._clock()
+        if (wait_s := self._requests.wait_s(count, now)) > 0:
+            self._reject("requests")
+            message = f"Rate limit reached for key {self._name!r}: {self._limits.rpm} requests per minute."
+            raise RateLimited(message, "requests", wait_s)
+        self._requests.take(count, now)
+
+    def check_running(self) -> None:
+        """Raises `RateLimited` when there is no room for one more sequence: a body need not be read to know that."""
+        self._check_concurrency(1)
+
+    def _check_concurrency(self, sequences: int) -> None:
+        concurrency, running = self._limits.concurrency, self._numbers.sequences
+        if concurrency and running + sequences > concurrency:
+            self._reject("concurrency")
+            message = f"Key {self._name!r} has {running} sequences running, and may have {concurrency}."
+            raise RateLimited(message, "requests", BUSY_RETRY_AFTER_S)
+
+    @contextmanager
+    def receiving(self) -> Generator[None, None, None]:
+        """Be one of the requests whose body is on its way: no more of them than may run. Raises `RateLimited`."""
+        concurrency = self._limits.concurrency
+        if concurrency and self._receiving >= concurrency:
+            self._reject("concurrency")
+            message = f"Key {self._name!r} is sending {concurrency} requests, as many as it may have at once."
+            raise RateLimited(message, "requests", BUSY_RETRY_AFTER_S)
+        self._receiving += 1
+        try:
+            yield
+        finally:
+            self._receiving -= 1
+
+    def expected(self, max_tokens: int | None) -> float:
+        """Completion tokens that a sequence will probably have: clients ask for far more than they use."""
+        return self._expected_completion if max_tokens is None else min(max_tokens, self._expected_completion)
+
+    @contextmanager
+    def hold(self, estimate: float, sequences: int = 1) -> Generator[Bill, None, None]:
+        """Be so many of the concurrent sequences, and reserve `estimate` tokens. Raises `BadRequest`, `RateLimited`.
+
+        What the bill says at the end is booked in place of the estimate.
+        """
+        self.check(sequences)
+        self._check_concurrency(sequences)
+        if self._budget is not None:
+            try:
+                self._budget.check(self._numbers.sequences, sequences, self._reserved)
+            except BudgetSpent:
+                self._reject("budget")
+                raise
+        self._check_tokens(estimate)
+        # One was booked when the request came in.
+        self._admit_requests(sequences - 1)
+        self._take_tokens(estimate)
+        bill = Bill(estimate, sequences)
+        self._numbers.running += 1
+        self._numbers.sequences += sequences
+        self._reserved += estimate
+        try:
+            yield bill
+        finally:
+            self._numbers.running -= 1
+            self._numbers.sequences -= sequences
+            self._reserved -= estimate
+            self._settle(bill)
+
+    @contextmanager
+    def question(self, estimate: float) -> Generator[Bill, None, None]:
+        """Ask about so many tokens: a part of them is taken of what a minute has. Raises `RateLimited`.
+
+        A question that is not answered is charged its estimate: it may have been counted all the same.
+        """
+        self._check_tokens(estimate * QUESTION_PART)
+        self._take_tokens(estimate * QUESTION_PART)
+        bill = Bill(estimate, prompt=int(estimate))
+        try:
+            yield bill
+        finally:
+            self._take_tokens((bill.prompt - bill.reserved) * QUESTION_PART)
+
+    def _check_tokens(self, amount: float) -> None:
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(amount, self._clock())) > 0:
+            self._reject("tokens")
+            message = f"Rate limit reached for key {self._name!r}: {self._limits.tpm} tokens per minute."
+            raise RateLimited(message, "tokens", wait_s)
+
+    def _take_tokens(self, amount: float) -> None:
+        # The bucket of now: the limit may have changed since the check.
+        if self._tokens is not None:
+            self._tokens.take(amount, self._clock())
+
+    def _settle(self, bill: Bill) -> None:
+        self._numbers.prompt_tokens += bill.prompt
+        self._numbers.generation_tokens += bill.completion
+        self._take_tokens(bill.prompt + bill.completion - bill.reserved)
+        if self._budget is not None:
+            self._budget.tell()
+        if bill.completion:
+            mean = bill.completion / bill.sequences
+            self._expected_completion += SMOOTHING * (mean - self._expected_completion)
+
+    def openai_headers(self) -> list[Header]:
+        """`x-ratelimit-*`."""
+        headers: list[Header] = []
+        for kind, bucket in self._buckets():
+            now = self._clock()
+            headers += [
+                (f"x-ratelimit-limit-{kind}".encode(), str(bucket.capacity).encode()),
+                (f"x-ratelimit-remaining-{kind}".encode(), str(_whole(bucket.level(now))).encode()),
+                (f"x-ratelimit-reset-{kind}".encode(), _duration(bucket.full_in_s(now)).encode()),
+            ]
+        return headers
+
+    def anthropic_headers(self) -> list[Header]:
+        """`anthropic-ratelimit-*`, with points in time where OpenAI has durations."""
+        headers: list[Header] = []
+        for kind, bucket in self._buckets():
+            now = self._clock()
+            full_at = datetime.now(UTC) + timedelta(seconds=bucket.full_in_s(now))
+            headers += [
+                (f"anthropic-ratelimit-{kind}-limit".encode(), str(bucket.capacity).encode()),
+                (f"anthropic-ratelimit-{kind}-remaining".encode(), str(_whole(bucket.level(now))).encode()),
+                (f"anthropic-ratelimit-{kind}-reset".encode(), full_at.strftime("%Y-%m-%dT%H:%M:%SZ").encode()),
+            ]
+        return headers
+
+    def _buckets(self) -> list[tuple[str, Bucket]]:
+        both = (("requests", self._requests), ("tokens", self._tokens))
+        return [(kind, bucket) for kind, bucket in both if bucket is not None]
+
+    def _reject(self, reason: str) -> None:
+        self._numbers.rejections[reason] += 1
+
+
+def _bucket(per_minute: int, now: float) -> Bucket | None:
+    return Bucket(per_minute, now) if per_minute else None
+
+
+def _resized(bucket: Bucket | None, per_minute: int, now: float) -> Bucket | None:
+    """A bucket from which as much is missing as from the one before."""
+    made = _bucket(per_minute, now)
+    if made is not None and bucket is not None:
+        made.take(bucket.capacity - bucket.level(now), now)
+    return made
+
+
+def _whole(level: float) -> int:
+    # A refill in floating point may end a hair below a whole number.
+    return max(0, int(level + 1e-6))
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: `6m0s`, `1.2s`, `20ms`."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    minutes, left = divmod(seconds, 60)
+    return f"{int(minutes)}m{int(left)}s" if minutes else f"{left:.3g}s"

@@ -1,0 +1,105 @@
+"""Strangers: requests without a valid key, by the address of their client. Failed attempts are slowed down, and their
+lines in the log are sampled, so that neither grows with what strangers send.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from gateway.access.rate_limit import Bucket
+from gateway.config.address import Address
+from gateway.config.settings import ServerConfig
+from gateway.errors import RateLimited
+
+log = logging.getLogger(__name__)
+
+# Addresses whose failures are remembered; a further one takes the place of the one that failed longest ago.
+ADDRESSES_MAX: Final = 4096
+PERIOD_S: Final = 60.0
+# In a period: of one address, of all, and how many addresses are counted one by one.
+LINES: Final = 3
+LINES_IN_ALL: Final = 60
+COUNTED_MAX: Final = 1024
+# Addresses whose counts have a line of their own at the end of a period.
+TOLD_MAX: Final = 20
+
+
+class Throttle:
+    """Failed attempts of each address, as a bucket that refills evenly. A valid key never meets it."""
+
+    def __init__(self, settings: Callable[[], ServerConfig], clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+
+    def fail(self, address: Address) -> None:
+        """Book one failed attempt. Raises `RateLimited` beyond what `[server] unauthorized_rpm` allows."""
+        per_minute = self._settings().unauthorized_rpm
+        if not per_minute or not address.host:
+            return
+        now = self._clock()
+        bucket = self._bucket(address.network, per_minute, now)
+        if (wait_s := bucket.wait_s(1, now)) > 0:
+            message = "Too many requests without a valid API key come from this address."
+            raise RateLimited(message, "requests", wait_s)
+        bucket.take(1, now)
+
+    def _bucket(self, network: str, per_minute: int, now: float) -> Bucket:
+        bucket = self._buckets.get(network)
+        if bucket is None or bucket.capacity != per_minute:
+            bucket = self._buckets[network] = Bucket(per_minute, now)
+        self._buckets.move_to_end(network)
+        if len(self._buckets) > ADDRESSES_MAX:
+            self._buckets.popitem(last=False)
+        return bucket
+
+
+class Sample:
+    """Sample of the lines of strangers: a few a minute of each address, and then how many more there were."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._seen: dict[str, int] = {}
+        self._shown = 0
+        self._more: dict[str, int] = {}
+        # Of addresses beyond those that are counted one by one.
+        self._others = 0
+
+    def takes(self, address: Address) -> bool:
+        """Whether the line of this request is logged; else it is counted."""
+        if self._clock() - self._began >= PERIOD_S:
+            self.tell()
+        network = address.network
+        seen = self._seen.get(network)
+        if seen is None and len(self._seen) >= COUNTED_MAX:
+            self._others += 1
+            return False
+        self._seen[network] = (seen or 0) + 1
+        if (seen or 0) < LINES and self._shown < LINES_IN_ALL:
+            self._shown += 1
+            return True
+        self._more[network] = self._more.get(network, 0) + 1
+        return False
+
+    def tell(self) -> None:
+        """Log what was counted, and begin the next period."""
+        ranked = sorted(self._more.items(), key=lambda item: item[1], reverse=True)
+        for network, count in ranked[:TOLD_MAX]:
+            fields = {"client": network, "requests": count}
+            log.info("%d more requests without a valid key from this address", count, extra={"fields": fields})
+        rest = ranked[TOLD_MAX:]
+        if count := sum(count for _, count in rest) + self._others:
+            fields = {"requests": count}
+            log.info("%d more requests without a valid key from other addresses", count, extra={"fields": fields})
+        self._began = self._clock()
+        self._seen, self._more, self._shown, self._others = {}, {}, 0, 0
+
+    async def run(self) -> None:
+        """Tell at the end of each period, also while nobody comes, until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            self.tell()

@@ -1,0 +1,120 @@
+"""Usage counters of each key, kept over restarts: a small file, written now and then and at the end."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from gateway.access.rate_limit import Meter
+from gateway.home.snapshot import Snapshot
+from gateway.telemetry.metrics import KeyMetrics, Metrics
+
+log = logging.getLogger(__name__)
+
+# What a crash may lose.
+PERIOD_S: Final = 30.0
+
+
+class KeyTotals(Struct, frozen=True):
+    """One key's counters."""
+
+    requests: dict[str, int] = {}
+    rejections: dict[str, int] = {}
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    # Seconds since 1970; 0 is never.
+    last_used: float = 0.0
+    # What was missing from the buckets of its limits, and when, in seconds since 1970.
+    missing: dict[str, float] = {}
+    as_of: float = 0.0
+
+
+class Totals(Struct, frozen=True):
+    """The file. `since` is when counting began, in seconds since 1970."""
+
+    since: float
+    keys: dict[str, KeyTotals] = {}
+
+
+def last_used(path: Path) -> dict[str, float]:
+    """When each key was used last, as of the newest write of the file; empty when nothing is kept."""
+    try:
+        totals = msgspec.json.decode(path.read_bytes(), type=Totals)
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return {name: kept.last_used for name, kept in totals.keys.items() if kept.last_used}
+
+
+class UsageFile:
+    """The counters of the keys in `metrics`, and their file. Owned by the event loop."""
+
+    def __init__(
+        self,
+        path: Path,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.time,
+        meters: Mapping[str, Meter] | None = None,
+    ) -> None:
+        """Goes on from the file, for the keys that there still are. One that cannot be read is begun again."""
+        self._file = Snapshot(path)
+        self._metrics = metrics
+        self._clock = clock
+        self._meters = meters or {}
+        self.since = clock()
+        self._restore()
+
+    def _restore(self) -> None:
+        try:
+            totals = msgspec.json.decode(self._file.path.read_bytes(), type=Totals)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("%s: %s; usage is counted from now on", self._file.path, error)
+            return
+        self.since = totals.since
+        for name, kept in totals.keys.items():
+            # A key that is gone takes its counters with it, so that the file does not grow for ever.
+            if (numbers := self._metrics.keys.get(name)) is not None:
+                numbers.requests += Counter(kept.requests)
+                numbers.rejections += Counter(kept.rejections)
+                numbers.prompt_tokens += kept.prompt_tokens
+                numbers.generation_tokens += kept.generation_tokens
+                numbers.last_used = max(numbers.last_used, kept.last_used)
+                if (meter := self._meters.get(name)) is not None:
+                    meter.restore(kept.missing, max(0.0, self._clock() - kept.as_of))
+
+    async def run(self) -> None:
+        """Write what has changed, until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            number, data = self._file.take(), self._look()
+            if data != self._file.written:
+                await asyncio.to_thread(self._file.write, number, data)
+
+    def close(self) -> None:
+        """Write once more, now."""
+        self._file.write(self._file.take(), self._look())
+
+    def _look(self) -> bytes:
+        """The file as it should be now."""
+        keys = {name: self._totals(name, numbers) for name, numbers in self._metrics.keys.items()}
+        return msgspec.json.encode(Totals(self.since, keys)) if keys else b""
+
+    def _totals(self, name: str, numbers: KeyMetrics) -> KeyTotals:
+        meter = self._meters.get(name)
+        missing = {} if meter is None else meter.missing()
+        return KeyTotals(
+            dict(numbers.requests),
+            dict(numbers.rejections),
+            numbers.prompt_tokens,
+            numbers.generation_tokens,
+            numbers.last_used,
+            missing,
+            self._clock() if missing else 0.0,
+        )

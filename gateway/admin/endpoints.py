@@ -1,0 +1,234 @@
+"""The admin API, on the unix socket only: what runs, and load, unload, restart."""
+
+import os
+import time
+from collections.abc import Awaitable, Callable
+from datetime import date, timedelta
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.types import Receive, Scope, Send
+
+import protocol
+from gateway.access.audit_log import Action
+from gateway.access.caller import OWNER
+from gateway.access.ledger import DIMENSIONS, Line
+from gateway.admin.orders import Order, note
+from gateway.admin_types import (
+    Done,
+    Drained,
+    DrainOrder,
+    KeyUsage,
+    MemoryStatus,
+    ModelRef,
+    ModelStatus,
+    Status,
+    UsageLine,
+    UsageLines,
+    UsageReport,
+)
+from gateway.config.settings import ConfigError, url_of
+from gateway.errors import BadRequest, from_failure
+from gateway.http.exchange import read_body, send_body
+from gateway.reload import Reloader, facts_of
+from gateway.services import Services
+from gateway.supervisor.state import MemoryView, ModelUnavailable, WorkerView
+
+BODY_MAX = 64 * 1024
+USAGE_DAYS = 30
+
+
+_model_ref = msgspec.json.Decoder(ModelRef)
+_drain_order = msgspec.json.Decoder(DrainOrder)
+
+
+class StatusEndpoint:
+    """`GET /v1/status`."""
+
+    def __init__(self, services: Services, url: str | None = None) -> None:
+        self._services = services
+        self._url = url or url_of(services.config.server)
+        self._started = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services = self._services
+        memory = services.pool.memory()
+        status = Status(
+            protocol.__version__,
+            os.getpid(),
+            round(time.monotonic() - self._started, 1),
+            self._url,
+            str(services.config.home),
+            str(services.config.config_path),
+            services.admission.is_draining,
+            [self._model(view, memory) for view in services.pool.workers()],
+            MemoryStatus(memory.budget_bytes, memory.granted_bytes, memory.footprint_bytes, memory.waiting),
+        )
+        await send_body(send, 200, msgspec.json.encode(status))
+
+    def _model(self, view: WorkerView, memory: MemoryView) -> ModelStatus:
+        services = self._services
+        model = services.config.models[view.name]
+        stats, ready = view.stats, view.ready
+        numbers = services.metrics.model(view.name)
+        own = memory.models.get(view.name)
+        return ModelStatus(
+            name=view.name,
+            path=view.path,
+            aliases=model.aliases,
+            state=str(view.state),
+            pid=view.pid,
+            epoch=view.epoch,
+            since_s=round(view.since_s, 1),
+            running=stats.running if stats else 0,
+            waiting=stats.waiting if stats else 0,
+            inside=services.admission.inside(view.name),
+            slots=ready.max_running if ready else model.max_running,
+            queue_bound=model.max_running + model.max_waiting,
+            context=ready.max_context if ready else model.context,
+            weights_bytes=ready.weights_bytes if ready else 0,
+            memory_bytes=stats.footprint if stats else 0,
+            active_bytes=stats.mem_active if stats else 0,
+            peak_bytes=stats.mem_peak if stats else 0,
+            cache_bytes=stats.mem_cache if stats else 0,
+            kv_bytes=stats.kv_bytes if stats else 0,
+            step_age_ms=stats.step_age_ms if stats else 0,
+            restarts=view.restarts,
+            stage=view.stage,
+            loaded_bytes=view.loaded_bytes,
+            total_bytes=view.total_bytes,
+            generation_tokens=numbers.generation_tokens,
+            prompt_tokens=numbers.prompt_tokens,
+            prompt_tokens_cached=numbers.prompt_tokens_cached,
+            last_failure=view.last_failure.message if view.last_failure else "",
+            retry_after_s=round(view.retry_after_s, 1),
+            share_bytes=own.share_bytes if own else 0,
+            floor_bytes=own.floor_bytes if own else 0,
+            footprint_bytes=own.footprint_bytes if own else 0,
+            is_pinned=services.pool.is_pinned(view.name),
+            idle_s=round(own.idle_s, 1) if own else None,
+            is_gated=own is not None and own.is_gated,
+            is_waiting=view.name in memory.waiting,
+            lane=ready.lane if ready else "",
+            lane_reason=ready.lane_reason if ready else "",
+        )
+
+
+class ReloadConfig:
+    """`POST /v1/config/reload`: read the file again and apply what has changed. A bad file is a 400."""
+
+    def __init__(self, reloader: Reloader) -> None:
+        self._reloader = reloader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        order = note(scope, Order("config.reload"))
+        try:
+            done = await self._reloader.reload()
+        except ConfigError as error:
+            raise BadRequest(str(error), code="bad_config") from None
+        order.facts = facts_of(done)
+        await send_body(send, 200, msgspec.json.encode(done))
+
+
+class Drain:
+    """`POST /v1/drain`: the end of the daemon, as SIGTERM begins it. Answers when every request has ended."""
+
+    def __init__(self, drain: Callable[[float | None], Awaitable[int]]) -> None:
+        self._drain = drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive, BODY_MAX)
+        try:
+            order = _drain_order.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequest(f'The body must be {{"timeout_s": SECONDS}}: {error}.') from None
+        note(scope, Order("daemon.drain", facts={"timeout_s": order.timeout_s}))
+        await send_body(send, 200, msgspec.json.encode(Drained(await self._drain(order.timeout_s))))
+
+
+class Usage:
+    """`GET /v1/keys/usage`: what each key has used, also before the daemon was started."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._services.keyring.refresh()
+        metrics = self._services.metrics
+        keys = [
+            KeyUsage(
+                name,
+                sum(numbers.requests.values()),
+                numbers.prompt_tokens,
+                numbers.generation_tokens,
+                numbers.running,
+                dict(numbers.rejections),
+            )
+            for name, numbers in metrics.keys.items()
+        ]
+        usage = UsageReport(self._services.usage.since, keys, dict(metrics.auth_failures))
+        await send_body(send, 200, msgspec.json.encode(usage))
+
+
+class UsageByDay:
+    """`GET /v1/usage?from=DAY&to=DAY&by=day,key,model`: the last 30 days by key, unless asked otherwise."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        query, ledger = QueryParams(scope["query_string"]), self._services.ledger
+        last = _day(query, "to") or ledger.today()
+        first = _day(query, "from") or _days_before(last, USAGE_DAYS - 1)
+        if first > last:
+            raise BadRequest(f"'from' ({first}) is after 'to' ({last}).", "from", "invalid_value")
+        by = [name for name in query.get("by", "key").split(",") if name]
+        if len(set(by)) != len(by) or not set(by) <= set(DIMENSIONS):
+            raise BadRequest(f"'by' is a list of {', '.join(DIMENSIONS)}.", "by", "invalid_value")
+        lines = [_usage_line(line, by) for line in await ledger.lines(first, last, by)]
+        report = UsageLines(first.isoformat(), last.isoformat(), by, lines)
+        await send_body(send, 200, msgspec.json.encode(report))
+
+
+class Command:
+    """`POST /v1/models/{load,unload,restart}` with `{"model": NAME}`; answers when it is done."""
+
+    def __init__(self, services: Services, run: Callable[[str], Awaitable[None]], action: Action) -> None:
+        self._services = services
+        self._run = run
+        self._action: Action = action
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive, BODY_MAX)
+        try:
+            ref = _model_ref.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequest(f'The body must be {{"model": NAME}}: {error}.') from None
+        order = note(scope, Order(self._action, ref.model))
+        order.target = name = self._services.router.resolve(ref.model, OWNER).name
+        worker = self._services.pool.worker(name)
+        try:
+            await self._run(name)
+        except ModelUnavailable as error:
+            raise from_failure(error.failure, error.retry_after_s) from None
+        await send_body(send, 200, msgspec.json.encode(Done(name, str(worker.state))))
+
+
+def _day(query: QueryParams, name: str) -> date | None:
+    text = query.get(name)
+    try:
+        return None if text is None else date.fromisoformat(text)
+    except ValueError:
+        raise BadRequest(f"'{name}' is a day, such as 2026-01-31.", name, "invalid_value") from None
+
+
+def _days_before(day: date, days: int) -> date:
+    try:
+        return day - timedelta(days=days)
+    except OverflowError:
+        raise BadRequest("'to' is too early to have days before it: send 'from' too.", "to", "invalid_value") from None
+
+
+def _usage_line(line: Line, by: list[str]) -> UsageLine:
+    day, key, model = (getattr(line, name) if name in by else None for name in DIMENSIONS)
+    return UsageLine(day, key, model, line.requests, line.prompt, line.cached, line.completion)

@@ -1,0 +1,58 @@
+"""Orders of the operator over the unix socket, and their lines in the audit log."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.access.audit_log import Action, Actor, Fact, entry
+from gateway.access.audit_trail import AuditTrail
+from gateway.admin.peer import peer_of
+from gateway.errors import ApiError
+from gateway.http.direct_write import outlet_of
+from gateway.request.record import record_of
+
+KEY: Final = "mlxd.order"
+
+
+@dataclass(slots=True)
+class Order:
+    """What a request orders. Noted by its endpoint before it obeys; `facts` may follow."""
+
+    action: Action
+    target: str = ""
+    facts: Mapping[str, Fact] = field(default_factory=dict[str, Fact])
+
+
+class Audited:
+    """Pure ASGI. Records the order of each request that gives one, with who gave it and how it ended."""
+
+    def __init__(self, app: ASGIApp, trail: AuditTrail) -> None:
+        self._app = app
+        self._trail = trail
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outlet = outlet_of(scope)
+        # Asked now: a client may leave before it is obeyed.
+        actor = Actor() if outlet is None else peer_of(outlet.socket)
+        outcome = "interrupted"
+        try:
+            await self._app(scope, receive, send)
+            outcome = "ok"
+        except ApiError as error:
+            outcome = error.outcome
+            raise
+        finally:
+            order: Order | None = scope.get(KEY)
+            if order is not None:
+                client = str(record_of(scope).client)
+                self._trail.record(
+                    entry(order.action, order.target, outcome=outcome, client=client, actor=actor, facts=order.facts)
+                )
+
+
+def note(scope: Scope, order: Order) -> Order:
+    """Say what this request orders."""
+    scope[KEY] = order
+    return order

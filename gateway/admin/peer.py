@@ -1,0 +1,43 @@
+"""Peer credentials of a unix socket: the user and process at its other end, as the kernel knows them."""
+
+import socket
+import struct
+import sys
+from typing import Final
+
+from gateway.access.audit_log import Actor
+
+# struct ucred of Linux: pid, uid, gid.
+_UCRED: Final = struct.Struct("=iII")
+# struct xucred of macOS begins with its version, which is 0, and the uid; `sys/un.h` has the numbers of the options.
+_XUCRED: Final = struct.Struct("=II")
+_XUCRED_BYTES: Final = 76
+_SOL_LOCAL: Final = 0
+_LOCAL_PEERCRED: Final = 0x001
+_LOCAL_PEERPID: Final = 0x002
+_PID: Final = struct.Struct("=i")
+
+
+def peer_of(connection: socket.socket) -> Actor:
+    """The process that connected; with what the system does not tell left out."""
+    try:
+        if sys.platform == "linux":
+            return from_ucred(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if sys.platform == "darwin":
+            credentials = connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, _XUCRED_BYTES)
+            return from_xucred(credentials, connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERPID, _PID.size))
+    except OSError:
+        pass  # the client has left
+    return Actor()
+
+
+def from_ucred(credentials: bytes) -> Actor:
+    """Read Linux' answer."""
+    pid, uid, _ = _UCRED.unpack(credentials)
+    return Actor(uid=uid, pid=pid)
+
+
+def from_xucred(credentials: bytes, pid: bytes) -> Actor:
+    """Read the answers of macOS."""
+    version, uid = _XUCRED.unpack_from(credentials)
+    return Actor(uid=uid if version == 0 else None, pid=_PID.unpack(pid)[0])

@@ -1,0 +1,93 @@
+"""The requests that are served and those that were captured, on the unix socket only: list, show, cancel, clear."""
+
+from typing import Final
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.admin.orders import Order, note
+from gateway.admin_types import Cancelling, Cleared, RequestDetail, RequestList, RequestRef
+from gateway.errors import ApiError, BadRequest
+from gateway.http.exchange import read_body, send_body
+from gateway.services import Services
+
+BODY_MAX: Final = 4096
+
+_ref = msgspec.json.Decoder(RequestRef)
+
+
+def routes(services: Services) -> list[Route]:
+    """All of them."""
+    return [
+        Route("/v1/requests", List(services), methods=["GET"]),
+        Route("/v1/requests/cancel", Cancel(services), methods=["POST"]),
+        Route("/v1/requests/clear", Clear(services), methods=["POST"]),
+        Route("/v1/requests/{id}", Show(services), methods=["GET"]),
+    ]
+
+
+class List:
+    """`GET /v1/requests`, with `?captured=1` for the captured ones as well."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wants_captured = QueryParams(scope["query_string"]).get("captured") == "1"
+        captured = await self._services.captures.lines() if wants_captured else []
+        found = RequestList(self._services.requests.views(), captured)
+        await send_body(send, 200, msgspec.json.encode(found))
+
+
+class Show:
+    """`GET /v1/requests/ID`: one that is served, and the newest captured one of this id."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, name = self._services, scope["path_params"]["id"]
+        found = RequestDetail(services.requests.view(name), await services.captures.find(name))
+        if found.live is None and found.captured is None:
+            hint = "" if services.captures.is_on else "; to keep those that have ended, set [server] capture"
+            raise _unknown(name, hint)
+        if found.captured is not None:
+            note(scope, Order("capture.read", name[:200]))
+        await send_body(send, 200, msgspec.json.encode(found))
+
+
+class Cancel:
+    """`POST /v1/requests/cancel` with `{"id": ID}`. Its client gets an error in its own dialect."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive, BODY_MAX)
+        try:
+            name = _ref.decode(body).id
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadRequest(f'The body must be {{"id": ID}}: {error}.') from None
+        note(scope, Order("request.cancel", name[:200]))
+        if not self._services.requests.cancel(name):
+            raise _unknown(name)
+        await send_body(send, 200, msgspec.json.encode(Cancelling(name)))
+
+
+class Clear:
+    """`POST /v1/requests/clear`: delete every captured request."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        order = note(scope, Order("capture.clear"))
+        cleared = Cleared(await self._services.captures.clear())
+        order.facts = msgspec.to_builtins(cleared)
+        await send_body(send, 200, msgspec.json.encode(cleared))
+
+
+def _unknown(name: str, hint: str = "") -> ApiError:
+    return ApiError(404, f"There is no request {name[:200]!r}{hint}.", code="request_not_found")

@@ -1,0 +1,63 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+
+from typing import Final
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.anthropic.encoder import MessageFold, MessageStream
+from gateway.api.anthropic.request import decode_count, decode_messages, lower_messages, lower_prompt
+from gateway.api.anthropic.response import TokenCount
+from gateway.api.common import serve
+from gateway.http.exchange import send_body
+from gateway.http.sse import cut_off
+from gateway.request.record import record_of
+from gateway.services import Services
+
+BETAS_MAX: Final = 50
+
+
+class Messages:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, unknown = await serve.read(services, record, scope, receive, decode_messages)
+        ignored = unknown + _betas(scope)
+        model, seed = serve.begin(services, record, request.model, bool(request.stream), None, ignored)
+        deadline_ms = serve.deadline_ms(services)
+        generates = await serve.lower(
+            services, record, lambda: lower_messages(request, model, services.link.next_rid, seed, deadline_ms)
+        )
+        job = serve.Job(services, record, model, generates)
+        message_id = serve.new_id("msg").replace("-", "_")
+        if request.stream:
+            await job.stream(MessageStream(message_id, model.name), receive, send)
+        else:
+            await job.whole(MessageFold(message_id, model.name), receive, send)
+
+
+class CountTokens:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, unknown = await serve.read(services, record, scope, receive, decode_count)
+        model, _ = serve.begin(services, record, request.model, False, None, unknown)
+        prompt, _ = await services.bodies.work(record.body_bytes, lower_prompt, request, model.thinking)
+        async with cut_off(record, receive):
+            tokenized = await serve.tokenize(services, record, model, prompt)
+            await send_body(send, 200, msgspec.json.encode(TokenCount(tokenized.count)), record.headers)
+
+
+def _betas(scope: Scope) -> list[str]:
+    """The betas that a client asks for. What they would change in a request's body is taken without them."""
+    asked = ",".join(Headers(scope=scope).getlist("anthropic-beta")).split(",")
+    return [f"beta.{name.strip()}" for name in asked[:BETAS_MAX] if name.strip()]

@@ -1,0 +1,379 @@
+"""Anthropic's Messages API: the request, and its lowering. As lenient as the real API with what clients send along."""
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, ClassVar, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.api.common import canonical
+from gateway.api.common.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX, Call, Choice, Thinking, Tool, ToolUse
+from gateway.api.common.decode import Schema
+from gateway.api.common.doc_hints import TEXT, known, words
+from gateway.api.common.thinking import of_config
+from gateway.api.openai.lowering import derive_seed
+from gateway.config.settings import ModelConfig, ThinkingDefaults
+from gateway.errors import BadRequest, Unsupported
+from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling
+
+# Claude Code's first system block; its value changes with every session and would spoil every cached prefix.
+VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"
+# Blocks and messages are joined the same way whether they come as a list or as a string.
+JOINT: Final = "\n\n"
+BLOCKS: Final = (
+    *("text", "document", "search_result", "tool_reference", "tool_use", "tool_result", "thinking"),
+    "redacted_thinking",
+)
+CHOICES: Final = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "tool": Choice.NAMED, "none": Choice.NONE}
+
+# Accepted because they ask for nothing that a local server does.
+NO_ACTION: Final = frozenset(
+    {
+        "metadata",
+        "service_tier",
+        "context_management",
+        "safeguards",
+        "container",
+        "mcp_servers",
+        "betas",
+        "inference_geo",
+        "cache_control",
+    }
+)
+
+
+Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
+StopSequence = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
+
+
+class Block(Struct, frozen=True):
+    """A content block of any type: which fields it has depends on `type`."""
+
+    # Others are an error of the user's, and nothing in what the assistant has said.
+    type: Annotated[str, known(*BLOCKS)]
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    tool_name: str | None = None
+    content: "str | list[Block] | dict[str, Any] | None" = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    source: str | dict[str, Any] | None = None
+    title: str | None = None
+
+
+class Message(Struct, frozen=True):
+    role: Annotated[str, words("user", "assistant", "system")]
+    content: str | list[Block]
+
+
+class ToolSpec(Struct, frozen=True):
+    """A client tool, or by its `type` one that Anthropic's servers run."""
+
+    told: ClassVar = {"required": ["name"], "properties": {"name": TEXT}}
+
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class ToolChoice(Struct, frozen=True):
+    type: Annotated[str, words(*CHOICES)]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingSpec(Struct, frozen=True):
+    type: Annotated[str, words("enabled", "disabled", "adaptive")]
+    budget_tokens: Tokens | None = None
+
+
+class OutputFormat(Struct, frozen=True):
+    type: Annotated[str, words("json_schema", "")] = ""
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(Struct, frozen=True):
+    effort: Annotated[str, words(*EFFORTS)] | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/messages/count_tokens`: the part of a request that is the prompt."""
+
+    model: str = ""
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    system: str | list[Block] | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingSpec | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    """`POST /v1/messages`."""
+
+    max_tokens: Tokens
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopSequence], Meta(max_length=STOPS_MAX)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+
+
+_messages = Schema(MessagesRequest, NO_ACTION, "messages", Message)
+_count = Schema(CountRequest, NO_ACTION | frozenset(MessagesRequest.__struct_fields__), "messages", Message)
+
+
+def decode_messages(body: bytes) -> tuple[MessagesRequest, list[str]]:
+    """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
+    request, unknown = _messages.decode(body)
+    return request, unknown + _skipped_tools(request)
+
+
+def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
+    """Takes a whole Messages request too: clients send it unchanged. Raises `BadRequest`."""
+    return _count.decode(body)
+
+
+def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None) -> tuple[ChatPrompt, Thinking]:
+    """The prompt of a request. Raises `BadRequest`."""
+    turns: list[dict[str, Any]] = []
+    system = _system(request.system)
+    if system:
+        turns.append(canonical.system(system))
+    for index, message in enumerate(request.messages):
+        turns += _turns(message, f"messages.{index}")
+    tool_use = _tool_use(request)
+    thinking = _thinking(request, of_config(default))
+    _constraint(request)  # what could not be answered is not counted either
+    # A last turn of the assistant is the beginning of the answer; one that says nothing is none.
+    continues = request.messages[-1].role == "assistant" and "tool_calls" not in turns[-1]
+    if continues and not turns[-1]["content"]:
+        del turns[-1]
+        continues = False
+    if not turns:
+        raise BadRequest("messages: there is nothing to answer.", "messages")
+    prompt = canonical.chat_prompt(canonical.named_results(turns), tool_use, thinking, continue_final=continues)
+    return prompt, thinking
+
+
+def lower_messages(
+    request: MessagesRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
+) -> Generate:
+    """Raises `BadRequest`."""
+    prompt, thinking = lower_prompt(request, model.thinking)
+    stops = tuple(stop for stop in request.stop_sequences or () if stop)
+    defaults = model.sampling
+    return Generate(
+        next_rid(),
+        prompt,
+        Sampling(
+            temperature=_first(request.temperature, defaults.temperature, 1.0),
+            top_p=_first(request.top_p or None, defaults.top_p, 1.0),
+            top_k=int(_first(request.top_k, defaults.top_k, 0)),
+            min_p=defaults.min_p or 0.0,
+            repetition_penalty=defaults.repetition_penalty or 1.0,
+            presence_penalty=defaults.presence_penalty or 0.0,
+            frequency_penalty=defaults.frequency_penalty or 0.0,
+            seed=derive_seed(seed, 0),
+        ),
+        max_tokens=request.max_tokens,
+        stop=stops,
+        deadline_ms=deadline_ms,
+        want_progress=True,
+        thinking_budget=thinking.budget,
+        constraint=_constraint(request),
+    )
+
+
+def _first(asked: float | None, configured: float | None, default: float) -> float:
+    if asked is not None:
+        return asked
+    return default if configured is None else configured
+
+
+# -- the prompt ------------------------------------------------------------------------------------------------------
+
+
+def _system(system: str | list[Block] | None) -> str:
+    if isinstance(system, str):
+        return _lasting(system)
+    texts = [_lasting(_text(block, f"system.{index}")) for index, block in enumerate(system or ())]
+    return JOINT.join(text for text in texts if text)
+
+
+def _lasting(text: str) -> str:
+    """Without the line that differs from one session to the next."""
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(VOLATILE_SYSTEM) else text
+
+
+def _turns(message: Message, where: str) -> list[dict[str, Any]]:
+    """The turns that one message stands for: results of tools are turns of their own."""
+    blocks = [Block("text", message.content)] if isinstance(message.content, str) else message.content
+    match message.role:
+        case "user":
+            return _user_turns(blocks, where)
+        case "assistant":
+            return [_assistant_turn(blocks)]
+        case "system":
+            # Other blocks tell of tools that come and go; the list of tools says so too.
+            return [canonical.system(_texts([block for block in blocks if block.type == "text"], where))]
+        case role:
+            raise BadRequest(f"{where}.role: {role[:40]!r} is none of user, assistant, system.", f"{where}.role")
+
+
+def _user_turns(blocks: list[Block], where: str) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for index, block in enumerate(blocks):
+        at = f"{where}.content.{index}"
+        if block.type != "tool_result":
+            texts.append(_text(block, at))
+            continue
+        if texts:
+            turns.append(canonical.user(JOINT.join(texts)))
+            texts = []
+        turns.append(canonical.tool_result(block.tool_use_id or "", "", _result(block, at)))
+    if texts or not turns:
+        turns.append(canonical.user(JOINT.join(texts)))
+    return turns
+
+
+def _assistant_turn(blocks: list[Block]) -> dict[str, Any]:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[Call] = []
+    for block in blocks:
+        match block.type:
+            case "thinking":
+                reasoning.append(block.thinking or "")
+            case "tool_use":
+                arguments = msgspec.json.encode(block.input or {}).decode()
+                calls.append(Call(block.id or "", block.name or "", arguments))
+            case "text":
+                texts.append(block.text or "")
+            case _:
+                pass  # what another server thought or did; nothing here could show it
+    return canonical.assistant(JOINT.join(texts), calls, JOINT.join(reasoning) or None)
+
+
+def _result(block: Block, where: str) -> str:
+    text = _content(block, where)
+    return f"Error: {text}" if block.is_error else text
+
+
+def _content(block: Block, where: str) -> str:
+    match block.content:
+        case str(text):
+            return text
+        case list(blocks):
+            return _texts(blocks, where)
+        case _:
+            return ""
+
+
+def _texts(blocks: list[Block], where: str) -> str:
+    return JOINT.join(_text(block, f"{where}.{index}") for index, block in enumerate(blocks))
+
+
+def _text(block: Block, where: str) -> str:
+    match block.type:
+        case "text":
+            return block.text or ""
+        case "document" if isinstance(block.source, dict) and block.source.get("type") == "text":
+            return f"{block.title or ''}\n{block.source.get('data', '')}".strip()
+        case "search_result":
+            return f"{block.title or ''}\n{block.source or ''}\n{_content(block, where)}".strip()
+        case "tool_reference":
+            return f"Tool available: {block.tool_name or ''}"
+        case "image":
+            raise Unsupported(f"{where}: images are not supported yet.", where)
+        case kind:
+            raise Unsupported(f"{where}: content blocks of type {kind[:40]!r} are not supported.", where)
+
+
+# -- tools and thinking ----------------------------------------------------------------------------------------------
+
+
+def _tool_use(request: CountRequest) -> ToolUse:
+    tools: list[Tool] = []
+    for spec in _shown(request):
+        if not spec.name:
+            raise BadRequest("tools: a tool needs a name.", "tools")
+        schema = canonical.sendable(spec.input_schema or {}, "tools.input_schema")
+        tools.append(Tool(spec.name, spec.description or "", schema, bool(spec.strict)))
+    choice = request.tool_choice or ToolChoice("auto")
+    if choice.type not in CHOICES:
+        raise BadRequest(f"tool_choice.type: {choice.type[:40]!r} is none of {', '.join(CHOICES)}.", "tool_choice.type")
+    use = ToolUse(tuple(tools), CHOICES[choice.type], choice.name or "", not choice.disable_parallel_tool_use)
+    return use.check("tool_choice")
+
+
+def _shown(request: CountRequest) -> list[ToolSpec]:
+    """Tools that wait to be found come last, and once they are: so what comes before them keeps its cached prefix."""
+    specs = [spec for spec in request.tools or () if not _is_skipped(spec)]
+    waiting = {spec.name: spec for spec in specs if spec.defer_loading}
+    if len(specs) < len(request.tools or ()) or not waiting:
+        # Nobody finds them where the search itself is one of the tools left out.
+        return specs
+    found = dict.fromkeys(name for message in request.messages for name in _found_tools(message))
+    if request.tool_choice is not None and request.tool_choice.name:
+        found[request.tool_choice.name] = None
+    return [spec for spec in specs if not spec.defer_loading] + [waiting[name] for name in found if name in waiting]
+
+
+def _found_tools(message: Message) -> Iterator[str]:
+    """The names of tools that a message calls or tells of."""
+    for block in () if isinstance(message.content, str) else message.content:
+        if block.type == "tool_use" and block.name:
+            yield block.name
+        for part in block.content if isinstance(block.content, list) else ():
+            if part.type == "tool_reference" and part.tool_name:
+                yield part.tool_name
+
+
+def _is_skipped(spec: ToolSpec) -> bool:
+    """Tools that Anthropic's servers run cannot be run here; without a schema a model could not call them either."""
+    return spec.input_schema is None and spec.type not in (None, "custom", "function")
+
+
+def _skipped_tools(request: CountRequest) -> list[str]:
+    return [f"tools.{spec.type}" for spec in request.tools or () if _is_skipped(spec)]
+
+
+def _thinking(request: CountRequest, default: Thinking) -> Thinking:
+    wish = Thinking()
+    if request.output_config is not None and request.output_config.effort is not None:
+        wish = Thinking.of_effort(request.output_config.effort, "output_config.effort")
+    if request.thinking is None:
+        # As the real API does: who does not ask reads the answer from the first block. Effort by itself does not ask.
+        asked = Thinking(default.is_enabled or False, wish.effort)
+        return asked.under(default)
+    match request.thinking.type:
+        case "enabled":
+            return Thinking(True, budget=request.thinking.budget_tokens).over(wish).under(default)
+        case "disabled":
+            return Thinking(False)
+        case "adaptive":
+            return Thinking(None, wish.effort).under(default)
+        case kind:
+            raise BadRequest(f"thinking.type: {kind[:40]!r} is none of enabled, disabled, adaptive.", "thinking.type")
+
+
+def _constraint(request: CountRequest) -> Constraint | None:
+    """What the answer must match."""
+    wanted = request.output_format or (request.output_config.format if request.output_config else None)
+    if wanted is None or not wanted.type:
+        return None
+    if wanted.type != "json_schema" or wanted.schema is None:
+        raise Unsupported("output_format.type: only 'json_schema' with a schema is supported.", "output_format")
+    text = msgspec.json.encode(wanted.schema).decode()
+    return Constraint(ConstraintKind.JSON_SCHEMA, text, after_reasoning=True, param="output_format")

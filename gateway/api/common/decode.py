@@ -1,0 +1,184 @@
+"""Bodies to structs, alike for every dialect: what is wrong is a `BadRequest`, what nobody knows is named.
+
+The interpreter belongs to one thread for as long as a call into the decoder lasts, and a large body is decoded while
+streams run: it is decoded in pieces, once its structure is known to be no larger than any conversation's.
+"""
+
+import re
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+from msgspec import Raw, Struct
+
+from gateway.api.common.structure import check_structure
+from gateway.errors import BadRequest
+
+T = TypeVar("T", bound=Struct)
+
+# Bodies up to this are decoded in one call, larger ones in pieces of about this.
+PIECE_BYTES: Final = 128 * 1024
+# Of one object: the names of what nobody knows must be looked at, and there may be as many as bytes.
+UNKNOWN_BYTES_MAX: Final = 256 * 1024
+# Of a field whose entries are none of a conversation's.
+_BIAS: Final = "logit_bias"
+BIAS_BYTES_MAX: Final = 512 * 1024
+
+_keys = msgspec.json.Decoder(dict[str, Raw])
+_raws = msgspec.json.Decoder(list[Raw])
+_message_keys = msgspec.json.Decoder(list[dict[str, Raw]])
+_raw = msgspec.json.Decoder(Raw)
+# How deep a body may be is measured with room around it: what is echoed and kept is written from deeper calls.
+_ROOM: Final = 50
+# No body with fewer brackets than this can be too deep; Python's own limit is 1000.
+_BRACKETS_MIN: Final = 500
+_MISSING: Final = "missing required field `"
+_ITEM_PATH: Final = re.compile(r" - at `\$\[(\d+)\]")
+
+
+class Schema(Generic[T]):
+    """How the bodies of one endpoint are decoded.
+
+    `no_action` names fields that are taken and do nothing. `listed` is the field that holds the conversation, as a
+    list of `item`s or anything else; with `item_fields` what its items hold beside these is named too.
+    """
+
+    def __init__(
+        self,
+        struct: type[T],
+        no_action: AbstractSet[str] = frozenset(),
+        listed: str = "",
+        item: type[Struct] | None = None,
+        item_fields: AbstractSet[str] | None = None,
+    ) -> None:
+        self._decoder = msgspec.json.Decoder(struct)
+        self._known = frozenset(struct.__struct_fields__) | no_action
+        self._parts = _parts(self._known)
+        self._listed = listed
+        self._items: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[item or Raw])
+        self._item_fields = item_fields
+        self._item_parts = None if item_fields is None else _parts(item_fields)
+
+    def decode(self, body: bytes) -> tuple[T, list[str]]:
+        """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
+        try:
+            # msgspec skips over fields that the struct lacks without decoding them.
+            body.decode("utf-8")
+            if len(body) > PIECE_BYTES:
+                return self._in_pieces(body)
+            request = self._decoder.decode(body)
+            _check_depth(body)
+            return request, self._unknown(body)
+        except UnicodeDecodeError as error:
+            raise BadRequest(f"The body is not valid UTF-8 (byte {error.start}).") from None
+        except RecursionError:
+            raise BadRequest("The body is nested too deeply.") from None
+        except msgspec.ValidationError as error:
+            raise _validation(str(error)) from None
+        except msgspec.DecodeError as error:
+            raise BadRequest(f"The body is not valid JSON: {error}." if body else "The request has no body.") from None
+
+    def _unknown(self, body: bytes) -> list[str]:
+        fields = _keys.decode(body)
+        unknown = [key for key in fields if key not in self._known]
+        if self._item_fields is not None and self._listed in fields:
+            seen = {key for item in _message_keys.decode(fields[self._listed]) for key in item}
+            unknown += [f"{self._listed}.{key}" for key in sorted(seen - self._item_fields)]
+        return unknown
+
+    def _in_pieces(self, body: bytes) -> tuple[T, list[str]]:
+        check_structure(body)
+        _check_depth(body)
+        fields = _fields(self._parts, body, "The body")
+        if len(fields.get(_BIAS, b"")) > BIAS_BYTES_MAX:
+            raise BadRequest(f"'{_BIAS}' is larger than {BIAS_BYTES_MAX} bytes.", _BIAS, "invalid_value")
+        unknown = [key for key in fields if key not in self._known]
+        listed = fields.get(self._listed, b"")
+        if len(listed) <= PIECE_BYTES or not listed.startswith(b"["):
+            return self._decoder.decode(body), unknown
+        raws = _raws.decode(listed)
+        items: list[Any] = []
+        seen: set[str] = set()
+        for piece in _pieces(raws):
+            items += self._decode_items(piece, len(items))
+            seen |= self._names(piece)
+        if self._item_fields is not None:
+            unknown += [f"{self._listed}.{key}" for key in sorted(seen - self._item_fields)]
+        # The rest, with an item in place of all.
+        rest = _object(fields | {self._listed: b"[" + bytes(raws[0]) + b"]"})
+        request = self._decoder.decode(rest)
+        return msgspec.structs.replace(request, **{self._listed: items}), unknown
+
+    def _decode_items(self, piece: bytes, first: int) -> list[Any]:
+        try:
+            return self._items.decode(piece)
+        except msgspec.ValidationError as error:
+            # As if all had been decoded at once.
+            path = _ITEM_PATH.sub(
+                lambda found: f" - at `$.{self._listed}[{first + int(found[1])}]", str(error), count=1
+            )
+            raise msgspec.ValidationError(path) from None
+
+    def _names(self, piece: bytes) -> set[str]:
+        """The names of the items' fields."""
+        if self._item_parts is None:
+            return set()
+        if len(piece) > UNKNOWN_BYTES_MAX:
+            # One item.
+            return set(_fields(self._item_parts, piece[1:-1], f"One of '{self._listed}'"))
+        return {key for item in _message_keys.decode(piece) for key in item}
+
+
+def _parts(known: AbstractSet[str]) -> msgspec.json.Decoder[Any]:
+    """A decoder that finds where each known field of an object is, and skips over all others."""
+    ordered = sorted(known)
+    fields = [(f"f{at}", Raw, msgspec.field(name=name, default=Raw())) for at, name in enumerate(ordered)]
+    return msgspec.json.Decoder(msgspec.defstruct("Parts", fields, frozen=True, gc=False))
+
+
+def _fields(parts: msgspec.json.Decoder[Any], text: bytes, what: str) -> dict[str, bytes]:
+    """All fields of an object, when little of it is unknown. Raises `BadRequest`."""
+    found = parts.decode(text)
+    known_bytes = sum(len(bytes(getattr(found, name))) for name in found.__struct_fields__)
+    if len(text) - known_bytes > UNKNOWN_BYTES_MAX:
+        raise BadRequest(f"{what} has more than {UNKNOWN_BYTES_MAX} bytes of fields that nobody knows.")
+    return {name: bytes(value) for name, value in _keys.decode(text).items()}
+
+
+def _pieces(raws: list[Raw]) -> Iterator[bytes]:
+    """The items as lists of at most about `PIECE_BYTES`, or of one item."""
+    piece: list[bytes] = []
+    size = 0
+    for raw in raws:
+        item = bytes(raw)
+        if piece and size + len(item) > PIECE_BYTES:
+            yield b"[" + b",".join(piece) + b"]"
+            piece, size = [], 0
+        piece.append(item)
+        size += len(item)
+    yield b"[" + b",".join(piece) + b"]"
+
+
+def _object(fields: dict[str, bytes]) -> bytes:
+    return b"{" + b",".join(msgspec.json.encode(name) + b":" + value for name, value in fields.items()) + b"}"
+
+
+def _check_depth(body: bytes) -> None:
+    """Raises RecursionError."""
+    if body.count(b"{") + body.count(b"[") > _BRACKETS_MIN:
+        _raw.decode(b"[" * _ROOM + body + b"]" * _ROOM)
+
+
+def _validation(text: str) -> BadRequest:
+    """msgspec's sentence in OpenAI's words: which parameter, and what was expected of it."""
+    what, _, path = text.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    if _MISSING in what:
+        field = what.partition(_MISSING)[2].rstrip("`")
+        param = f"{path}.{field}" if path else field
+        return BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    what = what.replace("`", "").replace("Expected", "expected").replace("Number", "number")
+    if not path:
+        return BadRequest(f"Invalid body: {what}.")
+    return BadRequest(f"Invalid value for '{path}': {what}.", path, "invalid_value")

@@ -1,0 +1,162 @@
+"""Steps that every generating endpoint takes: read, lower, admit, generate or count, answer."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from gateway.config.settings import ModelConfig
+from gateway.errors import Unavailable, from_failure, from_unsendable
+from gateway.http.encoder import Fold, StreamEncoder
+from gateway.http.exchange import ignored_header, read_body
+from gateway.http.sse import respond_stream, respond_whole
+from gateway.link.calls import Refused
+from gateway.link.link import WorkerGone
+from gateway.request.generation import BYTES_PER_TOKEN, Generation
+from gateway.request.record import Record
+from gateway.services import Services
+from gateway.supervisor.state import ModelUnavailable
+from protocol.codec import Unsendable, pack
+from protocol.messages import Detokenize, Generate, Prompt, Tokenize, Tokenized
+
+T = TypeVar("T")
+
+
+async def read(
+    services: Services,
+    record: Record,
+    scope: Scope,
+    receive: Receive,
+    decode: Callable[[bytes], tuple[T, list[str]]],
+) -> tuple[T, list[str]]:
+    """The request's body, decoded, and the fields that nobody knows. Raises `ApiError`."""
+    body = await read_body(scope, receive, services.config.server.max_body_bytes)
+    return await services.bodies.work(record.body_bytes, decode, body)
+
+
+async def lower(services: Services, record: Record, action: Callable[[], Generate | list[Generate]]) -> list[Generate]:
+    """What `action` makes of a decoded request, as it goes to the worker. Raises `ApiError`."""
+
+    def packed() -> list[Generate]:
+        made = action()
+        return pack(made if isinstance(made, list) else [made])
+
+    try:
+        return await services.bodies.work(record.body_bytes, packed)
+    except Unsendable as error:
+        raise from_unsendable(error) from None
+
+
+def begin(
+    services: Services,
+    record: Record,
+    name: str,
+    is_stream: bool,
+    asked_seed: int | None,
+    unknown: list[str],
+    sequences: int = 1,
+) -> tuple[ModelConfig, int]:
+    """The model and the seed of a request, noted on its record. Raises `ModelNotFound`, and `BadRequest` for more
+    sequences than can ever run: before any of them is made."""
+    model = services.router.resolve(name, record.caller)
+    # Drawn here when the client gives none, and told, so that any answer can be had again.
+    seed = secrets.randbits(63) if asked_seed is None else asked_seed
+    record.model = model.name
+    record.stream = is_stream
+    record.headers = [(b"x-mlxd-seed", str(seed).encode()), *ignored_header(unknown)]
+    if unknown:
+        services.metrics.model(model.name).ignored_fields += len(unknown)
+    caller = record.caller
+    services.admission.check(model, sequences, caller.queue_share or services.config.server.queue_share)
+    if caller.meter is not None:
+        caller.meter.check(sequences)
+    return model, seed
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request, lowered and ready to run."""
+
+    services: Services
+    record: Record
+    model: ModelConfig
+    generates: list[Generate]
+
+    async def stream(self, encoder: StreamEncoder, receive: Receive, send: Send) -> None:
+        """Generate and answer as events. Raises `ApiError` while the status can still say so."""
+        write_timeout_s = self.services.config.server.write_timeout_s
+        with self._generation(encoder.bind) as generation:
+            await respond_stream(generation, encoder, self.record, receive, send, write_timeout_s)
+
+    async def whole(self, fold: Fold, receive: Receive, send: Send) -> None:
+        """Generate and answer in one piece. Raises `ApiError`."""
+        with self._generation(fold.bind) as generation:
+            await respond_whole(generation, fold, self.record, receive, send)
+
+    def _generation(self, bind: Callable[[Sequence[int]], None]) -> Generation:
+        return Generation(self.services, self.model, self.generates, self.record, bind)
+
+
+async def tokenize(
+    services: Services, record: Record, model: ModelConfig, prompt: Prompt, *, want_ids: bool = False
+) -> Tokenized:
+    """A prompt's tokens, from the model's worker. Raises `ApiError`."""
+    estimate = record.body_bytes / BYTES_PER_TOKEN
+    return await _ask(services, record, model, estimate, lambda rid: Tokenize(rid, prompt, want_ids))
+
+
+async def detokenize(services: Services, record: Record, model: ModelConfig, ids: tuple[int, ...]) -> Tokenized:
+    """The text of token ids, from the model's worker. Raises `ApiError`."""
+    return await _ask(services, record, model, len(ids), lambda rid: Detokenize(rid, ids))
+
+
+async def _ask(
+    services: Services,
+    record: Record,
+    model: ModelConfig,
+    estimate: float,
+    question: Callable[[int], Tokenize | Detokenize],
+) -> Tokenized:
+    caller = record.caller
+    share = caller.queue_share or services.config.server.queue_share
+    with ExitStack() as held:
+        held.enter_context(services.admission.question(model, caller.key, share))
+        bill = None if caller.meter is None else held.enter_context(caller.meter.question(estimate))
+        held.enter_context(services.pool.busy(model.name))
+        answer = await _answer(services, model, question)
+        if bill is not None:
+            bill.prompt = answer.count
+        return answer
+
+
+async def _answer(
+    services: Services, model: ModelConfig, question: Callable[[int], Tokenize | Detokenize]
+) -> Tokenized:
+    try:
+        async with asyncio.timeout(services.config.server.queue_timeout_s or None):
+            worker = await services.pool.ensure_ready(model.name)
+            return await services.link.ask(worker, question(services.link.next_rid()))
+    except (ModelUnavailable, Refused) as error:
+        raise from_failure(error.failure, getattr(error, "retry_after_s", 0.0)) from None
+    except Unsendable as error:
+        services.metrics.rejected(model.name, "unsendable")
+        raise from_unsendable(error) from None
+    except (WorkerGone, TimeoutError):
+        raise Unavailable("The model's worker did not answer. Try again.", 1.0) from None
+
+
+def deadline_ms(services: Services) -> int:
+    return int(services.config.server.request_timeout_s * 1000)
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def now() -> int:
+    return int(time.time())

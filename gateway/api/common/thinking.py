@@ -1,0 +1,100 @@
+"""Thinking effort and budget, in all the spellings that chat clients know, as one `Thinking`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Protocol
+
+from msgspec import Meta, Struct
+
+from gateway.api.common.canonical import EFFORTS, Thinking
+from gateway.api.common.doc_hints import words
+from gateway.config.settings import ThinkingDefaults
+from gateway.errors import BadRequest
+
+Budget = Annotated[int, Meta(ge=0, le=1 << 40)]
+# Anthropic's words; adaptive leaves it to the model.
+_TYPES: Final[dict[str, bool | None]] = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
+
+
+class ReasoningSpec(Struct, frozen=True):
+    """OpenRouter's and the Responses API's `reasoning`."""
+
+    effort: Annotated[str, Meta(max_length=32), words(*EFFORTS)] | None = None
+    max_tokens: Budget | None = None
+    budget: Budget | None = None
+    enabled: bool | None = None
+
+
+class ThinkingSpec(Struct, frozen=True):
+    """Anthropic's `thinking`."""
+
+    type: Annotated[str, Meta(max_length=32), words(*_TYPES)]
+    budget_tokens: Budget | None = None
+
+
+class Wishes(Protocol):
+    """The fields of a request that say how much to think."""
+
+    @property
+    def reasoning_effort(self) -> str | None: ...
+    @property
+    def reasoning(self) -> ReasoningSpec | None: ...
+    @property
+    def thinking(self) -> ThinkingSpec | None: ...
+    @property
+    def enable_thinking(self) -> bool | None: ...
+    @property
+    def thinking_budget(self) -> int | None: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+
+
+def of_config(defaults: ThinkingDefaults | None) -> Thinking:
+    """What is configured, as a wish."""
+    if defaults is None:
+        return Thinking()
+    wish = Thinking(defaults.enabled, budget=defaults.budget)
+    if defaults.effort is not None:
+        wish = wish.over(Thinking.of_effort(defaults.effort, "effort"))
+    return Thinking(False) if wish.is_enabled is False else wish
+
+
+def lower_thinking(request: Wishes, default: ThinkingDefaults | None = None) -> Thinking:
+    """One wish from all. Where two contradict each other, the one nearer to the model wins. Raises `BadRequest`.
+
+    From the strongest: `chat_template_kwargs`, `enable_thinking` and `thinking_budget`, `thinking`, `reasoning`,
+    `reasoning_effort`, and what is configured.
+    """
+    plain = Thinking(request.enable_thinking, budget=request.thinking_budget)
+    found = _of_template(request.chat_template_kwargs or {}).over(plain)
+    if request.thinking is not None:
+        found = found.over(_of_type(request.thinking))
+    if request.reasoning is not None:
+        found = found.over(_of_reasoning(request.reasoning))
+    if request.reasoning_effort is not None:
+        found = found.over(Thinking.of_effort(request.reasoning_effort, "reasoning_effort"))
+    return found.under(of_config(default))
+
+
+def _of_template(kwargs: Mapping[str, Any]) -> Thinking:
+    """What the template is told anyway; words that only it knows stay its own."""
+    switches = [kwargs.get("enable_thinking"), kwargs.get("thinking")]
+    is_enabled = next((switch for switch in switches if isinstance(switch, bool)), None)
+    budget, effort = kwargs.get("thinking_budget"), kwargs.get("reasoning_effort")
+    is_count = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0
+    wish = Thinking(is_enabled, budget=budget if is_count else None)
+    if isinstance(effort, str) and effort in EFFORTS:
+        wish = wish.over(Thinking.of_effort(effort, "chat_template_kwargs.reasoning_effort"))
+    return wish
+
+
+def _of_type(spec: ThinkingSpec) -> Thinking:
+    if spec.type not in _TYPES:
+        known = ", ".join(_TYPES)
+        raise BadRequest(f"Invalid value for 'thinking.type': {spec.type!r} is none of {known}.", "thinking.type")
+    return Thinking(_TYPES[spec.type], budget=None if spec.type == "disabled" else spec.budget_tokens)
+
+
+def _of_reasoning(spec: ReasoningSpec) -> Thinking:
+    budget = spec.max_tokens if spec.budget is None else spec.budget
+    wish = Thinking(spec.enabled, budget=budget)
+    return wish if spec.effort is None else wish.over(Thinking.of_effort(spec.effort, "reasoning.effort"))

@@ -1,0 +1,149 @@
+"""Canonical events as OpenAI chat chunks, and folded into one chat completion."""
+
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from msgspec import UNSET
+
+from gateway.api.openai.choices import ChoiceFold, ChoiceStream, Heading, Partial
+from gateway.api.openai.response import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ContentLogprob,
+    FunctionBody,
+    ToolCall,
+    chat_logprobs,
+    finish_reason,
+)
+from protocol.messages import Delta, Finish, Kind, Tool
+
+
+class ChatStream(ChoiceStream[ChatChunkChoice]):
+    """One chunk for each thing that happens."""
+
+    def __init__(self, heading: Heading, include_usage: bool) -> None:
+        super().__init__(heading, include_usage, ChatChunk, "content")
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        opening = ChatDelta(role="assistant", content="", refusal=None)
+        return b"".join(self._event(ChatChunkChoice(index, opening)) for index in range(self._heading.choices))
+
+    def keepalive(self) -> bytes:
+        return self._event(self._blank(0))
+
+    def _blank(self, index: int) -> ChatChunkChoice:
+        return ChatChunkChoice(index, ChatDelta(content=""))
+
+    def _said(self, index: int, delta: Delta) -> ChatChunkChoice | None:
+        piece = _piece(delta, self._heading.is_legacy)
+        if delta.logprobs is None:
+            return None if piece is None else ChatChunkChoice(index, piece)
+        # The text may be held back, or there is none: the log-probabilities are not.
+        return ChatChunkChoice(index, piece or ChatDelta(content=""), ChatLogprobs(chat_logprobs(delta.logprobs)))
+
+    def _ended(self, index: int, finish: Finish) -> ChatChunkChoice:
+        return ChatChunkChoice(index, ChatDelta(), finish_reason=_reason(finish, self._heading))
+
+
+def _reason(finish: Finish, heading: Heading) -> str:
+    return "function_call" if heading.is_legacy and finish is Finish.TOOL_CALLS else finish_reason(finish)
+
+
+def _piece(delta: Delta, is_legacy: bool) -> ChatDelta | None:
+    """What of a message this delta adds; None for what clients are not told."""
+    match delta.kind:
+        case Kind.TEXT:
+            return ChatDelta(content=delta.text) if delta.text else None
+        case Kind.REASONING:
+            return ChatDelta(reasoning_content=delta.text, reasoning=delta.text) if delta.text else None
+        case Kind.TOOL_BEGIN:
+            tool = _tool(delta)
+            # The name goes out once: clients concatenate what they get.
+            function = FunctionBody(name=tool.name, arguments="")
+            if is_legacy:
+                return ChatDelta(function_call=function)
+            return ChatDelta(tool_calls=[ToolCall(tool.index, tool.call_id, "function", function)])
+        case Kind.TOOL_ARGS:
+            function = FunctionBody(arguments=delta.text)
+            if is_legacy:
+                return ChatDelta(function_call=function)
+            return ChatDelta(tool_calls=[ToolCall(_tool(delta).index, function=function)])
+        case Kind.TOOL_END:
+            return None
+        case _:
+            assert_never(delta.kind)
+
+
+def _tool(delta: Delta) -> Tool:
+    assert delta.tool is not None, "a tool delta names its tool"
+    return delta.tool
+
+
+# -- one answer ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Call:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list[str])
+
+
+@dataclass(slots=True)
+class _Partial(Partial):
+    content: list[str] = field(default_factory=list[str])
+    reasoning: list[str] = field(default_factory=list[str])
+    calls: dict[int, _Call] = field(default_factory=dict[int, _Call])
+    logprobs: list[ContentLogprob] | None = None
+
+
+class ChatFold(ChoiceFold[ChatChoice, _Partial]):
+    """What `ChatStream` would have sent."""
+
+    def __init__(self, heading: Heading) -> None:
+        super().__init__(heading, ChatCompletion, _Partial)
+
+    def _take(self, choice: _Partial, delta: Delta) -> None:
+        if delta.logprobs is not None:
+            choice.logprobs = choice.logprobs if choice.logprobs is not None else []
+            choice.logprobs += chat_logprobs(delta.logprobs)
+        match delta.kind:
+            case Kind.TEXT:
+                choice.content.append(delta.text)
+            case Kind.REASONING:
+                choice.reasoning.append(delta.text)
+            case Kind.TOOL_BEGIN:
+                tool = _tool(delta)
+                choice.calls[tool.index] = _Call(tool.call_id, tool.name)
+            case Kind.TOOL_ARGS:
+                choice.calls[_tool(delta).index].arguments.append(delta.text)
+            case Kind.TOOL_END:
+                pass
+            case _:
+                assert_never(delta.kind)
+
+    def _whole(self, index: int, choice: _Partial) -> ChatChoice:
+        logprobs = None if choice.logprobs is None else ChatLogprobs(choice.logprobs)
+        message = _message(choice, self._heading.is_legacy)
+        return ChatChoice(index, message, logprobs, _reason(choice.finish, self._heading))
+
+
+def _message(choice: _Partial, is_legacy: bool) -> ChatMessage:
+    content = "".join(choice.content)
+    reasoning = "".join(choice.reasoning) or UNSET
+    calls = [
+        ToolCall(id=call.id, type="function", function=FunctionBody(call.name, "".join(call.arguments)))
+        for call in choice.calls.values()
+    ]
+    return ChatMessage(
+        content if content or not calls else None,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+        tool_calls=calls if calls and not is_legacy else UNSET,
+        function_call=calls[0].function if calls and is_legacy else UNSET,
+    )

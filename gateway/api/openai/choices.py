@@ -1,0 +1,164 @@
+"""Numbered choices of chat completions and completions, streamed side by side or folded into one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from gateway.api.openai.response import UsageBody, sum_usage
+from gateway.errors import ApiError, openai_body
+from protocol.messages import Delta, Finish, Kind, Usage
+
+# A choice as it is written.
+C = TypeVar("C", bound=Struct)
+# One that is not whole yet.
+P = TypeVar("P", bound="Partial")
+
+DONE: Final = b"data: [DONE]\n\n"
+
+encode: Final = msgspec.json.Encoder().encode
+# Looking up a member of an enum takes as long as encoding a word.
+_TEXT: Final = Kind.TEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every chunk and the whole answer say alike. `is_legacy`: calls have the shape of the time before tools."""
+
+    id: str
+    created: int
+    model: str
+    choices: int
+    choices_per_prompt: int = 1
+    is_legacy: bool = False
+
+
+@dataclass(slots=True)
+class Partial:
+    """One choice so far. Owned by its fold."""
+
+    finish: Finish = Finish.STOP
+    usage: Usage | None = None
+
+
+class ChoiceStream(ABC, Generic[C]):
+    """A `StreamEncoder`. The common chunk, a piece of text, is a prebuilt prefix and suffix around the encoded text.
+
+    `shape` makes a chunk of id, time, model, choices and usage; `key` is the field of a choice that holds its text.
+    """
+
+    def __init__(
+        self,
+        heading: Heading,
+        include_usage: bool,
+        shape: Callable[[str, int, str, list[C], UsageBody | UnsetType | None], Struct],
+        key: str,
+    ) -> None:
+        self._heading = heading
+        self._include_usage = include_usage
+        self._shape = shape
+        self._key = f'"{key}":""'.encode()
+        self._usages: dict[int, Usage] = {}
+        self._choices: dict[int, int] = {}
+        # rid -> the bytes before a piece of text; the bytes after it are the same for all.
+        self._before: dict[int, bytes] = {}
+        self._after = b""
+
+    def bind(self, rids: Sequence[int]) -> None:
+        self._choices = {rid: index for index, rid in enumerate(rids)}
+        for rid, index in self._choices.items():
+            # Quotes inside a string are escaped, so this can only be the key itself.
+            head, key, self._after = self._event(self._blank(index)).partition(self._key)
+            self._before[rid] = head + key[:-2]
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        parts: list[bytes] = []
+        for delta in deltas:
+            if delta.kind is _TEXT and delta.finish is None and delta.logprobs is None:
+                if delta.text:
+                    parts += (self._before[delta.rid], encode(delta.text), self._after)
+            else:
+                parts.append(self._encode_any(delta))
+        return b"".join(parts)
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + openai_body(error) + b"\n\n"
+
+    def end(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        ordered = [self._usages[rid] for rid in self._choices if rid in self._usages]
+        return self._chunk([], sum_usage(ordered, self._heading.choices_per_prompt)) + DONE
+
+    @abstractmethod
+    def _blank(self, index: int) -> C:
+        """A choice that says an empty text."""
+
+    @abstractmethod
+    def _said(self, index: int, delta: Delta) -> C | None:
+        """What a delta adds to its choice; None for what clients are not told."""
+
+    @abstractmethod
+    def _ended(self, index: int, finish: Finish) -> C:
+        """The last of a choice: why it ended."""
+
+    def _encode_any(self, delta: Delta) -> bytes:
+        index = self._choices[delta.rid]
+        said = self._said(index, delta)
+        events = b"" if said is None else self._event(said)
+        if delta.finish is not None:
+            if delta.usage is not None:
+                self._usages[delta.rid] = delta.usage
+            events += self._event(self._ended(index, delta.finish))
+        return events
+
+    def _event(self, choice: C) -> bytes:
+        return self._chunk([choice], None)
+
+    def _chunk(self, choices: list[C], usage: UsageBody | None) -> bytes:
+        heading = self._heading
+        shown = usage if self._include_usage else UNSET
+        return b"data: " + encode(self._shape(heading.id, heading.created, heading.model, choices, shown)) + b"\n\n"
+
+
+class ChoiceFold(ABC, Generic[C, P]):
+    """A `Fold`: what the stream would have sent, in one piece."""
+
+    def __init__(
+        self,
+        heading: Heading,
+        shape: Callable[[str, int, str, list[C], UsageBody], Struct],
+        start: Callable[[], P],
+    ) -> None:
+        self._heading = heading
+        self._shape = shape
+        self._start = start
+        self._choices: dict[int, P] = {}
+
+    def bind(self, rids: Sequence[int]) -> None:
+        self._choices = {rid: self._start() for rid in rids}
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            choice = self._choices[delta.rid]
+            self._take(choice, delta)
+            if delta.finish is not None:
+                choice.finish, choice.usage = delta.finish, delta.usage
+
+    def result(self) -> bytes:
+        heading = self._heading
+        choices = [self._whole(index, choice) for index, choice in enumerate(self._choices.values())]
+        usages = [choice.usage for choice in self._choices.values() if choice.usage is not None]
+        usage = sum_usage(usages, heading.choices_per_prompt)
+        return encode(self._shape(heading.id, heading.created, heading.model, choices, usage))
+
+    @abstractmethod
+    def _take(self, choice: P, delta: Delta) -> None:
+        """Add what a delta says to its choice."""
+
+    @abstractmethod
+    def _whole(self, index: int, choice: P) -> C:
+        """A choice with all that was said."""

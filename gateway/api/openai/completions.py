@@ -1,0 +1,34 @@
+"""`POST /v1/completions`."""
+
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.common import serve
+from gateway.api.openai.choices import Heading
+from gateway.api.openai.completions_encoder import TextFold, TextStream
+from gateway.api.openai.lowering import lower_completion
+from gateway.api.openai.request import decode_completion
+from gateway.request.record import record_of
+from gateway.services import Services
+
+
+class Completions:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, unknown = await serve.read(services, record, scope, receive, decode_completion)
+        is_stream, sequences = bool(request.stream), request.sequences
+        model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown, sequences)
+        deadline_ms = serve.deadline_ms(services)
+        generates = await serve.lower(
+            services, record, lambda: lower_completion(request, model, services.link.next_rid, seed, deadline_ms)
+        )
+        heading = Heading(serve.new_id("cmpl"), serve.now(), model.name, len(generates), request.n or 1)
+        job = serve.Job(services, record, model, generates)
+        if request.stream:
+            await job.stream(TextStream(heading, request.wants_usage), receive, send)
+        else:
+            await job.whole(TextFold(heading), receive, send)

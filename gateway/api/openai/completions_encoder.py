@@ -1,0 +1,61 @@
+"""Canonical events as OpenAI text completion chunks, and folded into one completion."""
+
+from dataclasses import dataclass, field
+
+from gateway.api.openai.choices import ChoiceFold, ChoiceStream, Heading, Partial
+from gateway.api.openai.response import TextChoice, TextCompletion, TextLogprobsBuilder, finish_reason
+from protocol.messages import Delta, Finish, TokenLogprob
+
+
+class TextStream(ChoiceStream[TextChoice]):
+    """Whatever kind a delta is of, a completion shows its text."""
+
+    def __init__(self, heading: Heading, include_usage: bool) -> None:
+        super().__init__(heading, include_usage, TextCompletion, "text")
+        self._builders: dict[int, TextLogprobsBuilder] = {}
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        return b""
+
+    def keepalive(self) -> bytes:
+        return b": keepalive\n\n"
+
+    def _blank(self, index: int) -> TextChoice:
+        return TextChoice(index, "")
+
+    def _said(self, index: int, delta: Delta) -> TextChoice | None:
+        if delta.logprobs is None:
+            return TextChoice(index, delta.text) if delta.text else None
+        builder = self._builders.setdefault(index, TextLogprobsBuilder())
+        return TextChoice(index, delta.text, builder.build(delta.logprobs))
+
+    def _ended(self, index: int, finish: Finish) -> TextChoice:
+        return TextChoice(index, "", finish_reason=_reason(finish))
+
+
+@dataclass(slots=True)
+class _Partial(Partial):
+    text: list[str] = field(default_factory=list[str])
+    logprobs: list[TokenLogprob] | None = None
+
+
+class TextFold(ChoiceFold[TextChoice, _Partial]):
+    """What `TextStream` would have sent."""
+
+    def __init__(self, heading: Heading) -> None:
+        super().__init__(heading, TextCompletion, _Partial)
+
+    def _take(self, choice: _Partial, delta: Delta) -> None:
+        choice.text.append(delta.text)
+        if delta.logprobs is not None:
+            choice.logprobs = choice.logprobs if choice.logprobs is not None else []
+            choice.logprobs += delta.logprobs
+
+    def _whole(self, index: int, choice: _Partial) -> TextChoice:
+        logprobs = None if choice.logprobs is None else TextLogprobsBuilder().build(choice.logprobs)
+        return TextChoice(index, "".join(choice.text), logprobs, _reason(choice.finish))
+
+
+def _reason(finish: Finish) -> str:
+    # Completions know no tools.
+    return "stop" if finish is Finish.TOOL_CALLS else finish_reason(finish)

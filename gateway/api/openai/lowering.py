@@ -1,0 +1,218 @@
+"""From a request body to `protocol.Generate`: the one place where OpenAI's words become the engine's."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from gateway.api.common.canonical import chat_prompt, sendable
+from gateway.api.common.constraints import lower_constraint
+from gateway.api.common.thinking import lower_thinking
+from gateway.api.openai.messages import turns
+from gateway.api.openai.request import PROMPTS_MAX, ChatRequest, CompletionRequest, SamplingFields
+from gateway.api.openai.tools import lower_tools
+from gateway.config.settings import ModelConfig, SamplingDefaults
+from gateway.errors import BadRequest, Unsupported
+from protocol.messages import Generate, Prompt, Sampling, TextPrompt, TokensPrompt
+
+# What the worker itself passes to the template, and what would change how it is called.
+RESERVED_KWARGS: Final = frozenset(
+    {
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "chat_template",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_dict",
+        "return_tensors",
+        "return_assistant_tokens_mask",
+        "padding",
+        "truncation",
+        "max_length",
+        "tokenizer_kwargs",
+    }
+)
+# Each choice is sent all of them.
+BIAS_MAX: Final = 16_384
+_MASK63: Final = (1 << 63) - 1
+_MASK64: Final = (1 << 64) - 1
+
+
+def lower_chat(
+    request: ChatRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
+) -> list[Generate]:
+    """One `Generate` per choice. Raises `BadRequest`."""
+    messages = turns(request.messages)
+    continues = bool(request.continue_final_message)
+    if continues and request.messages[-1].role != "assistant":
+        raise BadRequest("The last message must be the assistant's to be continued.", "continue_final_message")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise BadRequest("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+    if request.max_tokens == 0:
+        raise BadRequest("Invalid value for 'max_tokens': expected int >= 1.", "max_tokens", "invalid_value")
+    tool_use, thinking = lower_tools(request), lower_thinking(request, model.thinking)
+    prompt = chat_prompt(messages, tool_use, thinking, template_kwargs(request.chat_template_kwargs), continues)
+    return _generates(
+        request,
+        model,
+        [prompt],
+        next_rid,
+        seed,
+        max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+        top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        deadline_ms=deadline_ms,
+        thinking_budget=thinking.budget,
+        has_reasoning=True,
+    )
+
+
+def lower_completion(
+    request: CompletionRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
+) -> list[Generate]:
+    """One `Generate` per prompt and choice, the choices of a prompt side by side. Raises `BadRequest`."""
+    echo = bool(request.echo)
+    if echo and request.logprobs is not None:
+        raise Unsupported("'echo' together with 'logprobs' is not supported: prompts are not scored.", "logprobs")
+    if request.max_tokens == 0 and not echo:
+        raise BadRequest("'max_tokens' 0 needs 'echo': true.", "max_tokens", "invalid_value")
+    return _generates(
+        request,
+        model,
+        _prompts(request.prompt),
+        next_rid,
+        seed,
+        # OpenAI's completions default.
+        max_tokens=16 if request.max_tokens is None and model.sampling.max_tokens is None else request.max_tokens,
+        top_logprobs=request.logprobs,
+        echo=echo,
+        deadline_ms=deadline_ms,
+    )
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """The seed of one choice, from the request's: the request's own for the first (splitmix64 for the others)."""
+    if choice == 0:
+        return seed & _MASK63
+    z = (seed + choice * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (z ^ (z >> 31)) & _MASK63
+
+
+def _generates(
+    request: SamplingFields,
+    model: ModelConfig,
+    prompts: Sequence[Prompt],
+    next_rid: Callable[[], int],
+    seed: int,
+    *,
+    max_tokens: int | None,
+    top_logprobs: int | None,
+    deadline_ms: int,
+    echo: bool = False,
+    thinking_budget: int | None = None,
+    has_reasoning: bool = False,
+) -> list[Generate]:
+    choices = request.n or 1
+    constraint = lower_constraint(request, after_reasoning=has_reasoning)
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    bias = _logit_bias(request.logit_bias or {})
+    return [
+        Generate(
+            next_rid(),
+            prompts[index // choices],
+            _sampling(request, model.sampling, bias, derive_seed(seed, index)),
+            max_tokens=model.sampling.max_tokens if max_tokens is None else max_tokens,
+            stop=stop,
+            top_logprobs=top_logprobs,
+            echo=echo,
+            deadline_ms=_sooner(deadline_ms, request.timeout),
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+            want_progress=True,
+            thinking_budget=thinking_budget,
+            constraint=constraint,
+        )
+        for index in range(len(prompts) * choices)
+    ]
+
+
+def _sampling(request: SamplingFields, model: SamplingDefaults, bias: dict[int, float], seed: int) -> Sampling:
+    top_k = _first(request.top_k, model.top_k, 0)
+    return Sampling(
+        temperature=_first(request.temperature, model.temperature, 1.0),
+        top_p=_first(request.top_p, model.top_p, 1.0),
+        top_k=max(top_k, 0),
+        min_p=_first(request.min_p, model.min_p, 0.0),
+        repetition_penalty=_first(request.repetition_penalty, model.repetition_penalty, 1.0),
+        presence_penalty=_first(request.presence_penalty, model.presence_penalty, 0.0),
+        frequency_penalty=_first(request.frequency_penalty, model.frequency_penalty, 0.0),
+        logit_bias=bias,
+        seed=seed,
+        ignore_eos=bool(request.ignore_eos),
+    )
+
+
+def _sooner(deadline_ms: int, timeout_s: float | None) -> int:
+    """The server's limit or the request's own, whichever ends first; 0 is none."""
+    asked_ms = 0 if timeout_s is None else max(1, int(timeout_s * 1000))
+    return min(deadline_ms, asked_ms) if deadline_ms and asked_ms else deadline_ms or asked_ms
+
+
+def _first(asked: float | None, configured: float | None, default: float) -> Any:
+    if asked is not None:
+        return asked
+    return default if configured is None else configured
+
+
+def _logit_bias(raw: dict[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    if len(raw) > BIAS_MAX:
+        raise BadRequest(f"'logit_bias' has {len(raw)} entries; at most {BIAS_MAX} are taken.", "logit_bias")
+    for key, value in raw.items():
+        # int() alone would take "+1", " 1" and "1_0".
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise BadRequest(f"'logit_bias' keys are token ids, not {key[:50]!r}.", "logit_bias", "invalid_value")
+        bias[int(key)] = value
+    return bias
+
+
+# -- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def _prompts(raw: str | list[Any]) -> list[Prompt]:
+    if isinstance(raw, str):
+        return [_text_prompt(raw, "prompt")]
+    if not raw:
+        raise BadRequest("'prompt' is empty.", "prompt", "invalid_value")
+    kinds = {type(item) for item in raw}
+    if kinds == {int}:
+        return [TokensPrompt(tuple(raw))]
+    if len(raw) > PROMPTS_MAX:
+        raise BadRequest(f"At most {PROMPTS_MAX} prompts in one request.", "prompt", "invalid_value")
+    if kinds == {str}:
+        return [_text_prompt(text, f"prompt[{index}]") for index, text in enumerate(raw)]
+    if kinds == {list}:
+        if any(not ids for ids in raw):
+            raise BadRequest("'prompt' holds an empty list of token ids.", "prompt", "invalid_value")
+        return [TokensPrompt(tuple(ids)) for ids in raw]
+    raise BadRequest(
+        "'prompt' must be a string, a list of strings, a list of token ids, or a list of those.",
+        "prompt",
+        "invalid_value",
+    )
+
+
+def _text_prompt(text: str, param: str) -> TextPrompt:
+    if not text:
+        raise BadRequest(f"'{param}' is empty.", param, "invalid_value")
+    return TextPrompt(text)
+
+
+def template_kwargs(asked: dict[str, Any] | None) -> dict[str, Any]:
+    """What a template is told besides the conversation. Raises `BadRequest`."""
+    kwargs = dict(asked or {})
+    if reserved := sorted(RESERVED_KWARGS & kwargs.keys()):
+        raise BadRequest(f"'chat_template_kwargs' must not set {reserved[0]!r}.", "chat_template_kwargs")
+    return sendable(kwargs, "chat_template_kwargs")

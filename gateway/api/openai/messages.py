@@ -1,0 +1,103 @@
+"""OpenAI's messages, as every version of the API has spelled them, as the turns that chat templates expect."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.api.common import canonical
+from gateway.api.common.canonical import Call, named_results
+from gateway.api.openai.request import ROLES, TEXT_PARTS, CalledFunction, CallSpec, Message, Part
+from gateway.errors import BadRequest, Unsupported
+
+
+def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """A conversation with the name of its call on each result. Raises `BadRequest`."""
+    lowered: list[dict[str, Any]] = []
+    # Calls of the time before tools have no ids: each gets one, by which its result finds it.
+    legacy: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        lowered.append(_turn(message, index, legacy))
+    return named_results(lowered)
+
+
+def _turn(message: Message, index: int, legacy: dict[str, str]) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if message.role not in ROLES:
+        raise BadRequest(
+            f"Invalid value for '{where}.role': {message.role[:50]!r} is none of {', '.join(ROLES)}.",
+            f"{where}.role",
+            "invalid_value",
+        )
+    if message.audio is not None:
+        raise Unsupported("Audio is not supported.", f"{where}.audio")
+    if message.role == "assistant":
+        return _assistant(message, where, legacy)
+    if message.tool_calls or message.function_call:
+        raise BadRequest("Only the assistant calls tools.", f"{where}.tool_calls", "invalid_value")
+    if message.role == "tool":
+        if message.tool_call_id is None:
+            raise _missing(f"{where}.tool_call_id")
+        return canonical.tool_result(message.tool_call_id, message.name or "", _content(message.content, where))
+    if message.role == "function":
+        if message.name is None:
+            raise _missing(f"{where}.name")
+        call_id = legacy.get(message.name, f"call_{message.name}")
+        return canonical.tool_result(call_id, message.name, _content(message.content, where))
+    if message.content is None:
+        raise _missing(f"{where}.content")
+    content = _content(message.content, where)
+    # Templates know "system"; "developer" is OpenAI's newer name of the same.
+    turn = canonical.user(content) if message.role == "user" else canonical.system(content)
+    return turn if message.name is None else {**turn, "name": message.name}
+
+
+def _assistant(message: Message, where: str, legacy: dict[str, str]) -> dict[str, Any]:
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    calls = [_call(spec, f"{where}.tool_calls[{at}]") for at, spec in enumerate(message.tool_calls or ())]
+    if message.function_call is not None:
+        function = message.function_call
+        legacy[function.name] = f"call_{len(legacy)}_{function.name}"
+        calls.append(Call(legacy[function.name], function.name, _arguments(function)))
+    turn = canonical.assistant(_content(message.content, where), calls, reasoning)
+    return turn if message.name is None else {**turn, "name": message.name}
+
+
+def _call(spec: CallSpec, where: str) -> Call:
+    if spec.type != "function":
+        raise Unsupported(f"Calls of type {spec.type!r} are not supported on this endpoint.", f"{where}.type")
+    if spec.function is None:
+        raise _missing(f"{where}.function")
+    return Call(spec.id, spec.function.name, _arguments(spec.function))
+
+
+def _arguments(function: CalledFunction) -> str:
+    """JSON text, also from clients that send the object itself."""
+    given = function.arguments
+    return given if isinstance(given, str) else msgspec.json.encode(given or {}).decode()
+
+
+def _missing(param: str) -> BadRequest:
+    return BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+
+
+def _content(content: str | list[Part] | None, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Part, where: str) -> str:
+    if part.type in TEXT_PARTS:
+        if part.text is None:
+            raise BadRequest(f"Missing required parameter: '{where}.text'.", f"{where}.text")
+        return part.text
+    if part.type == "refusal":
+        return part.refusal or ""
+    if part.type in ("image_url", "input_image", "image"):
+        raise Unsupported("Images are not supported yet.", where)
+    if part.type in ("input_audio", "audio", "file", "input_file", "video_url"):
+        raise Unsupported(f"Content of type '{part.type}' is not supported.", where)
+    raise BadRequest(f"Invalid value for '{where}.type': {part.type[:50]!r}.", f"{where}.type", "invalid_value")

@@ -1,0 +1,248 @@
+"""The request bodies of OpenAI's chat completions and completions: typed, ranged, and honest about what is unknown."""
+
+from typing import Annotated, Any, ClassVar, Final
+
+from msgspec import Meta, Struct
+
+from gateway.api.common.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX
+from gateway.api.common.constraints import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
+from gateway.api.common.decode import Schema
+from gateway.api.common.doc_hints import NULL, TEXT, UNSERVED, case, shape, words
+from gateway.api.common.thinking import ReasoningSpec, ThinkingSpec
+from gateway.api.openai.tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
+from gateway.errors import Unsupported
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+TEXT_PARTS: Final = ("text", "input_text", "output_text")
+PROMPTS_MAX: Final = 4096
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
+Unit = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Positive = Annotated[float, Meta(gt=0, le=1e6)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Choices = Annotated[int, Meta(ge=1, le=16)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
+StopText = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
+Stop = StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)]
+Effort = Annotated[str, Meta(max_length=32), words(*EFFORTS)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+# Several texts, the ids of one prompt, or those of several.
+_ID: Final = {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}
+_IDS: Final = {"type": "array", "items": _ID, "minItems": 1}
+PROMPTS: Final = {
+    "minItems": 1,
+    "maxItems": PROMPTS_MAX,
+    "anyOf": [{"items": TEXT}, {"items": _ID}, {"items": _IDS}],
+}
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class Part(Struct, frozen=True):
+    """One part of a message's content. Only text is served; `text` is what `refusal` parts carry in another field."""
+
+    told: ClassVar = {
+        "anyOf": [
+            case(("text",), type={"enum": list(TEXT_PARTS)}, text={"type": "string"}),
+            case(type={"const": "refusal"}),
+        ]
+    }
+
+    type: Annotated[str, words(*TEXT_PARTS, "refusal")]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(Struct, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class CallSpec(Struct, frozen=True):
+    """A call of an earlier turn."""
+
+    told: ClassVar = case(("function",), function={"type": "object"})
+
+    id: str = ""
+    type: Annotated[str, Meta(max_length=64), words("function")] = "function"
+    function: CalledFunction | None = None
+
+
+_SAID: Final = {"type": ["string", "array"]}
+
+
+class Message(Struct, frozen=True):
+    told: ClassVar = {
+        "anyOf": [
+            case(
+                ("content",),
+                role={"enum": ["system", "developer", "user"]},
+                content=_SAID,
+                tool_calls=NULL,
+                function_call=NULL,
+            ),
+            case(role={"const": "assistant"}),
+            case(
+                ("tool_call_id",),
+                role={"const": "tool"},
+                tool_call_id={"type": "string"},
+                tool_calls=NULL,
+                function_call=NULL,
+            ),
+            case(
+                ("name",),
+                role={"const": "function"},
+                name={"type": "string"},
+                tool_calls=NULL,
+                function_call=NULL,
+            ),
+        ]
+    }
+
+    role: Annotated[str, words(*ROLES)]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[CallSpec] | None = None
+    tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+    audio: Annotated[Any, UNSERVED] = None
+
+
+class SamplingFields(Struct, frozen=True, kw_only=True):
+    """What both bodies say about how tokens are chosen."""
+
+    # Empty is `[server] default`, as on all routes.
+    model: str = ""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
+    n: Choices | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Unit | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Positive | None = None
+    logit_bias: dict[str, Bias] | None = None
+    ignore_eos: bool | None = None
+    # Ours and vLLM's: lower runs first; seconds until the request is given up; whom to share cached prefixes with.
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    timeout: Annotated[float, Meta(gt=0, le=7 * 86400)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    # What the answer must look like; read by `constraints`. The last five are vLLM's.
+    response_format: Annotated[Any, shape(RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[Any, shape(STRUCTURED_OUTPUTS)] = None
+    guided_json: Annotated[Any, shape({"type": ["object", "string", "null"]})] = None
+    guided_regex: Annotated[Any, shape({"anyOf": [TEXT, NULL]})] = None
+    guided_grammar: Annotated[Any, shape({"anyOf": [TEXT, NULL]})] = None
+    guided_choice: Annotated[Any, shape({"anyOf": [{"type": "array", "items": TEXT, "minItems": 1}, NULL]})] = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk that tells its cost."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    reasoning_effort: Effort | None = None
+    # As vLLM and SGLang spell them.
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
+    continue_final_message: bool | None = None
+    # Others' spellings of the same; `thinking` puts them in order.
+    reasoning: ReasoningSpec | None = None
+    thinking: ThinkingSpec | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: Annotated[Any, shape(TOOL_CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    # Tools as they once were.
+    functions: list[FunctionSpec] | None = None
+    function_call: Annotated[Any, shape(FUNCTION_CALL)] = None
+    # Known, not served yet.
+    modalities: list[Annotated[str, words("text")]] | None = None
+    audio: Annotated[Any, UNSERVED] = None
+    prediction: Annotated[Any, UNSERVED] = None
+    web_search_options: Annotated[Any, UNSERVED] = None
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[str, shape(TEXT)] | Annotated[list[str | TokenId | list[TokenId]], shape(PROMPTS)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    # Known, not served yet.
+    best_of: Annotated[int, Meta(ge=0, le=1 << 40), shape({"maximum": 1})] | None = None
+    suffix: Annotated[str, shape({"maxLength": 0})] | None = None
+
+    @property
+    def sequences(self) -> int:
+        """How many answers this asks for."""
+        is_one = isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
+        return (1 if is_one else len(self.prompt)) * (self.n or 1)
+
+
+# Accepted because they ask for nothing that a local server does, whatever their value.
+NO_ACTION: Final = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "verbosity",
+    }
+)
+MESSAGE_NO_ACTION: Final = frozenset({"annotations", "id", "cache_control", "reasoning_details"})
+
+MESSAGE_FIELDS: Final = frozenset(Message.__struct_fields__) | MESSAGE_NO_ACTION
+
+_chat = Schema(ChatRequest, NO_ACTION, "messages", Message, MESSAGE_FIELDS)
+_completion = Schema(CompletionRequest, NO_ACTION)
+
+
+def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
+    """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
+    request, unknown = _chat.decode(body)
+    _refuse_unserved_chat(request)
+    return request, unknown
+
+
+def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
+    """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
+    request, unknown = _completion.decode(body)
+    if request.suffix:
+        raise Unsupported("'suffix' is not supported: this server does not fill in the middle.", "suffix")
+    if request.best_of is not None and request.best_of > (request.n or 1):
+        raise Unsupported("'best_of' greater than 'n' is not supported.", "best_of")
+    return request, unknown
+
+
+def _refuse_unserved_chat(request: ChatRequest) -> None:
+    if request.modalities and request.modalities != ["text"]:
+        raise Unsupported("Only the modality 'text' is supported.", "modalities")
+    for name in ("audio", "prediction", "web_search_options"):
+        # An empty object asks for it too.
+        if getattr(request, name) is not None:
+            raise Unsupported(f"'{name}' is not supported.", name)

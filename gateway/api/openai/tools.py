@@ -1,0 +1,174 @@
+"""Tools and the choice among them, in OpenAI's words old and new, as one `ToolUse`."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Protocol, TypeVar, cast
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.api.common.canonical import Choice, Tool, ToolUse, sendable
+from gateway.api.common.doc_hints import NAMED, NULL, TEXT, shape, typed, words
+from gateway.errors import BadRequest, Unsupported
+
+T = TypeVar("T")
+
+# What a parser takes for a name: more than OpenAI allows, since gateways to other servers put paths into theirs.
+_NAME: Final = re.compile(r"[\w.\-:/@$]{1,128}")
+
+
+class FunctionSpec(Struct, frozen=True):
+    name: Annotated[str, shape({"pattern": r"^[a-zA-Z0-9_.:/@$-]{1,128}$"})]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(Struct, frozen=True):
+    type: Annotated[str, Meta(max_length=64), words("function")] = "function"
+    function: FunctionSpec | None = None
+
+
+class _Named(Struct, frozen=True):
+    name: str
+
+
+class _Allowed(Struct, frozen=True):
+    mode: str = "auto"
+    tools: list[dict[str, Any]] = []
+
+
+class _ChoiceSpec(Struct, frozen=True):
+    """`{"type": "function", "function": {"name": …}}`, the same without the inner object, or `allowed_tools`."""
+
+    type: str
+    function: _Named | None = None
+    name: str | None = None
+    allowed_tools: _Allowed | None = None
+
+
+class Wishes(Protocol):
+    """The fields of a request that are about tools."""
+
+    @property
+    def tools(self) -> list[ToolSpec] | None: ...
+    @property
+    def tool_choice(self) -> Any: ...
+    @property
+    def parallel_tool_calls(self) -> bool | None: ...
+    @property
+    def functions(self) -> list[FunctionSpec] | None: ...
+    @property
+    def function_call(self) -> Any: ...
+
+
+_MODES: Final = {"auto": Choice.AUTO, "none": Choice.NONE, "required": Choice.REQUIRED, "any": Choice.REQUIRED}
+# As the document tells of them.
+_ALLOWED: Final = {
+    "type": "object",
+    "properties": {"mode": {"enum": list(_MODES)}, "tools": {"type": "array", "items": {"type": "object"}}},
+}
+TOOL_CHOICE: Final = {
+    "anyOf": [
+        {"enum": list(_MODES)},
+        {**typed("function", function=NAMED), "required": ["type", "function"]},
+        {**typed("function", name=TEXT), "required": ["type", "name"]},
+        typed("allowed_tools", allowed_tools=_ALLOWED),
+        NULL,
+    ]
+}
+FUNCTION_CALL: Final = {"anyOf": [{"enum": ["none", "auto"]}, NAMED, NULL]}
+
+
+def lower_tools(request: Wishes) -> ToolUse:
+    """Raises `BadRequest`."""
+    if request.functions:
+        if request.tools:
+            raise BadRequest("'functions' and 'tools' exclude each other.", "functions", "invalid_value")
+        return _legacy(request.functions, request.function_call)
+    if request.function_call not in (None, "none", "auto"):
+        raise BadRequest("'function_call' needs 'functions'.", "function_call", "invalid_value")
+    tools = [_tool(spec, f"tools[{index}]") for index, spec in enumerate(request.tools or ())]
+    use = _choose(tools, request.tool_choice, request.parallel_tool_calls is not False)
+    return use.check("tool_choice")
+
+
+def _legacy(functions: Sequence[FunctionSpec], call: Any) -> ToolUse:
+    """The way before tools: one call at most."""
+    tools = tuple(_function(spec, f"functions[{index}]") for index, spec in enumerate(functions))
+    if isinstance(call, dict):
+        name = _converted(call, _Named, "function_call").name
+        return ToolUse(tools, Choice.NAMED, name, is_parallel=False).check("function_call")
+    if call not in (None, "none", "auto"):
+        raise BadRequest(f"Invalid value for 'function_call': {_shown(call)}.", "function_call", "invalid_value")
+    return ToolUse(tools, _MODES[call or "auto"], is_parallel=False).check("functions")
+
+
+def _tool(spec: ToolSpec, where: str) -> Tool:
+    if spec.type != "function":
+        raise Unsupported(f"Tools of type {spec.type!r} are not supported on this endpoint.", f"{where}.type")
+    if spec.function is None:
+        raise BadRequest(
+            f"Missing required parameter: '{where}.function'.", f"{where}.function", "missing_required_parameter"
+        )
+    return _function(spec.function, f"{where}.function")
+
+
+def _function(spec: FunctionSpec, where: str) -> Tool:
+    if not _NAME.fullmatch(spec.name):
+        message = f"Invalid value for '{where}.name': expected letters, digits, '_' and '-', at most 128."
+        raise BadRequest(message, f"{where}.name", "invalid_value")
+    parameters = sendable(spec.parameters or {}, f"{where}.parameters")
+    return Tool(spec.name, spec.description or "", parameters, bool(spec.strict))
+
+
+def _choose(tools: list[Tool], choice: Any, is_parallel: bool) -> ToolUse:
+    if choice is None or isinstance(choice, str):
+        return ToolUse(tuple(tools), _mode(choice or "auto", "tool_choice"), is_parallel=is_parallel)
+    if not isinstance(choice, dict):
+        raise BadRequest(f"Invalid value for 'tool_choice': {_shown(choice)}.", "tool_choice", "invalid_value")
+    spec = _converted(cast("dict[str, Any]", choice), _ChoiceSpec, "tool_choice")
+    match spec.type:
+        case "function":
+            name = spec.function.name if spec.function is not None else spec.name
+            if name is None:
+                param = "tool_choice.function"
+                raise BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+            return ToolUse(tuple(tools), Choice.NAMED, name, is_parallel)
+        case "allowed_tools":
+            return _allow(tools, spec.allowed_tools or _Allowed(), is_parallel)
+        case _:
+            message = f"Invalid value for 'tool_choice.type': {_shown(spec.type)}."
+            raise BadRequest(message, "tool_choice.type", "invalid_value")
+
+
+def _allow(tools: list[Tool], allowed: _Allowed, is_parallel: bool) -> ToolUse:
+    """Only these tools are shown."""
+    where = "tool_choice.allowed_tools"
+    names: set[str] = set()
+    for index, raw in enumerate(allowed.tools):
+        spec = _converted(raw, _ChoiceSpec, f"{where}.tools[{index}]")
+        names.add(spec.function.name if spec.function is not None else spec.name or "")
+    if unknown := names - {tool.name for tool in tools}:
+        raise BadRequest(f"There is no tool named {min(unknown)[:100]!r}.", f"{where}.tools", "invalid_value")
+    kept = tuple(tool for tool in tools if tool.name in names)
+    return ToolUse(kept, _mode(allowed.mode, f"{where}.mode"), is_parallel=is_parallel)
+
+
+def _mode(word: str, param: str) -> Choice:
+    if word not in _MODES:
+        raise BadRequest(f"Invalid value for '{param}': {_shown(word)}.", param, "invalid_value")
+    return _MODES[word]
+
+
+def _converted(raw: dict[str, Any], struct: type[T], where: str) -> T:
+    try:
+        return msgspec.convert(raw, struct)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        param = where + path.rstrip("`")
+        raise BadRequest(f"Invalid value for '{param}': {what.replace('`', '')}.", param, "invalid_value") from None
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:60]

@@ -1,0 +1,247 @@
+"""Operations as an OpenAPI 3.1 document, with schemas made of the structs that bodies are decoded and encoded with."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+from msgspec import inspect as types
+
+Schema = dict[str, Any]
+
+VERSION: Final = "3.1.1"
+JSON: Final = "application/json"
+EVENTS: Final = "text/event-stream"
+# Named in an operation's `errors`; what they mean is the same everywhere.
+MEANINGS: Final = {
+    400: "The request cannot be served as it is.",
+    401: "No API key, or none that is valid.",
+    403: "The caller may not do this.",
+    404: "There is no such model or response, or none that the key may know of.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    421: "The name in the URL is none that this machine is served as.",
+    429: "A limit of the key, or the model's queue, is full, or too many requests had no valid key.",
+    431: "The headers are too large.",
+    500: "Something failed that should not have.",
+    503: "The model or the daemon cannot serve now.",
+    504: "The request's time was up.",
+}
+_RETRYABLE: Final = frozenset({429, 503})
+_REF: Final = "#/components/schemas/"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One in the path, the query or a header."""
+
+    name: str
+    place: str
+    schema: Mapping[str, Any]
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path. `events` are what a stream is made of; `error` is the dialect's shape.
+
+    `extra` are fields that a body may also have, and that do nothing here.
+    """
+
+    method: str
+    path: str
+    summary: str
+    answer: Any
+    error: Any
+    errors: Sequence[int] = ()
+    body: type[Struct] | None = None
+    extra: frozenset[str] = frozenset()
+    events: Sequence[Any] = ()
+    # Whether each event also carries its number, which is known when it is written.
+    is_numbered: bool = False
+    parameters: Sequence[Parameter] = ()
+    # Whether a key is needed; None where that is configured.
+    needs_key: bool | None = True
+    # Of an answer that is not JSON.
+    media_type: str = JSON
+    # Statuses other than 200 whose body is an `answer` all the same.
+    also: Mapping[int, str] = field(default_factory=dict[int, str])
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def id(self) -> str:
+        """A name that no other operation has."""
+        words = [word.strip("{}") for word in self.path.replace("-", "_").split("/") if word]
+        return "_".join([self.method.lower(), *words] if words else [self.method.lower(), "root"])
+
+
+def document(operations: Sequence[Operation], *, version: str, description: str) -> Schema:
+    """The whole document, of nothing but JSON types."""
+    components, references = _components(operations)
+    paths: dict[str, Schema] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, references)
+    schemes = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    made = {
+        "openapi": VERSION,
+        "info": {"title": "mlxd", "version": version, "description": description},
+        "servers": [{"url": "/"}],
+        "security": [{name: []} for name in schemes],
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": schemes},
+    }
+    # Defaults in the schemas are still what they are in Python.
+    return msgspec.json.decode(msgspec.json.encode(made))
+
+
+def _operation(operation: Operation, references: Mapping[Any, Schema]) -> Schema:
+    made: Schema = {"operationId": operation.id, "summary": operation.summary}
+    if operation.needs_key is not True:
+        made["security"] = [] if operation.needs_key is False else [{}, {"bearer": []}, {"x-api-key": []}]
+    if operation.parameters:
+        made["parameters"] = [_parameter(parameter) for parameter in operation.parameters]
+    if operation.body is not None:
+        made["requestBody"] = {"required": True, "content": {JSON: {"schema": references[operation.body]}}}
+    made["responses"] = _responses(operation, references)
+    return made
+
+
+def _parameter(parameter: Parameter) -> Schema:
+    return {
+        "name": parameter.name,
+        "in": parameter.place,
+        "required": parameter.place == "path",
+        "schema": dict(parameter.schema),
+        "description": parameter.description,
+    }
+
+
+def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema:
+    answer = references[operation.answer]
+    content: Schema = {operation.media_type: {"schema": answer}}
+    if operation.events:
+        # 3.1 has no word for one event of many: `itemSchema` is 3.2's.
+        data: Schema = {"anyOf": [references[event] for event in operation.events]}
+        if operation.is_numbered:
+            data |= {"properties": {"sequence_number": {"type": "integer"}}, "required": ["sequence_number"]}
+        content[EVENTS] = {"x-itemSchema": _event(data)}
+    always = {"x-request-id": _header("Names this request, also in mlxd's log.", is_required=True)}
+    told = {name: _header(text) for name, text in operation.headers.items()}
+    made: Schema = {"200": {"description": "The answer.", "headers": always | told, "content": content}}
+    for status, text in operation.also.items():
+        made[str(status)] = {"description": text, "headers": always, "content": {JSON: {"schema": answer}}}
+    for status in sorted(operation.errors):
+        headers = always if status != 431 else {}
+        if status in _RETRYABLE:
+            headers = headers | {"retry-after": _header("Seconds after which it may succeed.", kind="integer")}
+        if status == 401:
+            headers = headers | {"www-authenticate": _header("How to send a key.", is_required=True)}
+        content = {JSON: {"schema": references[operation.error]}}
+        made[str(status)] = {"description": MEANINGS[status], "headers": headers, "content": content}
+    return made
+
+
+def _event(data: Schema) -> Schema:
+    """A server-sent event, as 3.2 describes it. The end mark of OpenAI's streams, `[DONE]`, is not JSON."""
+    coded = {"type": "string", "contentMediaType": JSON, "contentSchema": data}
+    return {"type": "object", "properties": {"event": {"type": "string"}, "data": coded}, "required": ["data"]}
+
+
+def _qualified(struct: type) -> str:
+    """`openai.ChatRequest`: its dialect, or its module where it belongs to none; `openai_out` has what is answered."""
+    package, _, module = struct.__module__.rpartition(".")
+    dialect = package.rpartition(".")[2]
+    place = {"request": dialect, "response": f"{dialect}_out", "tools": f"{dialect}_tools"}.get(module, module)
+    return f"{place}.{struct.__name__}"
+
+
+def _header(description: str, kind: str = "string", *, is_required: bool = False) -> Schema:
+    return {"description": description, "required": is_required, "schema": {"type": kind}}
+
+
+def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Schema]]:
+    """The schemas of all structs by name, and the reference to each body, answer, event and error."""
+    asked = list(dict.fromkeys(one.body for one in operations if one.body is not None))
+    answered = list(dict.fromkeys(shape for one in operations for shape in (one.answer, *one.events, one.error)))
+    inputs, outputs = _structs(asked), _structs(answered)
+    found, schemas = msgspec.json.schema_components([*asked, *answered], ref_template=_REF + "{name}")
+    names = {_given_name(struct, schemas): struct for struct in (*inputs, *outputs)}
+    for name, struct in names.items():
+        told = getattr(struct, "told", None)
+        if told is not None:
+            schemas[name]["allOf"] = [told]
+        if struct not in inputs:
+            schemas[name]["required"] = _sent(struct)
+    for operation in operations:
+        if operation.body is not None:
+            schemas[_given_name(operation.body, schemas)]["properties"] |= {
+                name: {"description": "Accepted; does nothing here."} for name in sorted(operation.extra)
+            }
+    final = {name: _qualified(struct) for name, struct in names.items()}
+    assert len(set(final.values())) == len(schemas), "two structs would share a name"
+    made = {final[name]: _renamed(schema, final) for name, schema in schemas.items()}
+    return made, {
+        shape: _renamed(reference, final) for shape, reference in zip((*asked, *answered), found, strict=True)
+    }
+
+
+def _structs(shapes: Iterable[Any]) -> dict[type[Struct], types.StructType]:
+    """All structs that these are made of."""
+    found: dict[type[Struct], types.StructType] = {}
+    seen: set[int] = set()
+    waiting: list[Any] = list(types.multi_type_info(shapes))
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, types.StructType):
+            found[one.cls] = one
+        if isinstance(one, types.Field):
+            waiting.append(one.type)
+        elif isinstance(one, types.Type):
+            for name in one.__struct_fields__:
+                inner = getattr(one, name)
+                waiting += inner if isinstance(inner, tuple) else [inner]
+    return found
+
+
+def _given_name(struct: type[Struct], schemas: Mapping[str, Any]) -> str:
+    """What msgspec calls it: with its module only where the plain name is taken."""
+    return struct.__name__ if struct.__name__ in schemas else f"{struct.__module__}.{struct.__name__}"
+
+
+def _sent(struct: type[Struct]) -> list[str]:
+    """The fields that are always sent: a default is written too, unless it says that there is nothing."""
+    config = struct.__struct_config__
+    tag = [config.tag_field] if config.tag_field is not None else []
+    info = types.type_info(struct)
+    assert isinstance(info, types.StructType)
+    return tag + [
+        one.encode_name for one in info.fields if one.required or not (config.omit_defaults or _is_unset(one))
+    ]
+
+
+def _is_unset(one: types.Field) -> bool:
+    """Whether its default is UNSET, which is how a field is left out."""
+    return not one.required and one.default is msgspec.NODEFAULT and one.default_factory is msgspec.NODEFAULT
+
+
+def _renamed(schema: Any, names: Mapping[str, str]) -> Any:
+    """With the references in it leading to the final names."""
+    if isinstance(schema, list):
+        return [_renamed(one, names) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _REF + names[value.removeprefix(_REF)] if _is_reference(key, value) else _renamed(value, names)
+        for key, value in schema.items()
+    }
+
+
+def _is_reference(key: str, value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(_REF) and key != "description"

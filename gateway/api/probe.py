@@ -1,0 +1,108 @@
+"""Deep health: one real token from each loaded model.
+
+It is no traffic: neither admission nor keys nor the metrics of requests know of it, it keeps no model from being
+unloaded, and it loads none. The tokens that a worker counts include its one.
+"""
+
+import asyncio
+import time
+from typing import Final
+
+from gateway.access.caller import OWNER
+from gateway.admin_types import DeepHealth, Probe
+from gateway.errors import Forbidden, Unauthorized
+from gateway.link.collector import Collector
+from gateway.link.link import WorkerGone
+from gateway.request.record import Record
+from gateway.services import Services
+from gateway.supervisor.state import State
+from gateway.supervisor.worker import Worker
+from protocol.messages import Finish, Generate, Sampling, TextPrompt
+
+DEADLINE_S: Final = 10.0
+POLL_S: Final = 0.05
+# Before everything that any key may ask for.
+PRIORITY: Final = -1_000_000
+# In one of these a model is broken; one that is stopped is merely not asked for.
+BROKEN: Final = frozenset({State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
+# Shares no cached prefix with anybody.
+SALT: Final = "health"
+
+
+def require_admin(record: Record) -> None:
+    """It costs a step of every model. Raises `Unauthorized` or `Forbidden`."""
+    caller = record.caller
+    if caller.is_admin:
+        return
+    if caller.key is None:
+        raise Unauthorized("Deep health needs an admin key: mlxctl keys create NAME --admin", None)
+    raise Forbidden("Deep health needs an admin key.")
+
+
+async def examine(services: Services, model: str | None = None, deadline_s: float = DEADLINE_S) -> DeepHealth:
+    """Ask every loaded model, or this one, all at once. Raises `ModelNotFound`."""
+    names = [view.name for view in services.pool.workers() if view.state is State.READY]
+    if model is not None:
+        names = [services.router.resolve(model, OWNER).name]
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(_probe(services, services.pool.worker(name), deadline_s)) for name in names]
+    probes = [task.result() for task in asked]
+    is_good = all(probe.ok for probe in probes)
+    return DeepHealth("healthy" if is_good else "unhealthy", probes)
+
+
+async def _probe(services: Services, worker: Worker, deadline_s: float) -> Probe:
+    began = time.perf_counter()
+    steps = _steps(worker)
+    error = ""
+    try:
+        async with asyncio.timeout(deadline_s):
+            # It may be held back for a moment, because its memory is wanted or another request is on trial.
+            while worker.state is State.READY and not worker.is_ready:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(POLL_S)
+            if worker.state is not State.READY:
+                return Probe(worker.name, worker.state not in BROKEN, str(worker.state), 0.0, "")
+            error = await _one_token(services, worker)
+    except WorkerGone:
+        error = "its worker cannot be reached"
+    except TimeoutError:
+        if _steps(worker) != steps:
+            # Others had all its rows, and their tokens are as good a sign of life as ours.
+            return Probe(worker.name, True, "busy", _ms(began), "")
+        error = f"no token within {deadline_s:g} s"
+    return Probe(worker.name, not error, "failed" if error else "ready", _ms(began), error)
+
+
+async def _one_token(services: Services, worker: Worker) -> str:
+    """What went wrong, or nothing. Raises `WorkerGone`."""
+    link = services.link
+    request = Generate(
+        link.next_rid(),
+        TextPrompt("Hi"),
+        Sampling(temperature=0.0),
+        max_tokens=1,
+        priority=PRIORITY,
+        cache_salt=SALT,
+    )
+    collector = link.submit(worker, [request])
+    try:
+        return await _ending(collector)
+    finally:
+        link.abort(collector.rids, "health")
+
+
+async def _ending(collector: Collector) -> str:
+    while True:
+        for delta in await collector.next():
+            if delta.finish in (Finish.ERROR, Finish.ABORT):
+                return delta.failure.message if delta.failure is not None else "it was aborted"
+            if delta.finish is not None:
+                return ""
+
+
+def _steps(worker: Worker) -> tuple[int, int]:
+    return worker.epoch, worker.stats.step_seq if worker.stats is not None else 0
+
+
+def _ms(began: float) -> float:
+    return round((time.perf_counter() - began) * 1000, 1)

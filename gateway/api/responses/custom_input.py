@@ -1,0 +1,111 @@
+"""The text of a free-form tool call, read from the JSON arguments `{"input": "…"}` as they are generated."""
+
+import json
+import re
+from typing import Final
+
+from gateway.api.responses.tools import INPUT
+
+# Up to the first character of the value. Anything else the model may have written is looked at when it is whole.
+_HEAD: Final = re.compile(r'\s*\{\s*"' + INPUT + r'"\s*:\s*"')
+# A run of plain characters, an escape, or a pair of escapes that are one character.
+_PIECE: Final = re.compile(
+    r'[^"\\]+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]|\\u'
+)
+# The start of an escape, or the first half of a pair, at the end of what has come.
+_CUT: Final = re.compile(r"\\(u[0-9a-fA-F]{0,3})?$|\\u[dD][89abAB][0-9a-fA-F]{2}(\\(u[0-9a-fA-F]{0,3})?)?$")
+_ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
+
+
+class InputReader:
+    """Fed with pieces of JSON, gives pieces of text. What it gave is never taken back."""
+
+    def __init__(self) -> None:
+        self._raw: list[str] = []
+        self._parts: list[str] = []
+        self._pending = ""
+        self._is_inside = False
+        self._is_over = False
+
+    @property
+    def value(self) -> str:
+        """All that was given out."""
+        return "".join(self._parts)
+
+    def feed(self, text: str) -> str:
+        """More of the input, as far as it is certain."""
+        self._raw.append(text)
+        if self._is_over:
+            return ""
+        self._pending += text
+        if not self._is_inside:
+            head = _HEAD.match(self._pending)
+            if head is None:
+                return ""
+            self._is_inside = True
+            self._pending = self._pending[head.end() :]
+        return self._give(self._read(is_end=False))
+
+    def finish(self) -> str:
+        """The rest: of arguments in another shape all of it."""
+        if self._is_over:
+            return ""
+        if self._is_inside:
+            return self._give(self._read(is_end=True))
+        self._is_over = True
+        return self._give(_salvage("".join(self._raw)))
+
+    def _give(self, text: str) -> str:
+        if text:
+            self._parts.append(text)
+        return text
+
+    def _read(self, is_end: bool) -> str:
+        """Decode up to the closing quote, or to what could still be cut in two."""
+        pending = self._pending
+        cut = None if is_end else _CUT.search(pending)
+        limit = len(pending) if cut is None else cut.start()
+        decoded: list[str] = []
+        position = 0
+        while position < limit:
+            if pending[position] == '"':
+                self._is_over = True
+                break
+            piece = _PIECE.match(pending, position)
+            if piece is None:  # A lone backslash at the very end.
+                break
+            decoded.append(_decode(piece.group()))
+            position = piece.end()
+        self._pending = pending[position:]
+        return "".join(decoded)
+
+
+def _decode(piece: str) -> str:
+    if piece[0] != "\\":
+        return piece
+    if piece[1] != "u":
+        # An escape that JSON does not have is kept as it was written.
+        return _ESCAPES.get(piece[1]) or (piece[1] if piece[1] in '"\\/' else piece)
+    if len(piece) < 6:
+        return piece
+    units = [int(unit, 16) for unit in piece.split("\\u")[1:]]
+    return b"".join(unit.to_bytes(2, "big") for unit in units).decode("utf-16-be", "replace")
+
+
+def _salvage(raw: str) -> str:
+    """The input in arguments of another shape: the one text in them, or all of it as it is."""
+    try:
+        arguments = json.loads(raw, strict=False)
+    except (ValueError, RecursionError):
+        return raw
+    if isinstance(arguments, dict):
+        if isinstance(arguments.get(INPUT), str):
+            return _encodable(arguments[INPUT])
+        texts = [value for value in arguments.values() if isinstance(value, str)]
+        if len(texts) == 1 and len(arguments) == 1:
+            return _encodable(texts[0])
+    return _encodable(arguments) if isinstance(arguments, str) else raw
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,0 +1,125 @@
+"""Canonical events as the events of a Responses stream, and folded into one response."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gateway.api.responses import response as out
+from gateway.api.responses.items import Output
+from gateway.errors import ApiError
+from protocol.messages import Delta, Finish
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class Run:
+    """One response from its request to its last state. Owned by its request; `cancel` comes from another one.
+
+    `keep` gets the last state, once. `stop` ends the sequences, whose reader then sees them end.
+    """
+
+    response: out.Response
+    output: Output
+    now: Callable[[], int]
+    keep: Callable[[out.Response], None]
+    stop: Callable[[Sequence[int]], None]
+    is_cancelled: bool = False
+    _rids: Sequence[int] = field(default_factory=tuple[int, ...])
+
+    def bind(self, rids: Sequence[int]) -> None:
+        assert len(rids) == 1, "a response is one sequence"
+        self._rids = rids
+        if self.is_cancelled:
+            self.stop(rids)
+
+    def snapshot(self) -> out.Response:
+        """The response as it is now."""
+        return self._state(self.response.status)
+
+    def cancel(self) -> out.Response:
+        """End it now. Returns the response as it is then."""
+        self.is_cancelled = True
+        if self._rids:
+            self.stop(self._rids)
+        return self._state("cancelled")
+
+    def complete(self) -> out.Response:
+        """The last state of a sequence that has ended by itself."""
+        usage = None if self.output.usage is None else out.UsageBody.of(self.output.usage)
+        if self.output.finish is Finish.LENGTH:
+            last = msgspec.structs.replace(
+                self._state("incomplete"), usage=usage, incomplete_details=out.Incomplete("max_output_tokens")
+            )
+        else:
+            last = msgspec.structs.replace(self._state("completed"), usage=usage, completed_at=self.now())
+        self.keep(last)
+        return last
+
+    def fail(self, error: ApiError) -> out.Response:
+        """The last state of one that has not."""
+        last = self._state("cancelled" if self.is_cancelled else "failed")
+        if not self.is_cancelled:
+            last = msgspec.structs.replace(last, error=out.ErrorInfo.of(error))
+        self.keep(last)
+        return last
+
+    def _state(self, status: str) -> out.Response:
+        return msgspec.structs.replace(self.response, status=status, output=self.output.items())
+
+
+class ResponseStream:
+    """A `StreamEncoder`."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        # The first two are the beginning's, which is written when there is something to put after it.
+        self._number = 2
+
+    def bind(self, rids: Sequence[int]) -> None:
+        self._run.bind(rids)
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        response = self._run.response
+        return out.stream_bytes([out.Created(response), out.InProgress(response)], 0)[0]
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        take = self._run.output.take
+        return self._write([event for delta in deltas for event in take(delta)])
+
+    def keepalive(self) -> bytes:
+        # An event, for comments do not reset Codex's idle timer.
+        return self._write([out.InProgress(self._run.response)])
+
+    def error(self, error: ApiError) -> bytes:
+        last = self._run.fail(error)
+        return self._write([out.Failed(last) if last.error is not None else out.IncompleteEvent(last)])
+
+    def end(self) -> bytes:
+        events = self._run.output.close()
+        last = self._run.complete()
+        is_whole = last.status == "completed"
+        return self._write([*events, out.Completed(last) if is_whole else out.IncompleteEvent(last)])
+
+    def _write(self, events: Sequence[out.Event]) -> bytes:
+        data, self._number = out.stream_bytes(events, self._number)
+        return data
+
+
+class ResponseFold:
+    """A `Fold`: what `ResponseStream` would have sent last."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def bind(self, rids: Sequence[int]) -> None:
+        self._run.bind(rids)
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self._run.output.take(delta)
+
+    def result(self) -> bytes:
+        self._run.output.close()
+        return _encode(self._run.complete())

@@ -1,0 +1,207 @@
+"""`/v1/responses`: create, retrieve, delete, cancel, list what went in, count tokens."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.common import serve
+from gateway.api.common.canonical import with_thinking
+from gateway.api.common.thinking import lower_thinking
+from gateway.api.responses import response as out
+from gateway.api.responses.compact import Compact
+from gateway.api.responses.echo import echo
+from gateway.api.responses.encoder import ResponseFold, ResponseStream, Run
+from gateway.api.responses.history import History, numbered, tenant_of
+from gateway.api.responses.items import Output
+from gateway.api.responses.lowering import lower_prompt, lower_responses
+from gateway.api.responses.request import Item, ResponsesRequest, decode_count, decode_responses
+from gateway.api.responses.store import Store, Stored
+from gateway.api.responses.tools import Toolbox, toolbox
+from gateway.config.settings import ModelConfig
+from gateway.errors import BadRequest, Unsupported
+from gateway.http.exchange import send_body
+from gateway.http.sse import cut_off
+from gateway.request.record import Record, record_of
+from gateway.services import Services
+
+ITEMS_MAX: Final = 100
+ITEMS_DEFAULT: Final = 20
+SEALED: Final = "reasoning.encrypted_content"
+
+# Streams that are being written, with their tenants: nobody else can know the id.
+Running = dict[str, tuple[str, Run]]
+
+_encode = msgspec.json.Encoder().encode
+
+
+def routes(services: Services, store: Store) -> list[Route]:
+    """All of the API."""
+    history = History(store, lambda: services.config.server.max_body_bytes)
+    running: Running = {}
+    one = One(history, running)
+    return [
+        Route("/v1/responses", Create(services, history, running), methods=["POST"]),
+        Route("/v1/responses/compact", Compact(services, history), methods=["POST"]),
+        Route("/v1/responses/input_tokens", CountTokens(services, history), methods=["POST"]),
+        Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}/cancel", one, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", InputItems(history), methods=["GET"]),
+    ]
+
+
+class Create:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services, history: History, running: Running) -> None:
+        self._services = services
+        self._history = history
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, ignored = await serve.read(services, record, scope, receive, decode_responses)
+        request = msgspec.structs.replace(request, input=await self._history.resolved(record, request.items))
+        before = await self._history.before(record, request.previous_response_id)
+        box = toolbox(request)
+        prompt, left_out = await services.bodies.work(record.body_bytes, lower_prompt, request, box, before)
+        ignored = list(dict.fromkeys([*ignored, *box.ignored, *left_out]))
+        stream = bool(request.stream)
+        model, seed = serve.begin(services, record, request.model, stream, request.seed, ignored)
+        deadline_ms = serve.deadline_ms(services)
+        generates = await serve.lower(
+            services, record, lambda: lower_responses(request, prompt, model, services.link.next_rid, seed, deadline_ms)
+        )
+        run = self._run(request, box, model, record)
+        job = serve.Job(services, record, model, generates)
+        if not stream:
+            await job.whole(ResponseFold(run), receive, send)
+            return
+        self._running[run.response.id] = (tenant_of(record), run)
+        try:
+            await job.stream(ResponseStream(run), receive, send)
+        finally:
+            del self._running[run.response.id]
+
+    def _run(self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: Record) -> Run:
+        stem = secrets.token_hex(20)
+        is_stored = self._history.is_on and request.store is not False
+        response = echo(request, box, model, f"resp_{stem}", serve.now(), is_stored)
+        inputs = numbered(request.items, stem)
+        link = self._services.link
+
+        def keep(last: out.Response) -> None:
+            if is_stored:
+                self._history.keep(tenant_of(record), last, inputs, record.body_bytes)
+
+        def stop(rids: Sequence[int]) -> None:
+            link.stop(rids, "cancelled")
+
+        output = Output(stem, box.forms, request.includes(SEALED))
+        return Run(response, output, serve.now, keep, stop)
+
+
+class CountTokens:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services, history: History) -> None:
+        self._services = services
+        self._history = history
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, ignored = await serve.read(services, record, scope, receive, decode_count)
+        request = msgspec.structs.replace(request, input=await self._history.resolved(record, request.items))
+        before = await self._history.before(record, request.previous_response_id)
+        box = toolbox(request)
+        prompt, left_out = await services.bodies.work(record.body_bytes, lower_prompt, request, box, before)
+        model, _ = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])
+        prompt = with_thinking(prompt, lower_thinking(request, model.thinking))
+        async with cut_off(record, receive):
+            tokenized = await serve.tokenize(services, record, model, prompt)
+            await send_body(send, 200, _encode(out.TokenCount(tokenized.count)), record.headers)
+
+
+class One:
+    """An ASGI endpoint: retrieve, delete and cancel. What runs can be seen and cancelled by those who know its id."""
+
+    def __init__(self, history: History, running: Running) -> None:
+        self._history = history
+        self._running = running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant, response_id = tenant_of(record_of(scope)), _path_id(scope)
+        match scope["method"]:
+            case "DELETE":
+                await self._history.delete(tenant, response_id)
+                body = _encode(out.Deleted(response_id))
+            case "POST":
+                run = self._run(tenant, response_id)
+                # One that has ended already is answered as it is.
+                body = await self._kept(tenant, response_id) if run is None else _encode(run.cancel())
+            case _:
+                if _query(scope).get("stream", "").lower() == "true":
+                    raise Unsupported("'stream' is not supported here: only whole responses are kept.", "stream")
+                run = self._run(tenant, response_id)
+                body = await self._kept(tenant, response_id) if run is None else _encode(run.snapshot())
+        await send_body(send, 200, body)
+
+    def _run(self, tenant: str, response_id: str) -> Run | None:
+        owner, run = self._running.get(response_id, (tenant, None))
+        return run if owner == tenant else None
+
+    async def _kept(self, tenant: str, response_id: str) -> bytes:
+        return (await self._history.get(tenant, response_id)).body
+
+
+class InputItems:
+    """An ASGI endpoint: what the model was given, the conversation before included, a page at a time."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record, query = record_of(scope), _query(scope)
+        limit = _limit(query)
+        stored: Stored = await self._history.get(tenant_of(record), _path_id(scope))
+        items = [*await self._history.before(record, stored.previous), *self._history.inputs(stored)]
+        await send_body(send, 200, _encode(_page(items, query, limit)))
+
+
+def _limit(query: QueryParams) -> int:
+    """How many items a page has. Raises `BadRequest`."""
+    given = query.get("limit", str(ITEMS_DEFAULT))
+    limit = int(given) if given.isascii() and given.isdigit() and len(given) <= len(str(ITEMS_MAX)) else 0
+    if not 1 <= limit <= ITEMS_MAX:
+        raise BadRequest(f"Invalid value for 'limit': expected 1 to {ITEMS_MAX}.", "limit", "invalid_value")
+    return limit
+
+
+def _page(items: list[Item], query: QueryParams, limit: int) -> out.ItemList:
+    """The newest first, unless asked otherwise. Raises `BadRequest`."""
+    order, after = query.get("order", "desc"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise BadRequest("Invalid value for 'order': expected asc or desc.", "order", "invalid_value")
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        places = [index for index, item in enumerate(ordered) if item.id == after]
+        if not places:
+            raise BadRequest(f"There is no item {after[:100]!r} here.", "after", "invalid_value")
+        ordered = ordered[places[-1] + 1 :]
+    page = ordered[:limit]
+    ids = [item.id for item in page] or [None]
+    return out.ItemList(page, ids[0], ids[-1], len(ordered) > len(page))
+
+
+def _path_id(scope: Scope) -> str:
+    found = scope["path_params"]["id"]
+    assert isinstance(found, str)
+    return found
+
+
+def _query(scope: Scope) -> QueryParams:
+    return QueryParams(scope["query_string"])

@@ -1,0 +1,194 @@
+"""History of a response: those kept before it, and the items in them."""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from gateway.api.responses import response as out
+from gateway.api.responses.lowering import FOREIGN_ITEMS, unseal
+from gateway.api.responses.request import Item
+from gateway.api.responses.store import Store, StoreBroken, Stored, TooMuchSaid
+from gateway.errors import ApiError, BadRequest, Unavailable
+from gateway.http.exchange import reserve
+from gateway.request.record import Record
+
+# Of the conversation before a request, in all.
+ITEMS_MAX: Final = 20_000
+
+_PREFIXES: Final = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
+class _Output(Struct, frozen=True):
+    output: list[Item]
+    status: str = ""
+
+
+_encode = msgspec.json.Encoder().encode
+_output = msgspec.json.Decoder(_Output)
+_items = msgspec.json.Decoder(list[Item])
+
+
+class ResponseNotFound(ApiError):
+    def __init__(self, response_id: str) -> None:
+        super().__init__(404, f"Response with id {response_id[:100]!r} not found.", code="response_not_found")
+
+
+def numbered(items: Sequence[Item], stem: str) -> list[Item]:
+    """Input items as they are listed: each with an id, the client's or one of ours.
+
+    Of what no model here is ever shown, that it was there is all that is listed.
+    """
+    return [
+        msgspec.structs.replace(
+            _bare(item) if item.kind in FOREIGN_ITEMS and unseal(item.encrypted_content) is None else item,
+            type=item.kind,
+            id=item.id or f"{_PREFIXES.get(item.kind, 'item')}_{stem}i{index:04x}",
+        )
+        for index, item in enumerate(items)
+    ]
+
+
+def _bare(item: Item) -> Item:
+    return Item(status=item.status, call_id=item.call_id)
+
+
+class History:
+    """The store, in the terms of this API. Everything raises `ApiError`.
+
+    `limit_bytes` bounds what one request may have read again: a conversation is no larger than a body. What is
+    decoded is decoded in the store's thread.
+    """
+
+    def __init__(self, store: Store, limit_bytes: Callable[[], int]) -> None:
+        self._store = store
+        self._limit_bytes = limit_bytes
+
+    @property
+    def is_on(self) -> bool:
+        return self._store.is_on
+
+    def keep(self, tenant: str, last: out.Response, inputs: Sequence[Item], about_bytes: int) -> None:
+        """Keep a response that has ended."""
+
+        def make() -> Stored:
+            ids = [item.id for item in (*inputs, *last.output) if item.id]
+            sent = _encode(inputs)
+            said_bytes = len(sent) + len(_encode(last.output))
+            return Stored(last.id, tenant, last.previous_response_id, _encode(last), sent, ids, said_bytes)
+
+        self._store.keep(about_bytes, make)
+
+    async def get(self, tenant: str, response_id: str) -> Stored:
+        """Raises `ResponseNotFound`."""
+        try:
+            stored = await self._store.get(tenant, response_id)
+        except StoreBroken:
+            raise _broken() from None
+        if stored is None:
+            raise ResponseNotFound(response_id)
+        return stored
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        """Raises `ResponseNotFound`."""
+        try:
+            is_found = await self._store.delete(tenant, response_id)
+        except StoreBroken:
+            raise _broken() from None
+        if not is_found:
+            raise ResponseNotFound(response_id)
+
+    async def before(self, record: Record, previous: str | None) -> list[Item]:
+        """The conversation up to a response, its output included.
+
+        Raises `BadRequest` when a part of it is gone, when it has failed, or is too large with the request's body.
+        """
+        if previous is None:
+            return []
+        room = self._limit_bytes() - record.body_bytes
+        try:
+            found = await self._store.conversation(tenant_of(record), previous, room, _turns)
+        except StoreBroken:
+            raise _broken() from None
+        except TooMuchSaid:
+            raise self._too_large("previous_response_id") from None
+        except NotContinued:
+            message = f"Response {previous[:100]!r} has failed: a conversation cannot go on from it."
+            raise BadRequest(message, "previous_response_id", "previous_response_failed") from None
+        if found is None:
+            message = f"Previous response with id {previous[:100]!r} not found, or one before it is gone."
+            raise BadRequest(message, "previous_response_id", "previous_response_not_found")
+        size, items = found
+        if len(items) > ITEMS_MAX:
+            message = f"The conversation before has {len(items)} items; at most {ITEMS_MAX} can be continued."
+            raise BadRequest(message, "previous_response_id", "conversation_too_long")
+        await _note(record, size)
+        return items
+
+    async def resolved(self, record: Record, items: Sequence[Item]) -> list[Item]:
+        """The items, each reference replaced by what it refers to. What is not found stays."""
+        asked = [item.id for item in items if item.id and item.kind == "item_reference"]
+        if not asked:
+            return list(items)
+        room = self._limit_bytes() - record.body_bytes
+        try:
+            found = {item.id: item for item in await self._store.owners(tenant_of(record), asked, room, _all_items)}
+        except StoreBroken:
+            raise _broken() from None
+        except TooMuchSaid:
+            raise self._too_large("input") from None
+        # The same item may be referred to many times.
+        sizes = {item_id: len(_encode(found[item_id])) for item_id in dict.fromkeys(asked) if item_id in found}
+        size = sum(sizes.get(item_id, 0) for item_id in asked)
+        if size > room:
+            raise self._too_large("input")
+        await _note(record, size)
+        return [found.get(item.id, item) if item.kind == "item_reference" else item for item in items]
+
+    def inputs(self, stored: Stored) -> list[Item]:
+        """What the client had sent for a response."""
+        return _items.decode(stored.inputs)
+
+    def _too_large(self, param: str) -> BadRequest:
+        message = f"The request and the conversation that it continues are larger than {self._limit_bytes()} bytes."
+        return BadRequest(message, param, "conversation_too_large")
+
+
+class NotContinued(Exception):
+    """A response that has failed says nothing that a conversation could go on from."""
+
+
+def tenant_of(record: Record) -> str:
+    """Who may come back to what this request leaves behind."""
+    return record.caller.key or ""
+
+
+def _turns(stored: Stored) -> list[Item]:
+    """What a conversation goes on from. In the store's thread."""
+    answer = _output.decode(stored.body)
+    if answer.status == "failed":
+        raise NotContinued
+    return [*_items.decode(stored.inputs), *answer.output]
+
+
+def _all_items(stored: Stored) -> list[Item]:
+    """What can be referred to. In the store's thread."""
+    return [*_items.decode(stored.inputs), *_output.decode(stored.body).output]
+
+
+async def _note(record: Record, size_bytes: int) -> None:
+    """What is read again is part of the request from here on."""
+    record.body_bytes += size_bytes
+    await reserve(record, record.body_bytes)
+
+
+def _broken() -> Unavailable:
+    return Unavailable("Kept responses cannot be read now.", code="store_unavailable")

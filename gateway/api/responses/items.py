@@ -1,0 +1,281 @@
+"""Canonical events as the output items of a response, with the events that tell of each step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol, assert_never
+
+import msgspec
+from msgspec import UNSET
+
+from gateway.api.openai.response import ContentLogprob, chat_logprobs
+from gateway.api.responses import response as out
+from gateway.api.responses.custom_input import InputReader
+from gateway.api.responses.lowering import seal
+from gateway.api.responses.tools import Form
+from protocol.messages import Delta, Finish, Kind, Tool, Usage
+
+Events = list[out.Event]
+
+IN_PROGRESS: Final = "in_progress"
+COMPLETED: Final = "completed"
+INCOMPLETE: Final = "incomplete"
+
+
+class _Open(Protocol):
+    """The item that is being written."""
+
+    @property
+    def kind(self) -> Kind: ...
+    def start(self) -> Events: ...
+    def snapshot(self, status: str) -> out.Item: ...
+    def finish(self, status: str) -> Events: ...
+
+
+class Output:
+    """The items of one response so far. Owned by its encoder. Ids are made of the response's, so they are its own."""
+
+    def __init__(self, stem: str, forms: Mapping[str, Form], is_sealed: bool) -> None:
+        self._stem = stem
+        self._forms = forms
+        # Whether reasoning is also sent as `encrypted_content`.
+        self._is_sealed = is_sealed
+        self._done: list[out.Item] = []
+        self._open: _Open | None = None
+        # Of the newest call, as they were written.
+        self._arguments: list[str] = []
+        # Of text that the parser still holds back.
+        self._early_logprobs: list[ContentLogprob] = []
+        self.finish: Finish | None = None
+        self.usage: Usage | None = None
+
+    def take(self, delta: Delta) -> Events:
+        """What this delta adds."""
+        events = self._take(delta)
+        if delta.finish is not None:
+            self.finish, self.usage = delta.finish, delta.usage
+        return events
+
+    def close(self) -> Events:
+        """End the last item: incomplete if the tokens ran out."""
+        status = INCOMPLETE if self.finish is Finish.LENGTH else COMPLETED
+        if self._open is None and not self._done:
+            # Clients expect an answer, though an empty one.
+            return self._opened(_Message(self._item_id("msg"), 0)) + self._finish(status)
+        return self._finish(status)
+
+    def items(self) -> list[out.Item]:
+        """All items, the open one as far as it is."""
+        return self._done if self._open is None else [*self._done, self._open.snapshot(INCOMPLETE)]
+
+    def _take(self, delta: Delta) -> Events:
+        match delta.kind:
+            case Kind.TEXT:
+                return self._take_text(delta)
+            case Kind.REASONING:
+                return self._take_reasoning(delta.text) if delta.text else []
+            case Kind.TOOL_BEGIN:
+                self._arguments = []
+                return self._finish(COMPLETED) + self._opened(self._call(_tool(delta)))
+            case Kind.TOOL_ARGS:
+                assert isinstance(self._open, _Call | _CustomCall), "arguments come after the beginning of a call"
+                self._arguments.append(delta.text)
+                return self._open.add(delta.text) if delta.text else []
+            case Kind.TOOL_END:
+                return self._finish(COMPLETED if self._is_call_whole() else INCOMPLETE)
+            case _:
+                assert_never(delta.kind)
+
+    def _is_call_whole(self) -> bool:
+        """Whether the arguments are JSON; a call that broke off must not look as if it could be run."""
+        try:
+            msgspec.json.decode("".join(self._arguments), type=msgspec.Raw)
+        except msgspec.DecodeError:
+            return False
+        return True
+
+    def _take_text(self, delta: Delta) -> Events:
+        logprobs = [] if delta.logprobs is None else chat_logprobs(delta.logprobs)
+        if isinstance(self._open, _Message):
+            return self._open.add(delta.text, logprobs) if delta.text or logprobs else []
+        self._early_logprobs += logprobs
+        if not delta.text:
+            return []
+        logprobs, self._early_logprobs = self._early_logprobs, []
+        message = _Message(self._item_id("msg"), len(self._done) + (self._open is not None))
+        return self._finish(COMPLETED) + self._opened(message) + message.add(delta.text, logprobs)
+
+    def _take_reasoning(self, text: str) -> Events:
+        if isinstance(self._open, _Reasoning):
+            return self._open.add(text)
+        events = self._finish(COMPLETED)
+        reasoning = _Reasoning(self._item_id("rs"), len(self._done), self._is_sealed)
+        return events + self._opened(reasoning) + reasoning.add(text)
+
+    def _call(self, tool: Tool) -> _Open:
+        form = self._forms.get(tool.name) or Form(tool.name)
+        index = len(self._done)
+        if form.is_custom:
+            return _CustomCall(self._item_id("ctc"), index, tool.call_id, form)
+        return _Call(self._item_id("fc"), index, tool.call_id, form)
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._stem}{len(self._done) + (self._open is not None):04x}"
+
+    def _opened(self, item: _Open) -> Events:
+        self._open = item
+        if item.kind is not Kind.TEXT:
+            self._early_logprobs = []
+        return item.start()
+
+    def _finish(self, status: str) -> Events:
+        if self._open is None:
+            return []
+        item, self._open = self._open, None
+        events = item.finish(status)
+        self._done.append(item.snapshot(status))
+        return events
+
+
+def _tool(delta: Delta) -> Tool:
+    assert delta.tool is not None, "a tool delta names its tool"
+    return delta.tool
+
+
+# -- the items -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Message:
+    id: str
+    index: int
+    texts: list[str] = field(default_factory=list[str])
+    logprobs: list[ContentLogprob] = field(default_factory=list[ContentLogprob])
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.TEXT
+
+    def start(self) -> Events:
+        return [
+            out.ItemAdded(self.index, out.Message(self.id, IN_PROGRESS, [])),
+            out.PartAdded(self.id, self.index, 0, out.OutputText("")),
+        ]
+
+    def add(self, text: str, logprobs: list[ContentLogprob]) -> Events:
+        self.texts.append(text)
+        self.logprobs += logprobs
+        return [out.TextDelta(self.id, self.index, 0, text, logprobs)]
+
+    def snapshot(self, status: str) -> out.Item:
+        return out.Message(self.id, status, [self._part()])
+
+    def finish(self, status: str) -> Events:
+        part = self._part()
+        return [
+            out.TextDone(self.id, self.index, 0, part.text, part.logprobs),
+            out.PartDone(self.id, self.index, 0, part),
+            out.ItemDone(self.index, self.snapshot(status)),
+        ]
+
+    def _part(self) -> out.OutputText:
+        return out.OutputText("".join(self.texts), logprobs=self.logprobs)
+
+
+@dataclass(slots=True)
+class _Reasoning:
+    id: str
+    index: int
+    is_sealed: bool
+    texts: list[str] = field(default_factory=list[str])
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.REASONING
+
+    def start(self) -> Events:
+        return [
+            out.ItemAdded(self.index, out.Reasoning(self.id, [])),
+            out.PartAdded(self.id, self.index, 0, out.ReasoningText("")),
+        ]
+
+    def add(self, text: str) -> Events:
+        self.texts.append(text)
+        return [out.ReasoningDelta(self.id, self.index, 0, text)]
+
+    def snapshot(self, status: str) -> out.Item:
+        text = "".join(self.texts)
+        return out.Reasoning(
+            self.id, [out.ReasoningText(text)], encrypted_content=seal(text) if self.is_sealed else UNSET
+        )
+
+    def finish(self, status: str) -> Events:
+        text = "".join(self.texts)
+        return [
+            out.ReasoningDone(self.id, self.index, 0, text),
+            out.PartDone(self.id, self.index, 0, out.ReasoningText(text)),
+            out.ItemDone(self.index, self.snapshot(status)),
+        ]
+
+
+@dataclass(slots=True)
+class _Call:
+    id: str
+    index: int
+    call_id: str
+    form: Form
+    texts: list[str] = field(default_factory=list[str])
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.TOOL_BEGIN
+
+    def start(self) -> Events:
+        return [out.ItemAdded(self.index, self.snapshot(IN_PROGRESS))]
+
+    def add(self, text: str) -> Events:
+        self.texts.append(text)
+        return [out.ArgumentsDelta(self.id, self.index, text)]
+
+    def snapshot(self, status: str) -> out.Item:
+        namespace = self.form.namespace or UNSET
+        return out.FunctionCall(self.id, status, self.call_id, self.form.name, "".join(self.texts), namespace)
+
+    def finish(self, status: str) -> Events:
+        return [
+            out.ArgumentsDone(self.id, self.index, self.form.name, "".join(self.texts)),
+            out.ItemDone(self.index, self.snapshot(status)),
+        ]
+
+
+@dataclass(slots=True)
+class _CustomCall:
+    id: str
+    index: int
+    call_id: str
+    form: Form
+    reader: InputReader = field(default_factory=InputReader)
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.TOOL_BEGIN
+
+    def start(self) -> Events:
+        return [out.ItemAdded(self.index, self.snapshot(IN_PROGRESS))]
+
+    def add(self, text: str) -> Events:
+        return self._delta(self.reader.feed(text))
+
+    def snapshot(self, status: str) -> out.Item:
+        namespace = self.form.namespace or UNSET
+        return out.CustomToolCall(self.id, status, self.call_id, self.form.name, self.reader.value, namespace)
+
+    def finish(self, status: str) -> Events:
+        events = self._delta(self.reader.finish())
+        return [
+            *events,
+            out.InputDone(self.id, self.index, self.reader.value),
+            out.ItemDone(self.index, self.snapshot(status)),
+        ]
+
+    def _delta(self, text: str) -> Events:
+        return [out.InputDelta(self.id, self.index, text)] if text else []

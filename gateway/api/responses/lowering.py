@@ -1,0 +1,286 @@
+"""From a Responses request and the conversation before it to one `protocol.Generate`."""
+
+import base64
+import binascii
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec import UNSET
+
+from gateway.api.common import canonical
+from gateway.api.common.canonical import Call
+from gateway.api.common.constraints import lower_constraint
+from gateway.api.common.thinking import lower_thinking
+from gateway.api.openai.lowering import derive_seed, template_kwargs
+from gateway.api.responses.request import CountRequest, Item, Part, ResponsesRequest, TextFormat
+from gateway.api.responses.tools import INPUT, Toolbox, flat_name
+from gateway.config.settings import ModelConfig
+from gateway.errors import BadRequest, Unsupported
+from protocol.messages import ChatPrompt, Constraint, Generate, Sampling
+
+T = TypeVar("T")
+
+JOINT: Final = "\n\n"
+# Marks reasoning that we have put into `encrypted_content`, for clients that send nothing else back.
+SEAL: Final = "mlxd1."
+# What comes before the summary that a conversation was compacted to.
+SUMMARY: Final = "Summary of the conversation so far:\n"
+# What servers of others did in earlier turns: nothing here can show it to a model.
+FOREIGN_ITEMS: Final = frozenset(
+    {
+        "web_search_call",
+        "file_search_call",
+        "computer_call",
+        "computer_call_output",
+        "image_generation_call",
+        "code_interpreter_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "mcp_list_tools",
+        "mcp_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "compaction",
+        "tool_search_call",
+        "tool_search_output",
+    }
+)
+
+
+def seal(reasoning: str) -> str:
+    """Reasoning as an opaque text: not encrypted, for it is the client's own."""
+    return SEAL + base64.b64encode(reasoning.encode()).decode()
+
+
+def unseal(sealed: str | None) -> str | None:
+    """What `seal` was given; None for what it has not made, or what was damaged on its way."""
+    if sealed is None or not sealed.startswith(SEAL):
+        return None
+    try:
+        return base64.b64decode(sealed.removeprefix(SEAL), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+
+
+def lower_prompt(request: CountRequest, box: Toolbox, history: Iterable[Item]) -> tuple[ChatPrompt, list[str]]:
+    """The prompt, and what of the input is left out. References must have been resolved. Raises `BadRequest`.
+
+    What is configured for the model is still to be said with `with_thinking`: it is not known yet.
+    """
+    turns = _Turns()
+    if isinstance(request.instructions, str):
+        turns.add_system(request.instructions)
+    else:
+        turns.add_all(request.instructions or (), "instructions")
+    turns.add_all(history, "previous_response_id")
+    turns.add_all(request.items, "input")
+    messages = turns.finish()
+    if not messages:
+        raise BadRequest("Missing required parameter: 'input'.", "input", "missing_required_parameter")
+    kwargs = template_kwargs(request.chat_template_kwargs)
+    _constraint(request)  # what could not be answered is not counted either
+    messages = canonical.named_results(messages)
+    return canonical.chat_prompt(messages, box.use, lower_thinking(request), kwargs), turns.ignored
+
+
+def lower_responses(
+    request: ResponsesRequest,
+    prompt: ChatPrompt,
+    model: ModelConfig,
+    next_rid: Callable[[], int],
+    seed: int,
+    deadline_ms: int = 0,
+) -> Generate:
+    """Raises `BadRequest`."""
+    defaults = model.sampling
+    thinking = lower_thinking(request, model.thinking)
+    wants_logprobs = bool(request.top_logprobs) or request.includes("message.output_text.logprobs")
+    return Generate(
+        next_rid(),
+        canonical.with_thinking(prompt, thinking),
+        Sampling(
+            temperature=first(request.temperature, defaults.temperature, 1.0),
+            top_p=first(request.top_p, defaults.top_p, 1.0),
+            top_k=max(int(first(request.top_k, defaults.top_k, 0)), 0),
+            min_p=first(request.min_p, defaults.min_p, 0.0),
+            repetition_penalty=first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+            presence_penalty=first(request.presence_penalty, defaults.presence_penalty, 0.0),
+            frequency_penalty=first(request.frequency_penalty, defaults.frequency_penalty, 0.0),
+            seed=derive_seed(seed, 0),
+        ),
+        max_tokens=defaults.max_tokens if request.max_output_tokens is None else request.max_output_tokens,
+        top_logprobs=(request.top_logprobs or 0) if wants_logprobs else None,
+        deadline_ms=deadline_ms,
+        want_progress=True,
+        thinking_budget=thinking.budget,
+        constraint=_constraint(request),
+    )
+
+
+def first(asked: float | None, configured: float | None, default: float) -> float:
+    """The request's word, the model's configuration, or OpenAI's default."""
+    if asked is not None:
+        return asked
+    return default if configured is None else configured
+
+
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """`text.format`, where chat has `response_format`."""
+
+    response_format: Any
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_grammar: Any = None
+    guided_choice: Any = None
+
+
+def _constraint(request: CountRequest) -> Constraint | None:
+    wanted = request.text.format if request.text is not None else None
+    if wanted is None:
+        return None
+    if wanted.type not in ("text", "json_object", "json_schema"):
+        message = f"Invalid value for 'text.format.type': {wanted.type[:40]!r}."
+        raise BadRequest(message, "text.format.type", "invalid_value")
+    try:
+        constraint = lower_constraint(_Wishes(_as_chat(wanted)), after_reasoning=True)
+    except BadRequest as error:
+        renamed = (error.param or "").replace("response_format.json_schema", "text.format")
+        message = error.message.replace("response_format.json_schema", "text.format")
+        raise BadRequest(message, renamed.replace("response_format", "text.format"), error.code) from None
+    return None if constraint is None else msgspec.structs.replace(constraint, param="text.format")
+
+
+def _as_chat(wanted: TextFormat) -> dict[str, Any]:
+    """The one difference: chat nests what a schema comes with."""
+    if wanted.type != "json_schema":
+        return {"type": wanted.type}
+    schema = None if wanted.schema is UNSET else wanted.schema
+    strict = None if wanted.strict is UNSET else wanted.strict
+    return {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}
+
+
+# -- items to turns --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Items in order, as turns: what the assistant thought, said and called between two others' turns is one."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    ignored: list[str] = field(default_factory=list[str])
+    _reasoning: list[str] = field(default_factory=list[str])
+    _texts: list[str] = field(default_factory=list[str])
+    _calls: list[Call] = field(default_factory=list[Call])
+
+    def add_all(self, items: Iterable[Item], name: str) -> None:
+        for index, item in enumerate(items):
+            self._add(item, f"{name}[{index}]")
+
+    def add_system(self, text: str) -> None:
+        if text:
+            self._flush()
+            self.messages.append(canonical.system(text))
+
+    def finish(self) -> list[dict[str, Any]]:
+        self._flush()
+        return self.messages
+
+    def _add(self, item: Item, where: str) -> None:
+        match item.kind:
+            case "message":
+                self._add_message(item, where)
+            case "reasoning":
+                self._reasoning.append(_reasoning(item))
+            case "function_call" | "custom_tool_call":
+                self._calls.append(_call(item, where))
+            case "function_call_output" | "custom_tool_call_output":
+                self._flush()
+                call_id = _required(item.call_id, f"{where}.call_id")
+                output = _required(item.output, f"{where}.output")
+                self.messages.append(canonical.tool_result(call_id, "", _text(output, f"{where}.output", JOINT)))
+            case "compaction" if (summary := unseal(item.encrypted_content)) is not None:
+                self.add_system(f"{SUMMARY}{summary}")
+            case "item_reference":
+                raise BadRequest(f"Item with id {(item.id or '')[:100]!r} not found.", where, "item_not_found")
+            case kind if kind in FOREIGN_ITEMS:
+                self.ignored.append(f"input.{kind}")
+            case kind:
+                message = f"Invalid value for '{where}.type': items of type {kind[:50]!r} are not known."
+                raise BadRequest(message, f"{where}.type", "invalid_value")
+
+    def _add_message(self, item: Item, where: str) -> None:
+        content = _required(item.content, f"{where}.content")
+        match item.role:
+            case "assistant":
+                self._texts.append(_text(content, f"{where}.content", ""))
+            case "user":
+                self._flush()
+                self.messages.append(canonical.user(_text(content, f"{where}.content", JOINT)))
+            case "system" | "developer":
+                self.add_system(_text(content, f"{where}.content", JOINT))
+            case None:
+                raise BadRequest(f"Missing required parameter: '{where}.role'.", f"{where}.role")
+            case role:
+                message = (
+                    f"Invalid value for '{where}.role': {role[:40]!r} is none of user, assistant, system, developer."
+                )
+                raise BadRequest(message, f"{where}.role", "invalid_value")
+
+    def _flush(self) -> None:
+        """End the assistant's turn, if one is open; reasoning that nothing came of is not shown again."""
+        if self._texts or self._calls:
+            reasoning = JOINT.join(filter(None, self._reasoning)) or None
+            self.messages.append(canonical.assistant(JOINT.join(filter(None, self._texts)), self._calls, reasoning))
+        self._reasoning, self._texts, self._calls = [], [], []
+
+
+def _call(item: Item, where: str) -> Call:
+    call_id = _required(item.call_id, f"{where}.call_id")
+    name = flat_name(_required(item.name, f"{where}.name"), item.namespace)
+    if item.kind == "function_call":
+        return Call(call_id, name, item.arguments or "")
+    return Call(call_id, name, msgspec.json.encode({INPUT: _required(item.input, f"{where}.input")}).decode())
+
+
+def _reasoning(item: Item) -> str:
+    """What was thought: in full, as we have sealed it, or at least its summary."""
+    content = item.content if isinstance(item.content, list) else []
+    if text := "".join(part.text or "" for part in content):
+        return text
+    if sealed := unseal(item.encrypted_content):
+        return sealed
+    return JOINT.join(part.text or "" for part in item.summary or ())
+
+
+def _text(content: str | list[Part], where: str, joint: str) -> str:
+    if isinstance(content, str):
+        return content
+    return joint.join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Part, where: str) -> str:
+    match part.type:
+        case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
+            return _required(part.text, f"{where}.text")
+        case "refusal":
+            return part.refusal or ""
+        case "input_image":
+            raise Unsupported("Images are not supported yet.", where)
+        case "input_file" | "input_audio" | "input_video":
+            raise Unsupported(f"Content of type '{part.type}' is not supported.", where)
+        case kind:
+            raise BadRequest(f"Invalid value for '{where}.type': {kind[:50]!r}.", f"{where}.type", "invalid_value")
+
+
+def _required(value: T | None, param: str) -> T:
+    if value is None:
+        raise BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    return value

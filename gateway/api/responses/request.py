@@ -1,0 +1,216 @@
+"""The request body of OpenAI's Responses API. Items are one tolerant struct: their `type` says which fields count."""
+
+from typing import Annotated, Any, ClassVar, Final
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from gateway.api.common.decode import Schema
+from gateway.api.common.doc_hints import TEXT, UNSERVED, case, shape, typed, words
+from gateway.api.common.thinking import Budget, ReasoningSpec, ThinkingSpec
+from gateway.api.openai.request import Effort, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP, Unit
+from gateway.errors import BadRequest, Unsupported
+
+# Accepted because they ask for nothing that a local server does, whatever their value.
+NO_ACTION: Final = frozenset(
+    {"client_metadata", "prompt_cache_retention", "prompt_cache_options", "stream_options", "service_tier"}
+)
+# As the document tells of them; tools that are OpenAI's own are taken and left out.
+TOOL: Final = typed(
+    "function",
+    "custom",
+    "namespace",
+    name=TEXT,
+    description={"type": ["string", "null"]},
+    parameters={"type": ["object", "null"]},
+    strict={"type": ["boolean", "null"]},
+) | {"required": ["type", "name"]}
+TOOL_CHOICE: Final = typed("function", "custom", "allowed_tools", name=TEXT)
+
+
+_TEXT: Final = {"type": "string"}
+_SAID: Final = {"type": ["string", "array"]}
+
+
+class Part(Struct, frozen=True, omit_defaults=True):
+    """One part of a message, of a tool's output or of a reasoning item."""
+
+    told: ClassVar = {
+        "anyOf": [
+            case(("text",), type={"not": {"const": "refusal"}}, text=_TEXT),
+            case(type={"const": "refusal"}),
+        ]
+    }
+
+    type: Annotated[str, words("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(Struct, frozen=True, omit_defaults=True):
+    """An input item of any type, and an output item that comes back. Without a type it is a message or a reference."""
+
+    told: ClassVar = {
+        "anyOf": [
+            case(("role", "content"), type={"enum": ["message", None]}, role=_TEXT, content=_SAID),
+            case(("id",), type={"enum": ["item_reference", None]}, id=_TEXT),
+            case(("type",), type={"enum": ["reasoning", "compaction"]}),
+            case(("type", "call_id", "name"), type={"const": "function_call"}, call_id=_TEXT, name=_TEXT),
+            case(
+                ("type", "call_id", "name", "input"),
+                type={"const": "custom_tool_call"},
+                call_id=_TEXT,
+                name=_TEXT,
+                input=_TEXT,
+            ),
+            case(
+                ("type", "call_id", "output"),
+                type={"enum": ["function_call_output", "custom_tool_call_output"]},
+                call_id=_TEXT,
+                output=_SAID,
+            ),
+        ]
+    }
+
+    type: str | None = None
+    id: str | None = None
+    # An `Item` is also what is listed to clients: what was never given is left out.
+    role: Annotated[str, words("user", "assistant", "system", "developer")] | None = None
+    content: str | list[Part] | None = None
+    status: str | None = None
+    phase: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | UnsetType = UNSET
+    encrypted_content: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The type, also where the client left it out."""
+        if self.type is not None:
+            return self.type
+        return "item_reference" if self.role is None and self.content is None else "message"
+
+
+class ReasoningWish(ReasoningSpec, frozen=True):
+    """A summary cannot be made here: what was thought is sent as it is."""
+
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextFormat(Struct, frozen=True):
+    type: Annotated[str, words("text", "json_object", "json_schema")]
+    name: str | UnsetType = UNSET
+    description: str | UnsetType | None = UNSET
+    schema: dict[str, Any] | UnsetType = UNSET
+    strict: bool | UnsetType | None = UNSET
+
+
+class TextWish(Struct, frozen=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class CountRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/responses/input_tokens`: the part of a request that is the prompt."""
+
+    told: ClassVar = {
+        "anyOf": [
+            case(("input",), input={"type": ["string", "array"], "minItems": 1}),
+            case(("previous_response_id",), previous_response_id=_TEXT),
+        ]
+    }
+
+    model: str = ""
+    input: str | list[Item] | None = None
+    instructions: str | list[Item] | None = None
+    previous_response_id: str | None = None
+    conversation: Annotated[Any, UNSERVED] = None
+    prompt: Annotated[Any, UNSERVED] = None
+    tools: list[Annotated[dict[str, Any], shape(TOOL)]] | None = None
+    tool_choice: (
+        Annotated[str, words("auto", "none", "required")] | Annotated[dict[str, Any], shape(TOOL_CHOICE)] | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningWish | None = None
+    text: TextWish | None = None
+    truncation: Annotated[str, words("auto", "disabled")] | None = None
+    # How other servers, and chat, spell how much to think.
+    reasoning_effort: Effort | None = None
+    thinking: ThinkingSpec | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Budget | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [Item("message", role="user", content=[Part("input_text", self.input)])]
+        return self.input or []
+
+
+class ResponsesRequest(CountRequest, frozen=True, kw_only=True):
+    """`POST /v1/responses`. What comes after `user` is not OpenAI's, but other servers take it."""
+
+    stream: bool | None = None
+    store: bool | None = None
+    background: Annotated[bool, shape({"enum": [False]})] | None = None
+    include: list[str] | None = None
+    max_output_tokens: Tokens | None = None
+    max_tool_calls: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Positive | None = None
+    top_k: TopK | None = None
+    min_p: Unit | None = None
+    seed: Seed | None = None
+
+    def includes(self, what: str) -> bool:
+        """Whether the client wants this extra."""
+        return what in (self.include or ())
+
+
+_responses = Schema(ResponsesRequest, NO_ACTION, "input", Item)
+_count = Schema(CountRequest, NO_ACTION | frozenset(ResponsesRequest.__struct_fields__), "input", Item)
+
+
+def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
+    """The request, and the names of the fields that nobody knows or that do nothing here. Raises `BadRequest`."""
+    request, unknown = _responses.decode(body)
+    if request.background:
+        raise Unsupported("'background' is not supported: ask with 'stream' for a long answer.", "background")
+    return request, unknown + _refuse_unserved(request)
+
+
+def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
+    """Takes a whole request too. Raises `BadRequest`."""
+    request, unknown = _count.decode(body)
+    return request, unknown + _refuse_unserved(request)
+
+
+def _refuse_unserved(request: CountRequest) -> list[str]:
+    if request.conversation is not None:
+        raise Unsupported("'conversation' is not supported: use 'previous_response_id'.", "conversation")
+    if request.prompt is not None:
+        raise Unsupported("'prompt' is not supported: there are no stored prompts here.", "prompt")
+    match request.truncation:
+        case None | "disabled":
+            return []
+        case "auto":
+            # Nothing is ever left out of a prompt here: one that is too long is an error that the client can read.
+            return ["truncation"]
+        case other:
+            message = f"Invalid value for 'truncation': {other[:40]!r} is none of auto, disabled."
+            raise BadRequest(message, "truncation", "invalid_value")

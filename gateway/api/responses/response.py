@@ -1,0 +1,330 @@
+"""Answers of the Responses API: the response, its items, its stream events. A struct's tag is its `type`."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from gateway.api.openai.response import ContentLogprob, ReasoningTokens
+from gateway.api.responses.request import Item as InputItem
+from gateway.errors import ApiError
+from protocol.messages import Usage
+
+# -- items -----------------------------------------------------------------------------------------------------------
+
+
+class OutputText(Struct, frozen=True, tag="output_text"):
+    text: str
+    annotations: tuple[()] = ()
+    logprobs: Sequence[ContentLogprob] = ()
+
+
+class ReasoningText(Struct, frozen=True, tag="reasoning_text"):
+    text: str
+
+
+Part = OutputText | ReasoningText
+
+
+class Message(Struct, frozen=True, tag="message"):
+    id: str
+    status: str
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class Reasoning(Struct, frozen=True, tag="reasoning"):
+    """`encrypted_content` is there when it was asked for."""
+
+    id: str
+    content: list[ReasoningText]
+    summary: tuple[()] = ()
+    encrypted_content: str | UnsetType = UNSET
+
+
+class FunctionCall(Struct, frozen=True, tag="function_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | UnsetType = UNSET
+
+
+class CustomToolCall(Struct, frozen=True, tag="custom_tool_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+
+
+Item = Message | Reasoning | FunctionCall | CustomToolCall
+
+# -- the response ----------------------------------------------------------------------------------------------------
+
+
+class InputDetails(Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class UsageBody(Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage) -> "UsageBody":
+        return cls(
+            usage.prompt,
+            InputDetails(usage.cached),
+            usage.completion,
+            ReasoningTokens(usage.reasoning),
+            usage.prompt + usage.completion,
+        )
+
+
+class ErrorInfo(Struct, frozen=True):
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: ApiError) -> "ErrorInfo":
+        """In the few words of the published list; Codex reads one more, of a prompt that is too long."""
+        if error.code == "context_length_exceeded":
+            return cls(error.code, error.message)
+        if error.status == 429:
+            return cls("rate_limit_exceeded", error.message)
+        return cls("invalid_prompt" if error.status == 400 else "server_error", error.message)
+
+
+class Incomplete(Struct, frozen=True):
+    reason: str
+
+
+class ReasoningEcho(Struct, frozen=True):
+    effort: str | None
+    summary: str | None
+
+
+class FormatEcho(Struct, frozen=True):
+    """What of `text.format` was asked."""
+
+    type: str = "text"
+    name: str | UnsetType = UNSET
+    description: str | UnsetType | None = UNSET
+    schema: dict[str, Any] | UnsetType = UNSET
+    strict: bool | UnsetType | None = UNSET
+
+
+class TextEcho(Struct, frozen=True):
+    format: FormatEcho
+    verbosity: str = "medium"
+
+
+class Response(Struct, frozen=True, kw_only=True, tag_field="object", tag="response"):
+    """A response at any moment. `user` is left out when it was not given: null is not allowed there."""
+
+    id: str
+    created_at: int
+    status: str = "in_progress"
+    background: bool = False
+    completed_at: int | None = None
+    error: ErrorInfo | None = None
+    incomplete_details: Incomplete | None = None
+    instructions: str | list[InputItem] | None = None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: Sequence[Item] = ()
+    parallel_tool_calls: bool
+    presence_penalty: float
+    frequency_penalty: float
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningEcho
+    safety_identifier: str | None
+    service_tier: str = "default"
+    store: bool
+    temperature: float
+    text: TextEcho
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: UsageBody | None = None
+    user: str | UnsetType = UNSET
+    metadata: dict[str, Any]
+
+
+class Deleted(Struct, frozen=True, tag_field="object", tag="response"):
+    id: str
+    deleted: bool = True
+
+
+class Compacted(Struct, frozen=True, tag_field="object", tag="response.compaction"):
+    """A conversation made short: user messages, and an item of type `compaction` for the rest."""
+
+    id: str
+    created_at: int
+    output: list[InputItem]
+    usage: UsageBody
+
+
+class TokenCount(Struct, frozen=True, tag_field="object", tag="response.input_tokens"):
+    input_tokens: int
+
+
+class ItemList(Struct, frozen=True, tag_field="object", tag="list"):
+    """A page of input items."""
+
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+# -- stream events: each gets its `sequence_number` when it is written -------------------------------------------------
+
+
+class Created(Struct, frozen=True, tag="response.created"):
+    response: Response
+
+
+class InProgress(Struct, frozen=True, tag="response.in_progress"):
+    response: Response
+
+
+class Completed(Struct, frozen=True, tag="response.completed"):
+    response: Response
+
+
+class IncompleteEvent(Struct, frozen=True, tag="response.incomplete"):
+    response: Response
+
+
+class Failed(Struct, frozen=True, tag="response.failed"):
+    response: Response
+
+
+class ItemAdded(Struct, frozen=True, tag="response.output_item.added"):
+    output_index: int
+    item: Item
+
+
+class ItemDone(Struct, frozen=True, tag="response.output_item.done"):
+    output_index: int
+    item: Item
+
+
+class PartAdded(Struct, frozen=True, tag="response.content_part.added"):
+    item_id: str
+    output_index: int
+    content_index: int
+    part: Part
+
+
+class PartDone(Struct, frozen=True, tag="response.content_part.done"):
+    item_id: str
+    output_index: int
+    content_index: int
+    part: Part
+
+
+class TextDelta(Struct, frozen=True, tag="response.output_text.delta"):
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    logprobs: Sequence[ContentLogprob] = ()
+
+
+class TextDone(Struct, frozen=True, tag="response.output_text.done"):
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    logprobs: Sequence[ContentLogprob] = ()
+
+
+class ReasoningDelta(Struct, frozen=True, tag="response.reasoning_text.delta"):
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+
+
+class ReasoningDone(Struct, frozen=True, tag="response.reasoning_text.done"):
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+
+
+class ArgumentsDelta(Struct, frozen=True, tag="response.function_call_arguments.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(Struct, frozen=True, tag="response.function_call_arguments.done"):
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+class InputDelta(Struct, frozen=True, tag="response.custom_tool_call_input.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class InputDone(Struct, frozen=True, tag="response.custom_tool_call_input.done"):
+    item_id: str
+    output_index: int
+    input: str
+
+
+Event = (
+    Created
+    | InProgress
+    | Completed
+    | IncompleteEvent
+    | Failed
+    | ItemAdded
+    | ItemDone
+    | PartAdded
+    | PartDone
+    | TextDelta
+    | TextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | InputDelta
+    | InputDone
+)
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+def event_bytes(event: Event, sequence_number: int) -> bytes:
+    """One server-sent event."""
+    tag = type(event).__struct_config__.tag
+    return b'event: %b\ndata: %b,"sequence_number":%d}\n\n' % (str(tag).encode(), _encode(event)[:-1], sequence_number)
+
+
+def stream_bytes(events: Iterable[Event], sequence_number: int) -> tuple[bytes, int]:
+    """Events numbered from here on, and the number of the next one."""
+    parts: list[bytes] = []
+    for event in events:
+        parts.append(event_bytes(event, sequence_number))
+        sequence_number += 1
+    return b"".join(parts), sequence_number

@@ -1,0 +1,259 @@
+"""From the configuration file to `Config`, checked. What is wrong in it is a `ConfigError` that names the line."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct, structs
+
+from gateway.config.address import bad_proxy
+from gateway.config.certificate import CertificateUnusable, load
+from gateway.config.names import Names
+from gateway.config.origins import bad_host, bad_origin, is_loopback
+from gateway.config.otlp import bad_endpoint
+from gateway.config.parser_names import bad_parser
+from gateway.config.periods import zone_of
+from gateway.config.settings import (
+    CAN_HOLD_AWAKE,
+    CONFIG_NAME,
+    NAME_BYTES_MAX,
+    CacheConfig,
+    Config,
+    ConfigError,
+    MemoryConfig,
+    ModelConfig,
+    ProfileConfig,
+    SamplingDefaults,
+    ServerConfig,
+    ThinkingDefaults,
+    TlsConfig,
+    keys_path,
+)
+from gateway.config.source import Source
+from gateway.errors import ModelNotFound
+from gateway.failed import Failed
+from gateway.model_files.hub_cache import cached_models
+
+# A chat template is kept in the configuration and in a worker's state file. The longest known have 20 KiB.
+TEMPLATE_BYTES_MAX: Final = 1024 * 1024
+_TABLES: Final[dict[str, type[Struct]]] = {
+    "sampling": SamplingDefaults,
+    "thinking": ThinkingDefaults,
+    "cache": CacheConfig,
+}
+
+
+def load_config(
+    home: Path,
+    path: Path | None = None,
+    *,
+    has_keys: Callable[[Path], bool],
+    host: str | None = None,
+    port: int | None = None,
+    log_level: str | None = None,
+) -> Config:
+    """Read `path` (default: `home/mlxd.toml`, which may be absent) and apply the command line's overrides.
+
+    `has_keys` says of the folder of keys whether there is one: a daemon that others can reach needs one.
+    Raises `ConfigError`. Without any model configured: `demo`, and every model that the Hugging Face cache holds.
+    """
+    source = Source(path or home / CONFIG_NAME)
+    raw = source.read(required=path is not None)
+    source.refuse_unknown(raw, ("server", "memory", "models"), ())
+    overrides = {"host": host, "port": port, "log_level": log_level}
+    server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
+    if not is_loopback(server.host):
+        _need_keys(source, server.host, lambda: has_keys(keys_path(home)), is_override=host is not None)
+    models = _models(source, raw.get("models", {})) or _found_models()
+    _refuse_duplicates(source, models)
+    _check_references(source, server, models)
+    memory = source.convert(source.table(raw.get("memory", {}), MemoryConfig, ("memory",)), MemoryConfig, ("memory",))
+    return Config(home=home, server=server, models=models, config_path=source.path, memory=memory)
+
+
+def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig:
+    table = source.table(raw, ServerConfig, ("server",))
+    table |= overrides
+    if isinstance(table.get("log_level"), str):
+        table["log_level"] = table["log_level"].lower()
+    if "tls" in table:
+        table["tls"] = _tls(source, table["tls"])
+    server = source.convert(table, ServerConfig, ("server",), overridden=frozenset(overrides))
+    for origin in server.cors:
+        if reason := bad_origin(origin):
+            raise source.error(f"cors: {origin!r} {reason}", ("server", "cors"))
+    for proxy in server.trusted_proxies:
+        if reason := bad_proxy(proxy):
+            raise source.error(f"trusted_proxies: {proxy!r} {reason}", ("server", "trusted_proxies"))
+    for host in server.hosts:
+        if reason := bad_host(host):
+            raise source.error(f"hosts: {host!r} {reason}", ("server", "hosts"))
+    if server.prevent_sleep == "always" and not CAN_HOLD_AWAKE:
+        raise source.error("prevent_sleep: 'always' is for macOS; set that in this system", ("server", "prevent_sleep"))
+    if server.body_memory_bytes != "auto" and server.body_memory_bytes < server.max_body_bytes:
+        message = f"body_memory: {server.body_memory_bytes} bytes hold no body of max_body ({server.max_body_bytes})"
+        raise source.error(message, ("server", "body_memory"))
+    try:
+        zone_of(server.time_zone)
+    except ValueError as error:
+        raise source.error(f"time_zone: {error}", ("server", "time_zone")) from None
+    if reason := bad_endpoint(server.otlp_endpoint):
+        raise source.error(f"otlp_endpoint: {reason}", ("server", "otlp_endpoint"))
+    return server
+
+
+def _tls(source: Source, raw: Any) -> TlsConfig:
+    """Checked with the files that it names. Raises `ConfigError`."""
+    where = ("server", "tls")
+    tls = source.convert(source.table(raw, TlsConfig, where), TlsConfig, where)
+    if not tls.certificate and not tls.key:
+        return tls
+    if not tls.certificate or not tls.key:
+        raise source.error("tls: needs both certificate and key", where)
+    certificate, key = source.path_of(tls.certificate), source.path_of(tls.key)
+    try:
+        load(certificate, key)
+    except CertificateUnusable as error:
+        raise source.error(f"tls: {error}", where) from None
+    return TlsConfig(str(certificate), str(key))
+
+
+def _need_keys(source: Source, host: str, has_keys: Callable[[], bool], *, is_override: bool) -> None:
+    """A daemon that others can reach must know who asks. Raises `ConfigError`."""
+    try:
+        has_one = has_keys()
+    except Failed as error:
+        raise ConfigError(str(error)) from None
+    if not has_one:
+        raise ConfigError(
+            f"refusing to listen on {host!r}, where others can reach it, without an API key. "
+            "Make one first: mlxctl keys create NAME",
+            None if is_override else source.path,
+            None if is_override else source.line(("server", "host")),
+        )
+
+
+def _models(source: Source, raw: Any) -> dict[str, ModelConfig]:
+    if not isinstance(raw, dict):
+        raise source.error("models must be a table: write [models.NAME]", ("models",))
+    models: dict[str, ModelConfig] = {}
+    for name, body in raw.items():
+        where = ("models", name)
+        if reason := _bad_name(name):
+            raise source.error(f"model name {name!r} {reason}", where)
+        models[name] = model = _model(source, name, body, where)
+        if model.deterministic and model.batching not in ("auto", "single"):
+            raise source.error("deterministic runs one request at a time: batching is 'single'", (*where, "batching"))
+        if reason := bad_parser(model.parser):
+            raise source.error(reason, (*where, "parser"))
+        for alias in model.aliases:
+            if reason := _bad_alias(alias):
+                raise source.error(f"alias {alias!r} {reason}", (*where, "aliases"))
+    return models
+
+
+def _model(source: Source, name: str, body: Any, where: tuple[str, ...]) -> ModelConfig:
+    table = _nested(source, source.table(body, ModelConfig, where, hidden=("name",)), where)
+    if isinstance(table.get("log_level"), str):
+        table["log_level"] = table["log_level"].lower()
+    profiles = table.pop("profiles", {})
+    table["name"] = name
+    table["path"] = source.model_path(table.get("path", name))
+    model = source.convert(table, ModelConfig, where)
+    return structs.replace(
+        model,
+        profiles=_profiles(source, profiles, (*where, "profiles")),
+        chat_template=_template(source, model.chat_template, (*where, "chat_template")),
+    )
+
+
+def _nested(source: Source, table: dict[str, Any], where: tuple[str, ...]) -> dict[str, Any]:
+    """`table` with the tables inside of it renamed as well."""
+    for key, struct in _TABLES.items():
+        if isinstance(table.get(key), dict):
+            table[key] = source.table(table[key], struct, (*where, key))
+    return table
+
+
+def _profiles(source: Source, raw: Any, where: tuple[str, ...]) -> dict[str, ProfileConfig]:
+    if not isinstance(raw, dict):
+        raise source.error("profiles must be a table: write [models.NAME.profiles.PROFILE]", where)
+    profiles: dict[str, ProfileConfig] = {}
+    for name, body in raw.items():
+        at = (*where, name)
+        reason = "must not contain ':'" if ":" in name else _bad_name(name)
+        if reason:
+            raise source.error(f"profile name {name!r} {reason}", at)
+        profiles[name] = source.convert(_nested(source, source.table(body, ProfileConfig, at), at), ProfileConfig, at)
+    return profiles
+
+
+def _template(source: Source, given: str, where: tuple[str, ...]) -> str:
+    """The text of a chat template that is given as such, or by its file. Raises `ConfigError`."""
+    if not given:
+        return ""
+    text = given if _is_jinja(given) else source.text(given, where)
+    if not _is_jinja(text):
+        raise source.error(f"chat_template: {given} holds no Jinja template", where)
+    if len(msgspec.json.encode(text)) > TEMPLATE_BYTES_MAX:
+        raise source.error(f"chat_template: is longer than {TEMPLATE_BYTES_MAX} bytes", where)
+    return text
+
+
+def _is_jinja(text: str) -> bool:
+    return "{{" in text or "{%" in text
+
+
+def _found_models() -> dict[str, ModelConfig]:
+    demo = ModelConfig(name="demo", path="demo", aliases=("default",))
+    found = [name for name in cached_models() if name not in ("demo", "default") and not _bad_name(name)]
+    return {"demo": demo} | {name: ModelConfig(name=name, path=name) for name in found}
+
+
+def _refuse_duplicates(source: Source, models: dict[str, ModelConfig]) -> None:
+    owner: dict[str, str] = {}
+    for model in models.values():
+        for alias in model.aliases:
+            where = ("models", model.name, "aliases")
+            if alias in models and alias != model.name:
+                raise source.error(f"alias {alias!r} of model {model.name!r} is the name of another model", where)
+            if alias == model.name or owner.setdefault(alias, model.name) != model.name:
+                taken = owner.get(alias, model.name)
+                raise source.error(f"alias {alias!r} of model {model.name!r} already belongs to {taken!r}", where)
+    for model in models.values():
+        for profile in model.profiles:
+            name = f"{model.name}:{profile}"
+            if name in models or name in owner:
+                where = ("models", model.name, "profiles", profile)
+                raise source.error(f"profile {profile!r} of model {model.name!r} is the name of another model", where)
+
+
+def _check_references(source: Source, server: ServerConfig, models: dict[str, ModelConfig]) -> None:
+    """`default` and `small` must be what a client could ask for."""
+    names = Names(models)
+    for key, name in (("default", server.default), ("small", server.small)):
+        if not name:
+            continue
+        try:
+            names.locate(name)
+        except ModelNotFound as error:
+            raise source.error(f"{key}: {error.message}", ("server", key)) from None
+
+
+def _bad_name(name: str) -> str | None:
+    if "*" in name:
+        return "must not contain '*': patterns belong in aliases"
+    if name.startswith("-"):
+        return "must not begin with '-'"
+    return _bad_alias(name)
+
+
+def _bad_alias(alias: str) -> str | None:
+    if not alias:
+        return "is empty"
+    if any(c.isspace() or not c.isprintable() for c in alias):
+        return "must not contain spaces or control characters"
+    if len(alias.encode()) > NAME_BYTES_MAX:
+        return f"is longer than {NAME_BYTES_MAX} bytes"
+    return None

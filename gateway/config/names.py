@@ -1,0 +1,96 @@
+"""Names of models: from the name that a client sends to a model and the profile that it was asked for with.
+
+An exact name, then an alias, then `NAME:PROFILE` of either, then the most specific pattern: the longest text before
+its first `*`, then the most text. `[server] small` has patterns of its own for the small models of vendors; where one
+is as specific as a model's alias, the alias wins.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.config.patterns import Pattern
+from gateway.config.settings import ModelConfig
+from gateway.errors import BadRequest, ModelNotFound
+
+# What Claude Code, Codex and others ask for in the background: titles, summaries, topics.
+SMALL: Final = (
+    "claude-haiku-*",
+    "claude-*-haiku",
+    "claude-*-haiku-*",
+    "gpt-*-mini",
+    "gpt-*-mini-*",
+    "gpt-*-nano",
+    "gpt-*-nano-*",
+)
+DEFAULT: Final = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model and the profile it was asked for with, empty without one. The profile may not exist."""
+
+    model: ModelConfig
+    profile: str = ""
+
+
+class Names:
+    """The names of one configuration."""
+
+    def __init__(self, models: Mapping[str, ModelConfig], default: str = "", small: str = "") -> None:
+        """`default` and `small` are names that `find` finds, or empty."""
+        self._models = models
+        self._aliases: dict[str, ModelConfig] = {}
+        patterns: list[tuple[Pattern, Found]] = []
+        for model in models.values():
+            for alias in model.aliases:
+                if "*" in alias:
+                    patterns.append((Pattern(alias), Found(model)))
+                else:
+                    self._aliases[alias] = model
+        self._patterns = _ordered(patterns)
+        self._default: Found | None = None
+        chosen = self.find(small) if small else None
+        self._default = self.find(default) if default else None
+        if chosen is not None:
+            self._patterns = _ordered([*patterns, *((Pattern(text), chosen) for text in SMALL)])
+
+    def locate(self, name: str, may_use: Callable[[ModelConfig], bool] = lambda _: True) -> Found:
+        """The model behind `name`, which must be one that may be used, and its profile.
+
+        Raises `ModelNotFound`, for a model that may not be used just as for none, and `BadRequest` without a name.
+        """
+        found = self.find(name)
+        if found is None and not name:
+            raise BadRequest("Missing required parameter: 'model'.", "model", "missing_required_parameter")
+        if found is None or not may_use(found.model):
+            raise ModelNotFound(name, [known.name for known in self._models.values() if may_use(known)])
+        if found.profile and found.profile not in found.model.profiles:
+            raise ModelNotFound(name, found.model.profiles, f"Profiles of {found.model.name}")
+        return found
+
+    def find(self, name: str) -> Found | None:
+        """The model behind `name` without checking access."""
+        if (model := self._exact(name)) is not None:
+            return Found(model)
+        if name in ("", DEFAULT) and self._default is not None:
+            return self._default
+        base, _, profile = name.rpartition(":")
+        owner = self._exact(base)
+        if owner is not None and owner.profiles:
+            return Found(owner, profile)
+        by_pattern = self._by_pattern(base)
+        if by_pattern is not None and profile in by_pattern.model.profiles:
+            return Found(by_pattern.model, profile)
+        return self._by_pattern(name)
+
+    def _exact(self, name: str) -> ModelConfig | None:
+        return self._models.get(name) or self._aliases.get(name)
+
+    def _by_pattern(self, name: str) -> Found | None:
+        return next((found for pattern, found in self._patterns if pattern.matches(name)), None)
+
+
+def _ordered(patterns: list[tuple[Pattern, Found]]) -> list[tuple[Pattern, Found]]:
+    """The most specific first; then the order in which they came."""
+    return sorted(patterns, key=lambda item: item[0].specificity, reverse=True)

@@ -1,0 +1,162 @@
+"""One TOML file as plain tables with the fields of structs, and the line of what is wrong in it."""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from gateway.config.settings import (
+    CacheConfig,
+    ConfigError,
+    MemoryConfig,
+    ModelConfig,
+    SamplingDefaults,
+    ServerConfig,
+    ThinkingDefaults,
+    TlsConfig,
+    file_key,
+)
+from gateway.config.syntax import Locator, parse_duration, parse_size
+
+T = TypeVar("T", bound=Struct)
+
+# Where a key may have been meant to stand.
+_TABLES: Final[dict[str, type[Struct]]] = {
+    "server": ServerConfig,
+    "server.tls": TlsConfig,
+    "memory": MemoryConfig,
+    "models.NAME": ModelConfig,
+    "models.NAME.sampling": SamplingDefaults,
+    "models.NAME.thinking": ThinkingDefaults,
+    "models.NAME.cache": CacheConfig,
+}
+
+
+class Source:
+    """One configuration file: its path and, once read, where each key stands."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._locator = Locator("")
+
+    def read(self, *, required: bool) -> dict[str, Any]:
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            if required:
+                raise ConfigError("no such file", self.path) from None
+            return {}
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"not UTF-8 text ({error.reason} at byte {error.start})", self.path) from None
+        except OSError as error:
+            raise ConfigError(error.strerror or str(error), self.path) from None
+        self._locator = Locator(text)
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            message, line = self._locator.syntax_error(error)
+            raise ConfigError(message, self.path, line) from None
+
+    def line(self, key: tuple[str, ...]) -> int | None:
+        return self._locator.line(key)
+
+    def error(self, message: str, key: tuple[str, ...]) -> ConfigError:
+        return ConfigError(message, self.path, self.line(key))
+
+    def refuse_unknown(self, table: dict[str, Any], known: tuple[str, ...], where: tuple[str, ...]) -> None:
+        for key in table:
+            if key in known:
+                continue
+            inside = f" in [{'.'.join(where)}]" if where else ""
+            raise self.error(f"unknown key {key!r}{inside}; {_hint(key, known)}", (*where, key))
+
+    def table(
+        self, raw: Any, struct: type[Struct], where: tuple[str, ...], hidden: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """`raw` with its keys renamed to the fields of `struct` and its durations and sizes as numbers."""
+        if not isinstance(raw, dict):
+            raise self.error(f"{'.'.join(where)} must be a table", where)
+        names = [name for name in struct.__struct_fields__ if name not in hidden]
+        fields = {file_key(name): name for name in names} | {name: name for name in names}
+        self.refuse_unknown(raw, tuple(fields), where)
+        table: dict[str, Any] = {}
+        for key, value in raw.items():
+            field = fields[key]
+            if field in table:
+                raise self.error(f"{file_key(field)!r} is given twice", (*where, key))
+            table[field] = self._number(field, value, (*where, key))
+        return table
+
+    def _number(self, field: str, value: Any, where: tuple[str, ...]) -> Any:
+        parse: Callable[[str], float] | None = None
+        if field.endswith("_s"):
+            parse = parse_duration
+        elif field.endswith("_bytes"):
+            parse = parse_size
+        if parse is None or not isinstance(value, str) or value == "auto":
+            return value
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise self.error(f"{where[-1]}: {error}", where) from None
+
+    def convert(
+        self, table: dict[str, Any], struct: type[T], where: tuple[str, ...], overridden: frozenset[str] = frozenset()
+    ) -> T:
+        """Check types and ranges. Raises `ConfigError` at the line of the value that is wrong."""
+        try:
+            return msgspec.convert(table, struct)
+        except msgspec.ValidationError as error:
+            what, _, place = str(error).partition(" - at `$.")
+            field = place.rstrip("`").partition("[")[0]
+            key = tuple(field.split("."))
+            if key[0] in overridden:
+                raise ConfigError(f"--{key[0].replace('_', '-')}: {_sentence(what)}") from None
+            line = self._locator.line((*where, *key[:-1], file_key(key[-1])), (*where, *key))
+            raise ConfigError(f"{file_key(field)}: {_sentence(what)}", self.path, line) from None
+
+    def path_of(self, path: str) -> Path:
+        """The path that a key names, relative to this file's folder."""
+        return self.path.absolute().parent / Path(path).expanduser()
+
+    def text(self, path: str, where: tuple[str, ...]) -> str:
+        """What a file holds that a key names, relative to this one. Raises `ConfigError`."""
+        file = self.path_of(path)
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise self.error(f"{where[-1]}: cannot read {file}: {reason}", where) from None
+
+    def model_path(self, path: Any) -> Any:
+        """A folder becomes absolute (relative to the file's folder); a repository id stays as it is."""
+        if not isinstance(path, str):
+            return path
+        if path.startswith("~"):
+            return str(Path(path).expanduser())
+        if path in (".", "..") or path.startswith(("./", "../")):
+            return os.path.normpath(self.path.absolute().parent / path)
+        return path
+
+
+def _hint(key: str, known: tuple[str, ...]) -> str:
+    """What somebody may have meant with a key that is not known where it stands."""
+    homes = [
+        f"[{table}]"
+        for table, struct in _TABLES.items()
+        # A model's name is in the header of its table.
+        if key != "name" and key in (*struct.__struct_fields__, *map(file_key, struct.__struct_fields__))
+    ]
+    if homes:
+        return f"it belongs in {' or '.join(homes)}"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+
+
+def _sentence(what: str) -> str:
+    return what.replace("`", "").replace("Expected", "expected").replace("Invalid enum value", "unknown value")

@@ -1,0 +1,161 @@
+"""Checks of a machine, a home and a daemon, with advice for each that fails. Pure: from facts to findings."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from msgspec import Struct
+
+from gateway.admin_types import Probe
+from gateway.config.certificate import date
+from gateway.install.description import FILES
+from protocol.sockets import PathTooLong, addresses, check_path
+
+DISK_LOW: Final = 10 * 1024**3
+DISK_FULL: Final = 1024**3
+SLOW_TOKEN_S: Final = 5.0
+CERTIFICATE_LOW_S: Final = 14 * 86400.0
+
+Level = Literal["ok", "warn", "bad", "skip"]
+
+
+class Finding(Struct, frozen=True):
+    """One check: `bad` will not work, `warn` will hurt some day, `skip` could not be looked at."""
+
+    name: str
+    level: Level
+    text: str
+    advice: str = ""
+
+
+def versions(found: Mapping[str, str | None]) -> Finding:
+    """`found`: each distribution that mlxd needs, and its version."""
+    missing = [name for name, version in found.items() if version is None]
+    if missing:
+        return Finding("versions", "bad", f"not installed: {', '.join(missing)}", "install mlxd anew")
+    return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
+
+
+def configuration(path: Path, error: str) -> Finding:
+    if error:
+        return Finding("configuration", "bad", error, "mlxctl config check tells when it is good")
+    return Finding("configuration", "ok", str(path) if path.exists() else f"no {path}: the defaults")
+
+
+def home(path: Path, mode: int | None, owner: int, uid: int) -> Finding:
+    """`mode`: permission bits, None when it is not there."""
+    if mode is None:
+        return Finding("home", "ok", f"{path} will be made at the first start")
+    # Root looks after the homes of others.
+    if uid not in (owner, 0):
+        return Finding("home", "bad", f"{path} belongs to user {owner}, not {uid}", f"chown it, or run as user {owner}")
+    if mode & 0o077:
+        return Finding("home", "warn", f"others may enter {path} (mode {mode:04o})", f"chmod 700 {path}")
+    return Finding("home", "ok", f"{path}, mode {mode:04o}")
+
+
+def socket_paths(run_dir: Path, admin: Path) -> Finding:
+    """The sockets of the workers, and the one of `mlxctl`."""
+    try:
+        addresses(run_dir)
+        check_path(admin)
+    except PathTooLong as error:
+        return Finding("sockets", "bad", str(error), "set MLXD_HOME to a shorter folder")
+    return Finding("sockets", "ok", f"paths in {run_dir} are short enough")
+
+
+def disk(free: int) -> Finding:
+    text = f"{free / 1024**3:.1f} GiB free"
+    if free < DISK_FULL:
+        return Finding("disk", "bad", text, "make room: mlxctl cache clear, or smaller caches (cache.disk)")
+    if free < DISK_LOW:
+        return Finding("disk", "warn", text, "make room, or set smaller caches (cache.disk)")
+    return Finding("disk", "ok", text)
+
+
+def port(number: int, *, is_taken: bool, is_ours: bool) -> Finding:
+    if is_ours:
+        return Finding("port", "ok", f"{number} is mlxd's")
+    if is_taken:
+        advice = f"lsof -i :{number} shows by whom; or set another [server] port"
+        return Finding("port", "bad", f"{number} is taken by another program", advice)
+    return Finding("port", "ok", f"{number} is free")
+
+
+def certificate(expires: float, now: float, exposed: str) -> Finding:
+    """Of TLS. `expires` and `now`: seconds since 1970; `exposed`: the key, if every user may read it."""
+    text = f"valid until {date(expires)}"
+    if expires - now < CERTIFICATE_LOW_S:
+        return Finding("certificate", "warn", text, "renew it; mlxd takes new files by itself")
+    if exposed:
+        return Finding("certificate", "warn", f"every user may read {exposed}", f"chmod 600 {exposed}")
+    return Finding("certificate", "ok", text)
+
+
+def files(hard: int) -> Finding:
+    """`hard`: the limit up to which mlxd raises its own; negative is none."""
+    if 0 <= hard < FILES:
+        return Finding("open files", "warn", f"at most {hard}", f"raise the hard limit to {FILES}: ulimit -Hn")
+    return Finding("open files", "ok", "no limit" if hard < 0 else f"up to {hard}")
+
+
+def wired_max(ram_bytes: int) -> int:
+    """As much as the GPU may hold without leaving the system too little."""
+    return max(0, ram_bytes - max(8 * 1024**3, ram_bytes // 16))
+
+
+def wired_limit(said: str | None, ram_bytes: int) -> Finding:
+    """`said`: what `sysctl -n iogpu.wired_limit_mb` prints; 0 is the system's own choice."""
+    if said is None or not said.strip().isdecimal():
+        return Finding("wired limit", "skip", "sysctl iogpu.wired_limit_mb cannot be read")
+    limit = int(said) * 1024**2
+    if limit == 0:
+        return Finding("wired limit", "ok", "the system's own share of memory")
+    if limit > wired_max(ram_bytes):
+        text = f"{limit / 1024**3:.0f} of {ram_bytes / 1024**3:.0f} GiB leaves the system too little"
+        return Finding("wired limit", "warn", text, "lower iogpu.wired_limit_mb: a full machine panics")
+    return Finding("wired limit", "ok", f"{limit / 1024**3:.0f} GiB; lost at each boot unless something sets it again")
+
+
+def sleep(said: str | None) -> Finding:
+    """`said`: what `pmset -g custom` or `pmset -g` prints."""
+    values = re.findall(r"^\s*sleep\s+(\d+)", said or "", re.MULTILINE)
+    if not values:
+        return Finding("sleep", "skip", "pmset cannot be read")
+    if any(value != "0" for value in values):
+        return Finding(
+            "sleep", "warn", f"the machine sleeps after {max(map(int, values))} min", "sudo pmset -a sleep 0"
+        )
+    return Finding("sleep", "ok", "never")
+
+
+def daemon(version: str | None, ours: str) -> Finding:
+    """`version`: of the one that answers on the admin socket, None when nobody does."""
+    if version is None:
+        return Finding("daemon", "warn", "does not run", "mlxctl serve, or mlxctl service start")
+    if version != ours:
+        text = f"{version} runs, and {ours} is installed"
+        return Finding("daemon", "warn", text, "mlxctl service restart")
+    return Finding("daemon", "ok", f"{version} runs")
+
+
+def livez(status: int | None, url: str) -> Finding:
+    """`status`: of HTTP; None when it cannot be reached."""
+    if status == 200:
+        return Finding("livez", "ok", f"{url}/livez answers")
+    return Finding("livez", "bad", f"{url}/livez: {status or 'no answer'}", "mlxctl logs")
+
+
+def completion(probes: Sequence[Probe]) -> Finding:
+    """One token, asked of each loaded model through the daemon."""
+    bad = [probe for probe in probes if not probe.ok]
+    if bad:
+        text = "; ".join(f"{probe.model}: {probe.error or probe.state}" for probe in bad)
+        return Finding("completion", "bad", text, f"mlxctl logs {bad[0].model}, mlxctl restart {bad[0].model}")
+    slow = [probe for probe in probes if probe.ms > SLOW_TOKEN_S * 1000 and probe.state != "busy"]
+    if slow:
+        text = "; ".join(f"{probe.model} took {probe.ms / 1000:.1f} s for one token" for probe in slow)
+        return Finding("completion", "warn", text, "mlxctl requests shows what it does")
+    said = [f"{probe.model} is {probe.state} ({probe.ms:.0f} ms for one token)" for probe in probes]
+    return Finding("completion", "ok", "; ".join(said))

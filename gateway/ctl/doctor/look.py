@@ -1,0 +1,145 @@
+"""`mlxctl doctor`: looks at this machine, and lets `gateway.ctl.doctor.checks` judge."""
+
+import importlib.metadata
+import os
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from gateway.access.key_file import has_keys
+from gateway.admin_types import Status
+from gateway.config.certificate import CertificateUnusable, is_exposed, load
+from gateway.config.load import load_config
+from gateway.config.settings import CONFIG_NAME, Config, ConfigError, ServerConfig, TlsConfig, admin_socket, run_dir
+from gateway.ctl import offline
+from gateway.ctl.client import deep_health
+from gateway.ctl.doctor import checks as doctor
+from gateway.ctl.doctor.checks import Finding
+from gateway.failed import Failed
+from protocol import __version__
+
+DISTRIBUTIONS: Final = ("mlxd", "mlx", "mlx-lm", "pyzmq", "msgspec", "uvicorn")
+TIMEOUT_S: Final = 10.0
+
+# What a command prints; None when it cannot be run.
+Say = Callable[[tuple[str, ...]], str | None]
+
+
+def examine(home: Path, say: Say) -> Iterator[Finding]:
+    """Every check, one after the other."""
+    yield doctor.versions({name: _version(name) for name in DISTRIBUTIONS})
+    config, error = _load(home)
+    yield doctor.configuration(home / CONFIG_NAME, error)
+    yield from machine(home, say)
+    if config is not None and config.server.tls.certificate:
+        yield tls(config.server.tls)
+    yield from daemon(config.server if config else ServerConfig())
+
+
+def machine(home: Path, say: Say, platform: str = sys.platform) -> Iterator[Finding]:
+    """What needs no daemon."""
+    facts = _stat(home)
+    mode = stat.S_IMODE(facts.st_mode) if facts else None
+    yield doctor.home(home, mode, facts.st_uid if facts else -1, os.getuid())
+    yield doctor.socket_paths(run_dir(home), admin_socket(home))
+    yield doctor.disk(shutil.disk_usage(_nearest(home)).free)
+    yield doctor.files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    if platform == "darwin":
+        limit = say(("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
+        yield doctor.wired_limit(limit, psutil.virtual_memory().total)
+        yield doctor.sleep(say(("/usr/bin/pmset", "-g")))
+
+
+def daemon(server: ServerConfig) -> Iterator[Finding]:
+    """Whether it runs, and if so, whether it works."""
+    status = offline.daemon()
+    # The command line, or a file that has changed since, may say another port than the configuration.
+    number = (urlsplit(status.url).port if status else None) or server.port
+    is_taken = status is None and _is_taken(server.host, number)
+    yield doctor.port(number, is_taken=is_taken, is_ours=status is not None)
+    yield doctor.daemon(status.version if status else None, __version__)
+    if status is not None:
+        yield doctor.livez(_livez(status.url), status.url)
+        yield completion(status)
+
+
+def tls(config: TlsConfig) -> Finding:
+    """The certificate that the configuration names."""
+    key = Path(config.key)
+    try:
+        expires = load(Path(config.certificate), key).expires
+    except CertificateUnusable as error:
+        return Finding("certificate", "bad", str(error), "renew it, or correct [server] tls")
+    return doctor.certificate(expires, time.time(), str(key) if is_exposed(key) else "")
+
+
+def say(argv: tuple[str, ...]) -> str | None:
+    """Run a command of this machine."""
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def completion(status: Status) -> Finding:
+    """One token of each model that is loaded."""
+    # Nothing is loaded for a check: that may take minutes, and the memory that others use.
+    if not any(model.state == "ready" for model in status.models):
+        return Finding("completion", "skip", "no model is loaded", "mlxctl load MODEL")
+    try:
+        return doctor.completion(deep_health().models)
+    except Failed as failed:
+        return Finding("completion", "bad", str(failed), "mlxctl logs")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _load(home: Path) -> tuple[Config | None, str]:
+    try:
+        return load_config(home, has_keys=has_keys), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the folder above it that is there."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _is_taken(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=1):
+            return port != 0
+    except OSError:
+        return False
+
+
+def _livez(url: str) -> int | None:
+    # Whether it answers: a certificate that is not for this address is as good here, and nothing secret is sent.
+    try:
+        return httpx.get(f"{url}/livez", timeout=TIMEOUT_S, trust_env=False, verify=False).status_code
+    except httpx.HTTPError:
+        return None

@@ -1,0 +1,94 @@
+"""Parts shared by verbs that work without the daemon."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gateway.config.settings import Config, ConfigError, ModelConfig, default_home
+from gateway.ctl import client
+from gateway.failed import Failed
+
+if TYPE_CHECKING:
+    from gateway.admin_types import ModelStatus, Status
+
+
+def read_config(file: Path | None = None) -> Config:
+    """The configuration of the home, or another, as the daemon would read it now. Raises `ConfigError`."""
+    from gateway.access.key_file import has_keys
+    from gateway.config.load import load_config
+
+    return load_config(default_home(), file, has_keys=has_keys)
+
+
+def readable_config() -> Config | None:
+    """The same, where a broken file is no reason to say nothing."""
+    try:
+        return read_config()
+    except ConfigError:
+        return None
+
+
+def model_of(config: Config, name: str) -> ModelConfig:
+    """The model of a configuration, or one that could be: a folder or repository of that name."""
+    from gateway.config.names import Names
+    from gateway.errors import ModelNotFound
+
+    try:
+        return Names(config.models).locate(name).model
+    except ModelNotFound:
+        return ModelConfig(name=name, path=name)
+
+
+def folder_of(path: str) -> Path:
+    """Where a model is. Raises `Unreadable`, and advises a download only for what the hub may have."""
+    from gateway.model_files.metadata import Unreadable, find
+
+    try:
+        return find(path)
+    except Unreadable:
+        if path.startswith((".", "/", "~")):
+            raise Unreadable(f"there is no folder {path}") from None
+        raise
+
+
+def daemon() -> "Status | None":
+    """What it says of itself; None when it does not run."""
+    try:
+        return client.status()
+    except Failed:
+        return None
+
+
+def running_models() -> "list[ModelStatus] | None":
+    """What the daemon serves; None when it does not run."""
+    status = daemon()
+    return None if status is None else status.models
+
+
+def is_running(pid: int) -> bool:
+    """One that has ended, and that nobody has asked about yet, does not run."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def budget_bytes(status: "Status | None") -> int:
+    """What all models may take together: the daemon's word, or what it would be."""
+    from gateway.memory.host import ThisMachine
+
+    if status is not None and status.memory is not None:
+        return status.memory.budget_bytes
+    config = readable_config()
+    budget = "auto" if config is None else config.memory.budget_bytes
+    return ThisMachine().budget() if budget == "auto" else budget
+
+
+def available_bytes() -> int:
+    """What a model could take if those of the daemon made room for it."""
+    from gateway.memory.host import ThisMachine
+
+    status = daemon()
+    held = status.memory.footprint_bytes if status is not None and status.memory is not None else 0
+    return min(budget_bytes(status), ThisMachine().available() + held)

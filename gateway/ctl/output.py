@@ -1,0 +1,46 @@
+"""Output that the verbs share: `--json`, and text that is safe on a terminal."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def print_json(value: object) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def tell(value: object, text: str, json: bool) -> None:
+    """What was done: `value` for programs, `text` for people."""
+    if json:
+        print_json(value)
+    else:
+        typer.echo(text)
+
+
+def console() -> "Console":
+    """For tables: a pipe has no width, so nothing is cut off there."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=240)
+
+
+def harmless(text: str) -> str:
+    """Without what would command the terminal: a client or a model may write anything."""
+    return "".join(c for c in text if c.isprintable() or c in "\n\t")
+
+
+def seconds(text: str, option: str) -> float:
+    """A duration of the command line, such as 5m."""
+    from gateway.config.syntax import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None

@@ -1,0 +1,97 @@
+"""The folder of the prefix cache on disk, from outside: what is in it, and how to empty it while workers use it.
+
+The layout is the worker's (`worker/cache/disk.py`): `<key>/<edge>.safetensors` for each form of a model, `<key>/.model`
+with the path of that model, `quarantine/`, and `.total`, which holds the bytes of all files and is the lock for names.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Final
+
+from msgspec import Struct
+
+SUFFIX: Final = ".safetensors"
+LABEL: Final = ".model"
+LEDGER: Final = ".total"
+QUARANTINE: Final = "quarantine"
+
+
+class Folder(Struct, frozen=True):
+    """The files of one model in one form: another version of mlx or other weights have a folder of their own."""
+
+    key: str
+    # The path that the model was loaded from; empty when nobody wrote it down.
+    model: str
+    files: int
+    size_bytes: int
+    used: float
+
+
+class Cleared(Struct, frozen=True):
+    """What was deleted."""
+
+    files: int
+    size_bytes: int
+
+
+def measure(root: Path) -> list[Folder]:
+    """Every folder that holds files, the largest first."""
+    folders = [_measure(folder) for folder in _folders(root)]
+    return sorted((folder for folder in folders if folder.files), key=lambda folder: -folder.size_bytes)
+
+
+def clear(root: Path, model: str | None = None) -> Cleared:
+    """Delete what was kept for the model with this path, or everything. Running workers notice and go on."""
+    with _locked(root) as ledger:
+        files = size_bytes = 0
+        for folder in _folders(root):
+            if model is not None and _label(folder) != model:
+                continue
+            for path in folder.glob(f"*{SUFFIX}"):
+                with contextlib.suppress(FileNotFoundError):
+                    nbytes = path.stat().st_size
+                    path.unlink()
+                    files, size_bytes = files + 1, size_bytes + nbytes
+        if ledger is not None:
+            # Without a number in it, the next writer counts what is there.
+            os.ftruncate(ledger, 0)
+    return Cleared(files, size_bytes)
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Generator[int | None]:
+    """No name changes meanwhile; None when there is no cache yet."""
+    try:
+        ledger = os.open(root / LEDGER, os.O_RDWR)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        fcntl.flock(ledger, fcntl.LOCK_EX)
+        yield ledger
+    finally:
+        os.close(ledger)
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(path for path in root.glob("*") if path.is_dir() and not path.is_symlink())
+
+
+def _measure(folder: Path) -> Folder:
+    files = size_bytes = 0
+    used = 0.0
+    for path in folder.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):
+            facts = path.stat()
+            files, size_bytes, used = files + 1, size_bytes + facts.st_size, max(used, facts.st_mtime)
+    return Folder(folder.name, _label(folder), files, size_bytes, used)
+
+
+def _label(folder: Path) -> str:
+    try:
+        return (folder / LABEL).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

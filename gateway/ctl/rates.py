@@ -1,0 +1,116 @@
+"""Sample of running models and their speed: two looks at the daemon, a while apart. Read by `ps` and `top`."""
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from msgspec import Struct
+
+from gateway.admin_types import ModelStatus, Status
+
+# Between the two looks, where nobody says otherwise.
+SPAN_S: Final = 0.5
+
+
+class ModelSample(Struct, frozen=True):
+    """One model with a process. The hit rate is of prompt tokens since the daemon started, and None without any."""
+
+    name: str
+    state: str
+    pid: int
+    uptime_s: float
+    running: int
+    waiting: int
+    slots: int
+    memory_bytes: int
+    share_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    tokens_per_s: float
+    cache_hit_rate: float | None
+    # Of a model that is being loaded, from 0 to 1.
+    loaded: float
+    # What it gave up to be exact, and why.
+    lane_reason: str
+
+
+class Sample(Struct, frozen=True):
+    """All of it. `waiting` counts those for models without a process, too."""
+
+    version: str
+    url: str
+    pid: int
+    uptime_s: float
+    is_draining: bool
+    span_s: float
+    memory_bytes: int
+    running: int
+    waiting: int
+    tokens_per_s: float
+    models: list[ModelSample]
+
+
+def take(look: Callable[[], Status], span_s: float) -> Sample:
+    """Two looks. Where nothing is generated one is enough."""
+    before = look()
+    if not any(model.inside for model in before.models):
+        return compare(before, before, 0.0)
+    began = time.monotonic()
+    time.sleep(span_s)
+    return compare(before, look(), time.monotonic() - began)
+
+
+def compare(before: Status, after: Status, span_s: float) -> Sample:
+    """What happened between two looks."""
+    old = {model.name: model for model in before.models}
+    models = [_model(old.get(model.name), model, span_s) for model in after.models if model.pid]
+    return Sample(
+        version=after.version,
+        url=after.url,
+        pid=after.pid,
+        uptime_s=after.uptime_s,
+        is_draining=after.is_draining,
+        span_s=round(span_s, 3),
+        memory_bytes=sum(model.memory_bytes for model in models),
+        running=sum(model.running for model in models),
+        waiting=sum(waiting(model) for model in after.models),
+        tokens_per_s=round(sum(model.tokens_per_s for model in models), 1),
+        models=models,
+    )
+
+
+def waiting(model: ModelStatus) -> int:
+    """Inside the worker, or for it."""
+    return max(model.waiting, model.inside - model.running)
+
+
+def _model(before: ModelStatus | None, after: ModelStatus, span_s: float) -> ModelSample:
+    # The counter is the gateway's, and goes on over a worker's restart.
+    tokens = max(0, after.generation_tokens - (before or after).generation_tokens)
+    return ModelSample(
+        name=after.name,
+        state=after.state,
+        pid=after.pid,
+        uptime_s=_uptime_s(after.pid),
+        running=after.running,
+        waiting=waiting(after),
+        slots=after.slots,
+        # As it is measured from outside, where that was possible.
+        memory_bytes=after.footprint_bytes or after.memory_bytes,
+        share_bytes=after.share_bytes,
+        weights_bytes=after.weights_bytes,
+        kv_bytes=after.kv_bytes,
+        tokens_per_s=round(tokens / span_s, 1) if span_s else 0.0,
+        cache_hit_rate=round(after.prompt_tokens_cached / after.prompt_tokens, 4) if after.prompt_tokens else None,
+        loaded=after.loaded_bytes / after.total_bytes if after.total_bytes else 0.0,
+        lane_reason=after.lane_reason,
+    )
+
+
+def _uptime_s(pid: int) -> float:
+    import psutil
+
+    try:
+        return round(max(0.0, time.time() - psutil.Process(pid).create_time()), 1)
+    except psutil.Error:
+        return 0.0

@@ -1,0 +1,223 @@
+"""Tables and lines that `mlxctl` prints for people."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gateway.access.key_file import Key
+from gateway.admin_types import MemoryStatus, ModelStatus, Status, UsageLine, UsageLines, UsageReport
+from gateway.ctl.prefix_files import Folder
+from gateway.ctl.rates import ModelSample, Sample, waiting
+
+STATE_COLORS = {
+    "ready": "green",
+    "loading": "yellow",
+    "starting": "yellow",
+    "draining": "yellow",
+    "stopped": "dim",
+    "not configured": "dim",
+}
+
+
+def status(status: Status, console: Console) -> None:
+    """One line for the daemon, one row for each model."""
+    console.print(headline(status), highlight=False, soft_wrap=True)
+    if status.memory is not None:
+        console.print(_memory(status.memory), highlight=False, soft_wrap=True, markup=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("MODEL", overflow="fold", min_width=12)
+    for name in ("STATE", "PID"):
+        table.add_column(name, no_wrap=True)
+    for name in ("RUN", "WAIT", "MEMORY", "SHARE", "IDLE", "CONTEXT", "TOKENS", "CRASHES"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("ALIASES", no_wrap=True, overflow="ellipsis")
+    for model in status.models:
+        table.add_row(*_row(model))
+    console.print(table)
+    lanes(status.models, console)
+    for model in status.models:
+        if model.last_failure and model.state not in ("ready", "draining"):
+            again = f" (next try in {duration(model.retry_after_s)})" if model.retry_after_s else ""
+            console.print(f"{model.name}: {model.last_failure}{again}", style="red", highlight=False, markup=False)
+
+
+def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None:
+    """What models had to give up to be exact."""
+    for model in models:
+        if model.lane_reason:
+            console.print(f"{model.name}: {model.lane_reason}", style="yellow", highlight=False, markup=False)
+
+
+def headline(daemon: Status | Sample) -> str:
+    draining = " · draining" if daemon.is_draining else ""
+    return f"mlxd {daemon.version} at {daemon.url} · pid {daemon.pid} · up {duration(daemon.uptime_s)}{draining}"
+
+
+def _memory(memory: MemoryStatus) -> str:
+    waiting = f" · room is being made for {', '.join(memory.waiting)}" if memory.waiting else ""
+    granted, budget = size(memory.granted_bytes), size(memory.budget_bytes)
+    return f"memory: {granted} of {budget} granted, {size(memory.footprint_bytes)} in use{waiting}"
+
+
+def _row(model: ModelStatus) -> list[str | Text]:
+    state = model.state
+    if state == "loading" and model.total_bytes:
+        state = f"loading {100 * model.loaded_bytes // model.total_bytes}%"
+    elif model.is_waiting:
+        state = "waiting for memory"
+    elif model.is_gated:
+        state = "making room"
+    if model.is_pinned:
+        state += ", pinned"
+    return [
+        # Names are data: never markup.
+        Text(model.name),
+        state_text(model.state, state),
+        str(model.pid or "-"),
+        f"{model.running}/{model.slots}",
+        str(waiting(model)),
+        size(model.footprint_bytes or model.memory_bytes) if model.memory_bytes else "-",
+        size_or_dash(model.share_bytes),
+        "-" if model.idle_s is None else duration(model.idle_s),
+        str(model.context or "-"),
+        str(model.generation_tokens),
+        str(model.restarts),
+        Text(", ".join(model.aliases)),
+    ]
+
+
+def state_text(state: str, said: str = "") -> Text:
+    """A state in its colour, or what is said of it."""
+    return Text(said or state, style=STATE_COLORS.get(state, "red"))
+
+
+def size_or_dash(count: int) -> str:
+    return size(count) if count else "-"
+
+
+def size(count: float) -> str:
+    """Bytes in binary units, three figures."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def bar(part: int, whole: int, width: int = 30) -> str:
+    """A share as blocks; what is not nothing is never shown as nothing."""
+    full = min(width, -(-part * width // whole)) if part > 0 and whole > 0 else 0
+    return "█" * full + "░" * (width - full)
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: `3d 4h`, `5m 2s`."""
+    left = int(seconds)
+    parts: list[str] = []
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        if count or (unit == "s" and not parts):
+            parts.append(f"{count}{unit}")
+    return " ".join(parts[:2])
+
+
+def keys(found: Sequence[Key], used: Mapping[str, float], now: float, console: Console) -> None:
+    """One row for each API key; what only some have is below."""
+    made = table(("NAME", "KEY", "MODELS"), ("RPM", "TPM", "AT ONCE", "PRIORITY", "EXPIRES", "AGE", "LAST USED"))
+    for key in found:
+        state = _key_state(key, now)
+        last = used.get(key.name)
+        made.add_row(
+            Text(key.name),
+            f"{key.prefix}…",
+            Text(_key_models(key)),
+            *(str(limit or "-") for limit in (key.rpm, key.tpm, key.concurrency)),
+            str(key.priority),
+            Text(state, style="" if state == "never" or state.startswith("in ") else "red"),
+            duration(now - key.created),
+            "never" if last is None else f"{duration(max(0.0, now - last))} ago",
+        )
+    console.print(made)
+    for key in found:
+        if more := _more_limits(key):
+            console.print(f"{key.name}: {more}", highlight=False, markup=False)
+
+
+def _key_models(key: Key) -> str:
+    if key.is_metrics_only:
+        return "none (metrics)"
+    return "all (admin)" if key.is_admin else ", ".join(key.models) or "all"
+
+
+def _key_state(key: Key, now: float) -> str:
+    if key.is_expired(now):
+        return "expired"
+    if not key.is_usable:
+        return "disabled" if key.is_disabled else f"needs a later mlxd ({', '.join(key.requires)})"
+    return "never" if key.expires is None else f"in {duration(key.expires - now)}"
+
+
+def _more_limits(key: Key) -> str:
+    numbers = (
+        (key.requests_per_day, "requests a day"),
+        (key.tokens_per_day, "tokens a day"),
+        (key.requests_per_month, "requests a month"),
+        (key.tokens_per_month, "tokens a month"),
+        (key.max_sequences, "sequences a request"),
+        (key.max_tokens, "tokens an answer"),
+        (key.queue_share, "% of a queue"),
+    )
+    return ", ".join(f"{number} {text}" for number, text in numbers if number)
+
+
+def usage(report: UsageReport, console: Console) -> None:
+    """One row for each API key that was in force since the daemon started."""
+    made = table(("NAME",), ("REQUESTS", "RUNNING", "PROMPT", "COMPLETION", "REJECTED"))
+    for key in report.keys:
+        rejected = ", ".join(f"{reason} {count}" for reason, count in sorted(key.rejections.items()))
+        numbers = (key.requests, key.running, key.prompt_tokens, key.completion_tokens)
+        made.add_row(Text(key.name), *map(str, numbers), rejected or "-")
+    console.print(made)
+    if report.failures:
+        failed = ", ".join(f"{reason} {count}" for reason, count in sorted(report.failures.items()))
+        console.print(f"without a valid key: {failed}", highlight=False)
+
+
+def usage_lines(report: UsageLines, console: Console) -> None:
+    """One row for each line of usage, and one for all."""
+    made = table([name.upper() for name in report.by], ("REQUESTS", "PROMPT", "CACHED", "COMPLETION"))
+    for line in report.lines:
+        names = [str(getattr(line, name)) or "(no key)" for name in report.by]
+        made.add_row(*map(Text, names), *map(str, _usage_numbers(line)))
+    if len(report.lines) > 1 and report.by:
+        sums = map(sum, zip(*map(_usage_numbers, report.lines), strict=True))
+        made.add_row("all", *[""] * (len(report.by) - 1), *map(str, sums))
+    console.print(f"{report.first} to {report.last}", highlight=False)
+    console.print(made if report.lines else "Nothing was used.")
+
+
+def _usage_numbers(line: UsageLine) -> tuple[int, int, int, int]:
+    return (line.requests, line.prompt_tokens, line.cached_tokens, line.completion_tokens)
+
+
+def cache(folders: Sequence[Folder], now: float, console: Console) -> None:
+    """One row for each folder of the prefix cache on disk."""
+    made = table(("MODEL", "FOLDER"), ("FILES", "SIZE", "LAST USED"))
+    for folder in folders:
+        used = f"{duration(max(0.0, now - folder.used))} ago"
+        made.add_row(Text(folder.model or "?"), folder.key[:12], str(folder.files), size(folder.size_bytes), used)
+    console.print(made)
+
+
+def table(texts: Sequence[str], numbers: Sequence[str], more: Sequence[str] = ()) -> Table:
+    """An empty one: columns of text, of numbers, and of text again."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for name in texts:
+        made.add_column(name, overflow="fold")
+    for name in numbers:
+        made.add_column(name, justify="right", no_wrap=True)
+    for name in more:
+        made.add_column(name, overflow="fold")
+    return made

@@ -1,0 +1,254 @@
+"""The newest requests as they were asked and answered, for debugging: private files, off unless configured.
+
+What is kept is bounded by number, size and age. Headers that may hold a secret are never written.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway.admin_types import Captured, CapturedLine
+from gateway.config.settings import ServerConfig
+from gateway.request.record import Header, Record
+from gateway.wall_clock import WallClock
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Of a request, and again of its answer.
+BODY_BYTES_MAX: Final = 4 * 1024 * 1024
+# Captures that wait for the disk; what comes while there are as many is not kept.
+PENDING_MAX: Final = 64
+SWEEP_S: Final = 60.0
+REDACTED: Final = "[redacted]"
+_SECRET_WORDS: Final = ("auth", "cookie", "credential", "key", "password", "secret", "session", "token")
+
+_whole = msgspec.json.Decoder(Captured)
+_line = msgspec.json.Decoder(CapturedLine)
+
+
+class Tape:
+    """Listens to one request: stands in for its `receive` and `send`."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._headers: list[Header] = scope["headers"]
+        self._receive = receive
+        self._send = send
+        self._asked = _Body()
+        self._answered = _Body()
+        self._answer_headers: list[Header] = []
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._asked.add(message.get("body", b""))
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._answer_headers = list(message.get("headers", ()))
+        else:
+            self._answered.add(message.get("body", b""))
+        await self._send(message)
+
+    def captured(self, record: Record) -> Captured:
+        """All of it, once the request has ended."""
+        elapsed_s = time.perf_counter() - record.started
+        return Captured(
+            id=record.id,
+            at=time.time() - elapsed_s,
+            method=record.method,
+            path=record.path,
+            model=record.model or "",
+            key=record.caller.key,
+            status=record.status,
+            outcome=record.outcome or "ok",
+            ms=round(elapsed_s * 1000, 1),
+            request_headers=_redacted(self._headers),
+            request_body=self._asked.text(),
+            is_request_cut=self._asked.is_cut,
+            response_headers=_redacted(self._answer_headers),
+            response_body=self._answered.text(),
+            is_response_cut=self._answered.is_cut,
+        )
+
+
+class _Body:
+    """The beginning of a body."""
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self.is_cut = False
+
+    def add(self, chunk: bytes) -> None:
+        room = BODY_BYTES_MAX - self._size
+        self.is_cut |= len(chunk) > room
+        if chunk and room > 0:
+            self._chunks.append(chunk[:room])
+            self._size += len(self._chunks[-1])
+
+    def text(self) -> str:
+        return b"".join(self._chunks).decode(errors="replace")
+
+
+def _redacted(headers: list[Header]) -> list[tuple[str, str]]:
+    """With what may be a secret left out."""
+    named = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers]
+    return [(name, REDACTED if any(word in name for word in _SECRET_WORDS) else value) for name, value in named]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """One file. Owned by the thread of its `Captures`."""
+
+    path: Path
+    size: int
+    line: CapturedLine
+
+
+class Captures:
+    """The ring: one file for each request, all work on files in one thread, in the order of the calls."""
+
+    def __init__(self, folder: Path, settings: Callable[[], ServerConfig], clock: WallClock | None = None) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._now = clock or WallClock()
+        self._thread = ThreadPoolExecutor(1, "captures")
+        self._room = threading.Semaphore(PENDING_MAX)
+        self._is_failing = False
+        # The thread's own, the oldest first; None until the folder was looked at.
+        self._kept: list[_Kept] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._settings().capture > 0
+
+    def put(self, captured: Captured) -> None:
+        """Keep a request, soon. One that cannot be kept is logged."""
+        if self._room.acquire(blocking=False):
+            self._thread.submit(self._put, captured)
+        else:
+            self._note_failure("the disk does not keep up")
+
+    async def lines(self) -> list[CapturedLine]:
+        """What is kept, the oldest first."""
+        return await self._call(lambda: [kept.line for kept in self._swept()])
+
+    async def find(self, request_id: str) -> Captured | None:
+        """The newest of this id."""
+        return await self._call(lambda: self._find(request_id))
+
+    async def run(self) -> None:
+        """Delete what is too old also while nobody comes, until cancelled."""
+        while True:
+            await self.sweep()
+            await asyncio.sleep(SWEEP_S)
+
+    async def sweep(self) -> None:
+        """Delete what is too old, or too much by now."""
+        await self._call(self._swept)
+
+    async def clear(self) -> int:
+        """Delete everything. Returns how many there were."""
+        return await self._call(self._clear)
+
+    def close(self) -> None:
+        """Finish what was begun."""
+        self._thread.shutdown()
+
+    async def _call(self, action: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, action)
+
+    # In the thread.
+
+    def _put(self, captured: Captured) -> None:
+        self._room.release()
+        data = msgspec.json.encode(captured)
+        digest = hashlib.sha256(captured.id.encode()).hexdigest()[:16]
+        path = self._folder / f"{time.time_ns():020d}-{digest}.json"
+        try:
+            kept = self._swept()
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(path, "xb", opener=_private) as file:
+                file.write(data)
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            self._note_failure(error.strerror or str(error))
+            return
+        self._is_failing = False
+        kept.append(_Kept(path, len(data), _line.decode(data)))
+        self._swept()
+
+    def _note_failure(self, why: str) -> None:
+        # Once, not for each request: the disk is full for all of them.
+        if not self._is_failing:
+            log.warning("requests cannot be captured in %s: %s", self._folder, why)
+        self._is_failing = True
+
+    def _find(self, request_id: str) -> Captured | None:
+        for kept in reversed(self._swept()):
+            if kept.line.id == request_id:
+                with suppress(OSError, msgspec.DecodeError):
+                    return _whole.decode(kept.path.read_bytes())
+        return None
+
+    def _clear(self) -> int:
+        kept = self._load()
+        count = len(kept)
+        self._delete(kept, count)
+        return count
+
+    def _swept(self) -> list[_Kept]:
+        """What is kept, once what must not be any longer is deleted."""
+        settings = self._settings()
+        kept = self._load()
+        oldest = self._now() - settings.capture_age_s
+        total = sum(one.size for one in kept)
+        count = 0
+        while count < len(kept) and (
+            len(kept) - count > settings.capture or total > settings.capture_max_bytes or kept[count].line.at < oldest
+        ):
+            total -= kept[count].size
+            count += 1
+        self._delete(kept, count)
+        return kept
+
+    def _delete(self, kept: list[_Kept], count: int) -> None:
+        for one in kept[:count]:
+            with suppress(OSError):
+                one.path.unlink(missing_ok=True)
+        del kept[:count]
+
+    def _load(self) -> list[_Kept]:
+        if self._kept is None:
+            self._kept = []
+            for path in sorted(self._folder.glob("*.json")) if self._folder.is_dir() else ():
+                try:
+                    data = path.read_bytes()
+                    self._kept.append(_Kept(path, len(data), _line.decode(data)))
+                except (OSError, msgspec.DecodeError):
+                    # Half written when the power went, or not ours any more.
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
+            if self._kept:
+                self._now.resume(max(one.line.at for one in self._kept))
+        return self._kept
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,412 @@
+"""uvicorn's HTTP protocol with limits that it lacks: sizes and times of all that a client sends and takes, and one
+answer for each request.
+
+| of | bound |
+|---|---|
+| a head | 64 KiB, 75 s |
+| trailers, which are dropped | 8 KiB |
+| a piece of a head, of trailers or of framing that does not end | 64 KiB |
+| requests ahead of their answers | 100, and 64 KiB beyond the packet that brought the first of them |
+| a body whose request was answered | 10 s, parsed up to 256 KiB, dropped up to 64 MiB |
+| an answer that is not taken | `write_timeout` |
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from typing import Any, Final
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from gateway.http.connection_limits import Connections, Opening
+from gateway.http.direct_write import KEY, CloseDelimited, Outlet, queued_bytes
+
+log = logging.getLogger(__name__)
+# uvicorn warns of each malformed request: anybody who can connect could fill the log.
+log.setLevel(logging.ERROR)
+
+# Claude Code and Codex send about 4 KiB.
+HEAD_BYTES_MAX: Final = 64 * 1024
+TRAILER_BYTES_MAX: Final = 8 * 1024
+# What a field costs beside its text, as HTTP/2 counts it. https://www.rfc-editor.org/rfc/rfc9113#section-6.5.2
+FIELD_BYTES: Final = 32
+# From the connection, or the answer before, to the last header.
+HEAD_TIMEOUT_S: Final = 75.0
+# For the rest of a body whose request was answered already: a client that would hear of it must first finish sending.
+LINGER_S: Final = 10.0
+LATE_BYTES_MAX: Final = 256 * 1024
+DROPPED_BYTES_MAX: Final = 64 * 1024 * 1024
+PIPELINED_MAX: Final = 100
+BEHIND_BYTES_MAX: Final = 64 * 1024
+
+# Between two looks at whether a client that closed its half is still there; the last one is repeated.
+PROBES_S: Final = (0.01, 0.05, 0.25, 1.0, 5.0)
+# Looks in a row at which a client has taken nothing.
+STALLS_MAX: Final = 2
+READ_BYTES: Final = 65536
+
+# Every client skips as many of these as come before its answer, also http.client, which takes 102 for the answer.
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_COMMENT: Final = b"3\r\n:\n\n\r\n"
+
+
+def _answer(status: bytes, message: bytes, code: bytes, kind: bytes = b"invalid_request_error") -> bytes:
+    body = b'{"error":{"message":"%b","type":"%b","param":null,"code":"%b"}}' % (message, kind, code)
+    head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
+    retry = b"retry-after: 1\r\n" if status.startswith(b"503") else b""
+    return head % (status, len(body)) + retry + b"\r\n" + body
+
+
+_FULL: Final = _answer(
+    b"503 Service Unavailable", b"Too many connections.", b"too_many_connections", b"server_error"
+)  # fmt: skip
+_INVALID: Final = _answer(b"400 Bad Request", b"Invalid HTTP request received.", b"invalid_http")
+_TOO_LARGE: Final = _answer(
+    b"431 Request Header Fields Too Large", b"The request headers are too large.", b"headers_too_large"
+)
+_NO_TUNNEL: Final = _answer(b"405 Method Not Allowed", b"CONNECT is not allowed here.", b"method_not_allowed")
+
+
+class Refused(Exception):
+    """Ends the parsing of a connection: what it is answered if no other answer is under way, and why."""
+
+    def __init__(self, answer: bytes, reason: str) -> None:
+        super().__init__(reason)
+        self.answer = answer
+        self.reason = reason
+
+
+_HEAD_TOO_LARGE: Final = (_TOO_LARGE, "headers")
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. Its parser keeps an unfinished head in memory, so the bytes fed to it are counted.
+
+    One timer at a time, which never ends a connection while an answer is being written.
+    """
+
+    head_timeout_s = HEAD_TIMEOUT_S
+    linger_s = LINGER_S
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        connections: Connections,
+        handshake: Opening | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.logger = log
+        self._registry = connections
+        # None on plain TCP and on the unix socket.
+        self._handshake = handshake
+        self._is_in_head = True
+        # What is left for the text of a head, or of trailers.
+        self._field_room = HEAD_BYTES_MAX
+        # Whether the parser got through a head, or some of a body, with what it was fed last; what it was fed since.
+        self._has_moved = False
+        self._still_bytes = 0
+        self._refused: Refused | None = None
+        # An upgrade was offered with the head that has just been parsed.
+        self._is_offered = False
+        # What is answered while newer requests wait behind it: uvicorn knows only of the newest.
+        self._answered: RequestResponseCycle | None = None
+        self._behind_bytes = 0
+        self._late_bytes = 0
+        # Nothing of what comes is parsed any more.
+        self._is_deaf = False
+        self._dropped_bytes = 0
+        self._prober: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unsent_bytes = 0
+        self._stalls = 0
+        # Looks in a row at which no more could be written.
+        self._full_looks = 0
+
+    # The connection.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._handshake is not None:
+            self._handshake.finish(transport)
+        if self._registry.admit(self, self.client[0] if self.client else ""):
+            self._arm(self.head_timeout_s)
+        else:
+            self._turn_away()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._registry.remove(self)
+        self._disarm()
+        if self._prober is not None:
+            self._prober.cancel()
+        super().connection_lost(exc)
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that closed its half may still read the answer, and looks like one that has left.
+
+        What tells them apart is how they take something that means nothing: the machine of one that has left resets
+        the connection, and the write after that fails.
+        """
+        if self._handshake is not None:
+            # TLS has no half of a connection to close.
+            return False
+        cycle = self._answered
+        if cycle is None or cycle.response_complete or cycle.more_body or cycle.scope["http_version"] != "1.1":
+            return False
+        if not self._is_deaf:
+            self._stop_listening()
+        self._probe(0)
+        return True
+
+    def give_way(self) -> None:
+        self.transport.abort()
+
+    def look(self) -> None:
+        size = self._unsent()
+        # What is written to grows although its client reads. It is looked at when it is full.
+        is_growing = self._is_answering and not self.flow.write_paused and not self.transport.is_closing()
+        self._stalls = self._stalls + 1 if 0 < self._unsent_bytes <= size and not is_growing else 0
+        self._unsent_bytes = size
+        self._full_looks = self._full_looks + 1 if self.flow.write_paused else 0
+        if self._full_looks == STALLS_MAX:
+            # A client that takes its answer as slowly as it likes must not keep others out.
+            self._registry.rest(self)
+        if self._stalls == STALLS_MAX:
+            self._drop("write_timeout")
+
+    def _unsent(self) -> int:
+        size = self.transport.get_write_buffer_size()
+        if self._handshake is not None:
+            size += self._handshake.unsent()
+        # The system asks for more only when a third of what it holds is taken, which may be megabytes.
+        return size and size + queued_bytes(self.transport.get_extra_info("socket"))
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._full_looks = 0
+        if self._is_answering:
+            self._registry.work(self)
+
+    def _turn_away(self) -> None:
+        # The transport would write a moment later, and keep the descriptor until then.
+        if self.scheme == "http":
+            descriptor = self.transport.get_extra_info("socket").fileno()
+            with contextlib.suppress(OSError):
+                # What was sent and not read would reset the connection, and the answer with it.
+                os.read(descriptor, READ_BYTES)
+            with contextlib.suppress(OSError):
+                os.write(descriptor, _FULL)
+        self.transport.abort()
+
+    def _probe(self, number: int) -> None:
+        cycle = self._answered
+        if cycle is None or cycle.response_complete or self.transport.is_closing():
+            return
+        if not cycle.response_started:
+            self.transport.write(_CONTINUE)
+        elif cycle.chunked_encoding:
+            # Only streams of events are chunked, and each chunk is whole events.
+            self.transport.write(_COMMENT)
+        delay_s = PROBES_S[min(number, len(PROBES_S) - 1)]
+        self._prober = self.loop.call_later(delay_s, self._probe, number + 1)
+
+    # What comes.
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._is_deaf:
+            self._dropped_bytes += len(data)
+            if self._dropped_bytes > DROPPED_BYTES_MAX:
+                self._drop("late_body")
+            return
+        self._unset_keepalive_if_required()
+        was_ahead = bool(self.pipeline)
+        self._has_moved = False
+        try:
+            self._feed(data)
+            self._count(len(data), was_ahead)
+        except httptools.HttpParserError:
+            self._refuse(self._refused or Refused(_INVALID, "invalid"))
+        except Refused as refused:
+            self._refuse(refused)
+
+    def _feed(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                data = self._decline(data[offer.args[0] :])
+            else:
+                return
+
+    def _decline(self, rest: bytes) -> bytes:
+        """Begin the request again without its offer, as RFC 9110 7.8 lets a server do. Returns what is to be fed.
+
+        The parser takes what follows the head for another protocol's, and cannot be told otherwise.
+        """
+        version = self.parser.get_http_version().encode()
+        head = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
+        head += [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+        self._is_offered = False
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return b"".join([*head, b"\r\n", rest])
+
+    def _count(self, size: int, was_ahead: bool) -> None:
+        """Bound what neither ends nor is asked for. Raises `Refused`."""
+        self._still_bytes = 0 if self._has_moved else self._still_bytes + size
+        if self._still_bytes > HEAD_BYTES_MAX:
+            raise Refused(*(_HEAD_TOO_LARGE if self._is_in_head else (_INVALID, "trailers")))
+        if self.pipeline:
+            self._behind_bytes += size if was_ahead else 0
+            if self._behind_bytes > BEHIND_BYTES_MAX:
+                raise Refused(b"", "pipelined")
+            # uvicorn stops reading, and would not hear of a client that leaves.
+            self.flow.resume_reading()
+        elif self._is_in_head:
+            if not self._has_moved and self._deadline is None:
+                self._arm(self.head_timeout_s)
+        elif self.cycle.response_complete:
+            self._late_bytes += size
+            if self._late_bytes > LATE_BYTES_MAX:
+                # A client that looks before it uses the connection again sees that it is over.
+                self._is_deaf = True
+                if self.transport.can_write_eof():
+                    self.transport.write_eof()
+
+    def _refuse(self, refused: Refused) -> None:
+        """Parse no more: answer, unless that would be the second answer to a request, or come before another's."""
+        self._registry.dropped(refused.reason)
+        if self._is_answering and (self._is_in_head or self.pipeline):
+            self._stop_listening()
+            return
+        if self._is_in_head or not self.cycle.response_started:
+            self.transport.write(refused.answer)
+        if self._is_answering:
+            # Its task must not answer as well.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+    def _stop_listening(self) -> None:
+        """Answer the requests that have come as a whole, and close. What else comes is dropped, so that it is seen
+        whether the client is there."""
+        if self.pipeline and not self._is_in_head:
+            # Nothing has begun to answer it.
+            self.pipeline.popleft()
+            assert self._answered is not None
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._answered
+        self.cycle.keep_alive = False
+        self._is_deaf = True
+        self.flow.resume_reading()
+
+    # What the parser says.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._field_room = HEAD_BYTES_MAX
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._take_room(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._take_room(len(name) + len(value) + FIELD_BYTES)
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) == PIPELINED_MAX:
+            raise self._refusal(b"", "pipelined")
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise self._refusal(_NO_TUNNEL, "invalid")
+            self._is_offered = True
+            return
+        is_current = self.parser.get_http_version() == "1.1"
+        if not is_current:
+            self.app = CloseDelimited(self.config.loaded_app)  # type: ignore[arg-type]  # uvicorn's types are narrower
+        super().on_headers_complete()
+        self._is_in_head = False
+        self._has_moved = True
+        self._field_room = TRAILER_BYTES_MAX
+        self._late_bytes = 0
+        self._disarm()
+        self._registry.work(self)
+        if not self.pipeline:
+            self._answered = self.cycle
+        if not is_current:
+            self.cycle.keep_alive = False
+        # Its task has not had a turn yet.
+        self.scope[KEY] = Outlet(self.cycle)  # type: ignore[typeddict-unknown-key]
+
+    def on_body(self, body: bytes) -> None:
+        self._has_moved = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._is_offered:
+            return
+        super().on_message_complete()
+        self._is_in_head = self._has_moved = True
+        if self.cycle.response_complete:
+            # uvicorn's own timer for an idle connection was ended by the bytes of this late body.
+            self._arm(self.head_timeout_s)
+
+    def _take_room(self, size: int) -> None:
+        self._field_room -= size
+        if self._field_room < 0:
+            raise self._refusal(*(_HEAD_TOO_LARGE if self._is_in_head else (_INVALID, "trailers")))
+
+    def _refusal(self, answer: bytes, reason: str) -> Refused:
+        # The parser makes an error of its own of it.
+        self._refused = Refused(answer, reason)
+        return self._refused
+
+    # What is answered.
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._answered is not None and not self._answered.response_complete
+
+    def on_response_complete(self) -> None:
+        has_more = bool(self.pipeline)
+        if has_more:
+            self._answered = self.pipeline[-1][0]
+        else:
+            self._behind_bytes = 0
+            self._registry.rest(self)
+        super().on_response_complete()
+        if self.cycle.response_complete and not self._is_in_head and not self.transport.is_closing():
+            self._arm(self.linger_s)
+
+    def _arm(self, timeout_s: float) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_later(timeout_s, self._expire)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        self._deadline = None
+        if self._is_answering:
+            self._arm(self.head_timeout_s)
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    def _drop(self, reason: str) -> None:
+        self._registry.dropped(reason)
+        self.transport.abort()

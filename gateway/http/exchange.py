@@ -1,0 +1,128 @@
+"""HTTP that all endpoints share: a body within a limit, one whole answer, headers that name what was ignored."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway.errors import ApiError, BadRequest, BodyTooLarge
+from gateway.request.record import ClientLeft, Header, Record, record_of
+
+JSON: Final = b"application/json"
+BODY_TIMEOUT_S: Final = 120.0
+_LENGTH_DIGITS: Final = 18
+# What a client that has left is said to have got; nginx's number.
+CLIENT_CLOSED: Final = 499
+IGNORED_NAMES_MAX: Final = 20
+IGNORED_NAME_CHARS: Final = 40
+
+
+class Answer:
+    """`send`, with the headers of the middleware added and the status noted."""
+
+    __slots__ = ("_record", "inner", "is_started")
+
+    def __init__(self, send: Send, record: Record) -> None:
+        self.inner = send
+        self._record = record
+        self.is_started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.is_started = True
+            record = self._record
+            record.status = message["status"]
+            headers: list[Header] = [*message.get("headers", []), *record.always]
+            if record.late_headers is not None:
+                headers += record.late_headers()
+            headers.append((b"x-request-id", record.id.encode()))
+            if record.is_anthropic:
+                headers.append((b"request-id", record.id.encode()))
+            message["headers"] = headers
+        await self.inner(message)
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """The whole body, in the room that its request holds.
+
+    Raises `BodyTooLarge` as soon as it is known to be, `ClientLeft`, `ApiError` 408, `RateLimited` or `Unavailable`.
+    """
+    record = record_of(scope)
+    length = Headers(scope=scope).get("content-length", "")
+    if length.isdigit():
+        # A thousand digits are no number to Python.
+        if len(length) > _LENGTH_DIGITS or int(length) > limit_bytes:
+            raise BodyTooLarge(limit_bytes)
+        await reserve(record, int(length))
+    meter = record.caller.meter
+    with nullcontext() if meter is None else meter.receiving():
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await _receive_all(record, receive, limit_bytes)
+        except TimeoutError:
+            raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from None
+    record.body_bytes = len(body)
+    if Headers(scope=scope).get("content-encoding", "identity") != "identity":
+        raise BadRequest("Compressed request bodies are not supported.")
+    # Some Windows tools put a byte order mark before JSON.
+    return body.removeprefix(b"\xef\xbb\xbf")
+
+
+async def _receive_all(record: Record, receive: Receive, limit_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size > limit_bytes:
+            raise BodyTooLarge(limit_bytes)
+        await reserve(record, size)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+async def reserve(record: Record, size_bytes: int) -> None:
+    """Have room for this much of a request's body in all. Raises `Unavailable` or `BodyTooLarge`."""
+    if record.lease is not None:
+        await record.lease.reach(size_bytes)
+
+
+async def send_body(
+    send: Send, status: int, body: bytes, headers: list[Header] | None = None, kind: bytes = JSON
+) -> None:
+    """One whole answer."""
+    sent: list[Header] = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *(headers or [])]
+    await send({"type": "http.response.start", "status": status, "headers": sent})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def ignored_header(names: Sequence[str]) -> list[Header]:
+    """`x-mlxd-ignored`: fields of the request that did nothing."""
+    return _names_header(b"x-mlxd-ignored", names)
+
+
+def relaxed_header(names: Sequence[str]) -> list[Header]:
+    """`x-mlxd-relaxed`: what of a schema the answer is not held to."""
+    return _names_header(b"x-mlxd-relaxed", names)
+
+
+def _names_header(header: bytes, names: Sequence[str]) -> list[Header]:
+    """Bounded, and with nothing of a client's in it that a header cannot hold."""
+    if not names:
+        return []
+    shown = [_header_safe(name) for name in names[:IGNORED_NAMES_MAX]]
+    if len(names) > IGNORED_NAMES_MAX:
+        shown.append(f"+{len(names) - IGNORED_NAMES_MAX}")
+    return [(header, ", ".join(shown).encode())]
+
+
+def _header_safe(name: str) -> str:
+    cut = name[:IGNORED_NAME_CHARS]
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "_" for c in cut) or "_"

@@ -1,0 +1,269 @@
+"""Server-sent events over raw ASGI: who left, who does not read, what keeps an idle client waiting."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+from starlette.types import Receive, Send
+
+from gateway.errors import ApiError
+from gateway.http.encoder import Fold, StreamEncoder
+from gateway.http.exchange import CLIENT_CLOSED, Answer, send_body
+from gateway.request.generation import Generation
+from gateway.request.record import ChunkWriter, Header, Record
+
+STALLS_MAX: Final = 2
+HEADERS: Final[tuple[Header, ...]] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Tells nginx not to buffer.
+    (b"x-accel-buffering", b"no"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long the status line may wait for the first event, so that a refusal is a status and not an event; and how
+    long a client hears nothing."""
+
+    hold_s: float = 1.0
+    keepalive_s: float = 10.0
+
+
+DEFAULT_PACE: Final = Pace()
+
+
+class Watch:
+    """Cuts off the task that enters it when its client leaves, or does not read for `write_timeout_s`.
+
+    uvicorn's `send` returns silently after a disconnect, so `receive` is watched. Being cut off cancels the task; the
+    context swallows that cancellation, and no other, and `reason` says why.
+    """
+
+    def __init__(self, receive: Receive, write_timeout_s: float) -> None:
+        self.reason: str | None = None
+        self._receive = receive
+        self._write_timeout_s = write_timeout_s
+        # Set around every `send`: a client that does not read blocks it.
+        self.is_sending = False
+        self.sent = 0
+        # All is sent: that the connection ends now is no news, and it may be heard before this task goes on.
+        self.is_over = False
+        self._sent_before = -1
+        self._stalls = 0
+        self._is_active = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._is_active = True
+        self._watcher = asyncio.create_task(self._watch())
+        if self._write_timeout_s:
+            self._arm()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._is_active = False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._watcher.cancel()
+        if self.reason is None:
+            return False
+        return self._task.uncancel() == 0 and kind is asyncio.CancelledError
+
+    async def _watch(self) -> None:
+        # What is left of the request's body is dropped.
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._cut("disconnect")
+
+    def _arm(self) -> None:
+        # One timer for the whole stream, none per event: a `send` found unchanged at two looks in a row has blocked
+        # for at least the limit.
+        self._timer = self._loop.call_later(self._write_timeout_s / 2, self._check)
+
+    def _check(self) -> None:
+        is_same = self.is_sending and self.sent == self._sent_before
+        self._stalls = self._stalls + 1 if is_same else 0
+        self._sent_before = self.sent if self.is_sending else -1
+        if self._stalls == STALLS_MAX:
+            self._cut("write_timeout")
+        else:
+            self._arm()
+
+    def _cut(self, reason: str) -> None:
+        if self._is_active and not self.is_over and self.reason is None:
+            self.reason = reason
+            self._task.cancel()
+
+
+class _Stream:
+    """One response being written."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        encoder: StreamEncoder,
+        send: Send,
+        watch: Watch,
+        pace: Pace,
+        writer: ChunkWriter | None,
+    ) -> None:
+        self._generation = generation
+        self._encoder = encoder
+        self._send = send
+        self._watch = watch
+        self._writer = writer
+        self._loop = asyncio.get_running_loop()
+        self._keepalive_s = pace.keepalive_s
+        self._hold_until = self._loop.time() + pace.hold_s
+        self._is_started = False
+
+    async def run(self) -> ApiError | None:
+        """Write all of it. Raises `ApiError` when nothing was written; returns the one that went in-band."""
+        try:
+            while not self._generation.is_done:
+                if not self._generation.is_open:
+                    await self._open()
+                await self._flow()
+        except ApiError as error:
+            if not self._is_started:
+                raise
+            await self._write(self._encoder.error(error), more=False)
+            return error
+        return None
+
+    async def _open(self) -> None:
+        """Join the load of a cold model; the client hears of us in the meantime."""
+        if self._generation.open_now():
+            return
+        opening = asyncio.create_task(self._generation.open())
+        try:
+            while not (await asyncio.wait({opening}, timeout=self._patience_s()))[0]:
+                await self._write(self._encoder.keepalive() if self._is_started else b"")
+            opening.result()
+        finally:
+            opening.cancel()
+
+    async def _flow(self) -> None:
+        """Pass on what is new, until it is anything but more text: the loop that every token goes through."""
+        generation, encode, watch = self._generation, self._encoder.encode, self._watch
+        while True:
+            relay = self._relay if self._is_started and self._writer is not None else None
+            deltas = await generation.next(self._patience_s(), relay)
+            data = encode(deltas)
+            if not (data and self._is_started and generation.is_running):
+                break
+            watch.is_sending = True
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            watch.is_sending = False
+            watch.sent += 1
+        await self._turn(data, is_silent=not deltas)
+
+    def _relay(self) -> bool:
+        """The same for a client that reads, while this task waits."""
+        writer = self._writer
+        if writer is None or not writer.is_open:
+            return False
+        data = self._encoder.encode(self._generation.take())
+        if data:
+            writer.write(data)
+        return True
+
+    async def _turn(self, data: bytes, is_silent: bool) -> None:
+        """A beginning, an end, a failure, or silence."""
+        generation = self._generation
+        if generation.failure is not None:
+            # Before the first byte it is still a status; after it, what was generated is delivered first.
+            if data and self._is_started:
+                await self._write(data)
+            raise generation.failure
+        if generation.is_done:
+            await self._write(data + self._encoder.end(), more=False)
+        elif data or (is_silent and generation.is_open and not self._is_started):
+            await self._write(data)
+        elif is_silent and generation.is_open and generation.shows_life():
+            # A worker that makes no progress is not kept alive: the client may give up on it.
+            await self._write(self._encoder.keepalive())
+
+    def _patience_s(self) -> float:
+        return self._keepalive_s if self._is_started else max(0.0, self._hold_until - self._loop.time())
+
+    async def _write(self, data: bytes, more: bool = True) -> None:
+        if not self._is_started:
+            self._is_started = True
+            headers = [*HEADERS, *self._generation.headers]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            data = self._encoder.begin(self._generation.prompt_tokens) + data
+            if not data and more:
+                # Headers alone are no sign of life to a client that reads events.
+                data = self._encoder.keepalive()
+            # Nothing above us looks at the body: one call less for each event.
+            if isinstance(self._send, Answer):
+                self._send = self._send.inner
+        if data or not more:
+            watch = self._watch
+            watch.is_sending = True
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            watch.is_sending = False
+            watch.sent += 1
+            watch.is_over = not more
+
+
+async def respond_stream(
+    generation: Generation,
+    encoder: StreamEncoder,
+    record: Record,
+    receive: Receive,
+    send: Send,
+    write_timeout_s: float,
+    pace: Pace = DEFAULT_PACE,
+) -> None:
+    """Answer with the events of `generation`. Raises `ApiError` only while the status can still say so."""
+    async with Watch(receive, write_timeout_s) as watch:
+        # A task of its own: what wakes up for a token passes through a few frames, not through the whole app.
+        stream = _Stream(generation, encoder, send, watch, pace, record.writer)
+        error = await asyncio.create_task(stream.run())
+        if error is not None:
+            record.outcome = error.code or "error"
+    if watch.reason is not None:
+        _note_cut(record, watch.reason)
+
+
+async def respond_whole(generation: Generation, fold: Fold, record: Record, receive: Receive, send: Send) -> None:
+    """Answer in one piece. Raises `ApiError`."""
+
+    def collect() -> bool:
+        fold.add(generation.take())
+        return True
+
+    async with cut_off(record, receive):
+        while not generation.is_done:
+            if not generation.is_open and not generation.open_now():
+                await generation.open()
+            fold.add(await generation.next(relay=collect))
+            if generation.failure is not None:
+                raise generation.failure
+        await send_body(send, 200, fold.result(), generation.headers)
+
+
+@asynccontextmanager
+async def cut_off(record: Record, receive: Receive) -> AsyncGenerator[None]:
+    """Ends what is inside when its client leaves, and goes on behind it."""
+    async with Watch(receive, 0) as watch:
+        yield
+    if watch.reason is not None:
+        _note_cut(record, watch.reason)
+
+
+def _note_cut(record: Record, reason: str) -> None:
+    record.outcome = reason
+    record.status = record.status or CLIENT_CLOSED

@@ -1,0 +1,165 @@
+"""Carries actions out, or tells what would be done. The one place that touches the machine."""
+
+import os
+import pwd
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, Protocol, assert_never
+
+from gateway.failed import Failed
+from gateway.home.folder import FolderRefused, private_folder
+from gateway.install.description import (
+    COMMAND_TIMEOUT_S,
+    PATH,
+    Action,
+    Folder,
+    Link,
+    Remove,
+    RemoveTree,
+    Run,
+    Wait,
+    Write,
+)
+
+POLL_S: Final = 0.2
+
+
+class ServiceFailed(Failed):
+    """An action on the machine, or what it was for, went wrong."""
+
+
+class Machine(Protocol):
+    """What the actions need; tests have one of their own, for there is no launchd here."""
+
+    def run(self, argv: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S, user: str = "") -> tuple[int, str]:
+        """Exit status, and what was printed. Root runs it as `user`, if one is given."""
+        ...
+
+    def write(self, path: Path, content: str) -> None: ...
+    def folder(self, path: Path, user: str) -> None: ...
+    def remove(self, path: Path) -> None: ...
+    def remove_tree(self, path: Path) -> None: ...
+    def link(self, path: Path, target: Path) -> None: ...
+    def pause(self) -> None: ...
+
+
+def carry_out(actions: Iterable[Action], machine: Machine) -> None:
+    """In their order. Raises `ServiceFailed` at the first that fails."""
+    for action in actions:
+        try:
+            _carry_out(action, machine)
+        except FolderRefused as error:
+            raise ServiceFailed(str(error)) from None
+        except OSError as error:
+            raise ServiceFailed(f"{error.filename or ''}: {error.strerror}".lstrip(": ")) from error
+        except subprocess.TimeoutExpired as error:
+            raise ServiceFailed(f"{' '.join(error.cmd)} did not end within {error.timeout:.0f} s") from error
+
+
+def _carry_out(action: Action, machine: Machine) -> None:
+    match action:
+        case Write(path, content):
+            machine.write(path, content)
+        case Folder(path, user):
+            machine.folder(path, user)
+        case Remove(path):
+            machine.remove(path)
+        case RemoveTree(path):
+            machine.remove_tree(path)
+        case Link(path, target):
+            machine.link(path, target)
+        case Run(argv, may_fail, timeout_s, user):
+            status, said = machine.run(argv, timeout_s, user)
+            if status != 0 and not may_fail:
+                raise ServiceFailed(f"{' '.join(argv)} ended with {status}: {said.strip()}")
+        case Wait(argv, pattern, deadline_s):
+            end = time.monotonic() + deadline_s
+            while re.search(pattern, machine.run(argv)[1]):
+                if time.monotonic() > end:
+                    raise ServiceFailed(f"{' '.join(argv)} has not changed within {deadline_s:.0f} s")
+                machine.pause()
+        case _:
+            assert_never(action)
+
+
+def describe(actions: Iterable[Action]) -> str:
+    """The actions as a person would do them."""
+    lines: list[str] = []
+    for action in actions:
+        match action:
+            case Write(path, content):
+                lines.append(f"write {path}:\n" + "".join(f"    {line}\n" for line in content.splitlines()).rstrip())
+            case Folder(path, user):
+                lines.append(f"make {path} for {user} alone")
+            case Remove(path):
+                lines.append(f"remove {path}")
+            case RemoveTree(path):
+                lines.append(f"remove {path} and all in it")
+            case Link(path, target):
+                lines.append(f"link {path} to {target}")
+            case Run(argv, may_fail, _, user):
+                who = f" as {user}" if user else ""
+                lines.append(f"run{who} {' '.join(argv)}" + (" (may fail)" if may_fail else ""))
+            case Wait(argv, pattern, deadline_s):
+                lines.append(f"wait up to {deadline_s:.0f} s while {' '.join(argv)} says {pattern}")
+            case _:
+                assert_never(action)
+    return "\n".join(lines)
+
+
+class RealMachine:
+    """This one."""
+
+    def run(self, argv: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S, user: str = "") -> tuple[int, str]:
+        pipe, both = subprocess.PIPE, subprocess.STDOUT
+        if not user or os.geteuid() != 0:
+            done = subprocess.run(argv, stdout=pipe, stderr=both, text=True, timeout=timeout_s, check=False)
+            return done.returncode, done.stdout
+        owner = pwd.getpwnam(user)
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=both,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            # Nothing of root's: neither its folder nor its variables.
+            cwd="/",
+            env={"HOME": owner.pw_dir, "PATH": PATH},
+            user=owner.pw_uid,
+            group=owner.pw_gid,
+            extra_groups=os.getgrouplist(user, owner.pw_gid),
+            umask=0o077,
+            start_new_session=True,
+        )
+        return done.returncode, done.stdout
+
+    def write(self, path: Path, content: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+        path.chmod(0o644)
+
+    def folder(self, path: Path, user: str) -> None:
+        owner = pwd.getpwnam(user)
+        private_folder(path, owner.pw_uid, owner.pw_gid)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def remove_tree(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+    def link(self, path: Path, target: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(path.name + ".new")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(target)
+        fresh.replace(path)
+
+    def pause(self) -> None:
+        time.sleep(POLL_S)

@@ -1,0 +1,474 @@
+"""The gateway's two sockets, the table of running sequences, and the fence that keeps old epochs out."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from gateway.link.aborts import Aborts
+from gateway.link.calls import Questions
+from gateway.link.collector import Collector
+from gateway.link.events import LinkEvents
+from gateway.link.sequence import PARKED, Flight, Peer
+from protocol import sockets
+from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, MalformedFrame, Unsendable, decode_up, encode
+from protocol.failures import Code, Failure
+from protocol.messages import (
+    Abort,
+    Accepted,
+    Delta,
+    Detokenize,
+    Down,
+    Drained,
+    Finish,
+    Generate,
+    Goodbye,
+    Hello,
+    Loading,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Rejected,
+    Shutdown,
+    Step,
+    Tokenize,
+    Tokenized,
+    Up,
+)
+
+log = logging.getLogger(__name__)
+
+# Deltas handled before other tasks get a turn.
+BATCH_DELTAS: Final = 128
+# A frame beyond this is not copied: libzmq sends it from where it is.
+LARGE_BYTES: Final = 256 * 1024
+MALFORMED_LOG_S: Final = 1.0
+# A worker that is refused is told so within this many tries; its sockets connect one after the other.
+DISMISSALS: Final = 100
+DISMISS_RETRY_S: Final = 0.1
+# A rid is the boot in its upper half, so that what a surviving worker still says about an earlier gateway's requests
+# can never be taken for ours. A Ping's seq is the epoch in its upper part: a Pong names no worker.
+RID_BITS: Final = 32
+SEQ_BITS: Final = 24
+_LOST: Final = Failure(Code.WORKER_DIED, "the model's worker was lost; try again")
+# A worker ends a sequence at its deadline; we do it so much later, for a worker that does not.
+LATE_GRACE_S: Final = 1.0
+LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
+
+
+UNSENDABLE: Final = Failure(Code.INVALID_REQUEST, "the request cannot be sent to the model's worker")
+
+
+class WorkerGone(Exception):
+    """The worker could not be reached. Nothing was sent: another attempt is safe."""
+
+
+class Link:
+    """Sends to workers, and tells each collector what was said about its sequences.
+
+    `run` owns the sockets; everything here runs on its loop. An epoch belongs to one worker incarnation of this
+    home, for ever: messages of an epoch that is not attached are dropped and counted.
+    """
+
+    def __init__(self, run_dir: Path, events: LinkEvents, *, boot: int | None = None) -> None:
+        self.boot = secrets.randbits(31) | 1 if boot is None else boot
+        self.aborts = Aborts()
+        self.down, self.up = sockets.addresses(run_dir)
+        self._events = events
+        self._peers: dict[int, Peer] = {}
+        self._flights: dict[int, Flight] = {}
+        self._questions = Questions()
+        # Also for threads that lower requests: the next of a count is one step of the interpreter.
+        self._rids = itertools.count((self.boot << RID_BITS) + 1)
+        self._seq = 0
+        self._next_malformed_log = 0.0
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        self._pull: zmq.Socket[bytes] | None = None
+        # Whose readers have something to read.
+        self._due: dict[Collector, None] = {}
+        # Ends `run`.
+        self._broken: asyncio.Future[None] | None = None
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Bind both sockets. The run directory's lock must be held: stale socket files are replaced."""
+        self._context = zmq.Context()
+        self._router = sockets.bind_router(self._context, self.down)
+        self._pull = sockets.bind_pull(self._context, self.up)
+
+    async def run(self) -> None:
+        """Read until cancelled. Raises what reading raised."""
+        assert self._pull is not None, "open() comes first"
+        loop = asyncio.get_running_loop()
+        descriptor = self._pull.fileno()
+        self._broken = loop.create_future()
+        loop.add_reader(descriptor, self._read)
+        try:
+            # The descriptor tells only of what comes from now on.
+            self._read()
+            await self._broken
+        finally:
+            loop.remove_reader(descriptor)
+            self._broken = None
+
+    def _read(self) -> None:
+        """Everything that is there, in batches. A callback, not a task: it is cheaper, and every token comes this way.
+
+        It always reads until there is nothing left, or comes back: the descriptor wakes us only once for what is there.
+        """
+        broken, pull = self._broken, self._pull
+        if broken is None or broken.done() or pull is None:
+            return
+        deltas = 0
+        try:
+            while deltas < BATCH_DELTAS and (frame := sockets.receive_now(pull)) is not None:
+                deltas += self._handle(frame)
+            if deltas >= BATCH_DELTAS:
+                asyncio.get_running_loop().call_soon(self._read)
+            # After all that is there, so that several deltas for one reader are one.
+            due, self._due = self._due, {}
+            for collector in due:
+                collector.deliver()
+        except Exception as error:  # the root of the callback: `run` raises it
+            broken.set_exception(error)
+
+    def close(self) -> None:
+        """Close the sockets at once. What was not sent is dropped."""
+        for socket in (self._router, self._pull):
+            if socket is not None:
+                socket.close(0)
+        if self._context is not None:
+            self._context.term()
+        self._context = self._router = self._pull = None
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def next_rid(self) -> int:
+        return next(self._rids)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def is_busy(self, epoch: int) -> bool:
+        """Whether a worker incarnation has anything to do for us."""
+        is_running = any(flight.epoch == epoch for flight in self._flights.values())
+        return is_running or self._questions.are_open(epoch)
+
+    def submit(self, worker: Peer, requests: Sequence[Generate]) -> Collector:
+        """Start the sequences of one request on `worker`.
+
+        Raises `WorkerGone` or `Unsendable`, and then none of them has started.
+        """
+        if not worker.is_ready:
+            raise WorkerGone(f"{worker.name} is not ready")
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        collector = Collector([request.rid for request in requests])
+        frames = _frames(requests)
+        try:
+            for request, frame in zip(requests, frames, strict=True):
+                if (refusal := worker.refusal(request)) is not None:
+                    collector.put(Delta(request.rid, finish=Finish.ERROR, failure=refusal))
+                    continue
+                deadline = now + request.deadline_ms / 1000 if request.deadline_ms else None
+                self._flights[request.rid] = Flight(request, worker, worker.epoch, collector, deadline)
+                self._send(worker, frame)
+        except WorkerGone:
+            for request in requests:
+                self._flights.pop(request.rid, None)
+            worker.suspect()
+            raise
+        for request in requests:
+            flight = self._flights.get(request.rid)
+            if flight is not None and flight.deadline is not None:
+                flight.timer = loop.call_at(flight.deadline + LATE_GRACE_S, self.stop, [flight.rid], "deadline", LATE)
+        return collector
+
+    def resume(self, worker: Peer, flight: Flight) -> None:
+        """Let a parked sequence go on at `worker`. Raises `WorkerGone`, and then it stays parked.
+
+        One that is too large to be sent with what its client has ends.
+        """
+        now = asyncio.get_running_loop().time()
+        if flight.deadline is not None and now >= flight.deadline:
+            self.fail([flight], LATE)
+            return
+        try:
+            self.send(worker, flight.continuation(now))
+        except Unsendable as error:
+            log.error("worker %s: sequence %d cannot go on: %s", worker.name, flight.rid, error)
+            self.fail([flight], UNSENDABLE)
+            return
+        flight.epoch = worker.epoch
+        flight.given = len(flight.token_ids)
+        flight.resumes += 1
+
+    async def ask(self, worker: Peer, question: Tokenize | Detokenize) -> Tokenized:
+        """A worker's answer. Raises `Refused`, also when the worker dies over it, `WorkerGone` and `Unsendable`."""
+        with self._questions.asking(worker.epoch, question.rid) as answer:
+            self.send(worker, question)
+            try:
+                return await answer
+            except asyncio.CancelledError:  # its client has left, or will not wait any longer
+                self._try_send(worker, Abort((question.rid,)))
+                raise
+
+    def abort(self, rids: Iterable[int], reason: str) -> None:
+        """Stop sequences and forget them. Unknown and finished rids are ignored."""
+        by_worker: dict[int, tuple[Peer, list[int]]] = {}
+        for rid in rids:
+            flight = self._flights.get(rid)
+            if flight is None:
+                continue
+            self._end(flight)
+            flight.collector.close()
+            by_worker.setdefault(flight.epoch, (flight.peer, []))[1].append(rid)
+        for epoch, (peer, own) in by_worker.items():
+            if peer.epoch == epoch:
+                self.aborts.sent(epoch, own)
+                self._try_send(peer, Abort(tuple(own), reason))
+
+    def stop(self, rids: Iterable[int], reason: str, failure: Failure | None = None) -> None:
+        """Abort sequences whose reader goes on reading: it is told that they ended, and of a failure if it was one."""
+        running = [flight for rid in rids if (flight := self._flights.get(rid)) is not None]
+        self.abort([flight.rid for flight in running], reason)
+        finish = Finish.ABORT if failure is None else Finish.ERROR
+        for flight in running:
+            flight.collector.put(Delta(flight.rid, finish=finish, failure=failure))
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def attach(self, peer: Peer) -> None:
+        """Let the messages of `peer.epoch` in."""
+        self._peers[peer.epoch] = peer
+
+    def detach(self, epoch: int) -> list[Flight]:
+        """Fence an epoch off. Returns its unfinished sequences, parked: the caller resumes or fails each."""
+        self._peers.pop(epoch, None)
+        self.aborts.forget(epoch)
+        self._questions.lost(epoch, _LOST)
+        lost = [flight for flight in self._flights.values() if flight.epoch == epoch]
+        for flight in lost:
+            flight.epoch = PARKED
+        return lost
+
+    def fail(self, flights: Iterable[Flight], failure: Failure) -> None:
+        """End parked sequences."""
+        for flight in flights:
+            if not flight.is_over:
+                self._end(flight)
+                flight.collector.put(Delta(flight.rid, finish=Finish.ERROR, failure=failure))
+
+    def abandon(self, failure: Failure) -> None:
+        """End everything: at the workers, which go on without us, and for the clients."""
+        flights = list(self._flights.values())
+        by_worker: dict[int, tuple[Peer, list[int]]] = {}
+        for flight in flights:
+            by_worker.setdefault(flight.epoch, (flight.peer, []))[1].append(flight.rid)
+        for epoch, (peer, rids) in by_worker.items():
+            if peer.epoch == epoch:
+                self._try_send(peer, Abort(tuple(rids), "gateway restarts"))
+        self.fail(flights, failure)
+
+    def expire(self, flights: Iterable[Flight]) -> None:
+        """End the parked sequences whose deadline has passed: no worker does it for them."""
+        now = asyncio.get_running_loop().time()
+        self.fail([flight for flight in flights if flight.deadline is not None and now >= flight.deadline], LATE)
+
+    def send(self, peer: Peer, message: Down) -> None:
+        """Send at once. Raises `WorkerGone` when the worker is not connected, and `Unsendable`."""
+        self._send(peer, encode(message))
+
+    def _send(self, peer: Peer, frame: bytes) -> None:
+        self._post(peer.name, peer.epoch, frame)
+
+    def _post(self, name: str, epoch: int, frame: bytes) -> None:
+        if self._router is None:
+            raise WorkerGone("the link is closed")
+        try:
+            identity = f"{name}#{epoch}".encode()
+            self._router.send_multipart((identity, frame), zmq.NOBLOCK, copy=len(frame) < LARGE_BYTES)
+        except zmq.ZMQError as error:
+            raise WorkerGone(f"{name}#{epoch}: {error}") from error
+
+    def ping(self, peer: Peer, t_ns: int) -> None:
+        """Send a heartbeat. A worker that is gone is noticed elsewhere."""
+        self._seq = (self._seq + 1) & ((1 << SEQ_BITS) - 1)
+        self._try_send(peer, Ping(peer.epoch << SEQ_BITS | self._seq, t_ns))
+
+    def _try_send(self, peer: Peer, message: Down) -> None:
+        with contextlib.suppress(WorkerGone):
+            self.send(peer, message)
+
+    # -- what workers say --------------------------------------------------------------------------------------------
+
+    def _handle(self, frame: bytes) -> int:
+        """Dispatch one frame. Returns how much work it was, in deltas."""
+        try:
+            message = decode_up(frame)
+        except MalformedFrame as error:
+            self._note_malformed(frame, error)
+            return 1
+        if type(message) is Step:
+            self._on_step(message)
+            return 1 + len(message.deltas)
+        self._on_other(message)
+        return 1
+
+    def _on_step(self, step: Step) -> None:
+        epoch = step.epoch
+        peer = self._peers.get(epoch)
+        if peer is None:
+            self._events.stale_message()
+            return
+        flights, due = self._flights, self._due
+        now = asyncio.get_running_loop().time()
+        strangers: list[int] | None = None
+        for delta in step.deltas:
+            rid = delta.rid
+            flight = flights.get(rid)
+            if flight is None or flight.epoch != epoch:
+                if delta.finish is not None:
+                    self.aborts.ended(epoch, rid)
+                # Just aborted, or begun by an earlier gateway: then nobody else will ever stop it.
+                if rid >> RID_BITS != self.boot and delta.finish is None:
+                    strangers = [*(strangers or ()), rid]
+                continue
+            if delta.finish is not None:
+                if self._is_parked(flight, delta.failure):
+                    continue
+                self._end(flight)
+            flight.token_ids.extend(delta.token_ids)
+            flight.is_begun = True
+            if flight.is_watched and delta.token_ids:
+                self._acquit(flight)
+            collector = flight.collector
+            collector.add(delta, now)
+            due[collector] = None
+        if strangers:
+            self._try_send(peer, Abort(tuple(strangers), "gateway restarted"))
+        if step.stats is not None:
+            peer.stats = step.stats
+        self._events.step(peer.name, step)
+
+    def _on_other(self, message: Up) -> None:
+        match message:
+            case Accepted(rid, prompt_tokens, relaxed):
+                if flight := self._running(rid):
+                    flight.collector.note_accepted(rid, prompt_tokens, relaxed)
+            case Progress(rid, processed, total, cached):
+                if flight := self._running(rid):
+                    flight.collector.note_progress(rid, processed, total, cached)
+            case Tokenized():
+                self._questions.answered(message)
+            case Rejected(rid, failure) if rid in self._questions:
+                self._questions.refused(rid, failure)
+            case Rejected(rid, failure):
+                if (flight := self._running(rid)) and not self._is_parked(flight, failure):
+                    self._end(flight)
+                    flight.collector.put(Delta(rid, finish=Finish.ERROR, failure=failure))
+            case Pong():
+                self._on_pong(message)
+            case Hello():
+                self._on_hello(message)
+            case Loading() | Ready() | Drained() | Goodbye():
+                if peer := self._peers.get(message.epoch):
+                    peer.post(message)
+                else:
+                    self._events.stale_message()
+            case Step():
+                raise AssertionError("steps go the short way")
+
+    def _running(self, rid: int) -> Flight | None:
+        flight = self._flights.get(rid)
+        return flight if flight is not None and flight.epoch != PARKED else None
+
+    def _is_parked(self, flight: Flight, failure: Failure | None) -> bool:
+        """Whether this end is not the sequence's but its worker's: then it goes on at the next one."""
+        if failure is None:
+            return False
+        # A worker that drains though nobody told it to was sent a signal by somebody else, or lost touch with us.
+        is_unasked = failure.code is Code.DRAINING and flight.peer.is_serving
+        if failure.code is not Code.WORKER_DIED and not is_unasked:
+            return False
+        flight.epoch = PARKED
+        flight.peer.park(flight)
+        return True
+
+    def _end(self, flight: Flight) -> None:
+        del self._flights[flight.rid]
+        if flight.timer is not None:
+            flight.timer.cancel()
+        flight.is_over = True
+        if flight.is_watched:
+            self._acquit(flight)
+
+    def _acquit(self, flight: Flight) -> None:
+        flight.is_watched = False
+        flight.peer.acquit()
+
+    def _on_pong(self, pong: Pong) -> None:
+        peer = self._peers.get(pong.seq >> SEQ_BITS)
+        if peer is None:
+            self._events.stale_message()
+            return
+        peer.stats = pong.stats
+        peer.post(pong)
+        self._events.pong(peer.name, pong)
+
+    def _on_hello(self, hello: Hello) -> None:
+        # A DEALER's first frame only makes it routable; nothing else ever comes up this way.
+        if self._router is not None:
+            while sockets.receive_now(self._router) is not None:
+                pass
+        peer = self._peers.get(hello.epoch)
+        if peer is not None and peer.name == hello.worker:
+            peer.post(hello)
+            return
+        self._events.stale_message()
+        log.warning("refused worker %s#%d (pid %d): not one that is wanted", hello.worker, hello.epoch, hello.pid)
+        self._dismiss(hello, DISMISSALS)
+
+    def _dismiss(self, hello: Hello, tries: int) -> None:
+        """End a worker that nobody here has started: it holds memory that is not counted."""
+        peer = self._peers.get(hello.epoch)
+        if self._router is None or (peer is not None and peer.name == hello.worker):
+            return
+        try:
+            self._post(hello.worker, hello.epoch, encode(Shutdown("not one that is wanted")))
+        except WorkerGone:
+            # Its Hello came before its other socket was connected.
+            if tries > 1:
+                asyncio.get_running_loop().call_later(DISMISS_RETRY_S, self._dismiss, hello, tries - 1)
+
+    def _note_malformed(self, frame: bytes, error: MalformedFrame) -> None:
+        self._events.malformed_frame()
+        now = asyncio.get_running_loop().time()
+        if now >= self._next_malformed_log:
+            self._next_malformed_log = now + MALFORMED_LOG_S
+            log.warning("dropped a malformed frame of %d bytes: %s", len(frame), error)
+
+
+def _frames(requests: Sequence[Generate]) -> list[bytes]:
+    """The frames of one request's sequences. Together they are no larger than one may be: libzmq queues all of them.
+
+    Raises `Unsendable`.
+    """
+    frames: list[bytes] = []
+    size = 0
+    for request in requests:
+        frames.append(encode(request))
+        size += len(frames[-1])
+        if size > MAX_FRAME_BYTES:
+            raise FrameTooLarge(size)
+    return frames

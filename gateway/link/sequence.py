@@ -1,0 +1,100 @@
+"""One sequence on its way: what its client has, and what a worker must know to go on with it."""
+
+from asyncio import TimerHandle
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from msgspec.structs import replace
+
+from gateway.link.collector import Collector
+from protocol.failures import Failure
+from protocol.messages import Drained, Generate, Goodbye, Hello, Loading, Pong, Ready
+from protocol.stats import Stats
+
+# The epoch of a sequence that no worker has: real ones begin at 1.
+PARKED: Final = 0
+
+
+@dataclass(slots=True)
+class Flight:
+    """One sequence between its Generate and its terminal event. Owned by the link.
+
+    `generate` and `token_ids` (all that the client was sent) are what a successor needs to go on. While `epoch` is
+    `PARKED` no worker has it and nothing that a worker says about it counts.
+    """
+
+    generate: Generate
+    peer: "Peer"
+    epoch: int
+    collector: Collector
+    # Of the loop's clock; None without a deadline.
+    deadline: float | None = None
+    # Ends it when its worker does not.
+    timer: TimerHandle | None = None
+    token_ids: list[int] = field(default_factory=list)
+    # The client has had a delta: an echo must not come again.
+    is_begun: bool = False
+    # It has ended or was aborted.
+    is_over: bool = False
+    # Its worker is told of its first token, or its end.
+    is_watched: bool = False
+    # Ids that its newest worker was given, how often it was given to another worker, and how often in a row without
+    # a single token from that one.
+    given: int = 0
+    resumes: int = 0
+    fruitless: int = 0
+    # It may be what kills its workers.
+    is_suspicious: bool = False
+
+    @property
+    def rid(self) -> int:
+        return self.generate.rid
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether its newest worker has sent no token of it: it was waiting or in its prefill."""
+        return len(self.token_ids) == self.given
+
+    def continuation(self, now: float) -> Generate:
+        """What the next worker is sent."""
+        return replace(
+            self.generate,
+            resume=tuple(self.token_ids),
+            echo=self.generate.echo and not self.is_begun,
+            deadline_ms=0 if self.deadline is None else max(1, int((self.deadline - now) * 1000)),
+        )
+
+
+class Peer(Protocol):
+    """What the link knows of a worker."""
+
+    name: str
+    epoch: int
+    stats: Stats | None
+
+    @property
+    def is_ready(self) -> bool:
+        """It takes new requests."""
+        ...
+
+    @property
+    def is_serving(self) -> bool:
+        """It is loaded, and nobody has asked it to end."""
+        ...
+
+    def post(self, message: Hello | Loading | Ready | Pong | Drained | Goodbye) -> None: ...
+    def suspect(self) -> None:
+        """It could not be reached."""
+        ...
+
+    def refusal(self, request: Generate) -> Failure | None:
+        """Why it must not have this request, if so."""
+        ...
+
+    def park(self, flight: Flight) -> None:
+        """Keep a sequence that the worker has given up, for the next one."""
+        ...
+
+    def acquit(self) -> None:
+        """A watched sequence has its first token, or has ended."""
+        ...

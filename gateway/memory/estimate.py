@@ -1,0 +1,65 @@
+"""Memory that a model needs, before it is loaded: from its files' headers and its settings."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.config.settings import ModelConfig
+from gateway.model_files.metadata import Info, Unreadable, find, inspect
+
+MIB: Final = 1 << 20
+# Python, MLX and a tokenizer: 55 MiB were measured on Linux (docs/memory.md); Metal's own share was not.
+OVERHEAD_BYTES: Final = 128 * MIB
+# What the weights take beyond their size, and the buffers of a step: at least this, and this part of the weights.
+BUFFER_BYTES: Final = 64 * MIB
+BUFFER_PART: Final = 20
+# A share is comfortable with KV for a sequence of so many tokens, and of no use with less than so many.
+COMFORT_TOKENS: Final = 32_768
+LEAST_TOKENS: Final = 1024
+# Where the KV of an architecture is not computed: a part of the weights, and at least this.
+UNKNOWN_KV_PART: Final = 8
+UNKNOWN_KV_BYTES: Final = 64 * MIB
+# The worker gives KV about this part of what its weights leave of its share (worker/model/memory.py).
+KV_PART: Final = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes. With less than `least` a model is of no use; `floor` is what it gets; more is lent up to `most`."""
+
+    weights: int
+    least: int
+    floor: int
+    most: int
+
+    def within(self, cap: int) -> int:
+        """The floor under a cap: less than comfortable is better than nothing."""
+        return min(self.floor, max(self.least, cap))
+
+
+def estimate(model: ModelConfig, lendable: int) -> Need:
+    """What `model` needs; `lendable` is the most that anybody can be lent. Of unreadable files, only the overhead."""
+    try:
+        info = inspect(find(model.path), model.dtype, model.context, 0)
+    except (Unreadable, OSError, ValueError, TypeError, KeyError, ArithmeticError):
+        # Its worker says what is wrong with it; nothing that is in a file may harm the others.
+        info = None
+    weights = 0 if info is None else info.weights_bytes
+    fixed = OVERHEAD_BYTES + weights + max(BUFFER_BYTES, weights // BUFFER_PART)
+    cache = model.cache.ram_bytes
+    if model.memory_bytes != "auto":
+        # The operator's word: it is what the worker is told to stay in, whatever we think of it.
+        least = max(model.memory_bytes, weights)
+        return Need(weights, least, least, least)
+    if model.kv_bytes is not None:
+        floor = fixed + model.kv_bytes + (cache or 0)
+        return Need(weights, floor, floor, floor if cache is not None else floor + lendable)
+    floor = fixed + (cache or 0) + _kv_bytes(info, COMFORT_TOKENS)
+    least = fixed + (cache or 0) + _kv_bytes(info, LEAST_TOKENS)
+    return Need(weights, least, floor, floor + lendable)
+
+
+def _kv_bytes(info: Info | None, tokens: int) -> int:
+    if info is None or info.kv_1k_bytes is None:
+        return max(UNKNOWN_KV_BYTES, (info.weights_bytes if info else 0) // UNKNOWN_KV_PART)
+    longest = min(tokens, info.context or tokens)
+    return int((info.kv_1k_bytes * longest // 1000 + info.kv_window_bytes) / KV_PART)

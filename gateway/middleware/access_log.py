@@ -1,0 +1,63 @@
+"""One line for each request, and a warning for a slow one: ids, timings and outcome, never a prompt or a key."""
+
+import logging
+import time
+from typing import Final
+
+from gateway.access.caller import NOBODY
+from gateway.access.strangers import Sample
+from gateway.request.record import Record
+
+log = logging.getLogger(__name__)
+
+# Polled by machines: their lines would drown the others.
+QUIET: Final = frozenset({"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/v1/requests", "/"})
+
+
+def write(record: Record, slow_s: float, sample: Sample, trace_id: str = "") -> None:
+    """The lines of a request that has ended; `sample` takes those of strangers.
+
+    `slow_s` 0 warns of none; `trace_id` is that of its exported trace.
+    """
+    elapsed_s = time.perf_counter() - record.started
+    if slow_s and elapsed_s >= slow_s and record.model is not None:
+        log.warning(
+            "slow request: %s %s took %.1f s", record.method, record.path[:200], elapsed_s,
+            extra={"fields": _fields(record, elapsed_s, trace_id)},
+        )  # fmt: skip
+    level = logging.DEBUG if record.path in QUIET else logging.INFO
+    if log.isEnabledFor(level) and (record.caller is not NOBODY or sample.takes(record.client)):
+        fields = _fields(record, elapsed_s, trace_id)
+        log.log(level, "%s %s", record.method, record.path[:200], extra={"fields": fields})
+
+
+def _fields(record: Record, elapsed_s: float, trace_id: str) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "request": record.id,
+        "status": record.status,
+        "ms": round(elapsed_s * 1000, 1),
+        "client": str(record.client),
+    }
+    if record.caller.key is not None:
+        fields["key"] = record.caller.key
+    if record.model is not None:
+        fields |= {"model": record.model, "stream": record.stream}
+        if record.rids:
+            fields["rid"] = record.rids[0] if len(record.rids) == 1 else list(record.rids)
+        first = record.first_token_s
+        fields["ttft_ms"] = None if first is None else round(first * 1000, 1)
+        fields |= record.phases.fields()
+        fields |= {
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "completion_tokens": record.completion_tokens,
+        }
+        if record.finishes:
+            fields["finish"] = record.finishes[0] if len(record.finishes) == 1 else list(record.finishes)
+    trace_id = trace_id or (record.trace.hex_id if record.trace is not None else "")
+    if trace_id:
+        fields["trace"] = trace_id
+    fields["outcome"] = record.outcome or "ok"
+    if record.detail:
+        fields["detail"] = record.detail
+    return fields

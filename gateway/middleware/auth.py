@@ -1,0 +1,178 @@
+"""Authentication: one middleware before every route, which denies what it does not know.
+
+| keys | asked without a valid key |
+|---|---|
+| never one | on the loopback everybody is the owner, web pages excepted; elsewhere as below |
+| one, now or once | only the daemon's health, without names, and `/metrics` where the configuration says so |
+"""
+
+from typing import Final, NoReturn
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.access.caller import NOBODY, OWNER, Caller
+from gateway.access.key_addresses import KeyAddresses
+from gateway.access.key_file import PREFIX_CHARS
+from gateway.access.keyring import DISABLED, EXPIRED, INVALID, Keyring
+from gateway.access.strangers import Throttle
+from gateway.config.address import Address
+from gateway.config.origins import is_own, is_served
+from gateway.errors import Forbidden, Misdirected, RateLimited, Unauthorized
+from gateway.request.live import Live
+from gateway.request.record import Record, record_of
+from gateway.telemetry.metrics import Metrics
+
+HEALTH: Final = frozenset({"/livez", "/readyz", "/health", "/healthz"})
+METRICS: Final = "/metrics"
+# A client with two of them has one from its settings and one from its environment; more is noise.
+SECRETS_MAX: Final = 4
+# A client must always be able to stop what it started.
+_UNCOUNTED: Final = "/cancel"
+# These take none of a key's concurrency.
+_ASKING: Final = ("/tokenize", "/detokenize", "/count_tokens", "/input_tokens")
+# What is asked of a model beside the APIs.
+_QUESTIONS: Final = frozenset({"/tokenize", "/detokenize"})
+# By a page of another site, or of another port or name of this one: `same-origin` and `none` are what is left.
+_CROSS_SITE: Final = ("cross-site", "same-site")
+_REASONS: Final = {None: "missing", INVALID: "invalid", EXPIRED: "expired", DISABLED: "disabled"}
+_SCRAPERS: Final = (
+    "Metrics name every model and key: they need a key made with 'mlxctl keys create prometheus --role metrics', sent "
+    "as 'Authorization: Bearer KEY'. [server] metrics_auth = false shows them to everybody."
+)
+
+
+class Auth:
+    """Pure ASGI. Notes the caller on the record; raises `Unauthorized`, `Forbidden` or `RateLimited`."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keyring: Keyring,
+        throttle: Throttle,
+        addresses: KeyAddresses,
+        metrics: Metrics,
+        live: Live,
+        *,
+        is_loopback: bool,
+    ) -> None:
+        self._app = app
+        self._keyring = keyring
+        self._throttle = throttle
+        self._addresses = addresses
+        self._metrics = metrics
+        self._live = live
+        self._is_loopback = is_loopback
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record = record_of(scope)
+        path = scope["path"]
+        record.caller = caller = self._admit(scope, record)
+        meter = caller.meter
+        if meter is not None and meter.is_limited:
+            record.late_headers = meter.anthropic_headers if record.is_anthropic else meter.openai_headers
+            is_counted = path in _QUESTIONS or (path.startswith("/v1/") and not path.endswith(_UNCOUNTED))
+            if scope["method"] == "POST" and is_counted:
+                if not path.endswith(_ASKING):
+                    meter.check_running()
+                meter.request()
+        await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope, record: Record) -> Caller:
+        keyring = self._keyring
+        keyring.refresh()
+        path = scope["path"]
+        is_closed = self._live.config.server.metrics_auth
+        needs_none = path in HEALTH or (path == METRICS and not is_closed)
+        # A proxy on this machine must not make others of its clients the owner.
+        is_local = self._is_loopback and record.client.is_own
+        is_everybodys = keyring.is_open and is_local
+        if is_everybodys or self._live.config.server.hosts:
+            self._check_host(Headers(scope=scope), is_everybodys)
+        if is_everybodys:
+            self._check_page(Headers(scope=scope))
+            return OWNER
+        try:
+            caller = self._identify(scope["headers"], record.client)
+        except Unauthorized as error:
+            if needs_none:
+                return NOBODY
+            if path == METRICS and error.code is None:
+                error = Unauthorized(_SCRAPERS, None)
+            self._refuse(error, record)
+        if path == METRICS:
+            if is_closed and not (caller.is_admin or caller.is_metrics_only):
+                raise Forbidden(_SCRAPERS)
+        elif caller.is_metrics_only and path not in HEALTH:
+            raise Forbidden("This key may read /metrics and nothing else.")
+        return caller
+
+    def _refuse(self, error: Unauthorized, record: Record) -> NoReturn:
+        """Only now that no key was valid: those of others behind the same address are not held up."""
+        try:
+            self._throttle.fail(record.client)
+        except RateLimited:
+            self._metrics.auth_failures["throttled"] += 1
+            raise
+        self._metrics.auth_failures[_REASONS[error.code]] += 1
+        raise error
+
+    def _identify(self, headers: list[tuple[bytes, bytes]], client: Address) -> Caller:
+        secrets = _secrets(headers)
+        for secret in secrets:
+            caller = self._keyring.caller(secret)
+            if caller is not None:
+                if caller.key is not None:
+                    self._addresses.use(caller.key, secret[:PREFIX_CHARS].decode(), client)
+                return caller
+        if secrets:
+            raise Unauthorized("The API key is not valid.", INVALID)
+        if self._keyring.is_open:
+            raise Unauthorized("There is no API key yet. Make one with: mlxctl keys create NAME", None)
+        raise Unauthorized("An API key is needed: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.", None)
+
+    def _check_host(self, headers: Headers, is_everybodys: bool) -> None:
+        """Refuse the name by which a page of the web may reach this machine: its owner makes it resolve to us, and
+        then the page is of our origin for the browser. Raises `Misdirected`."""
+        server = self._live.config.server
+        for host in headers.getlist("host"):
+            if not is_served(host, (*server.hosts, server.host)):
+                self._metrics.auth_failures["host"] += 1
+                advice = ", or make an API key: mlxctl keys create NAME" if is_everybodys else ""
+                raise Misdirected(
+                    f"mlxd is not served as {host[:200]!r}. Add that name to [server] hosts in mlxd.toml{advice}."
+                )
+
+    def _check_page(self, headers: Headers) -> None:
+        """Refuse pages of the web: the open loopback is for programs. Raises `Forbidden`."""
+        origin = headers.get("origin")
+        if origin is not None:
+            is_foreign = origin not in self._live.config.server.cors and not is_own(origin)
+        else:
+            # A browser names no origin for what a page merely shows, such as an image.
+            is_foreign = headers.get("sec-fetch-site", "").lower() in _CROSS_SITE
+        if is_foreign:
+            self._metrics.auth_failures["origin"] += 1
+            raise Forbidden("This web page may not use mlxd. Name its origin in [server] cors, or use an API key.")
+
+
+class Trusted:
+    """In place of `Auth` on the unix socket: whoever can open it is the owner."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record_of(scope).caller = OWNER
+        await self._app(scope, receive, send)
+
+
+def _secrets(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
+    """What was presented as a key, either way."""
+    found: list[bytes] = []
+    for name, value in headers:
+        if name == b"x-api-key":
+            found.append(value.strip())
+        elif name == b"authorization" and value[:7].lower() == b"bearer ":
+            found.append(value[7:].strip())
+    return [secret for secret in found[:SECRETS_MAX] if secret]

@@ -1,0 +1,134 @@
+"""The outermost layer: a request id, one access line, and the one place where exceptions become answers."""
+
+import logging
+import re
+import secrets
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.access.caller import NOBODY
+from gateway.api.anthropic.response import anthropic_body
+from gateway.config.address import UNIX
+from gateway.errors import ApiError, error_headers, openai_body
+from gateway.http.capture import Tape
+from gateway.http.direct_write import outlet_of
+from gateway.http.exchange import CLIENT_CLOSED, Answer, send_body
+from gateway.middleware import access_log
+from gateway.request.record import ClientLeft, Record
+from gateway.request.trace_context import read_context
+from gateway.services import Services
+
+log = logging.getLogger(__name__)
+
+# What counts as a request of an API; a list of models does not.
+METHOD: Final = "POST"
+PREFIX: Final = "/v1/"
+# Answered in Anthropic's shape, also when something goes wrong; on other paths a header tells its clients.
+ANTHROPIC: Final = "/v1/messages"
+ANTHROPIC_HEADER: Final = "anthropic-version"
+
+_SANE_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+
+
+class Entry:
+    """Pure ASGI. Everything below may raise `ApiError`; what else it raises is a 500, logged once and counted."""
+
+    def __init__(self, app: ASGIApp, services: Services, is_public: bool) -> None:
+        self._app = app
+        self._services = services
+        self._is_public = is_public
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "http":
+                await self._http(scope, receive, send)
+            case "lifespan":
+                await _lifespan(receive, send)
+            case _:
+                await send({"type": "websocket.close", "code": 1000})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        client = self._services.live.proxies.client(scope) if self._is_public else UNIX
+        record = Record(_request_id(headers), scope["method"], scope["path"], client)
+        record.is_anthropic = record.path.startswith(ANTHROPIC) or ANTHROPIC_HEADER in headers
+        if "traceparent" in headers:
+            record.trace = read_context(headers.getlist("traceparent"), headers.getlist("tracestate"))
+        record.lease = self._services.bodies.lease()
+        scope["mlxd.record"] = record
+        # Makes starlette raise HTTPException instead of answering in plain text.
+        scope["app"] = self
+        tape = None
+        if self._is_public and self._services.captures.is_on and _is_api(record):
+            tape = Tape(scope, receive, send)
+            receive, send = tape.receive, tape.send
+        else:
+            record.writer = outlet_of(scope)
+        answer = Answer(send, record)
+        try:
+            await self._app(scope, receive, answer)
+        except ApiError as error:
+            await self._refuse(answer, record, error)
+        except HTTPException as error:
+            if error.headers is not None and "Allow" in error.headers:
+                record.headers.append((b"allow", error.headers["Allow"].encode()))
+            await self._refuse(answer, record, _from_http(error, scope))
+        except ClientLeft:
+            record.status = CLIENT_CLOSED
+            record.outcome = "disconnect"
+        except Exception as error:  # The root of a request's task.
+            self._services.metrics.unhandled_errors += 1
+            log.error("request failed", exc_info=error, extra={"fields": {"request": record.id, "path": record.path}})
+            await self._refuse(answer, record, ApiError(500, "Internal error.", type="server_error", code="internal"))
+        finally:
+            record.lease.close()
+            self._account(record, tape)
+
+    async def _refuse(self, answer: Answer, record: Record, error: ApiError) -> None:
+        record.outcome = error.outcome
+        if not answer.is_started:
+            body = anthropic_body(error, record.id) if record.is_anthropic else openai_body(error)
+            await send_body(answer, error.status, body, [*error_headers(error), *record.headers])
+
+    def _account(self, record: Record, tape: Tape | None) -> None:
+        services = self._services
+        if self._is_public and _is_api(record):
+            services.metrics.request_ended(record.model, record.caller.key, record.status)
+        tracer = services.tracer
+        trace_id = tracer.export(record) if tracer is not None and record.model is not None else ""
+        access_log.write(record, services.config.server.slow_request_s, services.sample, trace_id)
+        # Whoever may not come in must not push out what is kept of the others.
+        if tape is not None and record.caller is not NOBODY:
+            services.captures.put(tape.captured(record))
+
+
+def _is_api(record: Record) -> bool:
+    return record.method == METHOD and record.path.startswith(PREFIX)
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's id, if a log line can carry it; else one of ours."""
+    given = headers.get("x-request-id", "")
+    return given if _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+
+def _from_http(error: HTTPException, scope: Scope) -> ApiError:
+    match error.status_code:
+        case 404:
+            return ApiError(404, f"Unknown path: {scope['method']} {scope['path'][:200]}.", code="unknown_url")
+        case 405:
+            return ApiError(405, f"{scope['method']} is not allowed here.", code="method_not_allowed")
+        case status:
+            return ApiError(status, str(error.detail))
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    """Start and stop belong to the daemon, not to the app."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,144 @@
+"""Spans of finished requests, sent as OTLP over HTTP. Imported only where traces are configured.
+
+One span for a request, by OpenTelemetry's conventions for generative AI, and one below it for each phase of it.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    TraceState,
+    set_span_in_context,
+)
+from opentelemetry.util.types import AttributeValue
+
+import protocol
+from gateway.request.record import Record
+from gateway.request.trace_context import TraceContext
+
+log = logging.getLogger(__name__)
+
+TRACES_PATH: Final = "/v1/traces"
+EXPORT_TIMEOUT_S: Final = 5.0
+# A collector that did not answer is left alone for this long; the spans of that time are lost.
+PAUSE_S: Final = 60.0
+
+_OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
+
+
+class Tracer:
+    """Makes spans of requests that have ended; a thread of OpenTelemetry's sends them."""
+
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint` with or without its path. The environment may add headers (`OTEL_EXPORTER_OTLP_HEADERS`)."""
+        url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
+        exporter = Patient(OTLPSpanExporter(url, timeout=EXPORT_TIMEOUT_S), url)
+        resource = Resource.create({"service.name": "mlxd", "service.version": protocol.__version__})
+        self._provider = TracerProvider(sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("mlxd", protocol.__version__)
+
+    def export(self, record: Record) -> str:
+        """Queue the spans of a request that has ended. Returns the trace's id."""
+        now_ns = time.time_ns()
+        began_ns = now_ns - round((time.perf_counter() - record.started) * 1e9)
+        name = f"{_operation(record)} {record.model}"
+        span = self._tracer.start_span(
+            name, _parent(record.trace), SpanKind.SERVER, _attributes(record), start_time=began_ns
+        )
+        if record.outcome:
+            span.set_attribute("error.type", record.outcome)
+            span.set_status(Status(StatusCode.ERROR, record.outcome))
+        inside = set_span_in_context(span)
+        for phase, start_s, length_s in record.phases.spans():
+            start_ns = began_ns + round(start_s * 1e9)
+            child = self._tracer.start_span(phase, inside, start_time=start_ns)
+            child.end(start_ns + round(length_s * 1e9))
+        span.end(now_ns)
+        return f"{span.get_span_context().trace_id:032x}"
+
+    def close(self) -> None:
+        """Send what is queued, within a few seconds."""
+        self._provider.shutdown()
+
+
+class Patient(SpanExporter):
+    """Leaves a collector that does not answer alone for a while, and says so once. Owned by the thread that exports."""
+
+    def __init__(self, inner: SpanExporter, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._inner = inner
+        self._url = url
+        self._clock = clock
+        self._resume_at = float("-inf")
+        self._is_failing = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Raises nothing: what is lost is lost."""
+        if self._clock() < self._resume_at:
+            return SpanExportResult.FAILURE
+        result = self._inner.export(spans)
+        is_failing = result is not SpanExportResult.SUCCESS
+        if is_failing:
+            self._resume_at = self._clock() + PAUSE_S
+        if is_failing and not self._is_failing:
+            log.warning("traces do not arrive at %s; those of now are lost", self._url)
+        elif self._is_failing and not is_failing:
+            log.info("traces arrive again at %s", self._url)
+        self._is_failing = is_failing
+        return result
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+def _operation(record: Record) -> str:
+    """One of the operations that OpenTelemetry's conventions know."""
+    return _OPERATIONS.get(record.path, "chat")
+
+
+def _attributes(record: Record) -> dict[str, AttributeValue]:
+    found: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": _operation(record),
+        "gen_ai.provider.name": "mlxd",
+        "gen_ai.request.model": record.model or "",
+        "gen_ai.response.model": record.model or "",
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+        "http.request.method": record.method,
+        "http.response.status_code": record.status,
+        "url.path": record.path,
+        "mlxd.request.id": record.id,
+        "mlxd.request.stream": record.stream,
+    }
+    if record.finishes:
+        found["gen_ai.response.finish_reasons"] = record.finishes
+    if record.caller.key is not None:
+        found["mlxd.key"] = record.caller.key
+    if record.first_token_s is not None:
+        found["gen_ai.response.time_to_first_chunk"] = record.first_token_s
+    return found
+
+
+def _parent(context: TraceContext | None) -> Context:
+    if context is None:
+        return Context()
+    flags = TraceFlags(TraceFlags.SAMPLED if context.is_sampled else TraceFlags.DEFAULT)
+    state = TraceState.from_header([context.state]) if context.state else TraceState()
+    remote = SpanContext(context.trace_id, context.span_id, is_remote=True, trace_flags=flags, trace_state=state)
+    return set_span_in_context(NonRecordingSpan(remote), Context())

@@ -1,0 +1,236 @@
+"""Into the Hugging Face cache, and on from where an earlier attempt stopped.
+
+The hub's own library begins each file anew in the next process, which is hours for a large model. So large files are
+fetched here, to where that library would put them (`blobs/SHA256`), and are compared with their checksum; it then finds
+them there and does the rest: small files, links, references. Until then nobody sees a model that is not whole.
+"""
+
+import fcntl
+import glob
+import hashlib
+import shutil
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import httpx2
+from huggingface_hub import constants, get_session, hf_hub_url, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import build_hf_headers, disable_progress_bars, hf_raise_for_status
+from msgspec import Struct
+
+from gateway.model_files.hub import HubFailed, RemoteFile, Repository, speaking_of, token
+from gateway.model_files.hub_cache import cache_dir, folder_of
+
+AT_ONCE: Final = 4
+# In a row, without a byte between them.
+ATTEMPTS: Final = 6
+RETRY_S: Final = 1.0
+# Left free beside what is downloaded: a full disk breaks more than this.
+RESERVE_BYTES: Final = 256 * 1024 * 1024
+_PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class Plan(Struct, frozen=True):
+    """What is to be done. `here_bytes` are those of files that are there already, in whole or in part."""
+
+    repository: Repository
+    files: tuple[RemoteFile, ...]
+    large: tuple[RemoteFile, ...]
+    total_bytes: int
+    here_bytes: int
+
+    @property
+    def missing_bytes(self) -> int:
+        return self.total_bytes - self.here_bytes
+
+
+class Space(Struct, frozen=True):
+    """Of the disk that holds the cache."""
+
+    folder: str
+    free_bytes: int
+    needed_bytes: int
+
+    @property
+    def is_enough(self) -> bool:
+        return self.needed_bytes == 0 or self.free_bytes >= self.needed_bytes + RESERVE_BYTES
+
+
+def plan(repository: Repository, patterns: Sequence[str]) -> Plan:
+    """What of a repository is wanted, and what of that the cache lacks. Raises `HubFailed`."""
+    files = repository.matching(patterns)
+    if not files:
+        raise HubFailed(f"no file of {repository.id} matches {', '.join(patterns)}")
+    lacking = [file for file in files if not _is_here(repository, file)]
+    # Also one that came whole, and was not yet compared with its checksum.
+    large = tuple(filter(_is_ours, lacking))
+    total = sum(file.size_bytes for file in files)
+    to_come = sum(file.size_bytes for file in lacking) - sum(_size_so_far(repository, file) for file in large)
+    return Plan(repository, files, large, total, total - to_come)
+
+
+def space(plan: Plan) -> Space:
+    """Whether the disk takes it."""
+    folder = cache_dir()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return Space(str(folder), shutil.disk_usage(there).free, plan.missing_bytes)
+
+
+def fetch(plan: Plan, arrived: Callable[[int], None]) -> Path:
+    """Download all of it and return the snapshot. Raises `HubFailed`. `arrived` is told bytes, from several threads."""
+    disable_progress_bars()
+    stop = threading.Event()
+    pool = ThreadPoolExecutor(AT_ONCE, "pull")
+    try:
+        # The largest first, so that they do not come last one by one.
+        files = sorted(plan.large, key=lambda file: file.size_bytes, reverse=True)
+        transfers = [pool.submit(_transfer, plan.repository, file, arrived, stop) for file in files]
+        done, _ = wait(transfers, return_when=FIRST_EXCEPTION)
+        for transfer in done:
+            transfer.result()
+    finally:
+        # Also for whoever is tired of waiting: what has come so far stays.
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+    return _complete(plan)
+
+
+def _complete(plan: Plan) -> Path:
+    """The rest of the files and the links by the hub's library. The reference moves last, to what is then whole."""
+    repository = plan.repository
+    names = [glob.escape(file.name) for file in plan.files]
+    path = ""
+    # By the commit first, which moves no reference.
+    for revision in dict.fromkeys((repository.commit, repository.revision)):
+        with speaking_of(repository.id, repository.revision), _readable_errors():
+            path = snapshot_download(
+                repository.id, revision=revision, cache_dir=cache_dir(), token=token(), allow_patterns=names
+            )
+    return Path(path)
+
+
+def _transfer(repository: Repository, file: RemoteFile, arrived: Callable[[int], None], stop: threading.Event) -> None:
+    """To its place in the cache, from where an earlier attempt stopped. Raises `HubFailed`."""
+    blob = _blob(repository, file)
+    part = _part(blob)
+    with _readable_errors():
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("ab") as out:
+            _lock(out, file)
+            if blob.exists():  # by another process, a moment ago
+                part.unlink(missing_ok=True)
+                return
+            if out.tell() > file.size_bytes:
+                _empty(out)
+            _receive(repository, file, out, arrived, stop)
+            if stop.is_set():
+                return
+            if _sha256(part) != file.sha256:
+                part.unlink()
+                raise HubFailed(f"{file.name} was damaged on its way and has been thrown away; pull it again")
+            part.replace(blob)
+
+
+def _receive(
+    repository: Repository, file: RemoteFile, out: BinaryIO, arrived: Callable[[int], None], stop: threading.Event
+) -> None:
+    """Until the file is whole: a connection that breaks is opened again. Raises `HubFailed`."""
+    url = hf_hub_url(repository.id, file.name, revision=repository.commit)
+    failures = 0
+    while (have := out.tell()) < file.size_bytes and not stop.is_set():
+        with speaking_of(repository.id, repository.revision):
+            try:
+                _stream(url, file.size_bytes, out, arrived, stop)
+            except (httpx2.TransportError, HfHubHTTPError) as error:
+                if isinstance(error, HfHubHTTPError) and error.response.status_code not in _PASSING:
+                    raise
+                failures = 1 if out.tell() > have else failures + 1
+                if failures >= ATTEMPTS:
+                    raise
+                stop.wait(RETRY_S * failures)
+
+
+def _stream(url: str, size: int, out: BinaryIO, arrived: Callable[[int], None], stop: threading.Event) -> None:
+    """One request for what is missing."""
+    have = out.tell()
+    # Compressed, it could not be counted.
+    headers = build_hf_headers(token=token()) | {"accept-encoding": "identity"}
+    if have:
+        headers["range"] = f"bytes={have}-"
+    timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with get_session().stream("GET", url, headers=headers, timeout=timeout_s, follow_redirects=True) as response:
+        hf_raise_for_status(response)
+        if have and response.status_code != 206:
+            # Whoever answers here does not know ranges.
+            _empty(out)
+            arrived(-have)
+        for chunk in response.iter_bytes():
+            out.write(chunk)
+            out.flush()
+            arrived(len(chunk))
+            if stop.is_set():
+                return
+    if out.tell() != size:
+        raise httpx2.RemoteProtocolError(f"{out.tell()} bytes of {size} came")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _lock(out: BinaryIO, file: RemoteFile) -> None:
+    """Two who append to one file would spoil it. Held until it is closed. Raises `HubFailed`."""
+    try:
+        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise HubFailed(f"{file.name} is being downloaded by another process") from None
+
+
+def _empty(out: BinaryIO) -> None:
+    # Truncating alone leaves the position, and with it the count of what is here, where it was.
+    out.seek(0)
+    out.truncate()
+
+
+@contextmanager
+def _readable_errors() -> Generator[None, None, None]:
+    """A disk that is full or may not be written. Raises `HubFailed`."""
+    try:
+        yield
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled):  # OSErrors, but not of the disk
+        raise
+    except OSError as error:
+        raise HubFailed(f"the cache {cache_dir()} cannot be written: {error.strerror or error}") from None
+
+
+def _is_ours(file: RemoteFile) -> bool:
+    """Larger ones the hub gives only to its own library's protocol."""
+    return bool(file.sha256) and file.size_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE
+
+
+def _is_here(repository: Repository, file: RemoteFile) -> bool:
+    found = try_to_load_from_cache(repository.id, file.name, cache_dir(), repository.commit)
+    return isinstance(found, str) or (_is_ours(file) and _blob(repository, file).exists())
+
+
+def _size_so_far(repository: Repository, file: RemoteFile) -> int:
+    try:
+        size = _part(_blob(repository, file)).stat().st_size
+    except OSError:
+        return 0
+    # What is too long is begun anew.
+    return size if size <= file.size_bytes else 0
+
+
+def _blob(repository: Repository, file: RemoteFile) -> Path:
+    return folder_of(repository.id) / "blobs" / file.sha256
+
+
+def _part(blob: Path) -> Path:
+    """Called as the hub's tools call theirs, so that these see and clean it as well."""
+    return blob.with_name(f"{blob.name}.incomplete")

@@ -1,0 +1,199 @@
+"""Repositories of the Hugging Face hub: what one holds and needs, before anything of it is downloaded.
+
+The token is that of `HF_TOKEN` and no other; it is sent to the hub and never told to anybody.
+"""
+
+import json
+import os
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Final
+
+import httpx2
+import msgspec
+from huggingface_hub import HfApi, constants, get_session, hf_hub_url
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    SafetensorsParsingError,
+)
+from huggingface_hub.utils import build_hf_headers, filter_repo_objects, hf_raise_for_status
+from msgspec import Struct
+
+from gateway.failed import Failed
+from gateway.model_files import support
+from gateway.model_files.metadata import Info, Tensor, Weights, estimate, measure
+from gateway.model_files.support import is_weights
+
+MAIN: Final = "main"
+# What mlx-lm and the tokenizers read.
+WANTED: Final = (
+    "*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.txt", "*.jsonl",
+    "*.jinja",
+)  # fmt: skip
+TIMEOUT_S: Final = 30.0
+_READERS: Final = 8
+_CONFIG_BYTES_MAX: Final = 16 * 1024 * 1024
+
+
+class HubFailed(Failed):
+    """The hub did not give what was asked."""
+
+
+class RemoteFile(Struct, frozen=True):
+    """`sha256` is empty for a small file, which the hub keeps in git itself."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class Repository(Struct, frozen=True):
+    """One revision. `revision` as asked for, `commit` as the hub resolved it."""
+
+    id: str
+    revision: str
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+    def file(self, name: str) -> RemoteFile | None:
+        return next((file for file in self.files if file.name == name), None)
+
+    def matching(self, patterns: Sequence[str]) -> tuple[RemoteFile, ...]:
+        """Those of its files that one of `patterns` names."""
+        names = set(filter_repo_objects((file.name for file in self.files), allow_patterns=list(patterns)))
+        return tuple(file for file in self.files if file.name in names)
+
+
+def token() -> str | bool:
+    """`HF_TOKEN`; False, which is none at all, without it."""
+    return os.environ.get("HF_TOKEN", "").strip() or False
+
+
+def split(name: str) -> tuple[str, str]:
+    """`ORG/NAME@REVISION` in its two parts; the revision is `main` when it is not given."""
+    repository, _, revision = name.partition("@")
+    return repository, revision or MAIN
+
+
+def look(repository: str, revision: str = MAIN) -> Repository:
+    """What a repository holds. Raises `HubFailed`."""
+    with speaking_of(repository, revision):
+        info = HfApi(token=token()).model_info(repository, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
+    files = (
+        RemoteFile(file.rfilename, file.size or 0, file.lfs.sha256 if file.lfs is not None else "")
+        for file in info.siblings or ()
+    )
+    return Repository(repository, revision, info.sha or "", tuple(files))
+
+
+def read_config(repository: Repository) -> dict[str, Any] | None:
+    """Its config.json; None without one. Raises `HubFailed`."""
+    file = repository.file("config.json")
+    if file is None or file.size_bytes > _CONFIG_BYTES_MAX:
+        return None
+    url = hf_hub_url(repository.id, file.name, revision=repository.commit)
+    with speaking_of(repository.id, repository.revision):
+        response = get_session().get(url, headers=build_hf_headers(token=token()), timeout=TIMEOUT_S)
+        hf_raise_for_status(response)
+    try:
+        content = json.loads(response.content)
+    except ValueError as error:
+        raise HubFailed(f"the config.json of {repository.id} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise HubFailed(f"the config.json of {repository.id} is not a JSON object")
+    return content
+
+
+def read_weights(repository: Repository, dtype: str) -> Weights:
+    """From the headers of its safetensors files, of which nothing else is read. Raises `HubFailed`."""
+    names = sorted(file.name for file in repository.files if is_weights(file.name))
+    if not names:
+        raise HubFailed(f"{repository.id} holds no model*.safetensors file")
+    api = HfApi(token=token())
+
+    def tensors(name: str) -> list[Tensor]:
+        found = api.parse_safetensors_file_metadata(repository.id, name, revision=repository.commit, timeout=TIMEOUT_S)
+        return [
+            Tensor(tensor.dtype, tuple(tensor.shape), (tensor.data_offsets[0], tensor.data_offsets[1]))
+            for tensor in found.tensors.values()
+        ]
+
+    with speaking_of(repository.id, repository.revision), ThreadPoolExecutor(_READERS) as readers:
+        return measure((tensor for part in readers.map(tensors, names) for tensor in part), dtype)
+
+
+def inspect(repository: Repository, dtype: str, context: int, available_bytes: int) -> Info | None:
+    """What it needs and whether it fits; None without what tells that: see `obstacles`. Raises `HubFailed`."""
+    config = read_config(repository)
+    if config is None or not any(is_weights(file.name) for file in repository.files):
+        return None
+    weights = read_weights(repository, dtype)
+    found = estimate(repository.id, config, weights, context, available_bytes)
+    return msgspec.structs.replace(found, is_downloaded=False, obstacles=tuple(_obstacles(repository, config)))
+
+
+def obstacles(repository: Repository) -> list[str]:
+    """Why it cannot be loaded. Raises `HubFailed`."""
+    return _obstacles(repository, read_config(repository))
+
+
+def _obstacles(repository: Repository, config: dict[str, Any] | None) -> list[str]:
+    return support.obstacles(config, [file.name for file in repository.files])
+
+
+@contextmanager
+def speaking_of(repository: str, revision: str = MAIN) -> Generator[None, None, None]:
+    """Says in a sentence what the hub's libraries raise. Raises `HubFailed`."""
+    endpoint = constants.ENDPOINT
+    try:
+        yield
+    except GatedRepoError:
+        raise HubFailed(_gated(repository)) from None
+    except RepositoryNotFoundError:
+        hint = "that the account of HF_TOKEN may not see" if token() else "that needs a token in HF_TOKEN"
+        raise HubFailed(f"{endpoint} has no repository {repository}, or a private one {hint}") from None
+    except RevisionNotFoundError:
+        raise HubFailed(f"{repository} has no revision {revision!r}") from None
+    except RemoteEntryNotFoundError:
+        raise HubFailed(f"a file of {repository} is gone from the hub; try again") from None
+    except OfflineModeIsEnabled:
+        raise HubFailed("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so the hub is not asked") from None
+    except HFValidationError:
+        raise HubFailed(f"{repository!r} is not the name of a repository; write ORG/NAME") from None
+    except HfHubHTTPError as error:
+        raise HubFailed(_refused(repository, error.response.status_code)) from None
+    except SafetensorsParsingError:
+        raise HubFailed(f"a safetensors file of {repository} has a broken header") from None
+    except httpx2.TimeoutException:
+        raise HubFailed(f"{endpoint} does not answer in time") from None
+    except LocalEntryNotFoundError:
+        raise HubFailed(f"{endpoint} cannot be reached any more; what has come so far stays") from None
+    except httpx2.HTTPError as error:
+        raise HubFailed(f"{endpoint} cannot be reached: {error}") from None
+
+
+def _gated(repository: str) -> str:
+    place = f"{constants.ENDPOINT}/{repository}"
+    if token():
+        return f"{repository} is gated, and the account of HF_TOKEN has no access to it; ask for it at {place}"
+    return f"{repository} is gated: ask for access at {place}, then put a token of your account in HF_TOKEN"
+
+
+def _refused(repository: str, status: int) -> str:
+    match status:
+        case 401:
+            return "the hub does not accept the token in HF_TOKEN"
+        case 403:
+            return f"the token in HF_TOKEN may not read {repository}"
+        case 429:
+            return "the hub says that this address asks too often (HTTP 429); try again later"
+        case _:
+            return f"the hub answered HTTP {status} for {repository}"

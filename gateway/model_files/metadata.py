@@ -1,0 +1,235 @@
+"""Size and shape of a model, from its files alone: nothing of MLX is imported, and no weight is read."""
+
+import importlib.metadata
+import importlib.util
+import json
+import struct
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from gateway.model_files.hub_cache import folder_of
+from protocol.context import context_of
+
+# As the loader takes them.
+WEIGHTS: Final = "model*.safetensors"
+_FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+class Unreadable(Exception):
+    """Why nothing can be said about a model, for the operator."""
+
+
+class Tensor(Struct, frozen=True):
+    """An entry of a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class Weights(Struct, frozen=True):
+    """Of all files: bytes on disk, bytes once loaded, and the size of one number of the KV."""
+
+    disk_bytes: int
+    loaded_bytes: int
+    number_bytes: int
+
+
+class Attention(Struct, frozen=True):
+    """KV bytes of one sequence: `token_bytes` for each token, and `window_bytes` once its windows are full."""
+
+    token_bytes: int
+    window_bytes: int = 0
+
+    def tokens(self, budget: int) -> int | None:
+        """How many fit; None when the budget does not limit them."""
+        return max(0, budget - self.window_bytes) // self.token_bytes if self.token_bytes else None
+
+
+class Info(Struct, frozen=True):
+    """What `mlxctl info` prints. `kv_1k_bytes` is None for attention that is not computed here."""
+
+    path: str
+    model_type: str
+    disk_bytes: int
+    weights_bytes: int
+    kv_1k_bytes: int | None
+    context: int | None
+    available_bytes: int
+    # Of one sequence in half of what is left beside the weights.
+    tokens_max: int | None
+    fits: bool
+    verdict: str
+    is_downloaded: bool = True
+    # Why it cannot be loaded, however much memory there is.
+    obstacles: tuple[str, ...] = ()
+    # KV of one sequence whose sliding windows are full, beside what grows with it.
+    kv_window_bytes: int = 0
+
+
+def find(path: str) -> Path:
+    """The folder of a model. Raises `Unreadable`."""
+    if path == "demo":
+        spec = importlib.util.find_spec("worker")
+        if spec is None or spec.origin is None:
+            raise Unreadable("the demo model is not installed")
+        return Path(spec.origin).parent / "demo_model"
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    repository = folder_of(path)
+    try:
+        revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        raise Unreadable(
+            f"{path} is neither a folder nor in the local Hugging Face cache; download it with: mlxctl pull {path}"
+        ) from None
+    return repository / "snapshots" / revision
+
+
+def inspect(folder: Path, dtype: str, context: int, available_bytes: int) -> Info:
+    """Raises `Unreadable`. `dtype` and `context` as configured."""
+    return estimate(str(folder), _config(folder), read_weights(folder, dtype), context, available_bytes)
+
+
+def estimate(path: str, config: dict[str, Any], weights: Weights, context: int, available_bytes: int) -> Info:
+    """From what was read, here or elsewhere."""
+    kv = attention(config, weights.number_bytes)
+    own = _context(config)
+    longest = min(own, context) if own and context else own or context or None
+    left = available_bytes - weights.loaded_bytes
+    tokens = kv.tokens(left // 2) if kv and left > 0 else None
+    fits, verdict = _judge(weights.loaded_bytes, available_bytes, tokens, longest)
+    return Info(
+        path=path,
+        model_type=str(config.get("model_type", "")),
+        disk_bytes=weights.disk_bytes,
+        weights_bytes=weights.loaded_bytes,
+        kv_1k_bytes=None if kv is None else kv.token_bytes * 1000,
+        context=longest,
+        available_bytes=available_bytes,
+        tokens_max=tokens,
+        fits=fits,
+        verdict=verdict,
+        kv_window_bytes=0 if kv is None else kv.window_bytes,
+    )
+
+
+def read_weights(folder: Path, dtype: str) -> Weights:
+    """From the headers. Raises `Unreadable`."""
+    files = sorted(file for file in folder.glob(WEIGHTS) if file.exists())
+    if not files:
+        raise Unreadable(f"{folder} holds no {WEIGHTS} file")
+    return measure((tensor for file in files for tensor in _header(file)), dtype)
+
+
+def measure(tensors: Iterable[Tensor], dtype: str) -> Weights:
+    """What tensors take, of all files of a model."""
+    target = _target(dtype)
+    disk = loaded = 0
+    floats: Counter[str] = Counter()
+    for tensor in tensors:
+        nbytes = tensor.data_offsets[1] - tensor.data_offsets[0]
+        disk += nbytes
+        if own := _FLOAT_BYTES.get(tensor.dtype):
+            kept = target or tensor.dtype
+            floats[kept] += 1
+            nbytes = nbytes // own * _FLOAT_BYTES[kept]
+        loaded += nbytes
+    number = _FLOAT_BYTES[floats.most_common(1)[0][0]] if floats else 2
+    return Weights(disk, loaded, number)
+
+
+def attention(config: dict[str, Any], number_bytes: int) -> Attention | None:
+    """Layers of full attention grow, those with a window do not beyond it; None for what is neither."""
+    text = _text(config)
+    layers, heads = _first(text, ("num_hidden_layers", "n_layer")), _first(text, ("num_attention_heads", "n_head"))
+    if not layers or not heads or "kv_lora_rank" in text:
+        return None
+    width = _first(text, ("head_dim",)) or (_first(text, ("hidden_size", "n_embd")) or 0) // heads
+    each = 2 * (_first(text, ("num_key_value_heads",)) or heads) * width * number_bytes
+    kinds: list[str] = text.get("layer_types") or []
+    window = _first(text, ("sliding_window",))
+    if not kinds:
+        # Without a list, a window may be of all layers, of some, or switched off.
+        if window and text.get("use_sliding_window") is not False:
+            return None
+        return Attention(layers * each)
+    if not set(kinds) <= {"full_attention", "sliding_attention"}:
+        return None
+    return Attention(kinds.count("full_attention") * each, kinds.count("sliding_attention") * each * (window or 0))
+
+
+def _judge(weights: int, available: int, tokens: int | None, context: int | None) -> tuple[bool, str]:
+    if weights > available:
+        return False, f"does not fit: its weights need {_gib(weights)}, and {_gib(available)} are available"
+    if tokens is None:
+        return True, f"its weights fit; {_gib(available - weights)} are left for KV"
+    if tokens == 0:
+        return False, "does not fit: nothing is left for KV beside its weights"
+    if context is None or tokens < context:
+        return True, f"fits, with up to {tokens} tokens at once"
+    return True, f"fits, with {tokens // context} sequences of the whole context of {context} tokens"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 1024**3:.1f} GiB"
+
+
+def _target(dtype: str) -> str | None:
+    """What floating-point weights become; None as they are. MLX on a CPU computes in float32."""
+    if dtype == "auto":
+        return "F32" if sys.platform != "darwin" and not _has_cuda() else None
+    return _DTYPES[dtype]
+
+
+def _has_cuda() -> bool:
+    names = (distribution.metadata["Name"] or "" for distribution in importlib.metadata.distributions())
+    return any(name.lower().startswith("mlx-cuda") for name in names)
+
+
+def _header(file: Path) -> list[Tensor]:
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > file.stat().st_size - 8:
+                raise Unreadable(f"{file} is truncated, or no safetensors file")
+            header: dict[str, msgspec.Raw] = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
+        return [msgspec.json.decode(entry, type=Tensor) for name, entry in header.items() if name != "__metadata__"]
+    except (OSError, struct.error, msgspec.DecodeError) as error:
+        raise Unreadable(f"{file} cannot be read: {error}") from None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise Unreadable(f"{folder / 'config.json'} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise Unreadable(f"{folder / 'config.json'} is not a JSON object")
+    return content
+
+
+def _context(config: dict[str, Any]) -> int | None:
+    named = context_of(config)
+    return int(named[1]) if named and isinstance(named[1], int | float) and named[1] >= 1 else None
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a configuration."""
+    inner = config.get("text_config")
+    return config | inner if isinstance(inner, dict) else config
+
+
+def _first(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
+    for key in keys:
+        if isinstance(value := _text(config).get(key), int) and value > 0:
+            return value
+    return None

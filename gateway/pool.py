@@ -1,0 +1,407 @@
+"""Pool of workers, one for each model that runs."""
+
+import asyncio
+import logging
+import random
+import signal
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from gateway.config.settings import Config, ModelConfig
+from gateway.link.link import Link
+from gateway.memory.broker import Broker
+from gateway.memory.host import Machine, ThisMachine
+from gateway.memory.monitor import MemoryWatch
+from gateway.supervisor.ports import Effects, Process
+from gateway.supervisor.registry import Ledger, Survivor
+from gateway.supervisor.spawn import Command, Spawner, default_command
+from gateway.supervisor.state import Events, Limits, MemoryView, ModelUnavailable, State, WorkerView
+from gateway.supervisor.worker import Worker
+from protocol.failures import Code, Failure
+from protocol.spec import WorkerSpec
+
+log = logging.getLogger(__name__)
+
+# What a leftover that nobody wants any more gets between SIGTERM and SIGKILL: its weights are unknown.
+LEFTOVER_GRACE_S = 30.0
+RELEASE_POLL_S = 0.02
+WAITING_MAX = 1 << 20
+_HANDED_OVER = Failure(Code.DRAINING, "the server is being restarted")
+
+
+class Pool:
+    """The workers of all configured models. `start` comes first; every method belongs to its event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        link: Link,
+        events: Events,
+        *,
+        command: Command = default_command,
+        limits: Limits | None = None,
+        machine: Machine | None = None,
+    ) -> None:
+        self._config = config
+        self._link = link
+        self._events = events
+        self._limits = limits or Limits()
+        self._command = command
+        # All that there are; those of models that were removed stay until they have stopped.
+        self._workers: dict[str, Worker] = {}
+        self._removed: set[str] = set()
+        # Those of another version's workers, which are stopped at the start.
+        self._reloaded: set[str] = set()
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._broker = Broker(
+            config, self._workers, link, events, machine or ThisMachine(), self._limits, time.monotonic
+        )
+        self._effects: Effects | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._is_cleared = asyncio.Event()
+        self._is_started = asyncio.Event()
+        self._root: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Bind the link, adopt or stop what an earlier gateway left, and begin the preloads.
+
+        The run directory's lock must be held. Loads wait until unwanted leftovers are gone; adoption does not.
+        """
+        ledger = Ledger(self._config.run_dir)
+        spawner = Spawner(self._config.home, ledger, self._command)
+        self._effects = _RealEffects(ledger, spawner, self._is_cleared, self._broker)
+        for model in self._config.models.values():
+            self._workers[model.name] = self._make(model, self._effects)
+        unwanted = [survivor for survivor in ledger.survivors() if not self._adopt(survivor, spawner)]
+        self._link.open()
+        self._root = asyncio.create_task(self._run([spawner.adopt(survivor) for survivor in unwanted]))
+        await self._is_started.wait()
+
+    def _adopt(self, survivor: Survivor, spawner: Spawner) -> bool:
+        """Whether an earlier gateway's worker is what the configuration wants; otherwise it is to be stopped."""
+        worker, spec, process = self._workers.get(survivor.name), survivor.spec, survivor.process
+        if worker is not None and spec is not None and loads_alike(spec, worker.spec):
+            log.info("adopting worker %s#%d (pid %d)", worker.name, process.epoch, process.pid)
+            self._broker.adopt(worker.name, spec.memory_bytes)
+            worker.adopt(spawner.adopt(survivor), process.epoch)
+            return True
+        if worker is None:
+            reason = "its model is not configured"
+        elif spec is not None:
+            reason = "its configuration has changed"
+        else:
+            reason = f"another version of mlxd started it, and it is loaded again ({survivor.problem})"
+            self._reloaded.add(worker.name)
+        log.info("stopping worker %s#%d (pid %d): %s", survivor.name, process.epoch, process.pid, reason)
+        return False
+
+    async def wait(self) -> None:
+        """Return when the pool was stopped; raises what broke it."""
+        assert self._root is not None, "start() comes first"
+        await asyncio.wait([self._root])
+        if not self._root.cancelled():
+            self._root.result()
+
+    async def stop(self, deadline_s: float) -> None:
+        """Refuse new requests, let running ones finish until the deadline, then stop every worker gently."""
+        async with asyncio.TaskGroup() as tasks:
+            for worker in self._workers.values():
+                tasks.create_task(worker.stop(deadline_s, is_closing=True))
+        if self._root is not None:
+            self._root.cancel()
+            await asyncio.wait([self._root])
+        self._link.close()
+
+    async def release(self, deadline_s: float, hurry: asyncio.Task[object]) -> None:
+        """Let running requests finish until the deadline or `hurry`, then leave every worker to the next gateway."""
+        end = time.monotonic() + deadline_s
+        while self._link.in_flight and time.monotonic() < end and not hurry.done():
+            await asyncio.wait({hurry}, timeout=RELEASE_POLL_S)
+        self._link.abandon(_HANDED_OVER)
+        if self._root is not None:
+            self._root.cancel()
+            await asyncio.wait([self._root])
+        self._link.close()
+
+    async def stop_now(self, grace_s: float = 2.0) -> None:
+        """Abort what runs, and kill what has not stopped within the grace. Joins a `stop` that is under way."""
+        kill = asyncio.get_running_loop().call_later(grace_s, self._kill)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for worker in self._workers.values():
+                    tasks.create_task(worker.stop(0.0, is_closing=True))
+        finally:
+            kill.cancel()
+
+    async def ensure_ready(self, model: str) -> Worker:
+        """The worker of `model`, loaded. Without a task switch when it is. Raises `ModelUnavailable`."""
+        worker = self._configured(model)
+        if not worker.is_ready:
+            await worker.ensure_ready()
+        return worker
+
+    def busy(self, model: str) -> "Lease":
+        """Hold the model from before `ensure_ready` to the end of the request."""
+        return Lease(self._workers[model], self._broker)
+
+    def apply(self, config: Config) -> "Applied":
+        """Make `config` the one in force. What must be started anew is, and what runs on it pauses meanwhile.
+
+        A model that was removed finishes what it does until the drain's deadline, and then stops.
+        """
+        old, self._config = self._config, config
+        self._broker.configure(config)
+        removed = [name for name in old.models if name not in config.models]
+        added = [model for name, model in config.models.items() if name not in old.models]
+        kept = [(old.models[name], model) for name, model in config.models.items() if name in old.models]
+        for name in removed:
+            self._removed.add(name)
+            self._run_task(self._retire(self._workers[name]))
+        for model in added:
+            self._add(model)
+        restarted = [model.name for before, model in kept if self._change(old, before, model)]
+        return Applied([model.name for model in added], removed, restarted)
+
+    async def load(self, model: str) -> None:
+        """Load now, also after failures. Raises `ModelUnavailable`."""
+        await self._configured(model).load()
+
+    async def unload(self, model: str) -> None:
+        """Finish what runs, then stop the worker. The next request loads it again."""
+        await self._configured(model).stop(self._config.server.drain_s)
+
+    async def restart(self, model: str) -> None:
+        """Stop and start; what runs pauses meanwhile. Raises `ModelUnavailable`."""
+        await self._configured(model).restart()
+
+    async def pin(self, model: str) -> None:
+        """Keep a model whoever else is asked for, until the daemon ends or it is unpinned."""
+        self._broker.pin(model, True)
+
+    async def unpin(self, model: str) -> None:
+        self._broker.pin(model, False)
+
+    def is_pinned(self, model: str) -> bool:
+        return self._broker.is_pinned(model)
+
+    def memory(self) -> MemoryView:
+        return self._broker.view()
+
+    def workers(self) -> list[WorkerView]:
+        """Those of configured models, in the order of the configuration."""
+        return [self._workers[name].view() for name in self._config.models if name in self._workers]
+
+    def worker(self, model: str) -> Worker:
+        """The worker of a configured model, in whatever state it is."""
+        return self._workers[model]
+
+    async def _run(self, unwanted: Sequence[Process]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            for worker in self._workers.values():
+                self._runs[worker.name] = tasks.create_task(worker.run())
+            # After them: the link ends workers that it does not know, and by then the adopted ones are attached.
+            tasks.create_task(self._link.run())
+            tasks.create_task(self._clear(unwanted))
+            tasks.create_task(self._broker.run())
+            watch = MemoryWatch(self._broker, self.worker, self._events, self._limits, time.monotonic, asyncio.sleep)
+            tasks.create_task(watch.run())
+            # In the order of the file, those that nothing displaces first.
+            for worker in sorted(self._workers.values(), key=lambda worker: not self.is_pinned(worker.name)):
+                if worker.is_preload or worker.name in self._reloaded:
+                    tasks.create_task(_preload(worker))
+            self._is_started.set()
+
+    # -- changes of the configuration --------------------------------------------------------------------------------
+
+    def _configured(self, model: str) -> Worker:
+        """Raises `ModelUnavailable` for a model that was removed since its request came."""
+        if model in self._removed or model not in self._workers:
+            raise ModelUnavailable(_gone(model))
+        return self._workers[model]
+
+    def _add(self, model: ModelConfig) -> None:
+        worker = self._workers.get(model.name)
+        if worker is not None:
+            # It was removed a moment ago and has not stopped yet: two of one name never run.
+            self._removed.discard(model.name)
+            worker.change(self._spec(model), model.load_timeout_s, is_preload=model.preload, is_reload=True)
+        else:
+            assert self._effects is not None, "start() comes first"
+            worker = self._workers[model.name] = self._make(model, self._effects)
+            self._runs[model.name] = self._run_task(worker.run())
+        if model.preload:
+            self._run_task(_preload(worker))
+
+    def _change(self, old: Config, before: ModelConfig, model: ModelConfig) -> bool:
+        """Returns whether a resident worker is restarted."""
+        worker, spec = self._workers[model.name], self._spec(model)
+        is_other = before.cache != model.cache or not loads_alike(self._spec(before, old), spec)
+        worker.change(spec, model.load_timeout_s, is_preload=model.preload, is_reload=is_other)
+        if model.preload and not before.preload:
+            self._run_task(_preload(worker))
+        return is_other and worker.is_resident
+
+    async def _retire(self, worker: Worker) -> None:
+        name = worker.name
+        if name not in self._removed:
+            return
+        await worker.stop(self._config.server.drain_s, reason=_gone(name))
+        # It may be wanted again by now, or have been removed once more and be gone.
+        if name in self._removed and self._workers.get(name) is worker:
+            self._removed.discard(name)
+            del self._workers[name]
+            self._runs.pop(name).cancel()
+            self._events.removed(name)
+
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._tasks is not None, "start() comes first"
+        return self._tasks.create_task(work)
+
+    def _make(self, model: ModelConfig, effects: Effects) -> Worker:
+        return Worker(
+            self._spec(model),
+            effects=effects,
+            wire=self._link,
+            events=self._events,
+            limits=self._limits,
+            load_timeout_s=model.load_timeout_s,
+            is_preload=model.preload,
+        )
+
+    async def _clear(self, unwanted: Sequence[Process]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for process in unwanted:
+                tasks.create_task(_stop_leftover(process))
+        self._is_cleared.set()
+
+    def _kill(self) -> None:
+        for worker in self._workers.values():
+            worker.kill()
+
+    def _spec(self, model: ModelConfig, config: Config | None = None) -> WorkerSpec:
+        config = config or self._config
+        has_disk = model.cache.disk_bytes > 0 and model.cache.ram_bytes != 0
+        return WorkerSpec(
+            name=model.name,
+            path=model.path,
+            epoch=0,
+            down=self._link.down,
+            up=self._link.up,
+            dtype=model.dtype,
+            context=model.context,
+            max_running=model.max_running,
+            # Admission is the bound; a successor is handed at once all that ran and waited, under whatever bound.
+            max_waiting=WAITING_MAX,
+            prefill_chunk=model.prefill_chunk,
+            batching=model.batching,
+            deterministic=model.deterministic,
+            trust_remote_code=model.trust_remote_code,
+            log_level=model.log_level or config.server.log_level,
+            parser=model.parser,
+            chat_template=model.chat_template,
+            cache_bytes=-1 if model.cache.ram_bytes is None else model.cache.ram_bytes,
+            kv_bytes=-1 if model.kv_bytes is None else model.kv_bytes,
+            disk_cache_dir=str(config.prefix_cache_dir) if has_disk else "",
+            disk_cache_bytes=config.prefix_cache_bytes if has_disk else 0,
+            disk_cache_tokens=model.cache.disk_min_tokens if has_disk else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The models that a new configuration added, removed and restarted."""
+
+    added: list[str]
+    removed: list[str]
+    restarted: list[str]
+
+
+class Lease:
+    """A request's hold on a model: while one exists, the model is busy."""
+
+    __slots__ = ("_broker", "_worker")
+
+    def __init__(self, worker: Worker, broker: Broker) -> None:
+        self._worker = worker
+        self._broker = broker
+
+    def __enter__(self) -> Self:
+        self._worker.leases += 1
+        self._broker.used(self._worker.name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.leases -= 1
+        self._broker.used(self._worker.name)
+
+
+class _RealEffects:
+    """The real clock, chance and processes."""
+
+    def __init__(self, ledger: Ledger, spawner: Spawner, is_cleared: asyncio.Event, broker: Broker) -> None:
+        self._broker = broker
+        self._ledger = ledger
+        self._spawner = spawner
+        self._is_cleared = is_cleared
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, s: float) -> None:
+        await asyncio.sleep(s)
+
+    def random(self) -> float:
+        return random.random()
+
+    def next_epoch(self) -> int:
+        return self._ledger.next_epoch()
+
+    async def admit(self, spec: WorkerSpec) -> int:
+        """Leftovers may still hold the memory that this worker needs."""
+        await self._is_cleared.wait()
+        return await self._broker.admit(spec.name)
+
+    def entered(self, model: str, state: State) -> None:
+        self._broker.entered(model, state)
+
+    def spawn(self, spec: WorkerSpec) -> Process:
+        return self._spawner.spawn(spec)
+
+
+def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
+    """Whether a worker of the one need not be started anew to be one of the other.
+
+    How much it logs is no reason, nor is the cap of the cache folder that all share: that counts from its next start.
+    """
+    changes = {"epoch": 0, "log_level": "", "disk_cache_bytes": 0, "memory_bytes": 0}
+    return msgspec.structs.replace(one, **changes) == msgspec.structs.replace(other, **changes)
+
+
+def _gone(model: str) -> Failure:
+    return Failure(Code.MODEL_MISSING, f"model '{model}' was removed from the configuration")
+
+
+async def _preload(worker: Worker) -> None:
+    try:
+        await worker.ensure_ready()
+    except ModelUnavailable as error:
+        log.error("model %s was not preloaded: %s", worker.name, error)
+
+
+async def _stop_leftover(process: Process) -> None:
+    process.signal(signal.SIGTERM)
+    try:
+        async with asyncio.timeout(LEFTOVER_GRACE_S):
+            await process.wait()
+    except TimeoutError:
+        process.signal(signal.SIGKILL)
+        await process.wait()
+    process.close()

@@ -1,0 +1,147 @@
+"""Leases on a model's queue: at most `max_running + max_waiting` sequences are inside at once, and of one key at most
+its share, so that what one key sends leaves room for the others."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from gateway.config.settings import ModelConfig
+from gateway.errors import BadRequest, Overloaded, Unavailable
+
+RETRY_AFTER_MIN_S: Final = 1.0
+RETRY_AFTER_MAX_S: Final = 60.0
+DRAIN_RETRY_AFTER_S: Final = 5.0
+# Questions about tokens at once: of one key, of all models.
+QUESTIONS_OF_KEY: Final = 8
+QUESTIONS_MAX: Final = 64
+# How much the newest request says about how long one takes.
+SMOOTHING: Final = 0.1
+
+
+@dataclass(slots=True)
+class _Queue:
+    """One model's count. Owned by `Admission`."""
+
+    bound: int
+    slots: int
+    inside: int = 0
+    mean_s: float = 0.0
+    # Of each key that has any.
+    by_key: Counter[str] = field(default_factory=Counter[str])
+
+    def retry_after_s(self) -> float:
+        """About when the sequences inside will have made room for one more."""
+        expected = self.mean_s * self.inside / self.slots / 2
+        return min(RETRY_AFTER_MAX_S, max(RETRY_AFTER_MIN_S, math.ceil(expected)))
+
+
+class Admission:
+    """Counts leases per model. Everything happens on the event loop, without a wait: a full queue answers at once."""
+
+    def __init__(
+        self, on_rejection: Callable[[str, str], None] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._on_rejection = on_rejection
+        self._clock = clock
+        self._queues: dict[str, _Queue] = {}
+        self._questions: Counter[str] = Counter()
+        self.is_draining = False
+
+    @contextmanager
+    def lease(
+        self, model: ModelConfig, sequences: int = 1, key: str | None = None, share: int = 100
+    ) -> Generator[None, None, None]:
+        """Hold room for `sequences` of `model`, within `share` percent of its queue for the key that asks.
+
+        Raises `BadRequest`, `Overloaded` or `Unavailable`; leaves nothing behind.
+        """
+        queue = self._admit(model, sequences, key or "", share)
+        started = self._clock()
+        try:
+            with self._inside(queue, sequences, key or ""):
+                yield
+        finally:
+            taken = self._clock() - started
+            queue.mean_s = queue.mean_s + SMOOTHING * (taken - queue.mean_s) if queue.mean_s else taken
+
+    @contextmanager
+    def question(self, model: ModelConfig, key: str | None = None, share: int = 100) -> Generator[None, None, None]:
+        """Hold a place in the queue of `model` to ask it about tokens. Raises `Overloaded` or `Unavailable`."""
+        asked = self._questions
+        if asked.total() >= QUESTIONS_MAX or (key is not None and asked[key] >= QUESTIONS_OF_KEY):
+            self._reject(model, "questions")
+            whose = "all" if key is None or asked[key] < QUESTIONS_OF_KEY else "this key's"
+            raise Overloaded(f"Too many questions about tokens at once, of {whose}. Try again.", RETRY_AFTER_MIN_S)
+        name = key or ""
+        # How long it takes tells nothing about sequences.
+        with self._inside(self._admit(model, 1, name, share), 1, name):
+            asked[name] += 1
+            try:
+                yield
+            finally:
+                asked[name] -= 1
+                if not asked[name]:
+                    del asked[name]
+
+    def check(self, model: ModelConfig, sequences: int, share: int = 100) -> None:
+        """Raises `BadRequest` for more sequences than the model's queue, or one key's part of it, ever has room for."""
+        most = _part(model.max_running + model.max_waiting, share)
+        if sequences > most:
+            self._reject(model, "too_many_sequences")
+            whose = model.name if share == 100 else f"{model.name}, for one key,"
+            raise BadRequest(f"{sequences} sequences in one request; {whose} takes at most {most}.", "n")
+
+    def inside(self, model: str) -> int:
+        """Sequences of `model` that hold a lease now."""
+        queue = self._queues.get(model)
+        return queue.inside if queue else 0
+
+    @contextmanager
+    def _inside(self, queue: _Queue, sequences: int, key: str) -> Generator[None, None, None]:
+        queue.inside += sequences
+        queue.by_key[key] += sequences
+        try:
+            yield
+        finally:
+            queue.inside -= sequences
+            queue.by_key[key] -= sequences
+            if not queue.by_key[key]:
+                del queue.by_key[key]
+
+    def _admit(self, model: ModelConfig, sequences: int, key: str, share: int) -> _Queue:
+        queue = self._queues.get(model.name)
+        if queue is None:
+            queue = self._queues[model.name] = _Queue(0, 0)
+        queue.bound, queue.slots = model.max_running + model.max_waiting, model.max_running
+        if self.is_draining:
+            self._reject(model, "draining")
+            raise Unavailable("The server is shutting down.", DRAIN_RETRY_AFTER_S, "draining")
+        self.check(model, sequences, share)
+        if queue.inside + sequences > queue.bound:
+            self._reject(model, "queue_full")
+            raise Overloaded(
+                f"The queue of {model.name} is full ({queue.inside} of {queue.bound}). Try again later.",
+                queue.retry_after_s(),
+            )
+        most = _part(queue.bound, share)
+        own = queue.by_key[key]
+        if share < 100 and own + sequences > most:
+            self._reject(model, "key_share")
+            raise Overloaded(
+                f"This key has {own} of the {most} places in the queue of {model.name} that one key may have. "
+                "Try again later.",
+                queue.retry_after_s(),
+            )
+        return queue
+
+    def _reject(self, model: ModelConfig, reason: str) -> None:
+        if self._on_rejection is not None:
+            self._on_rejection(model.name, reason)
+
+
+def _part(bound: int, share: int) -> int:
+    return max(1, bound * share // 100)

@@ -1,0 +1,85 @@
+"""Defaults of a request where it is silent: from its profile, the model's table, then its `generation_config.json`."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from gateway.config.settings import ModelConfig, ProfileConfig, SamplingDefaults
+from gateway.model_files.metadata import Unreadable, find
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Struct)
+
+# What its makers recommend for sampling, as vLLM takes it over; the rest of the file is not about that.
+FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# A model that is not here may be downloaded at any time.
+RETRY_S: Final = 5.0
+_NO_PROFILE: Final = ProfileConfig()
+
+
+class Defaults:
+    """Models with their defaults filled in. What was found in a model's folder counts until the next configuration."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: dict[tuple[str, str], ModelConfig] = {}
+        self._retry_at: dict[tuple[str, str], float] = {}
+
+    def of(self, model: ModelConfig, profile: str = "") -> ModelConfig:
+        """`model` as a request of `profile` sees it. A profile that does not exist changes nothing."""
+        key = (model.name, profile)
+        known = self._known.get(key)
+        if known is not None and self._clock() < self._retry_at.get(key, float("inf")):
+            return known
+        own = recommended(model.path)
+        if own is None:
+            self._retry_at[key] = self._clock() + RETRY_S
+        else:
+            self._retry_at.pop(key, None)
+        chosen = model.profiles.get(profile, _NO_PROFILE)
+        configured = over(chosen.sampling, model.sampling)
+        self._known[key] = filled = msgspec.structs.replace(
+            model,
+            sampling=configured if own is None else over(configured, own),
+            thinking=over(chosen.thinking, model.thinking),
+        )
+        return filled
+
+
+def recommended(path: str) -> SamplingDefaults | None:
+    """The sampling that a model's makers recommend; None for a model that is not on this machine."""
+    try:
+        folder = find(path)
+    except Unreadable:
+        return None
+    if not folder.is_dir():
+        return None
+    try:
+        found = json.loads((folder / "generation_config.json").read_bytes())
+    except FileNotFoundError:
+        return SamplingDefaults()
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("%s/generation_config.json is not readable JSON and is not used: %s", folder, error)
+        return SamplingDefaults()
+    return _usable(found, str(folder)) if isinstance(found, dict) else SamplingDefaults()
+
+
+def _usable(found: dict[str, Any], folder: str) -> SamplingDefaults:
+    values = {name: found[name] for name in FIELDS if found.get(name) is not None}
+    try:
+        return msgspec.convert(values, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        log.warning("%s/generation_config.json is not used: %s", folder, error)
+        return SamplingDefaults()
+
+
+def over(stronger: T, weaker: T) -> T:
+    """The fields of `stronger`, and where one is None that of `weaker`."""
+    pairs = ((name, getattr(stronger, name), getattr(weaker, name)) for name in stronger.__struct_fields__)
+    return msgspec.structs.replace(stronger, **{name: theirs for name, own, theirs in pairs if own is None})

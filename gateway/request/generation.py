@@ -1,0 +1,344 @@
+"""One request from admission to its last event: the leases it holds, its abort, its numbers."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from gateway.access.rate_limit import Bill, Meter
+from gateway.config.settings import ModelConfig
+from gateway.errors import ApiError, Cancelled, Unavailable, from_failure, from_unsendable
+from gateway.http.exchange import relaxed_header
+from gateway.link.collector import Collector, Relay
+from gateway.link.link import LATE, WorkerGone
+from gateway.request.record import Header, Record
+from gateway.request.runtime import Runtime
+from gateway.supervisor.state import ModelUnavailable, State
+from gateway.supervisor.worker import Worker
+from protocol.codec import Unsendable, prompt_bytes
+from protocol.failures import Code, Failure
+from protocol.messages import Delta, Finish, Generate
+
+QUEUE_RETRY_AFTER_S: Final = 5.0
+# About what English and code have.
+BYTES_PER_TOKEN: Final = 4
+_LOST: Final = Failure(Code.WORKER_DIED, "The model's worker was lost. Try again.")
+_STOPPED: Final = Failure(Code.ABORTED, "The server stopped this generation.")
+_FINISHES: Final = {
+    Finish.STOP: "stop",
+    Finish.LENGTH: "length",
+    Finish.TOOL_CALLS: "tool_calls",
+    Finish.ABORT: "abort",
+    Finish.ERROR: "error",
+}
+
+
+class Generation:
+    """The sequences of one request. A context manager: entering takes the leases, leaving gives everything back.
+
+    Entering raises `Overloaded`, `RateLimited` or `Unavailable`. Whatever is unfinished on leaving is aborted at once.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: ModelConfig,
+        generates: Sequence[Generate],
+        record: Record,
+        bind: Callable[[Sequence[int]], None],
+    ) -> None:
+        self._runtime = runtime
+        self._model = model
+        # Kept, because a reload may take the model out of the pool.
+        self._worker = runtime.pool.worker(model.name)
+        self._generates = [record.caller.bind(generate) for generate in generates]
+        self.record = record
+        self._bind = bind
+        # All sequences share it. It counts from the request's arrival, and holds while the model loads too.
+        limit_ms = generates[0].deadline_ms
+        self._deadline = record.started + limit_ms / 1000 if limit_ms else math.inf
+        self._held = ExitStack()
+        # What the caller's key is charged in the end.
+        self._bill: Bill | None = None
+        self._tokens = 0
+        self._numbers = runtime.metrics.model(model.name)
+        self._collector: Collector | None = None
+        self._seen_activity = 0.0
+        self._seen_step = 0
+        self._observe_gap = self._numbers.itl.observe
+        self._newest_token: dict[int, float] = {}
+        self._ended: set[int] = set()
+        # Sequences of which the worker has told what they cost.
+        self._told = 0
+        # While it waits for its model: what `cancel` cuts short.
+        self._patience: asyncio.Timeout | None = None
+        self._cancelled: Cancelled | None = None
+        # Why it cannot go on: set by `next` after everything before it was handed out.
+        self.failure: ApiError | None = None
+        # No sequence has ended yet: what most calls of `next` need to know.
+        self.is_running = True
+
+    def __enter__(self) -> Self:
+        with ExitStack() as held:
+            caller, runtime = self.record.caller, self._runtime
+            share = caller.queue_share or runtime.config.server.queue_share
+            held.enter_context(runtime.admission.lease(self._model, len(self._generates), caller.key, share))
+            meter = caller.meter
+            if meter is not None:
+                self._bill = held.enter_context(meter.hold(self._estimate(meter), len(self._generates)))
+            held.enter_context(self._runtime.pool.busy(self._model.name))
+            held.enter_context(self._runtime.requests.hold(self))
+            self._held = held.pop_all()
+        return self
+
+    def _estimate(self, meter: Meter) -> float:
+        """Tokens that this will probably be charged: the prompts' by their size, for they are not tokenized here."""
+        if not meter.is_limited:
+            return 0.0
+        # Each sequence is charged for its prompt, and for the conversation that it continues, sent again or not.
+        return sum(prompt_bytes(each) / BYTES_PER_TOKEN + meter.expected(each.max_tokens) for each in self._generates)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._charge()
+        self._held.close()
+        if self._collector is not None:
+            self._leave(self._collector)
+        self._numbers.e2e.observe(time.perf_counter() - self.record.started)
+
+    def _leave(self, collector: Collector) -> None:
+        """Abort what has not ended, and note of what ended without its usage what was seen of it."""
+        record = self.record
+        left = [rid for rid in collector.rids if rid not in self._ended]
+        if left:
+            self._runtime.link.abort(left, "client")
+            for _ in left:
+                self._numbers.sequence_ended("abort", None)
+                record.finishes.append("abort")
+        if self._told < len(self._generates):
+            record.prompt_tokens = max(record.prompt_tokens, self.prompt_tokens)
+            record.cached_tokens = max(record.cached_tokens, self.cached_tokens)
+            record.completion_tokens = max(record.completion_tokens, self._tokens)
+            self._cut_phases(collector)
+
+    def _charge(self) -> None:
+        """Usage comes with the end; of what did not end, what is known counts."""
+        if self._collector is None:
+            return
+        record = self.record
+        prompt = max(record.prompt_tokens, self.prompt_tokens)
+        completion = max(record.completion_tokens, self._tokens)
+        cached = max(record.cached_tokens, self.cached_tokens)
+        name, sequences = self._model.name, len(self._generates)
+        self._runtime.ledger.book(record.caller.key or "", name, sequences, prompt, cached, completion)
+        if self._bill is not None:
+            self._bill.prompt, self._bill.completion = prompt, completion
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def open_now(self) -> bool:
+        """Start on a worker that is ready. False when none is: then `open` waits for one. Raises `ApiError`."""
+        return self._worker.is_ready and self._submit(self._worker)
+
+    async def open(self) -> None:
+        """Wait until the model is ready, and start. Raises `ApiError`."""
+        queue_s = self._runtime.config.server.queue_timeout_s
+        limit_s = min(queue_s or math.inf, self._deadline - time.perf_counter())
+        phases = self.record.phases
+        phases.loading_from = self._elapsed()
+        self._numbers.opening += len(self._generates)
+        try:
+            async with asyncio.timeout(limit_s if limit_s < math.inf else None) as self._patience:
+                losses = 0
+                while losses < 2:
+                    worker = await self._runtime.pool.ensure_ready(self._model.name)
+                    # Since then another model may have been given its memory: that is no loss, but a longer wait.
+                    losses += worker.is_ready
+                    if self._submit(worker):
+                        return
+            raise from_failure(_LOST)
+        except ModelUnavailable as error:
+            raise from_failure(error.failure, error.retry_after_s) from None
+        except TimeoutError:
+            if self._cancelled is not None:
+                raise self._cancelled from None
+            if time.perf_counter() >= self._deadline:
+                raise from_failure(LATE) from None
+            message = f"The model was not ready within {queue_s:g} seconds."
+            raise Unavailable(message, QUEUE_RETRY_AFTER_S, "queue_timeout") from None
+        finally:
+            self._patience = None
+            self._numbers.opening -= len(self._generates)
+            phases.load = (phases.sent_at or self._elapsed()) - phases.loading_from
+
+    def _submit(self, worker: Worker) -> bool:
+        generates = self._generates
+        if self._deadline < math.inf:
+            left_ms = max(1, int((self._deadline - time.perf_counter()) * 1000))
+            generates = [msgspec.structs.replace(generate, deadline_ms=left_ms) for generate in generates]
+        try:
+            self._collector = self._runtime.link.submit(worker, generates)
+        except WorkerGone:
+            return False
+        except Unsendable as error:
+            self._runtime.metrics.rejected(self._model.name, "unsendable")
+            raise from_unsendable(error) from None
+        self.record.rids = self._collector.rids
+        self.record.phases.sent_at = self._elapsed()
+        self._seen_step = self._newest_step()
+        self._bind(self._collector.rids)
+        return True
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self.record.started
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was given to a worker. From then on the loss of a worker is nothing but a pause."""
+        return self._collector is not None
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._ended) == len(self._generates)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """What is known so far of the prompts' lengths."""
+        return sum(self._collector.accepted.values()) if self._collector is not None else 0
+
+    @property
+    def headers(self) -> list[Header]:
+        """Of the answer, as far as they are known."""
+        relaxed = self._collector.relaxed if self._collector is not None else ()
+        return [*self.record.headers, *relaxed_header(relaxed)]
+
+    @property
+    def cached_tokens(self) -> int:
+        """What is known so far of how much of the prompts was cached."""
+        return sum(self._collector.cached.values()) if self._collector is not None else 0
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._tokens
+
+    @property
+    def sequences(self) -> int:
+        return len(self._generates)
+
+    @property
+    def state(self) -> str:
+        """`queued`, `loading`, `prefill` or `decode`: where the sequence that is furthest stands."""
+        if self._patience is not None:
+            return "loading" if self._worker.state in (State.STARTING, State.LOADING) else "queued"
+        if self.record.first_token_s is not None:
+            return "decode"
+        return "queued" if self._collector is None or self._collector.progress is None else "prefill"
+
+    def cancel(self) -> None:
+        """End it as an operator: whoever waits for it is told so."""
+        if self.is_done or self._cancelled is not None:
+            return
+        self._cancelled = Cancelled()
+        if self._patience is not None:
+            self._patience.reschedule(0.0)
+        elif self._collector is not None:
+            self._runtime.link.stop(self._collector.rids, "cancelled")
+
+    async def next(self, timeout_s: float | None = None, relay: Relay | None = None) -> list[Delta]:
+        """New output, never with an ERROR or ABORT in it: those end up in `failure`. Empty on timeout.
+
+        With a `relay`, what is new while this waits goes through it: see `Collector.next`.
+        """
+        return self._note(await self._opened().next(timeout_s, relay))
+
+    def take(self) -> list[Delta]:
+        """What is new, for a relay."""
+        return self._note(self._opened().take())
+
+    def _note(self, deltas: list[Delta]) -> list[Delta]:
+        now = time.perf_counter()
+        newest = self._newest_token
+        for delta in deltas:
+            rid = delta.rid
+            if count := len(delta.token_ids):
+                self._tokens += count
+                if rid in newest:
+                    self._observe_gap((now - newest[rid]) / count, count)
+                else:
+                    self._on_first_token(now)
+                newest[rid] = now
+            if delta.finish is not None:
+                self.is_running = False
+                return self._finish(deltas)
+        return deltas
+
+    def shows_life(self) -> bool:
+        """Whether the worker did anything since this was last asked.
+
+        A step for others counts: this request may wait behind them, or have output that the parser still holds back.
+        """
+        newest, step = self._opened().last_activity, self._newest_step()
+        is_new = newest > self._seen_activity or step != self._seen_step
+        self._seen_activity, self._seen_step = newest, step
+        return is_new
+
+    def _newest_step(self) -> int:
+        stats = self._numbers.stats
+        return 0 if stats is None else stats.step_seq
+
+    def _opened(self) -> Collector:
+        assert self._collector is not None, "open comes first"
+        return self._collector
+
+    def _on_first_token(self, now: float) -> None:
+        if self.record.first_token_s is None:
+            self.record.first_token_s = now - self.record.started
+            self._numbers.ttft.observe(self.record.first_token_s)
+
+    def _finish(self, deltas: list[Delta]) -> list[Delta]:
+        """Book the terminal deltas among these, and keep failures apart."""
+        good: list[Delta] = []
+        for delta in deltas:
+            if delta.finish is None:
+                good.append(delta)
+                continue
+            if delta.finish is Finish.ERROR or delta.finish is Finish.ABORT:
+                failure = delta.failure or (_STOPPED if delta.finish is Finish.ABORT else _LOST)
+                if delta.text:
+                    good.append(msgspec.structs.replace(delta, finish=None, usage=None, failure=None))
+                if self.failure is None:
+                    self.failure = self._cancelled or from_failure(failure)
+                    self.record.detail = failure.detail
+            else:
+                good.append(delta)
+            self._book(delta, delta.finish)
+        return good
+
+    def _book(self, delta: Delta, finish: Finish) -> None:
+        self._ended.add(delta.rid)
+        self._numbers.sequence_ended(_FINISHES[finish], delta.usage)
+        record = self.record
+        record.finishes.append(_FINISHES[finish])
+        if delta.usage is not None:
+            self._told += 1
+            record.prompt_tokens += delta.usage.prompt
+            record.cached_tokens += delta.usage.cached
+            record.completion_tokens += delta.usage.completion
+            record.phases.add(delta.usage)
+
+    def _cut_phases(self, collector: Collector) -> None:
+        """It ends before its worker could say where its time went: what was seen from here."""
+        record = self.record
+        began = collector.began
+        # The collector's clock is the loop's.
+        ago = 0.0 if began is None else asyncio.get_running_loop().time() - began
+        now = self._elapsed()
+        record.phases.cut(now, None if began is None else now - ago, record.first_token_s)

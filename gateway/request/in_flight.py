@@ -1,0 +1,90 @@
+"""The requests that are being served now."""
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+from gateway.admin_types import RequestView
+from gateway.request.record import Record
+
+# No id that a client may give has it.
+AGAIN: Final = "~"
+
+
+class Served(Protocol):
+    """A request as it is listed; `Generation` is the one there is."""
+
+    record: Record
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def generated_tokens(self) -> int: ...
+
+    def cancel(self) -> None: ...
+
+
+class Requests:
+    """By the id that their client gave, or else got. One that comes with an id in use is listed as `ID~2`, `ID~3`, …"""
+
+    def __init__(self) -> None:
+        self._served: dict[str, Served] = {}
+
+    @contextmanager
+    def hold(self, served: Served) -> Generator[None, None, None]:
+        """Be listed."""
+        name = stem = served.record.id
+        number = 1
+        while name in self._served:
+            number += 1
+            name = f"{stem}{AGAIN}{number}"
+        self._served[name] = served
+        try:
+            yield
+        finally:
+            del self._served[name]
+
+    def views(self) -> list[RequestView]:
+        """All, the oldest first."""
+        return [_view(name, served) for name, served in self._served.items()]
+
+    def view(self, name: str) -> RequestView | None:
+        served = self._served.get(name)
+        return None if served is None else _view(name, served)
+
+    def cancel(self, name: str) -> bool:
+        """End one; its client is told why. False when there is none of this id."""
+        served = self._served.get(name)
+        if served is None:
+            return False
+        served.cancel()
+        return True
+
+
+def _view(name: str, served: Served) -> RequestView:
+    record = served.record
+    now = time.perf_counter()
+    first = record.first_token_s
+    decoding_s = 0.0 if first is None else now - record.started - first
+    return RequestView(
+        id=name,
+        model=record.model or "",
+        key=record.caller.key,
+        path=record.path,
+        stream=record.stream,
+        state=served.state,
+        age_s=round(now - record.started, 3),
+        sequences=served.sequences,
+        prompt_tokens=served.prompt_tokens,
+        cached_tokens=served.cached_tokens,
+        generated_tokens=served.generated_tokens,
+        tokens_per_s=round(served.generated_tokens / decoding_s, 1) if decoding_s > 0 else 0.0,
+        ttft_s=None if first is None else round(first, 3),
+    )

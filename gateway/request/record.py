@@ -1,0 +1,75 @@
+"""The record of one HTTP request: facts for the access log and traces, its caller, and the headers of its answer."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.types import Scope
+
+from gateway.access.caller import NOBODY, Caller
+from gateway.config.address import UNKNOWN, Address
+from gateway.request.bodies import BodyLease
+from gateway.request.timings import Phases
+from gateway.request.trace_context import TraceContext
+
+Header = tuple[bytes, bytes]
+
+
+class ChunkWriter(Protocol):
+    """Writes pieces of a streamed body straight to the connection."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def write(self, data: bytes) -> None: ...
+
+
+class ClientLeft(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+@dataclass(slots=True)
+class Record:
+    """Facts about one request, for its logs and traces, and what travels with it. Owned by its task."""
+
+    id: str
+    method: str
+    path: str
+    client: Address = UNKNOWN
+    # Whether the client speaks Anthropic's dialect.
+    is_anthropic: bool = False
+    started: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    model: str | None = None
+    stream: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    # The sequences of it, and how each that has ended did.
+    rids: tuple[int, ...] = ()
+    finishes: list[str] = field(default_factory=list[str])
+    phases: Phases = field(default_factory=Phases)
+    # Where it stands in a trace of its client.
+    trace: TraceContext | None = None
+    first_token_s: float | None = None
+    outcome: str = ""
+    detail: str = ""
+    caller: Caller = NOBODY
+    # Of the body, with what it has had read again of earlier ones; and the room that they have.
+    body_bytes: int = 0
+    lease: BodyLease | None = None
+    # Headers that the endpoint's answer carries, and its refusal once the endpoint knows them.
+    headers: list[Header] = field(default_factory=list[Header])
+    # Headers of the middleware, on any answer: known before the endpoint runs, and only when it answers.
+    always: list[Header] = field(default_factory=list[Header])
+    late_headers: Callable[[], list[Header]] | None = None
+    # Direct writes to the client, unless something wants to see what takes them.
+    writer: ChunkWriter | None = None
+
+
+def record_of(scope: Scope) -> Record:
+    """The record that the middleware made."""
+    record = scope["mlxd.record"]
+    assert isinstance(record, Record)
+    return record

@@ -1,0 +1,33 @@
+"""Routing: from the name that a client sends to a model, with its defaults from a profile and the model's own files."""
+
+from collections.abc import Mapping
+
+from gateway.access.caller import Caller
+from gateway.config.names import Found, Names
+from gateway.config.settings import Config, ModelConfig
+from gateway.request.defaults import Defaults
+
+
+class Router:
+    """The names of one configuration, for callers."""
+
+    def __init__(self, models: Mapping[str, ModelConfig], default: str = "", small: str = "") -> None:
+        """`default` and `small` are names that a client could ask for, or empty."""
+        self._names = Names(models, default, small)
+        self._defaults = Defaults()
+
+    @classmethod
+    def of(cls, config: Config) -> "Router":
+        return cls(config.models, config.server.default, config.server.small)
+
+    def resolve(self, name: str, caller: Caller) -> ModelConfig:
+        """The model behind `name`, its defaults filled in from the profile and the model's own files.
+
+        Raises `ModelNotFound`, for a model that `caller` may not use just as for none, and `BadRequest` without a name.
+        """
+        found = self.locate(name, caller)
+        return self._defaults.of(found.model, found.profile)
+
+    def locate(self, name: str, caller: Caller) -> Found:
+        """Like `resolve`, with the model as it is configured."""
+        return self._names.locate(name, caller.may_use)

@@ -1,1 +1,0 @@
-"""mlxd as a service of the system: one description, rendered for launchd and for systemd."""

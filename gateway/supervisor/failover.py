@@ -1,0 +1,166 @@
+"""Where sequences wait whose worker is gone, until its successor goes on with them.
+
+Nobody can see from outside which request kills a worker. So each death is judged by its suspects: the sequences that
+had not had a token from that worker, which were waiting or in their prefill.
+
+- Most deaths are nobody's fault: all sequences are sent to the successor at once, but for
+- the suspicious: the only suspect of a death, or one that got nothing from two workers in a row. They are sent last,
+  one after another, each when all before have a token; new requests wait meanwhile. So the next death has one suspect.
+- A request that was the only suspect of two deaths in a row is quarantined.
+"""
+
+import logging
+from collections.abc import Iterable
+from typing import Final
+
+from gateway.link.link import WorkerGone
+from gateway.link.sequence import Flight, Peer
+from gateway.supervisor.ports import Wire
+from gateway.supervisor.quarantine import REFUSED, Quarantine, fingerprint
+from gateway.supervisor.state import Events, Limits
+from protocol.failures import Failure
+from protocol.messages import Generate
+
+log = logging.getLogger(__name__)
+
+# So many workers in a row that sent no token of a sequence make it suspicious.
+SUSPICIOUS_AFTER: Final = 2
+FORGOTTEN_S: Final = 0.5
+
+
+class Lot:
+    """The parked sequences of one model. Owned by its worker's state machine."""
+
+    def __init__(self, model: str, wire: Wire, events: Events, limits: Limits) -> None:
+        self._model = model
+        self._wire = wire
+        self._events = events
+        self._limits = limits
+        # Lost since the last judgement, and judged.
+        self._lost: list[Flight] = []
+        self._lost_at = 0.0
+        self._waiting: list[Flight] = []
+        # Sent and without a token yet, while something suspicious waits for them or is among them.
+        self._watched: list[Flight] = []
+        self._watch_ends = 0.0
+        # The only suspect of the newest death.
+        self._accused: bytes | None = None
+        self._quarantine = Quarantine()
+
+    @property
+    def has_any(self) -> bool:
+        """Whether somebody waits for the next worker."""
+        return any(not flight.is_over for flights in (self._lost, self._waiting) for flight in flights)
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether new requests must wait, so that a death has one suspect."""
+        return bool(self._waiting or self._watched)
+
+    def refusal(self, request: Generate, now: float) -> Failure | None:
+        return self._quarantine.refusal(request, now)
+
+    def park(self, flights: Iterable[Flight], now: float) -> None:
+        self._lost.extend(flights)
+        self._lost_at = now
+
+    def release(self) -> None:
+        """Their worker did not die, or was ended by us: they go on, and none is to blame."""
+        self._waiting += [flight for flight in self._lost if not flight.is_over]
+        self._lost = []
+        self._unwatch()
+
+    def judge(self, death: Failure, now: float) -> None:
+        """Their worker died. Fails those that were resumed often enough, and those that are to blame."""
+        lost = [flight for flight in self._lost if not flight.is_over]
+        suspects = [flight for flight in lost if flight.is_fresh]
+        before, self._accused = self._accused, _only(suspects)
+        for flight in lost:
+            flight.fruitless = flight.fruitless + 1 if flight.is_fresh else 0
+            is_alone = flight.is_fresh and self._accused is not None
+            flight.is_suspicious = is_alone or flight.fruitless >= SUSPICIOUS_AFTER
+        if self._accused is not None and self._accused == before:
+            self._convict(suspects, now)
+        limits = self._limits
+        tired = [f for f in lost if f.fruitless > limits.fruitless_resumes or f.resumes >= limits.resumes]
+        if tired:
+            log.error("model %s: %d sequences were resumed too often", self._model, len(tired))
+            self._wire.fail(tired, death)
+        self.release()
+
+    def send(self, peer: Peer, now: float) -> None:
+        """Give the worker what it may have now."""
+        waiting = [flight for flight in self._waiting if not flight.is_over]
+        # Stable: otherwise in order of arrival.
+        waiting.sort(key=lambda flight: (flight.is_suspicious, flight.fruitless))
+        sent = 0
+        try:
+            while waiting and not (waiting[0].is_suspicious and self._watched):
+                sent += self._send_one(peer, waiting[0], now, is_watched=waiting[-1].is_suspicious)
+                del waiting[0]
+        except WorkerGone:
+            peer.suspect()
+        self._waiting = waiting
+        if sent:
+            log.info("model %s: %d sequences go on at worker #%d, %d wait", self._model, sent, peer.epoch, len(waiting))
+            self._events.resumed(self._model, sent)
+
+    def acquit(self) -> None:
+        """One that is watched has its first token, or has ended."""
+        self._watched = [flight for flight in self._watched if flight.is_watched]
+
+    def is_forgotten(self, now: float) -> bool:
+        """Whether a worker gave up sequences and then did not die."""
+        return bool(self._lost) and now - self._lost_at > FORGOTTEN_S
+
+    def keep(self, now: float) -> None:
+        """Now and then: deadlines hold for parked sequences too, a trial ends, and loading is a sign of life."""
+        if self._watched and now >= self._watch_ends:
+            self._unwatch()
+        if self._lost or self._waiting:
+            self._wire.expire([*self._lost, *self._waiting])
+            for flight in (*self._lost, *self._waiting):
+                flight.collector.touch()
+
+    def fail(self, failure: Failure) -> None:
+        """There is no next worker."""
+        self._wire.fail((*self._lost, *self._waiting), failure)
+        self._lost, self._waiting = [], []
+        self._unwatch()
+
+    def _send_one(self, peer: Peer, flight: Flight, now: float, *, is_watched: bool) -> bool:
+        if (refusal := self.refusal(flight.generate, now)) is not None:
+            self._wire.fail([flight], refusal)
+            return False
+        self._wire.resume(peer, flight)
+        if flight.is_over:
+            return False
+        if is_watched:
+            flight.is_watched = True
+            self._watched.append(flight)
+            self._watch_ends = now + self._limits.trial_s
+        return True
+
+    def _unwatch(self) -> None:
+        for flight in self._watched:
+            flight.is_watched = False
+        self._watched = []
+
+    def _convict(self, suspects: list[Flight], now: float) -> None:
+        log.error("model %s: request %d was alone at two deaths and is quarantined", self._model, suspects[0].rid)
+        guilty = fingerprint(suspects[0].generate)
+        self._quarantine.add(guilty, now)
+        self._events.quarantined(self._model)
+        self._accused = None
+        self._wire.fail([f for f in (*suspects, *self._waiting) if fingerprint(f.generate) == guilty], REFUSED)
+
+
+def _only(flights: list[Flight]) -> bytes | None:
+    """The fingerprint that all of them share; choices of one request share theirs."""
+    only: bytes | None = None
+    for flight in flights:
+        own = fingerprint(flight.generate)
+        if only is not None and own != only:
+            return None
+        only = own
+    return only

@@ -1,0 +1,71 @@
+"""What a worker's state machine does to the world, as seams: the real ones are in spawn.py, link.py and pool.py."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from gateway.link.sequence import Flight, Peer
+from gateway.supervisor.state import State
+from protocol.failures import Failure
+from protocol.messages import Down
+from protocol.spec import WorkerSpec
+
+
+class Process(Protocol):
+    """A worker process, started by us or adopted."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def is_adopted(self) -> bool: ...
+    async def wait(self) -> int | None:
+        """Its exit status as subprocess reports it; None when it was not our child."""
+        ...
+
+    def signal(self, signum: int) -> None:
+        """Send a signal; nothing happens when it has exited."""
+        ...
+
+    def last_lines(self) -> list[str]:
+        """The end of its output."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds here, and its state file. It has exited."""
+        ...
+
+
+class Effects(Protocol):
+    """Clock, chance and processes."""
+
+    def now(self) -> float: ...
+    async def sleep(self, s: float) -> None: ...
+    def random(self) -> float: ...
+    def next_epoch(self) -> int: ...
+    async def admit(self, spec: WorkerSpec) -> int:
+        """Return when the machine has room for this worker: its share in bytes, 0 for no limit. May be cancelled.
+
+        Raises `ModelUnavailable` when there will never be room.
+        """
+        ...
+
+    def entered(self, model: str, state: State) -> None:
+        """A worker is in another state. In a settled one but `ready` it has no process."""
+        ...
+
+    def spawn(self, spec: WorkerSpec) -> Process:
+        """Start the process. Raises `OSError`."""
+        ...
+
+
+class Wire(Protocol):
+    """The part of the link that a state machine uses."""
+
+    boot: int
+
+    def attach(self, peer: Peer) -> None: ...
+    def detach(self, epoch: int) -> list[Flight]: ...
+    def resume(self, worker: Peer, flight: Flight) -> None: ...
+    def fail(self, flights: Iterable[Flight], failure: Failure) -> None: ...
+    def expire(self, flights: Iterable[Flight]) -> None: ...
+    def send(self, peer: Peer, message: Down) -> None: ...
+    def ping(self, peer: Peer, t_ns: int) -> None: ...

@@ -1,0 +1,197 @@
+"""Worker processes of this machine: started by us with a pipe for their output, or adopted."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+
+from gateway.memory.host import start_ticks
+from gateway.supervisor.exit_watch import wait_exit
+from gateway.supervisor.registry import Ledger, Record, Survivor, WorkerProcess
+from protocol.spec import STDIN, WorkerSpec
+
+worker_log = logging.getLogger("worker")
+
+KEPT_LINES: Final = 50
+LINE_BYTES_MAX: Final = 8192
+READ_BYTES: Final = 65536
+# How a worker's lines begin; what begins otherwise was printed by a library, or is a stack.
+_LEVELS: Final = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
+
+Command = Callable[[WorkerSpec], list[str]]
+
+
+def default_command(spec: WorkerSpec) -> list[str]:
+    """`-P`: a `worker/` in the current folder must never be imported instead of ours.
+
+    Its name and epoch tell it from every other process; the rest of the specification comes on its standard input.
+    """
+    return [sys.executable, "-P", "-m", "worker", spec.name, "--epoch", str(spec.epoch), "--spec", STDIN]
+
+
+class Spawner:
+    """Starts workers and records them."""
+
+    def __init__(self, home: Path, ledger: Ledger, command: Command) -> None:
+        self._home = home
+        self._ledger = ledger
+        self._command = command
+
+    def spawn(self, spec: WorkerSpec) -> "Child":
+        """Start a worker in a session of its own, so that no signal to our group reaches it. Raises `OSError`."""
+        down = Path(spec.down.removeprefix("ipc://"))
+        if not down.exists():
+            # It would never hear of us, and we would wait for it until the load's deadline.
+            raise FileNotFoundError(f"{down} is gone: somebody removed the run folder; restart mlxd")
+        argv = self._command(spec)
+        read_fd, write_fd = os.pipe()
+        try:
+            # A file without a name, not a pipe: nobody waits until the worker has read it.
+            with tempfile.TemporaryFile(dir=down.parent) as stdin:
+                stdin.write(msgspec.json.encode(spec))
+                stdin.seek(0)
+                popen = subprocess.Popen(
+                    argv, stdin=stdin, stdout=write_fd, stderr=write_fd, cwd=self._home, start_new_session=True
+                )
+        except BaseException:  # Whatever it was, it goes on: nobody else knows of this end of the pipe.
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
+        self._ledger.add(_record(popen.pid, spec, argv))
+        return Child(popen, Output(read_fd, f"{spec.name}#{spec.epoch}"), lambda: self._ledger.remove(spec.name))
+
+    def adopt(self, survivor: Survivor) -> "Adopted":
+        return Adopted(survivor.process, lambda: self._ledger.remove(survivor.name))
+
+
+def _record(pid: int, spec: WorkerSpec, argv: list[str]) -> Record:
+    create_time = 0.0
+    with contextlib.suppress(psutil.Error):
+        create_time = psutil.Process(pid).create_time()
+    ticks = start_ticks(pid)
+    return Record(pid=pid, epoch=spec.epoch, argv=argv, start_ticks=ticks, spec=spec, create_time=create_time)
+
+
+class Child:
+    """A worker that we started."""
+
+    is_adopted: bool = False
+
+    def __init__(self, popen: subprocess.Popen[bytes], output: "Output", forget: Callable[[], None]) -> None:
+        self._popen = popen
+        self._output = output
+        self._forget = forget
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    async def wait(self) -> int | None:
+        while self._popen.poll() is None:
+            await wait_exit(self.pid, lambda: self._popen.poll() is not None)
+        return self._popen.returncode
+
+    def signal(self, signum: int) -> None:
+        self._popen.send_signal(signum)
+
+    def last_lines(self) -> list[str]:
+        self._output.read()
+        return list(self._output.lines)
+
+    def close(self) -> None:
+        self._output.close()
+        self._forget()
+
+
+class Adopted:
+    """A worker that an earlier gateway started. Its output went away with that gateway."""
+
+    is_adopted: bool = True
+
+    def __init__(self, process: WorkerProcess, forget: Callable[[], None]) -> None:
+        self._process = process
+        self._forget = forget
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int | None:
+        await wait_exit(self.pid, lambda: not self._process.is_alive())
+
+    def signal(self, signum: int) -> None:
+        # The pid may belong to somebody else by now.
+        if self._process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def last_lines(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        self._forget()
+
+
+class Output:
+    """What a worker prints, line by line into our log; the last lines explain its death."""
+
+    def __init__(self, fd: int, label: str) -> None:
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._fd = fd
+        self._label = label
+        self._rest = b""
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(fd, False)
+        self._loop.add_reader(fd, self.read)
+
+    def read(self) -> None:
+        """Take what is there, one buffer at a time so that a chatty worker cannot hold the loop."""
+        if self._fd < 0:
+            return
+        try:
+            data = os.read(self._fd, READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove_reader(self._fd)
+            return
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LINE_BYTES_MAX:
+            whole.append(self._rest)
+            self._rest = b""
+        for line in whole:
+            self._keep(line)
+
+    def close(self) -> None:
+        if self._fd < 0:
+            return
+        self._loop.remove_reader(self._fd)
+        if self._rest:
+            self._keep(self._rest)
+        os.close(self._fd)
+        self._fd = -1
+
+    def _keep(self, line: bytes) -> None:
+        text = line[:LINE_BYTES_MAX].decode(errors="replace").rstrip()
+        if not text:
+            return
+        self.lines.append(text)
+        word, _, rest = text.partition(" ")
+        level = _LEVELS.get(word)
+        if level is None:
+            worker_log.info("%s: %s", self._label, text)
+        else:
+            # Chosen by the worker, at a level that may be another than ours.
+            args = (self._label, rest)
+            worker_log.handle(worker_log.makeRecord(worker_log.name, level, __file__, 0, "%s: %s", args, None))

@@ -1,0 +1,356 @@
+import asyncio
+import os
+import stat
+import threading
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gateway.api.responses.store import PENDING_BYTES_MAX, Store, StoreBroken, Stored, TooMuchSaid
+from gateway.wall_clock import STEP_S, TRUST_S, WallClock
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "responses.sqlite"
+
+
+@pytest.fixture
+def store(path: Path, clock: Clock) -> Generator[Store, None, None]:
+    made = Store(path, 1000, 500.0, WallClock(clock, clock))
+    yield made
+    made.close()
+
+
+def stored(name: str, previous: str | None = None, tenant: str = "", body: bytes = b"{}") -> Stored:
+    return Stored(name, tenant, previous, body, b"[]", [f"item_{name}"])
+
+
+def keep(store: Store, one: Stored) -> None:
+    store.keep(len(one.body), lambda: one)
+
+
+async def conversation(store: Store, name: str, tenant: str = "", most_bytes: int = 1000) -> list[str] | None:
+    found = await store.conversation(tenant, name, most_bytes, lambda stored: [stored.id])
+    return None if found is None else found[1]
+
+
+async def owners(store: Store, *item_ids: str, tenant: str = "", most_bytes: int = 1000) -> list[str]:
+    return await store.owners(tenant, item_ids, most_bytes, lambda stored: [stored.id])
+
+
+def test_what_was_kept_is_there_at_once_and_after_a_restart(path: Path, clock: Clock) -> None:
+    first = Store(path, 1000, 500.0, WallClock(clock, clock))
+    keep(first, stored("a", body=b'{"x":1}'))
+    found = asyncio.run(first.get("", "a"))
+    first.close()
+    second = Store(path, 1000, 500.0, WallClock(clock, clock))
+    again = asyncio.run(second.get("", "a"))
+    second.close()
+
+    assert found is not None
+    assert again is not None
+    assert found.body == again.body == b'{"x":1}'
+
+
+def test_a_conversation_is_oldest_first_and_whole_or_nothing(store: Store) -> None:
+    for one in (stored("a"), stored("b", "a"), stored("c", "b")):
+        keep(store, one)
+
+    assert asyncio.run(conversation(store, "c")) == ["a", "b", "c"]
+    assert asyncio.run(store.delete("", "a"))
+    assert asyncio.run(conversation(store, "c")) is None
+    assert not asyncio.run(store.delete("", "a"))
+
+
+def test_nothing_of_one_tenant_is_there_for_another(store: Store) -> None:
+    keep(store, stored("a", tenant="alice"))
+
+    assert asyncio.run(store.get("bob", "a")) is None
+    assert asyncio.run(conversation(store, "a", "bob")) is None
+    assert asyncio.run(owners(store, "item_a", tenant="bob")) == []
+    assert not asyncio.run(store.delete("bob", "a"))
+    assert asyncio.run(store.get("alice", "a")) is not None
+
+
+def test_an_item_leads_to_its_response_until_that_is_deleted(store: Store) -> None:
+    keep(store, stored("a"))
+    keep(store, stored("b"))
+    assert asyncio.run(owners(store, "item_b", "item_a", "item_b", "item_c")) == ["b", "a"]
+
+    asyncio.run(store.delete("", "a"))
+    assert asyncio.run(owners(store, "item_a")) == []
+
+
+def test_what_is_old_goes_unless_it_was_used(store: Store, clock: Clock) -> None:
+    keep(store, stored("a"))
+    keep(store, stored("b"))
+    # Now both have been written.
+    assert asyncio.run(store.get("", "b")) is not None
+    clock.now += 400
+    assert asyncio.run(conversation(store, "a")) == ["a"]
+    clock.now += 200
+
+    assert asyncio.run(store.get("", "b")) is None
+    assert asyncio.run(store.get("", "a")) is not None
+
+
+def test_the_least_used_go_when_there_is_too_much(store: Store) -> None:
+    for name in "abcde":
+        keep(store, stored(name, body=b"x" * 290))
+    found = [name for name in "abcde" if asyncio.run(store.get("", name)) is not None]
+
+    assert found == ["c", "d", "e"]
+
+
+def test_a_smaller_limit_holds_at_once_and_makes_no_file(path: Path, clock: Clock, tmp_path: Path) -> None:
+    store = Store(path, 1000, 500.0, WallClock(clock, clock))
+    for name in ("a", "b"):
+        keep(store, stored(name, body=b"x" * 300))
+    store.limit(400, 500.0)
+    assert asyncio.run(store.get("", "a")) is None
+    assert asyncio.run(store.get("", "b")) is not None
+    store.limit(0, 500.0)
+    assert not store.is_on
+    assert asyncio.run(store.get("", "b")) is None
+    store.close()
+
+    unused = Store(tmp_path / "unused" / "responses.sqlite", 1000, 500.0, WallClock(clock, clock))
+    unused.limit(10, 1.0)
+    unused.close()
+    assert not (tmp_path / "unused").exists()
+
+
+def test_the_file_is_private(store: Store, path: Path) -> None:
+    keep(store, stored("a"))
+    asyncio.run(store.get("", "a"))
+
+    for file in path.parent.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_damaged_file_is_put_aside(path: Path, clock: Clock) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"not a database" * 100)
+    store = Store(path, 1000, 500.0, WallClock(clock, clock))
+    keep(store, stored("a"))
+    found = asyncio.run(store.get("", "a"))
+    store.close()
+
+    assert found is not None
+    assert path.with_suffix(".damaged").exists()
+
+
+def test_a_place_that_cannot_be_written_is_an_error_for_readers_only(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "file").write_text("")
+    store = Store(tmp_path / "file" / "responses.sqlite", 1000, 500.0, WallClock(clock, clock))
+    keep(store, stored("a"))
+    with pytest.raises(StoreBroken):
+        asyncio.run(store.get("", "a"))
+    store.close()
+
+
+def test_a_store_of_no_bytes_is_off(path: Path, clock: Clock) -> None:
+    store = Store(path, 0, 500.0, WallClock(clock, clock))
+    keep(store, stored("a"))
+    store.close()
+
+    assert not store.is_on
+    assert not path.exists()
+
+
+def test_one_tenants_writes_never_evict_anothers(store: Store) -> None:
+    keep(store, stored("old", tenant="alice", body=b"x" * 300))
+    for number in range(20):
+        keep(store, stored(f"b{number}", tenant="bob", body=b"y" * 300))
+
+    assert asyncio.run(store.get("alice", "old")) is not None
+    left = [number for number in range(20) if asyncio.run(store.get("bob", f"b{number}")) is not None]
+    assert left == [17, 18, 19]
+
+
+def test_a_conversation_larger_than_is_asked_for_is_not_read(store: Store) -> None:
+    read: list[str] = []
+    for one in (stored("a", body=b"x" * 300), stored("b", "a", body=b"y" * 300)):
+        keep(store, one)
+
+    def note(one: Stored) -> list[str]:
+        read.append(one.id)
+        return []
+
+    assert asyncio.run(store.conversation("", "b", 604, note)) == (604, [])
+    assert read == ["a", "b"]
+    with pytest.raises(TooMuchSaid):
+        asyncio.run(store.conversation("", "b", 603, note))
+    with pytest.raises(TooMuchSaid):
+        asyncio.run(store.owners("", ["item_a", "item_b"], 603, note))
+    assert read == ["a", "b"]
+
+
+def test_what_a_conversation_says_counts_not_what_is_kept_beside_it(store: Store) -> None:
+    keep(store, Stored("a", "", None, b"x" * 700, b"[]", said_bytes=10))
+
+    assert asyncio.run(conversation(store, "a", most_bytes=10)) == ["a"]
+    with pytest.raises(TooMuchSaid):
+        asyncio.run(conversation(store, "a", most_bytes=9))
+
+
+def traces(path: Path, word: bytes) -> list[str]:
+    return [file.name for file in path.parent.iterdir() if word in file.read_bytes()]
+
+
+def test_deleted_text_is_in_no_file_any_more(store: Store, path: Path) -> None:
+    keep(store, stored("a", body=b'"marzipan"' + b"x" * 300))
+    assert asyncio.run(store.get("", "a")) is not None
+    assert traces(path, b"marzipan") != []
+    assert asyncio.run(store.delete("", "a"))
+
+    assert traces(path, b"marzipan") == []
+
+
+def test_evicted_text_is_in_no_file_any_more(path: Path, clock: Clock) -> None:
+    store = Store(path, 100_000, 500.0, WallClock(clock, clock))
+    keep(store, stored("a", body=b"marzipan" * 5000))
+    for name in "bcd":
+        keep(store, stored(name, body=b"x" * 40_000))
+    assert asyncio.run(store.get("", "a")) is None
+    # What is evicted goes when nothing waits; the next call comes after it.
+    assert asyncio.run(store.get("", "d")) is not None
+
+    assert traces(path, b"marzipan") == []
+    store.close()
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_damaged_page_costs_what_was_kept_and_nothing_that_comes(path: Path, clock: Clock, is_open: bool) -> None:
+    problems: Counter[str] = Counter()
+    store = Store(path, 10_000_000, 5000.0, WallClock(clock, clock), problems)
+    # More than SQLite remembers of the file.
+    for number in range(60):
+        keep(store, stored(f"a{number}", body=b"x" * 100_000))
+    assert asyncio.run(store.get("", "a0")) is not None
+    if not is_open:
+        store.close()
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        # All but the first page, whose damage would be seen at once.
+        file.seek(4096)
+        file.write(os.urandom(size - 4096))
+    if not is_open:
+        store = Store(path, 10_000_000, 5000.0, WallClock(clock, clock), problems)
+
+    assert None in [asyncio.run(store.get("", f"a{number}")) for number in range(60)]
+    keep(store, stored("b"))
+    assert asyncio.run(store.get("", "b")) is not None
+    assert problems == {"damaged": 1}
+    assert path.with_suffix(".damaged").exists()
+    store.close()
+
+
+def test_what_no_longer_decodes_is_damage_too(store: Store) -> None:
+    keep(store, stored("a", body=b"\xff"))
+
+    assert asyncio.run(store.conversation("", "a", 1000, lambda one: [msgspec.json.decode(one.body)])) is None
+
+
+def test_what_the_disk_does_not_keep_up_with_is_dropped_and_counted(path: Path, clock: Clock) -> None:
+    problems: Counter[str] = Counter()
+    store = Store(path, 1000, 500.0, WallClock(clock, clock), problems)
+    is_held = threading.Event()
+
+    def slow() -> Stored:
+        is_held.wait(60)
+        return stored("a")
+
+    store.keep(PENDING_BYTES_MAX, slow)
+    keep(store, stored("b"))
+    is_held.set()
+
+    assert asyncio.run(store.get("", "a")) is not None
+    assert asyncio.run(store.get("", "b")) is None
+    assert problems == {"dropped": 1}
+    store.close()
+
+
+def test_a_clock_that_jumps_forward_deletes_nothing_until_it_has_stayed_there(path: Path) -> None:
+    wall, monotonic = Hands(1000.0), Hands(0.0)
+    store = Store(path, 1000, 10 * STEP_S, WallClock(wall, monotonic))
+    keep(store, stored("a"))
+    assert asyncio.run(store.get("", "a")) is not None
+    wall.now += 1e9
+    keep(store, stored("b"))
+    assert asyncio.run(store.get("", "a")) is not None
+    store.close()
+
+    # Nor does a restart make it believed.
+    store = Store(path, 1000, 10 * STEP_S, WallClock(wall, monotonic))
+    store.limit(1000, 10 * STEP_S)
+    assert asyncio.run(store.get("", "a")) is not None
+    monotonic.now += TRUST_S + 1
+    keep(store, stored("c"))
+    assert asyncio.run(store.get("", "a")) is None
+    assert asyncio.run(store.get("", "c")) is not None
+    store.close()
+
+
+class Hands:
+    """A clock that stands until it is moved."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_call_of_a_client_that_left_while_it_waited_takes_no_room(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.api.responses.store.PENDING_MAX", 2)
+
+    async def leave() -> None:
+        is_free = threading.Event()
+
+        def late() -> Stored:
+            assert is_free.wait(60)
+            return stored("late")
+
+        store.keep(2, late)
+        call = asyncio.create_task(store.get("", "late"))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        is_free.set()
+        assert await store.get("", "late") is not None
+
+    for _ in range(3):
+        asyncio.run(leave())
+
+
+def test_a_response_that_cannot_be_made_takes_no_room(store: Store) -> None:
+    def broken() -> Stored:
+        raise ValueError("no JSON")
+
+    store.keep(PENDING_BYTES_MAX, broken)
+    assert asyncio.run(store.get("", "a")) is None
+    keep(store, stored("a"))
+    assert asyncio.run(store.get("", "a")) is not None

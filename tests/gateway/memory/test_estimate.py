@@ -1,0 +1,72 @@
+"""What a model needs before it is loaded."""
+
+import json
+from pathlib import Path
+
+from gateway.config.settings import CacheConfig, ModelConfig
+from gateway.memory.estimate import (
+    BUFFER_BYTES,
+    COMFORT_TOKENS,
+    KV_PART,
+    LEAST_TOKENS,
+    OVERHEAD_BYTES,
+    UNKNOWN_KV_BYTES,
+    Need,
+    estimate,
+)
+from gateway.model_files.metadata import find, inspect
+
+LENDABLE = 1 << 40
+FIXED = OVERHEAD_BYTES + BUFFER_BYTES
+
+
+def need(**fields: object) -> Need:
+    return estimate(ModelConfig(name="m", **({"path": "demo"} | fields)), LENDABLE)  # type: ignore[arg-type]
+
+
+def test_a_model_needs_its_weights_a_process_and_kv_for_its_context() -> None:
+    info = inspect(find("demo"), "auto", 0, 0)
+    assert info.kv_1k_bytes is not None
+    own = need()
+    per_token = info.kv_1k_bytes // 1000
+    assert own.weights == info.weights_bytes
+    assert own.floor == FIXED + own.weights + int(per_token * COMFORT_TOKENS / KV_PART)
+    assert own.least == FIXED + own.weights + int(per_token * LEAST_TOKENS / KV_PART)
+    assert own.most == own.floor + LENDABLE
+
+
+def test_a_short_context_needs_less() -> None:
+    assert need(context=2048).floor < need().floor
+    assert need(context=512).floor == need(context=512).least < need().least
+
+
+def test_explicit_kv_and_cache_are_counted_and_nothing_more_is_lent() -> None:
+    own = need(kv_bytes=7 << 20, cache=CacheConfig(5 << 20))
+    assert own.floor == own.least == own.most == FIXED + own.weights + (12 << 20)
+    assert need(kv_bytes=7 << 20).most > LENDABLE
+
+
+def test_an_explicit_share_is_the_whole_need_but_never_less_than_the_weights() -> None:
+    assert need(memory_bytes=1 << 30) == Need(need().weights, 1 << 30, 1 << 30, 1 << 30)
+    assert need(memory_bytes=1).floor == need().weights
+
+
+def test_a_model_that_cannot_be_read_is_left_to_its_worker_to_explain() -> None:
+    own = need(path="/nowhere")
+    assert own.weights == 0
+    assert own.least == own.floor < 1 << 29
+
+
+def test_a_floor_is_lowered_to_what_there_is_but_not_below_what_is_of_use() -> None:
+    own = Need(weights=10, least=20, floor=50, most=100)
+    assert [own.within(cap) for cap in (100, 30, 5)] == [50, 30, 20]
+
+
+def test_an_architecture_without_known_kv_gets_at_least_a_little_for_it(tmp_path: Path) -> None:
+    demo = find("demo")
+    config = json.loads((demo / "config.json").read_bytes()) | {"kv_lora_rank": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for file in demo.glob("*.safetensors"):
+        (tmp_path / file.name).symlink_to(file)
+    own = need(path=str(tmp_path))
+    assert own.least == own.floor == FIXED + own.weights + UNKNOWN_KV_BYTES

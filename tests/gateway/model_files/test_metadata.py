@@ -1,0 +1,117 @@
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.model_files.metadata import Attention, Unreadable, attention, find, inspect, read_weights
+from tests.gateway.ctl.test_status import ctl
+
+PLAIN = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 64}
+GIB = 1024**3
+
+
+def folder(path: Path, tensors: dict[str, tuple[str, int]], config: dict[str, Any]) -> Path:
+    """A model of which there is only the header: sizes in bytes, no data that anybody could read."""
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    at = 0
+    for name, (dtype, nbytes) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": [nbytes], "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(header).encode()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_floating_point_weights_take_what_their_type_does_once_loaded(tmp_path: Path) -> None:
+    path = folder(tmp_path, {"w": ("U32", 1000), "scales": ("BF16", 200), "norm": ("BF16", 20)}, PLAIN)
+
+    assert read_weights(path, "bfloat16").loaded_bytes == 1220
+    assert read_weights(path, "float32").loaded_bytes == 1000 + 440
+    assert read_weights(path, "float32").disk_bytes == 1220
+    assert read_weights(path, "bfloat16").number_bytes == 2
+
+
+def test_kv_grows_by_two_vectors_a_layer_and_head() -> None:
+    assert attention(PLAIN, 2) == Attention(2 * 4 * 8 * 8 * 2)
+    assert attention(PLAIN | {"num_key_value_heads": 2, "head_dim": 16}, 2) == Attention(2 * 4 * 2 * 16 * 2)
+    assert attention({"model_type": "vlm", "text_config": PLAIN}, 4) == Attention(2 * 4 * 8 * 8 * 4)
+
+
+def test_windows_stop_growing_and_what_is_not_known_is_not_guessed() -> None:
+    kinds = ["full_attention"] + ["sliding_attention"] * 3
+    each = 2 * 8 * 8 * 2
+    assert attention(PLAIN | {"layer_types": kinds, "sliding_window": 100}, 2) == Attention(each, 3 * each * 100)
+    assert attention(PLAIN | {"sliding_window": 100}, 2) is None
+    assert attention(PLAIN | {"sliding_window": 100, "use_sliding_window": False}, 2) == Attention(4 * each)
+    assert attention(PLAIN | {"layer_types": ["linear_attention", "full_attention"]}, 2) is None
+    assert attention(PLAIN | {"kv_lora_rank": 512}, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("available", "fits", "verdict"),
+    [
+        (100_000, False, "its weights need"),
+        (1_048_576 + 1024 * 2 * 100, True, "up to 100 tokens"),
+        (1_048_576 + 1024 * 2 * 5000, True, "5 sequences of the whole context of 1000"),
+    ],
+)
+def test_the_verdict_compares_with_the_memory_that_is_there(
+    tmp_path: Path, available: int, fits: bool, verdict: str
+) -> None:
+    path = folder(tmp_path, {"w": ("F16", 1_048_576)}, PLAIN | {"max_position_embeddings": 1000})
+
+    found = inspect(path, "float16", 0, available)
+
+    assert (found.fits, found.kv_1k_bytes) == (fits, 1_024_000)
+    assert verdict in found.verdict
+
+
+def test_a_truncated_file_is_said_and_no_traceback(tmp_path: Path) -> None:
+    path = folder(tmp_path, {"w": ("F16", 8)}, PLAIN)
+    (path / "model.safetensors").write_bytes(b"\xff" * 20)
+
+    with pytest.raises(Unreadable, match="truncated"):
+        read_weights(path, "auto")
+    done = ctl(tmp_path, "info", str(path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("mlxctl: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_model_that_is_not_here_comes_with_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+
+    with pytest.raises(Unreadable, match="mlxctl pull org/nope"):
+        find("org/nope")
+
+
+def test_the_demo_model_is_told_as_the_worker_loads_it(tmp_path: Path) -> None:
+    done = ctl(tmp_path, "info", "default", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+
+    # The worker's own measure, in a process of its own so that this one stays without MLX.
+    script = (
+        "from worker.model.loader import load; from protocol.spec import WorkerSpec; from mlx_lm.models.cache import *;"
+        "from worker.engine.kv_budget import KvCost; import mlx.core as mx;"
+        "loaded = load(WorkerSpec(name='m', path='demo', epoch=1, down='', up=''), lambda *_: None);"
+        "caches = make_prompt_cache(loaded.model); loaded.model(mx.array([[1] * 256]), cache=caches);"
+        "print(loaded.weights_bytes, loaded.max_context, KvCost.of(caches, 256).token_bytes)"
+    )
+    measured = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    weights, context, token_bytes = map(int, measured.stdout.split())
+    assert (found["weights_bytes"], found["context"], found["kv_1k_bytes"]) == (weights, context, token_bytes * 1000)
+
+
+def test_nothing_of_mlx_is_imported() -> None:
+    imports = "import sys, gateway.model_files.metadata, gateway.ctl.cli"
+    script = f"{imports}; sys.exit(any('mlx' in name.split('.') for name in sys.modules))"
+
+    assert subprocess.run([sys.executable, "-c", script], timeout=30).returncode == 0

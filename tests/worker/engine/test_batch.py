@@ -1,0 +1,113 @@
+"""What the batch says of itself."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from protocol.messages import Generate, Sampling, TokensPrompt
+from tests.support.engine import spec
+from tests.support.models import build
+from worker.cache.kv import Layout
+from worker.cache.prefix import PrefixCache
+from worker.engine.batch import Batch
+from worker.engine.row import Row
+from worker.model.loader import Loaded, load
+from worker.prompt.intake import Intake
+
+MIB = 1 << 20
+
+
+def nothing(_stage: str, _done_bytes: int, _total_bytes: int) -> None:
+    pass
+
+
+def row(loaded: Loaded, rid: int, prompt: int, output: int = 4) -> Row:
+    ids = tuple(20 + (rid + at) % 400 for at in range(prompt))
+    return Intake(loaded).row(Generate(rid, TokensPrompt(ids), Sampling(temperature=0.0), max_tokens=output), 0.0)
+
+
+def test_a_long_prompt_stays_a_long_one_to_its_end(model_folder: Callable[[str], Path]) -> None:
+    loaded = load(spec(model_folder("qwen3")), nothing)
+    cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 24)
+    batch = Batch(loaded.model, loaded.eos_ids, 4, 512, cache)
+    batch.insert(row(loaded, 1, 300))
+    seen: list[int] = []
+    while batch.prefilling:
+        seen.append(batch.longest_prefill)
+        batch.tick(64)
+    assert len(seen) > 4
+    assert set(seen) == {300}
+
+    batch.insert(row(loaded, 1, 340))
+    assert batch.longest_prefill == 40, "what the cache holds does not count"
+    batch.close()
+
+
+def test_a_running_rows_prompt_is_stored_when_somebody_asks_for_it(model_folder: Callable[[str], Path]) -> None:
+    loaded = load(spec(model_folder("qwen3")), nothing)
+    cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 24)
+    batch = Batch(loaded.model, loaded.eos_ids, 4, 512, cache)
+    first, stranger, relative = row(loaded, 1, 200), row(loaded, 2, 200), row(loaded, 1, 300)
+    for other in (first, stranger):
+        other.max_tokens = 50
+        batch.insert(other)
+        while batch.prefilling:
+            batch.tick(512)
+    assert len(cache) == 0, "nobody has asked"
+    batch.insert(relative)
+    assert relative.cached is not None
+    assert relative.cached >= 200
+    assert stranger.cached == 0
+    cache.check()
+    batch.close()
+
+
+def test_a_long_prompt_that_joins_takes_no_more_memory_than_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 KiB of KV a token in eight layers, so that what the step itself needs is small beside it."""
+    monkeypatch.setattr("worker.engine.batch.EARLY_TOKENS", 200)
+    wide = {"num_key_value_heads": 8, "num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 8}
+    loaded = load(spec(build("qwen3", tmp_path / "wide", **wide)), nothing)
+    cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 30)
+    batch = Batch(loaded.model, loaded.eos_ids, 4, 512, cache)
+    batch.insert(row(loaded, 1, 20, output=1))
+    while batch:
+        batch.tick(64)
+    batch.settle()
+    assert batch.kv_cost is not None
+    weights = mx.get_active_memory() - cache.nbytes
+    for rid in (2, 3):
+        batch.insert(row(loaded, 50 * rid, 240, output=14))
+        while batch.prefilling:
+            mx.reset_peak_memory()
+            batch.tick(32)
+        for _ in range(3):
+            batch.tick(32)
+    mx.synchronize()
+    assert cache.nbytes > batch.kv_cost.token_bytes * 2 * 200
+    counted = weights + cache.nbytes + batch.kv_cost.bytes(2, 256) + batch.kv_cost.transient(2, 256)
+    assert mx.get_peak_memory() < counted + 8 * MIB
+    batch.close()
+
+
+def test_small_chunks_do_not_give_back_the_buffers_of_the_next_step(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(spec(model_folder("qwen3")), nothing)
+    batch = Batch(
+        loaded.model, loaded.eos_ids, 4, 512, PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0)
+    )
+    cleared: list[int] = []
+    monkeypatch.setattr("worker.engine.generator.CLEAR_TOKENS", 256)
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(longest.prefilled + 16))
+    longest, shorter = row(loaded, 1, 600), row(loaded, 100, 90)
+    for each in (longest, shorter):
+        batch.insert(each)
+    while batch.prefilling:
+        batch.tick(16)
+    assert cleared == [256, 512]
+    batch.close()

@@ -1,0 +1,130 @@
+"""Prefill chunks: a bounded stall for running streams, and progress for the prompt."""
+
+import random
+
+import pytest
+
+from worker.engine.chunking import (
+    FIRST_CHUNK,
+    IDLE_TICK_S,
+    MIN_CHUNK,
+    MIN_STALL_S,
+    SHORT_PROMPT,
+    SHORT_PROMPT_FACTOR,
+    STALL_RATIO,
+    ChunkPolicy,
+)
+
+
+def learned(step_s: float, token_s: float, max_chunk: int = 512) -> ChunkPolicy:
+    """A policy that has seen many ticks of a machine with these speeds."""
+    policy = ChunkPolicy(max_chunk)
+    for _ in range(60):
+        policy.observe(step_s, 0, 4)
+        policy.observe(step_s + 64 * token_s, 64, 4)
+    return policy
+
+
+def test_with_nothing_to_prefill_the_chunk_is_the_largest() -> None:
+    assert learned(0.01, 0.001).chunk(0, 4) == 512
+
+
+def test_before_anything_is_measured_running_streams_are_spared() -> None:
+    assert ChunkPolicy(512).chunk(1, 4) == FIRST_CHUNK
+    assert ChunkPolicy(512).chunk(1, 0) == 512
+
+
+@pytest.mark.parametrize("max_chunk", [1, 16, 64, 512])
+@pytest.mark.parametrize(("prefilling", "decoding"), [(1, 0), (1, 1), (1, 16), (16, 1), (64, 0), (8, 8)])
+def test_a_chunk_is_never_empty_and_never_above_its_maximum(max_chunk: int, prefilling: int, decoding: int) -> None:
+    rng = random.Random(max_chunk * 1000 + prefilling * 10 + decoding)
+    policy = ChunkPolicy(max_chunk)
+    for _ in range(200):
+        chunk = policy.chunk(prefilling, decoding)
+        assert min(MIN_CHUNK, max_chunk) <= chunk <= max_chunk
+        policy.observe(rng.choice([0.0, 1e-6, 0.01, 5.0]), rng.choice([0, 1, 300, 4096]), rng.choice([0, 1, 16]))
+
+
+def test_a_chunk_beside_running_streams_takes_no_more_than_the_stall_it_may_cause() -> None:
+    step_s, token_s = 0.02, 0.0001
+    chunk = learned(step_s, token_s).chunk(1, 4)
+    assert MIN_CHUNK < chunk < 512
+    assert chunk * token_s <= (STALL_RATIO - 1) * step_s
+
+
+def test_alone_a_chunk_lasts_no_longer_than_commands_may_wait() -> None:
+    token_s = 0.001
+    chunk = learned(0.02, token_s).chunk(1, 0)
+    assert chunk > MIN_CHUNK
+    assert chunk * token_s <= 1.25 * IDLE_TICK_S  # what is hoped for before it is known
+
+
+def test_several_prompts_share_one_budget() -> None:
+    policy = learned(0.05, 0.0001)
+    assert policy.chunk(4, 16) < policy.chunk(1, 16)
+
+
+def test_very_short_steps_leave_prefill_a_minimum_of_time() -> None:
+    token_s = MIN_STALL_S / 256
+    assert learned(1e-5, token_s).chunk(1, 1) >= 128
+
+
+def settle(policy: ChunkPolicy, step_s: float, chunk_s: float, token_s: float) -> int:
+    """Run a machine where a chunk costs a fixed time and some for each token; the chunk it ends with."""
+    chunk = 0
+    for _ in range(40):
+        policy.observe(step_s, 0, 4)
+        chunk = policy.chunk(1, 4)
+        policy.observe(step_s + chunk_s + chunk * token_s, chunk, 4)
+    return chunk
+
+
+def test_where_a_chunk_costs_the_same_whatever_its_size_the_large_one_is_found() -> None:
+    step_s, chunk_s, token_s = 0.010, 0.006, 0.00001
+    chunk = settle(ChunkPolicy(512), step_s, chunk_s, token_s)
+    assert chunk == 512
+    assert chunk_s + chunk * token_s <= (STALL_RATIO - 1) * step_s
+
+
+def test_where_tokens_cost_the_chunk_settles_within_the_stall() -> None:
+    step_s, token_s = 0.006, 0.0003
+    chunk = settle(ChunkPolicy(512), step_s, 0.001, token_s)
+    assert chunk >= MIN_CHUNK
+    assert 0.001 + chunk * token_s <= 1.25 * (STALL_RATIO - 1) * step_s
+
+
+def test_a_growing_context_makes_chunks_smaller() -> None:
+    policy = ChunkPolicy(512)
+    before = settle(policy, 0.02, 0.001, 0.0001)
+    assert settle(policy, 0.02, 0.001, 0.0004) < before
+
+
+def test_a_short_prompt_may_stall_longer_once() -> None:
+    policy = learned(0.02, 0.0004)
+    long, short = policy.chunk(1, 4, longest=5000), policy.chunk(1, 4, longest=SHORT_PROMPT)
+    assert long < short <= long * 2 * SHORT_PROMPT_FACTOR
+
+
+def test_a_first_chunk_that_compiled_kernels_is_soon_forgotten() -> None:
+    policy = ChunkPolicy(512)
+    policy.observe(12.0, 256, 0)
+    for _ in range(60):
+        policy.observe(0.005, 0, 1)
+        chunk = policy.chunk(1, 0)
+        policy.observe(0.004 + chunk * 0.00002, chunk, 0)
+    assert policy.chunk(1, 0) == 512
+
+
+def test_alone_a_short_prompt_is_not_cut_and_several_share_shorter_ticks() -> None:
+    policy = learned(0.02, 0.001)
+    assert policy.chunk(1, 0, longest=SHORT_PROMPT) > policy.chunk(1, 0)
+    assert 2 * policy.chunk(2, 0) <= policy.chunk(1, 0)
+
+
+def test_a_fixed_policy_learns_nothing_from_time() -> None:
+    policy = ChunkPolicy(512, is_fixed=True)
+    for tick_s in (0.001, 5.0):
+        for decoding in (0, 4):
+            policy.observe(tick_s, 512, decoding)
+            policy.observe(tick_s, 0, decoding)
+            assert policy.chunk(3, decoding) == 512

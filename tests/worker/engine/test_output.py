@@ -1,0 +1,185 @@
+"""What becomes of tokens: whatever a model writes, a client can read its calls or is told that they are not whole."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.messages import ChatPrompt, Finish, Generate, Kind, Sampling
+from tests.support.engine import EngineHarness, spec
+from tests.support.models import SPECIALS, build, tiny_tokenizer
+from tests.support.rows import row
+from tests.worker.parsers.replay import Case, is_json, load_cases
+from tests.worker.parsers.test_fuzz import mutated
+from worker.engine.output import Piece, Writer
+from worker.engine.row import Row
+from worker.parsers import Controls, make_parser
+from worker.text.detokenize import Vocabulary
+from worker.text.stops import StopScanner
+
+CASES = load_cases()
+TOKENIZER = tiny_tokenizer()
+VOCABULARY = Vocabulary(TOKENIZER, frozenset(SPECIALS))
+CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
+TEMPLATE = r"""
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + (m.content or '') + '<|im_end|>\n' }}{%- endfor %}
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+
+
+def encoded(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def written(case: Case, text: str, ended: str, stop: tuple[str, ...] = ()) -> list[Piece]:
+    """The pieces of an output that ends with an end-of-sequence token, or because it may not be longer."""
+    of = row(1, detokenizer=VOCABULARY.detokenizer(), stops=StopScanner(stop))
+    of.parser = make_parser(case.family, tools=case.tools, start_in_reasoning=case.start_in_reasoning)
+    return advanced(Writer(VOCABULARY), of, encoded(text), ended)
+
+
+def advanced(writer: Writer, of: Row, ids: Sequence[int], ended: str) -> list[Piece]:
+    if ended == "stop":
+        ids = [*ids, *encoded("<|im_end|>")]
+    pieces: list[Piece] = []
+    for at, token in enumerate(ids, 1):
+        pieces.append(writer.advance(of, token, ended if at == len(ids) else None, None))
+        if pieces[-1].finish is not None:
+            break
+    return pieces
+
+
+def arguments(pieces: Sequence[Piece]) -> list[str]:
+    calls: dict[int, str] = {}
+    for event in (event for piece in pieces for event in piece.events if event.tool):
+        assert event.tool is not None
+        calls[event.tool.index] = calls.get(event.tool.index, "") + event.text
+    return list(calls.values())
+
+
+def text_of(pieces: Sequence[Piece]) -> str:
+    return "".join(event.text for piece in pieces for event in piece.events if event.kind is Kind.TEXT)
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    seed=st.integers(0, 1 << 32),
+    case=st.sampled_from(CASES),
+    ended=st.sampled_from(["stop", "length"]),
+    stop=st.sampled_from([(), ("}",), ('"',), ("</",), ("1",)]),
+)
+def test_calls_are_json_unless_the_finish_reason_is_length(
+    seed: int, case: Case, ended: str, stop: tuple[str, ...]
+) -> None:
+    text = mutated(case.raw, random.Random(seed)) or "x"
+    pieces = written(case, text.encode(errors="replace").decode(), ended, stop)
+    finish, found = pieces[-1].finish, arguments(pieces)
+
+    assert finish is Finish.LENGTH or all(map(is_json, found))
+    assert (finish is Finish.TOOL_CALLS) <= bool(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "finish", "found"),
+    [
+        ('{"zone": "UTC", "list": [1, 2', "stop", Finish.TOOL_CALLS, '{"zone": "UTC", "list": [1, 2]}'),
+        ('{"zone": "UTC", "list": [1, 2', "length", Finish.LENGTH, '{"zone": "UTC", "list": [1, 2'),
+        ('{"zone": "UT', "stop", Finish.LENGTH, '{"zone": "UT'),
+        ('{"zone": ', "stop", Finish.LENGTH, '{"zone": '),
+        ('{"zone": "UTC" and so on}}</tool_call>', "stop", Finish.LENGTH, '{"zone": "UTC"'),
+        ('{"zone": "UTC"}, "and": so on}</tool_call>', "stop", Finish.TOOL_CALLS, '{"zone": "UTC"}'),
+    ],
+)
+def test_only_brackets_are_added_and_only_where_the_model_has_ended(
+    text: str, ended: str, finish: Finish, found: str
+) -> None:
+    case = Case("", "hermes", "", "", "", [])
+    pieces = written(case, f'<tool_call>{{"name": "now", "arguments": {text}', ended)
+
+    assert (pieces[-1].finish, arguments(pieces)) == (finish, [found])
+
+
+def test_a_stop_string_that_cuts_a_call_is_no_end_of_it() -> None:
+    case = Case("", "hermes", "", "", "", [])
+    pieces = written(case, '<tool_call>{"name": "f", "arguments": {"n": 12}}</tool_call>', "stop", ("2",))
+
+    assert (pieces[-1].finish, arguments(pieces)) == (Finish.LENGTH, ['{"n": 1'])
+
+
+def test_where_a_tokens_text_comes_late_the_text_alone_counts() -> None:
+    class Late:
+        """A detokenizer that is one token behind."""
+
+        def __init__(self) -> None:
+            self._inner, self._last = VOCABULARY.detokenizer(), ""
+
+        def add(self, token: int) -> str:
+            last, self._last = self._last, self._inner.add(token)
+            return last
+
+        def finish(self) -> str:
+            return self._last + self._inner.finish()
+
+    controls = {encoded(marker)[0]: marker for marker in SPECIALS}
+    of = row(1, detokenizer=Late())
+    of.parser = make_parser("hermes", controls=Controls(dict.fromkeys(SPECIALS, True)))
+    pieces = advanced(Writer(VOCABULARY, controls), of, encoded(CALL), "stop")
+
+    assert [json.loads(found) for found in arguments(pieces)] == [{"zone": "UTC"}]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = build("qwen3", tmp_path_factory.mktemp("model"))
+    (Path(folder) / "chat_template.jinja").write_text(TEMPLATE)
+    with EngineHarness(spec(folder, parser="hermes")) as running:
+        yield running
+
+
+def spelled(text: str) -> list[int]:
+    """The ids of ordinary tokens: control tokens' characters one by one."""
+    return [token for char in text for token in encoded(char)]
+
+
+def answered(engine: EngineHarness, ids: list[int], **prompt: Any) -> tuple[list[Piece], Row]:
+    asked = ChatPrompt([{"role": "user", "content": "kato"}], [NOW], **prompt)
+    of = engine.intake.row(Generate(1, asked, Sampling()), 0.0)
+    return advanced(engine.intake.writer, of, ids, "stop"), of
+
+
+def test_the_characters_of_a_control_token_are_text_and_the_token_is_markup(engine: EngineHarness) -> None:
+    called, _ = answered(engine, encoded(CALL))
+    assert (called[-1].finish, text_of(called)) == (Finish.TOOL_CALLS, "")
+    assert [json.loads(found) for found in arguments(called)] == [{"zone": "UTC"}]
+
+    said, _ = answered(engine, spelled(CALL))
+    assert (said[-1].finish, text_of(said), arguments(said)) == (Finish.STOP, CALL, [])
+
+
+def test_reasoning_ends_with_its_token_and_not_with_its_characters(engine: EngineHarness) -> None:
+    ids = [*encoded("<think>"), *spelled("the tag </think> ends it"), *encoded("</think>Yes.")]
+    pieces, of = answered(engine, ids)
+
+    thought = "".join(event.text for piece in pieces for event in piece.events if event.kind is Kind.REASONING)
+    assert (thought, text_of(pieces)) == ("the tag </think> ends it", "Yes.")
+    assert of.reasoning == len(ids) - len(encoded("Yes."))
+
+
+def test_what_a_grammar_makes_is_markup_whatever_tokens_it_takes(engine: EngineHarness) -> None:
+    called, _ = answered(engine, spelled(CALL), must_call=True)
+    assert [json.loads(found) for found in arguments(called)] == [{"zone": "UTC"}]
+
+
+def test_a_successor_knows_the_control_tokens_that_were_written_before_it(engine: EngineHarness) -> None:
+    ids = [*spelled("<tool_call>"), *encoded(CALL)]
+    asked = ChatPrompt([{"role": "user", "content": "kato"}], [NOW])
+    for count in range(len(ids)):
+        of = engine.intake.row(Generate(1, asked, Sampling(), resume=tuple(ids[:count])), 0.0)
+        pieces = advanced(engine.intake.writer, of, ids[count:], "stop")
+        assert pieces[-1].finish is Finish.TOOL_CALLS

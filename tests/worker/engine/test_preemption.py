@@ -1,0 +1,118 @@
+"""Memory for KV is bounded: rows wait for it, or are taken out and put back, and their tokens stay the same."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.messages import Generate, Sampling, TokensPrompt
+from tests.support.engine import EngineHarness, spec
+from tests.support.rows import row
+from worker.engine.kv_budget import KvBudget, KvCost
+
+
+def requests(count: int, prompt: int, output: int) -> list[Generate]:
+    return [
+        Generate(
+            rid,
+            TokensPrompt(tuple(20 + (rid * 31 + at * 7) % 400 for at in range(prompt))),
+            Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True),
+            max_tokens=output,
+        )
+        for rid in range(1, count + 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "cache_bytes"),
+    [("qwen3", 0), ("qwen3", 1 << 30), ("gemma3_text", 1 << 30), ("qwen3_5", 1 << 30)],
+)
+def test_preempted_rows_end_with_the_tokens_they_would_have_had(
+    architecture: str, cache_bytes: int, model_folder: Callable[[str], Path]
+) -> None:
+    # Admission counts on 256 tokens of output; these rows grow past a step of 256 beyond that.
+    batch = requests(3, prompt=240, output=290)
+    folder = model_folder(architecture)
+    with EngineHarness(spec(folder, cache_bytes=cache_bytes)) as engine:
+        alone = [engine.run([request])[0].ids for request in batch]
+        cost = engine.kv_cost
+    with EngineHarness(spec(folder, cache_bytes=cache_bytes, kv_bytes=cost.bytes(3, 512) + 1)) as engine:
+        results = engine.run(batch)
+        assert engine.gauges.preemptions > 0
+    assert [result.ids for result in results] == alone
+
+
+def test_rows_that_do_not_fit_together_wait_for_each_other(model_folder: Callable[[str], Path]) -> None:
+    batch = requests(3, prompt=100, output=30)
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        cost = engine.kv_cost
+        alone = [engine.run([request])[0].ids for request in batch]
+    with EngineHarness(spec(model_folder("qwen3"), kv_bytes=cost.bytes(1, 256))) as engine:
+        # All are ready before the first is sent: how long making one takes must not matter.
+        rows = [engine.intake.row(request, 0.0) for request in batch]
+        results = [engine.submit_row(each) for each in rows]
+        engine.wait(lambda: all(result.terminals for result in results))
+        assert engine.gauges.preemptions == 0
+        assert engine.ended == [each.rid for each in rows], "in order of arrival"
+    assert [result.ids for result in results] == alone
+    assert all(each.first_token < then.admitted for each, then in pairwise(rows)), "one after the other"
+
+
+def test_a_row_that_made_room_waits_until_another_has_ended(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("qwen3")
+    older, newer = (requests(2, prompt, output=400)[rid] for rid, prompt in enumerate((20, 240)))
+    with EngineHarness(spec(folder, cache_bytes=1 << 28)) as engine:
+        limit = engine.kv_cost.bytes(2, 512) + 1
+    with EngineHarness(spec(folder, cache_bytes=1 << 28, kv_bytes=limit)) as engine:
+        first = engine.submit(older)
+        engine.wait(lambda: first.ids, "a first token")
+        second = engine.submit(newer)
+        engine.wait(lambda: first.terminals and second.terminals, "both ends")
+        assert engine.gauges.preemptions == 1
+    assert engine.ended == [1, 2]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1200), st.integers(0, 600), st.integers(1, 600)), min_size=2, max_size=6),
+    st.integers(1, 10_000),
+)
+def test_a_row_taken_out_is_not_admitted_beside_the_same_rows(sizes: list[tuple[int, int, int]], limit: int) -> None:
+    rows = [
+        row(rid, prompt=[1] * prompt, output=[1] * output, max_tokens=output + left, arrival=rid)
+        for rid, (prompt, output, left) in enumerate(sizes, 1)
+    ]
+    budget = KvBudget(KvCost(token_bytes=1, windows=((1, 300),), fixed_bytes=5), limit)
+    while (surplus := budget.surplus(rows)) is not None:
+        rows.remove(surplus)
+        assert not budget.admits(rows, surplus)
+
+
+def test_what_a_preempted_prefill_had_computed_does_not_count_as_cached(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("qwen3")
+    older, newer = (requests(2, prompt, output)[rid] for rid, prompt, output in ((0, 230, 400), (1, 400, 4)))
+    with EngineHarness(spec(folder, cache_bytes=1 << 28)) as engine:
+        cost = engine.kv_cost
+        cold = engine.run([newer])[0].ids
+    settings = {"cache_bytes": 1 << 28, "kv_bytes": cost.bytes(2, 512) + 1, "prefill_chunk": 16}
+    with EngineHarness(spec(folder, **settings)) as engine:
+        running = engine.submit(older)
+        # 512 tokens are near when the long prompt comes.
+        engine.wait(lambda: len(running.ids) > 270, "an output near the border")
+        result = engine.submit(newer)
+        engine.wait(lambda: running.terminals and result.terminals, "both ends")
+        assert engine.gauges.preemptions == 1
+        assert engine.gauges.cache.hits > 0, "its own work was found again"
+    assert result.ids == cold
+    assert result.usage is not None
+    assert result.usage.cached == 0
+
+
+def test_the_context_is_limited_to_what_memory_holds() -> None:
+    cost = KvCost(token_bytes=1000, windows=(), fixed_bytes=5000)
+    assert cost.longest(5000 + 1000 * 1000) == 768
+    assert cost.bytes(2, 768) == 2 * (768_000 + 5000)
+    windowed = KvCost(token_bytes=100, windows=((50, 128),), fixed_bytes=0)
+    assert windowed.bytes(1, 1024) == 100 * 1024 + 50 * 128

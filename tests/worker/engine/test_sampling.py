@@ -1,0 +1,327 @@
+"""Sampling against NumPy, alone and in company."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.messages import Sampling
+from worker.engine.sampling import Guard, RowSampler, processors
+
+Floats = npt.NDArray[np.float64]
+VOCAB = 24
+
+
+def some_logprobs(seed: int, rows: int = 1, vocab: int = VOCAB) -> Floats:
+    logits = np.random.default_rng(seed).normal(0, 2, (rows, vocab))
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def draw(logprobs: Floats, params: Sequence[Sampling], positions: Sequence[int] | None = None) -> list[int]:
+    """One call for rows that differ."""
+    sampler = RowSampler()
+    for uid, each in enumerate(params):
+        sampler.add(uid, each, positions[uid] if positions else 0)
+    with sampler.rows(range(len(params))):
+        sampled: Any = sampler(mx.array(logprobs.astype(np.float32))).tolist()
+    return sampled
+
+
+def draws(logprobs: Floats, params: Sampling, count: int) -> list[int]:
+    """The same row with many seeds, all in one call."""
+    rows = np.repeat(logprobs, count, axis=0)
+    return draw(rows, [reseeded(params, seed) for seed in range(count)])
+
+
+def reseeded(params: Sampling, seed: int) -> Sampling:
+    return Sampling(params.temperature, params.top_p, params.top_k, params.min_p, seed=seed)
+
+
+def reference(logprobs: Floats, params: Sampling) -> Floats:
+    """The distribution that the parameters mean: temperature, then min_p, then top_k, then top_p."""
+    scaled = logprobs[0] / params.temperature
+    if params.min_p > 0:
+        scaled = np.where(np.exp(scaled - scaled.max()) >= params.min_p, scaled, -math.inf)
+    order = np.argsort(-scaled, kind="stable")
+    kept = order[: params.top_k] if params.top_k else order
+    probs = np.exp(scaled[kept] - scaled.max())
+    probs /= probs.sum()
+    if params.top_p < 1:
+        before = np.cumsum(probs) - probs
+        count = max(1, int((before < params.top_p).sum()))
+        kept, probs = kept[:count], probs[:count]
+    full = np.zeros(logprobs.shape[-1])
+    full[kept] = probs / probs.sum()
+    return full
+
+
+def chi_square(sampled: Sequence[int], expected: Floats) -> float:
+    counts = np.bincount(sampled, minlength=len(expected))
+    assert counts[expected == 0].sum() == 0, "a token that was filtered out has been sampled"
+    # The statistic holds for cells of five and more: all rarer tokens are one cell.
+    rare = expected * len(sampled) < 5
+    got = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum()) * len(sampled)
+    return float(((got - wanted)[wanted > 0] ** 2 / wanted[wanted > 0]).sum())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        Sampling(),
+        Sampling(0.5),
+        Sampling(2.0),
+        Sampling(top_k=1),
+        Sampling(top_k=5),
+        Sampling(top_k=VOCAB),
+        Sampling(top_p=0.0),
+        Sampling(top_p=0.5),
+        Sampling(top_p=0.95),
+        Sampling(min_p=0.2),
+        Sampling(min_p=1.0),
+        Sampling(2.0, top_k=6, top_p=0.8),
+        Sampling(1.5, top_p=0.9, min_p=0.1),
+        Sampling(3.0, top_k=10, top_p=0.7, min_p=0.3),
+        Sampling(0.3, top_k=10, top_p=0.99, min_p=0.05),
+    ],
+    ids=lambda params: f"t{params.temperature}-k{params.top_k}-p{params.top_p}-m{params.min_p}",
+)
+def test_the_distribution_is_the_one_that_the_parameters_mean(params: Sampling) -> None:
+    logprobs = some_logprobs(3)
+    expected = reference(logprobs, params)
+    degrees = int((expected > 0).sum()) - 1
+    # Five standard deviations above the mean of the statistic; the seeds are fixed, so this is decided once.
+    assert chi_square(draws(logprobs, params, 4096), expected) < degrees + 5 * math.sqrt(2 * max(degrees, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.floats(0.1, 5),
+    st.integers(0, VOCAB),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_a_token_that_is_filtered_out_is_never_sampled(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    params = Sampling(temperature, top_p, top_k, min_p)
+    logprobs = some_logprobs(seed)
+    # Rounding may put the border one token further: allow the float32 neighbourhood of each limit.
+    near = Sampling(temperature, min(1.0, top_p + 1e-4), top_k, max(0.0, min_p - 1e-4))
+    allowed = set(np.flatnonzero(reference(logprobs, near)))
+    assert set(draws(logprobs, params, 64)) <= allowed
+
+
+def test_top_p_is_of_what_min_p_has_left() -> None:
+    logprobs = np.log(np.array([[0.4, 0.3, 0.1, 0.1, 0.1]]))
+    assert set(draws(logprobs, Sampling(top_p=0.55, min_p=0.5), 256)) == {0}
+    assert set(draws(logprobs, Sampling(top_p=0.55), 256)) == {0, 1}
+    assert set(draws(logprobs, Sampling(min_p=0.5), 256)) == {0, 1}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 50), st.floats(0, 1), st.booleans())
+def test_the_best_tokens_alone_decide_as_all_of_them_do(seed: int, top_k: int, top_p: float, has_ties: bool) -> None:
+    """A companion with top_p alone makes the sampler order all tokens."""
+    logprobs = some_logprobs(seed, vocab=700)
+    if has_ties:
+        logprobs = np.round(logprobs * 2) / 2
+    few = [reseeded(Sampling(1.5, top_p, top_k), seed) for seed in range(16)]
+    rows = np.repeat(logprobs, 17, axis=0)
+    assert draw(rows[:16], few) == draw(rows, [*few, Sampling(top_p=0.5)])[:16]
+
+
+def test_tokens_at_a_tie_on_the_border_are_kept() -> None:
+    logprobs = np.log(np.array([[0.4, 0.2, 0.2, 0.2]]))
+    assert set(draws(logprobs, Sampling(top_k=2), 256)) == {0, 1, 2, 3}
+
+
+def test_a_token_of_probability_zero_is_never_sampled() -> None:
+    logprobs = np.array([[-math.inf, -0.7, -math.inf, -0.7]])
+    for params in (Sampling(), Sampling(5.0), Sampling(top_k=3), Sampling(top_p=0.99), Sampling(min_p=0.1)):
+        assert set(draws(logprobs, params, 256)) == {1, 3}
+
+
+def test_temperature_zero_is_greedy_whatever_else_is_asked() -> None:
+    logprobs = some_logprobs(5, rows=8)
+    params = [Sampling(0.0, top_p=0.5, top_k=3, min_p=0.5, seed=seed) for seed in range(8)]
+    assert draw(logprobs, params) == logprobs.argmax(axis=-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-20, 1e-38, 1e-42, 5e-324])
+def test_a_temperature_next_to_zero_is_greedy_too(temperature: float) -> None:
+    logprobs = some_logprobs(5, rows=8)
+    assert draw(logprobs, [Sampling(temperature, seed=seed) for seed in range(8)]) == logprobs.argmax(axis=-1).tolist()
+    filtered = [Sampling(temperature, top_p=0.9, seed=seed) for seed in range(8)]
+    assert draw(logprobs, filtered) == logprobs.argmax(axis=-1).tolist()
+
+
+def test_a_very_high_temperature_is_uniform() -> None:
+    expected = np.full(VOCAB, 1 / VOCAB)
+    assert chi_square(draws(some_logprobs(1), Sampling(1e6), 4096), expected) < 23 + 5 * math.sqrt(46)
+
+
+def test_rows_with_different_parameters_get_what_each_gets_alone() -> None:
+    rng = np.random.default_rng(11)
+    params = [
+        Sampling(
+            temperature=float(rng.choice([0.0, 0.3, 1.0, 2.5])),
+            top_p=float(rng.choice([1.0, 0.9, 0.1])),
+            top_k=int(rng.choice([0, 1, 7])),
+            min_p=float(rng.choice([0.0, 0.05, 0.5])),
+            seed=int(rng.integers(2**62)),
+        )
+        for _ in range(48)
+    ]
+    logprobs = some_logprobs(2, rows=48, vocab=300)
+    positions = [int(position) for position in rng.integers(0, 5000, 48)]
+    together = draw(logprobs, params, positions)
+    alone = [draw(logprobs[at : at + 1], [params[at]], [positions[at]])[0] for at in range(48)]
+    assert together == alone
+    backwards = draw(logprobs[::-1], params[::-1], positions[::-1])
+    assert backwards == alone[::-1]
+
+
+def test_positions_advance_by_one_for_each_call_and_can_start_anywhere() -> None:
+    logprobs = some_logprobs(4)
+    params = Sampling(1.5, seed=99)
+    sampler = RowSampler()
+    sampler.add(7, params, 0)
+    with sampler.rows([7]):
+        walked: list[Any] = [sampler(mx.array(logprobs)).tolist() for _ in range(40)]
+    assert [[token] for token in (draw(logprobs, [params], [at])[0] for at in range(40))] == walked
+    assert len({token for (token,) in walked}) > 3
+
+
+def test_a_row_keeps_its_draws_when_companions_come_and_go() -> None:
+    logprobs = mx.array(some_logprobs(4))
+    sampler = RowSampler()
+    sampler.add(1, Sampling(1.5, seed=5), 0)
+    seen: list[Any] = []
+    for step in range(12):
+        if step == 3:
+            sampler.add(2, Sampling(0.7, top_k=3, seed=6), 0)
+        if step == 8:
+            sampler.discard(2)
+        uids = [2, 1] if 3 <= step < 8 else [1]
+        with sampler.rows(uids):
+            seen.append(sampler(mx.repeat(logprobs, len(uids), axis=0)).tolist()[-1])  # type: ignore[index]
+    assert seen == [draw(some_logprobs(4), [Sampling(1.5, seed=5)], [at])[0] for at in range(12)]
+
+
+def test_draws_at_successive_positions_of_one_seed_are_independent() -> None:
+    probs = np.full((1, 4), 0.25)
+    count = 4096
+    tokens = draw(np.repeat(np.log(probs), count, axis=0), [Sampling(seed=1)] * count, range(count))
+    pairs = [first * 4 + second for first, second in zip(tokens[:-1:2], tokens[1::2], strict=True)]
+    assert chi_square(pairs, np.full(16, 1 / 16)) < 15 + 5 * math.sqrt(30)
+
+
+@pytest.mark.parametrize("seeds", [range(256), range(2**63 - 128, 2**63 + 128), range(-128, 128)])
+def test_neighbouring_seeds_and_positions_share_no_key(seeds: range) -> None:
+    """Keys that collided would give the same noise: with a flat distribution over many tokens, the same token."""
+    vocab = 4096
+    flat = np.zeros((256, vocab))
+    rows = [draw(flat, [Sampling(seed=seed) for seed in seeds], [at] * 256) for at in (0, 1, 2, 1000)]
+    streams = list(zip(*rows, strict=True))
+    assert len(set(streams)) == 256
+    # Equal tokens at different keys are chance: 1024 draws from 4096 values hit about 115 of them twice.
+    assert len({token for row in rows for token in row}) > 800
+
+
+def test_seeds_beyond_64_bits_are_taken_modulo() -> None:
+    logprobs = some_logprobs(4)
+    assert draw(logprobs, [Sampling(seed=2**64 + 3)]) == draw(logprobs, [Sampling(seed=3)])
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_every_float_type_can_be_sampled_from(dtype: mx.Dtype) -> None:
+    sampler = RowSampler()
+    sampler.add(0, Sampling(0.8, top_p=0.9, seed=1), 0)
+    with sampler.rows([0]):
+        token: Any = sampler(mx.array(some_logprobs(1)).astype(dtype)).item()
+    assert 0 <= token < VOCAB
+
+
+# -- processors ----------------------------------------------------------------------------------------------------
+
+
+def processed(params: Sampling, prompt: list[int], output: list[int], logits: Floats) -> Floats:
+    result = mx.array(logits.astype(np.float32))[None]
+    context = mx.array(prompt + output, dtype=mx.int32)
+    for each in processors(params, len(prompt)):
+        result = each(context, result)
+    return np.array(result[0], dtype=np.float64)
+
+
+LOGITS = np.array([2.0, -2.0, 0.0, 4.0, -4.0, 1.0])
+
+
+def test_nothing_asked_means_nothing_done() -> None:
+    assert processors(Sampling(), 3) == []
+
+
+def test_repetition_penalty_weakens_what_prompt_and_output_hold_whatever_its_sign() -> None:
+    after = processed(Sampling(repetition_penalty=2.0), [0, 1], [3, 3, 4], LOGITS)
+    np.testing.assert_allclose(after, [1.0, -4.0, 0.0, 2.0, -8.0, 1.0])
+
+
+def test_a_repetition_penalty_below_one_strengthens() -> None:
+    after = processed(Sampling(repetition_penalty=0.5), [0], [1], LOGITS)
+    np.testing.assert_allclose(after, [4.0, -1.0, 0.0, 4.0, -4.0, 1.0])
+
+
+def test_presence_and_frequency_count_the_output_and_never_the_prompt() -> None:
+    params = Sampling(presence_penalty=0.5, frequency_penalty=0.25)
+    np.testing.assert_allclose(processed(params, [0, 0, 1, 3], [], LOGITS), LOGITS)
+    after = processed(params, [0, 0, 1, 3], [3, 5, 3, 3], LOGITS)
+    np.testing.assert_allclose(after - LOGITS, [0, 0, 0, -0.5 - 0.75, 0, -0.5 - 0.25])
+
+
+@pytest.mark.parametrize("params", [Sampling(presence_penalty=-2.0), Sampling(frequency_penalty=-2.0)])
+def test_negative_penalties_reward(params: Sampling) -> None:
+    after = processed(params, [0], [5], LOGITS)
+    assert after[5] == LOGITS[5] + 2.0
+    np.testing.assert_allclose(after[:5], LOGITS[:5])
+
+
+def test_bias_is_added_before_penalties() -> None:
+    params = Sampling(logit_bias={1: 3.0}, repetition_penalty=2.0)
+    after = processed(params, [1], [], LOGITS)
+    assert after[1] == (LOGITS[1] + 3.0) / 2.0
+
+
+def test_a_bias_of_a_hundred_forces_and_of_minus_a_hundred_bans() -> None:
+    logprobs = some_logprobs(8)
+    best = int(logprobs.argmax())
+    for params, check in (
+        (Sampling(logit_bias={4: 100.0}), lambda tokens: set(tokens) == {4}),
+        (Sampling(logit_bias={best: -100.0}), lambda tokens: best not in tokens),
+    ):
+        biased = processed(params, [0], [], logprobs[0])[None]
+        assert check(draws(biased, Sampling(), 256))
+
+
+def test_an_empty_bias_of_many_tokens_and_the_last_id_are_in_range() -> None:
+    params = Sampling(logit_bias=dict.fromkeys(range(6), 1.0))
+    np.testing.assert_allclose(processed(params, [0], [], LOGITS), LOGITS + 1.0)
+
+
+def test_a_guard_turns_an_exception_into_a_note_and_lets_logits_pass() -> None:
+    def explode(context: mx.array, logits: mx.array) -> mx.array:
+        raise ValueError("bad")
+
+    guard = Guard(explode)
+    logits = mx.array([[1.0, 2.0]])
+    assert guard(mx.array([1]), logits).tolist() == [[1.0, 2.0]]
+    assert isinstance(guard.error, ValueError)
+    first = guard.error
+    guard(mx.array([1]), logits)
+    assert guard.error is first

@@ -1,0 +1,106 @@
+"""Other people's templates, as clients' requests reach them: nothing of a conversation is lost or refused.
+
+`MLXD_PARSER_DATA` names a folder with `chat_templates/*.jinja`; see tests/worker/parsers/test_external.py.
+"""
+
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.api.openai.lowering import lower_chat
+from gateway.api.openai.request import decode_chat
+from gateway.config.settings import ModelConfig
+from protocol.messages import ChatPrompt
+from tests.worker.prompt.test_templates import Tokenizer
+from worker.prompt.templates import Renderer
+
+DATA = os.environ.get("MLXD_PARSER_DATA", "")
+pytestmark = pytest.mark.skipif(not DATA, reason="MLXD_PARSER_DATA is not set")
+TEMPLATES = sorted((Path(DATA) / "chat_templates").glob("*.jinja")) if DATA else []
+
+PROPERTIES = {"city": {"type": "string", "description": "Where"}, "days": {"type": ["integer", "null"]}}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Tells the weather.",
+            "parameters": {"type": "object", "properties": PROPERTIES, "required": ["city"]},
+        },
+    },
+    {"type": "function", "function": {"name": "now", "description": "Tells the time."}},
+]
+SYSTEM, USER = {"role": "system", "content": "SYSTEM-WORDS"}, {"role": "user", "content": "QUESTION-1"}
+NEXT = [{"role": "assistant", "content": "ANSWER-1"}, {"role": "user", "content": "QUESTION-2"}]
+
+
+def called(*calls: tuple[str, str], **fields: Any) -> list[dict[str, Any]]:
+    """A turn of calls and what they gave."""
+    ids = [f"call_{n}" for n in range(len(calls))]
+    made = [
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for call_id, (name, arguments) in zip(ids, calls, strict=True)
+    ]
+    results = [{"role": "tool", "tool_call_id": call_id, "content": f"RESULT-{n}"} for n, call_id in enumerate(ids)]
+    return [{"role": "assistant", "content": None, "tool_calls": made, **fields}, *results]
+
+
+OSLO, NOW = ("get_weather", '{"city": "OSLO-ARGUMENT", "days": 3}'), ("now", "{}")
+CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "a question": ([SYSTEM, USER], []),
+    "a question with tools": ([SYSTEM, USER], TOOLS),
+    "tools and nobody at the head": ([USER], TOOLS),
+    "a result": ([SYSTEM, USER, *called(OSLO)], TOOLS),
+    "results": ([SYSTEM, USER, *called(OSLO, NOW)], TOOLS),
+    "results in parts": (
+        [SYSTEM, USER, *called(OSLO)[:1], {"role": "tool", "tool_call_id": "call_0", "content": [
+            {"type": "text", "text": "RESULT-0"}]}],
+        TOOLS,
+    ),
+    "reasoning sent back": ([SYSTEM, USER, *called(OSLO, reasoning_content="thought"), *NEXT], TOOLS),
+    "words in parts": ([SYSTEM, {"role": "user", "content": [{"type": "text", "text": "QUESTION-1"}]}], []),
+    "a developer": ([{"role": "developer", "content": "DEVELOPER-WORDS"}, USER, *called(OSLO), *NEXT], TOOLS),
+    "both": ([SYSTEM, {"role": "developer", "content": "DEVELOPER-WORDS"}, USER], TOOLS),
+    "a late system": ([SYSTEM, USER, *NEXT[:1], {"role": "system", "content": "LATE-WORDS"}, *NEXT[1:]], []),
+    "two questions": ([SYSTEM, USER, {"role": "user", "content": "QUESTION-2"}], []),
+    "a system alone": ([SYSTEM], []),
+    "results that nobody offers tools for": ([SYSTEM, USER, *called(OSLO), *NEXT], []),
+    "calls of the old kind": (
+        [SYSTEM, USER, {"role": "assistant", "content": None, "function_call": {
+            "name": "get_weather", "arguments": OSLO[1]}},
+         {"role": "function", "name": "get_weather", "content": "RESULT-0"}],
+        TOOLS,
+    ),
+}  # fmt: skip
+
+
+# What must be in a prompt, wherever the template puts it.
+WORD = re.compile(r"[A-Z]+-[A-Z0-9]+")
+
+
+def prompt_of(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> ChatPrompt:
+    """As the gateway sends it."""
+    body = {"model": "m", "messages": messages} | ({"tools": tools} if tools else {})
+    request, _ = decode_chat(msgspec.json.encode(body))
+    [generate] = lower_chat(request, ModelConfig(name="m", path="m"), itertools.count(1).__next__, 0)
+    assert isinstance(generate.prompt, ChatPrompt)
+    return generate.prompt
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_takes_every_conversation_and_keeps_its_words(path: Path) -> None:
+    tokenizer = Tokenizer(path.read_text(encoding="utf-8"))
+    tokenizer.special_tokens_map = {"bos_token": "<s>", "eos_token": "</s>"}
+    renderer = Renderer(tokenizer)
+    for name, (messages, tools) in CONVERSATIONS.items():
+        text = renderer.render(prompt_of(messages, tools))
+        for effort in ("low", "medium", "high"):
+            assert renderer.render(msgspec.structs.replace(prompt_of(messages, tools), effort=effort))
+        wanted = WORD.findall(msgspec.json.encode(messages).decode())
+        wanted += ["get_weather", "Tells the weather.", "now", "Tells the time."] if tools else []
+        assert [word for word in wanted if word not in text] == [], name

@@ -1,0 +1,44 @@
+"""The shortest way to the end of a grammar, and models that have fewer tokens than their tokenizer."""
+
+import numpy as np
+
+from protocol.messages import Constraint, ConstraintKind
+from tests.support.models import tiny_tokenizer
+from worker.structured.compiler import Grammars
+from worker.structured.finish_early import Haste, Hurried
+from worker.structured.guides import Guide, Rules
+from worker.text.detokenize import Vocabulary
+
+
+def test_a_model_that_lacks_tokens_of_its_tokenizer_is_never_hurried_to_say_them() -> None:
+    tokenizer = tiny_tokenizer(["</function>"])
+    vocabulary = tokenizer.get_vocab()
+    vocab_size, eos_id = vocabulary["</function>"], vocabulary["<|im_end|>"]
+    grammars = Grammars(tokenizer, vocab_size, [eos_id])
+    markup = f'start: /[a-z]*/ (<[{vocab_size}]> | "!")'
+    grammar = grammars.compile(Constraint(ConstraintKind.GRAMMAR, markup))
+
+    for ends, first in ((("</function>",), None), (("</function>", "!"), "!")):
+        haste = Haste(grammars.table().tokenize_str, vocab_size, [eos_id], (), ends)
+        walk = grammar.walk()
+        allowed = walk.allowed()
+        narrowed = Hurried(haste).narrow(walk, allowed)
+
+        assert narrowed.shape == (vocab_size,)
+        expected = allowed if first is None else np.arange(vocab_size) == vocabulary[first]
+        assert np.array_equal(narrowed, expected)
+
+
+def test_reasoning_that_a_model_cannot_begin_is_not_allowed_before_its_answer() -> None:
+    tokenizer = tiny_tokenizer(["<seed:think>", "</seed:think>"])
+    tokenizer.chat_template = "<seed:think>"
+    vocabulary = tokenizer.get_vocab()
+    vocab_size, eos_id = vocabulary["<seed:think>"], vocabulary["<|im_end|>"]
+    rules = Rules(tokenizer, "seed_oss", vocab_size, [eos_id], Vocabulary(tokenizer).token_bytes)
+    constraint = Constraint(ConstraintKind.CHOICE, '["yes"]', after_reasoning=True)
+
+    allowed = Guide(rules.make(constraint, "")).allowed()
+
+    assert allowed is not None
+    assert allowed.any()
+    assert not allowed[eos_id]

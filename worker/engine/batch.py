@@ -1,0 +1,353 @@
+"""The rows on the device, from their insertion to what they leave in the prefix cache."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import StopSequences
+
+from worker.cache.prefix import PrefixCache
+from worker.cache.radix_tree import common_prefix
+from worker.engine.generator import Generator
+from worker.engine.kv_budget import KvCost
+from worker.engine.row import Row
+from worker.engine.sampling import Guard, RowSampler, processors
+from worker.errors import is_allocation_failure
+from worker.model.lanes import Lane
+from worker.structured.masks import Masks
+
+log = logging.getLogger("mlxd.worker")
+
+# Models whose caches cannot be cut get a checkpoint this often within a long message …
+CHECKPOINT_TOKENS: Final = 2048
+# … and at the newest message boundaries, where the next turn of a chat will leave this one.
+NEWEST_BOUNDARIES: Final = 6
+# Prompts from here on go to disk before their answer is complete: a successor of this worker may have to go on with it.
+EARLY_TOKENS: Final = 1024
+# Waiting for another row's prefill pays from about here.
+MIN_SHARED_TOKENS: Final = 64
+# How long a tick waits for a mask when no row can go on without one.
+PARKED_WAIT_S: Final = 0.05
+
+
+@dataclass(slots=True, frozen=True)
+class Token:
+    """One sampled token of one row; `ended` is mlx-lm's reason, `stop` or `length`."""
+
+    row: Row
+    id: int
+    logprobs: mx.array
+    ended: str | None
+
+
+@dataclass(slots=True, frozen=True)
+class Tick:
+    """What one tick did."""
+
+    tokens: list[Token]
+    progress: list[tuple[Row, int, int]]
+    broken: list[tuple[Row, Exception]]
+    prefilled: int
+
+
+class Batch:
+    """The rows on the device. One thread owns it and everything MLX.
+
+    `insert` takes a row at any time, `remove` takes it out in any phase, `tick` does one decode step for the decoding
+    rows and then one chunk for the prefilling ones. `settle` stores what the rows that ended have computed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        eos_ids: Sequence[int],
+        max_running: int,
+        max_chunk: int,
+        cache: PrefixCache,
+        lane: Lane = Lane.TOGETHER,
+    ) -> None:
+        # Known once a first row, the one for warming up, has ended.
+        self.kv_cost: KvCost | None = None
+        self._cache = cache
+        self._masks = Masks()
+        self._sampler = RowSampler(self._masks)
+        # Rows taken out while their grammar works, by the uid that they had.
+        self._parked: dict[int, Row] = {}
+        self._rows: dict[int, Row] = {}
+        self._guards: dict[int, list[Guard]] = {}
+        self._prefilling: set[int] = set()
+        # Rows past their prompt whose KV is nowhere but in the batch: it is stored when they end, or are asked for it.
+        self._unstored: set[int] = set()
+        # Rows that have ended, with all tokens and their KV, until `settle`.
+        self._ended: list[tuple[Row, list[int], list[Any]]] = []
+        self._eos = StopSequences([[token] for token in eos_ids])
+        self._never = StopSequences()
+        self._generator = Generator(
+            model,
+            self._sampler,
+            lane,
+            completion_batch_size=max_running,
+            prefill_batch_size=max_running,
+            prefill_step_size=max_chunk,
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(self._rows.values())
+
+    @property
+    def prefilling(self) -> int:
+        return len(self._prefilling)
+
+    @property
+    def longest_prefill(self) -> int:
+        """Tokens that the longest prefill takes from its beginning to its end."""
+        rows = (self._rows[uid] for uid in self._prefilling)
+        return max((len(row.prompt) + len(row.output) - row.reused for row in rows), default=0)
+
+    @property
+    def decoding(self) -> int:
+        return len(self._rows) - len(self._prefilling)
+
+    @property
+    def kv_bytes(self) -> int:
+        return int(self._generator.prompt_cache_nbytes)
+
+    def must_wait(self, row: Row) -> bool:
+        """Whether what a row needs is being prefilled by another, or read from disk, right now."""
+        if self.is_prefilling_prefix_of(row):
+            return True
+        row.ticket = row.ticket or self._cache.restore(row.tokens()[:-1], row.cache_salt)
+        return row.ticket is not None and not row.ticket.is_settled
+
+    def is_prefilling_prefix_of(self, row: Row) -> bool:
+        """Whether a row in prefill will soon have cached much more of this prompt than is cached now."""
+        if not self._prefilling or not self._cache.is_on:
+            return False
+        tokens = row.tokens()[:-1]
+        cached: int | None = None
+        for uid in self._prefilling:
+            other = self._rows[uid]
+            if other.cache_salt != row.cache_salt:
+                continue
+            gain = self._shareable(other, common_prefix(other.tokens(), tokens))
+            if gain < MIN_SHARED_TOKENS:
+                continue
+            cached = self._cache.longest(tokens, row.cache_salt) if cached is None else cached
+            if gain - cached >= MIN_SHARED_TOKENS:
+                return True
+        return False
+
+    def insert(self, row: Row, parked: int | None = None) -> None:
+        """Queue prompt and output so far, less what the prefix cache holds; sampling goes on at position len(output).
+
+        The last token always runs: its logits are what the first sample needs.
+        """
+        self.settle()
+        tokens = row.tokens()
+        ticket, row.ticket = row.ticket, None
+        self._store_running(tokens, row.cache_salt)
+        with mx.stream(self._generator.stream):
+            reused, caches = self._cache.fetch(tokens[:-1], row.cache_salt, ticket)
+        if row.cached is None:
+            row.cached = 0 if row.output else reused
+        row.prefilled = row.reused = reused
+        guards = [Guard(processor) for processor in (*row.processors, *processors(row.sampling, len(row.prompt)))]
+        (uid,) = self._generator.insert_segments(
+            [self._segments(row, tokens, reused)],
+            [row.max_tokens - len(row.output)],
+            caches=[caches] if caches else None,
+            all_tokens=[tokens[:reused].tolist()],
+            logits_processors=[guards],
+            stop_sequences=[self._never if row.sampling.ignore_eos and row.rule is None else self._eos],
+        )
+        row.uid = uid
+        self._rows[uid] = row
+        self._guards[uid] = guards
+        self._prefilling.add(uid)
+        self._sampler.add(uid, row.sampling, len(row.output))
+        if parked is not None:
+            self._masks.move(parked, uid)
+        elif row.rule is not None:
+            self._masks.add(uid, row.rule, row.output)
+
+    def remove(self, row: Row) -> None:
+        """Take a row out if it is in; what it has computed so far goes to the prefix cache."""
+        if row.uid is None:
+            return
+        if row.uid not in self._parked:
+            self._persist(row, self._take_out(row))
+        self._forget(row)
+
+    def _store_running(self, tokens: Any, salt: str) -> None:
+        """Store what running rows have in common with these tokens. Few are ever asked for it, and it costs a copy."""
+        if not self._unstored or not self._cache.is_on:
+            return
+        tokens = tokens[:-1]
+        head = tokens[:MIN_SHARED_TOKENS].tolist()
+        for uid in sorted(self._unstored):
+            other = self._rows[uid]
+            if other.cache_salt != salt or other.prompt[:MIN_SHARED_TOKENS] != head:
+                continue
+            if common_prefix(other.tokens(), tokens) - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
+                self._unstored.discard(uid)
+                caches, done = self._generator.extract_cache([uid])[uid]
+                self._keep(other, done, caches)
+
+    def _take_out(self, row: Row) -> list[int]:
+        assert row.uid is not None
+        self._unstored.discard(row.uid)
+        with mx.stream(self._generator.stream):
+            caches, tokens = self._generator.remove([row.uid], return_prompt_caches=True)[row.uid]
+        # A row that never ran holds what it was given.
+        if len(tokens) > row.reused:
+            try:
+                self._keep(row, tokens, caches)
+            except Exception as error:  # the row is out, often to make room, and must not be lost for what it leaves
+                if not is_allocation_failure(error):
+                    raise
+                log.warning("no memory to keep the KV of a row; all cached prefixes go: %s", error)
+                self._cache.clear()
+        return tokens
+
+    def tick(self, chunk: int) -> Tick:
+        """One decode step, then at most `chunk` prompt tokens of each prefilling row."""
+        self.settle()
+        self._unpark()
+        self._generator.prefill_step_size = chunk
+        prompted, generated = self._generator.next()
+        progress: list[tuple[Row, int, int]] = []
+        prefilled = 0
+        for response in prompted:
+            row = self._rows[response.uid]
+            done, total = (row.reused + count for count in response.progress)
+            prefilled += done - row.prefilled
+            row.prefilled = done
+            if response.end_of_prompt:
+                self._prefilling.discard(response.uid)
+            if response.end_of_segment:
+                self._checkpoint(row, is_prompt_end=response.end_of_prompt)
+            progress.append((row, done, total))
+        broken = [
+            (self._rows[uid], guard.error)
+            for uid, guards in self._guards.items()
+            for guard in guards
+            if guard.error is not None
+        ]
+        broken += [(self._rows[uid], error) for uid, error in self._masks.errors()]
+        tokens: list[Token] = []
+        for response in generated:
+            row = self._rows[response.uid]
+            tokens.append(Token(row, response.token, response.logprobs, response.finish_reason))
+            if response.finish_reason is not None:
+                assert response.all_tokens is not None
+                assert response.prompt_cache is not None
+                self.kv_cost = self.kv_cost or KvCost.of(response.prompt_cache, len(response.all_tokens))
+                self._ended.append((row, response.all_tokens, response.prompt_cache))
+                self._forget(row)
+        self._park()
+        return Tick(tokens, progress, broken, prefilled)
+
+    def settle(self) -> None:
+        """Store the rows that ended. Not in `tick`: it takes a while, in which their clients can have their answers."""
+        ended, self._ended = self._ended, []
+        for row, tokens, caches in ended:
+            self._keep(row, tokens, caches)
+            self._persist(row, tokens)
+
+    def _park(self) -> None:
+        """Take out the rows that the step did not wait for: what was sampled for them is dropped, their KV is kept."""
+        for uid in self._masks.late():
+            if (row := self._rows.get(uid)) is not None:
+                self._take_out(row)
+                self._parked[uid] = row
+
+    def _unpark(self) -> None:
+        """Put back the rows whose masks are there. When nothing else is to be done, wait for one a moment."""
+        if self._parked and len(self._parked) == len(self._rows):
+            self._masks.wait(list(self._parked), PARKED_WAIT_S)
+        for uid in [uid for uid in self._parked if self._masks.is_done(uid)]:
+            row = self._parked.pop(uid)
+            del self._rows[uid]
+            self._guards.pop(uid)
+            self._prefilling.discard(uid)
+            self._sampler.discard(uid)
+            self.insert(row, parked=uid)
+
+    def abandon(self) -> None:
+        """Let go of every row after a failed step, when nothing in the generator can be trusted or even asked."""
+        self._ended.clear()
+        for row in self.rows:
+            self._forget(row)
+
+    def close(self) -> None:
+        self._masks.close()
+        self._generator.close()
+
+    def _segments(self, row: Row, tokens: Any, reused: int) -> list[list[int]]:
+        """The tokens to run, cut where a checkpoint is worth having."""
+        if not self._cache.needs_checkpoints:
+            return [tokens[reused:].tolist()]
+        last = len(tokens) - 1
+        messages = [at for at in row.boundaries if reused < at < last]
+        chunks = range(reused + CHECKPOINT_TOKENS, last, CHECKPOINT_TOKENS)
+        cuts = sorted({*messages[:1], *messages[-NEWEST_BOUNDARIES:], *chunks})
+        return [part.tolist() for part in np.split(tokens[reused:], [at - reused for at in cuts])]
+
+    def _shareable(self, other: Row, common: int) -> int:
+        """How much of `common` leading tokens `other` will leave in the cache: all, or up to its last checkpoint, as
+        far as there is room."""
+        if not self._cache.needs_checkpoints:
+            return min(common, self.kv_cost.storable(self._cache.budget)) if self.kv_cost is not None else common
+        marks = (*other.boundaries, len(other.prompt) - 1, *range(CHECKPOINT_TOKENS, common + 1, CHECKPOINT_TOKENS))
+        cuts = sorted({at for at in marks if at <= common})
+        while cuts and self.kv_cost is not None and self.kv_cost.stored(cuts[-1], len(cuts)) > self._cache.budget:
+            cuts.pop()
+        return cuts[-1] if cuts else 0
+
+    def _checkpoint(self, row: Row, is_prompt_end: bool) -> None:
+        """Share a prompt with the requests that follow while this one still runs.
+
+        The checkpoint before the last token serves: a cached prompt must leave one to run, and the row is not among the
+        decoding ones yet. A copy of its KV out of theirs would keep all of theirs twice until it is made. Where caches
+        can be cut, a short prompt is stored when somebody asks for it.
+        """
+        assert row.uid is not None
+        is_lazy = not self._cache.needs_checkpoints and len(row.tokens()) <= EARLY_TOKENS
+        if is_prompt_end:
+            if is_lazy:
+                self._unstored.add(row.uid)
+            return
+        if is_lazy:
+            return
+        caches, tokens = self._generator.extract_cache([row.uid])[row.uid]
+        self._keep(row, tokens, caches)
+        if len(tokens) >= max(EARLY_TOKENS, len(row.prompt) - 1):
+            self._persist(row, tokens)
+
+    def _persist(self, row: Row, tokens: Sequence[int]) -> None:
+        """To disk: all KV, and the checkpoints that the next turn or a resumed request will ask for."""
+        starts = row.boundaries or [len(row.prompt) - 1]
+        self._cache.persist(np.array(tokens, dtype=np.int32), {starts[0], starts[-1], len(tokens)}, row.cache_salt)
+
+    def _keep(self, row: Row, tokens: Sequence[int], caches: Sequence[Any]) -> None:
+        with mx.stream(self._generator.stream):
+            self._cache.store(np.array(tokens, dtype=np.int32), caches, row.cache_salt)
+
+    def _forget(self, row: Row) -> None:
+        assert row.uid is not None
+        self._rows.pop(row.uid, None)
+        self._parked.pop(row.uid, None)
+        self._masks.discard(row.uid)
+        self._guards.pop(row.uid, None)
+        self._prefilling.discard(row.uid)
+        self._unstored.discard(row.uid)
+        self._sampler.discard(row.uid)
+        row.uid = None
+        row.prefilled = row.reused = 0

@@ -1,0 +1,96 @@
+"""Numbers that the engine thread writes and the IO threads read."""
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from protocol.stats import Stats
+from worker.cache.counts import Counts, DiskCounts
+
+if TYPE_CHECKING:
+    from worker.cache.prefix import PrefixCache
+
+
+@dataclass(slots=True)
+class Gauges:
+    """One writer, the engine; a torn read across fields is harmless. `busy_since` is 0 while the engine is idle.
+
+    `repaired_messages` is the sending thread's, `refused_questions` the receiving one's.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    step_seq: int = 0
+    busy_since: float = 0.0
+    kv_bytes: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    mem_active: int = 0
+    mem_peak: int = 0
+    mem_cache: int = 0
+    footprint: int = 0
+    kv_limit: int = 0
+    share_bytes: int = 0
+    wired_limit: int = 0
+    preemptions: int = 0
+    malformed_tool_calls: int = 0
+    repaired_messages: int = 0
+    refused_questions: int = 0
+    mem_limit: int = 0
+    allocation_failures: int = 0
+    cache_bytes: int = 0
+    cache_nodes: int = 0
+    cache: Counts = field(default_factory=Counts)
+    disk: DiskCounts = field(default_factory=DiskCounts)
+
+    def observe_cache(self, cache: "PrefixCache") -> None:
+        self.cache_bytes, self.cache_nodes, self.cache = cache.nbytes, len(cache), cache.counts
+        if cache.disk is not None:
+            self.disk = cache.disk.counts
+
+    def measure_memory(self) -> None:
+        """Called on the engine thread, now and then."""
+        from worker.model import memory  # MLX; this module is loaded before it is
+
+        now = memory.measure()
+        self.mem_active, self.mem_peak, self.mem_cache = now.active, now.peak, now.cache
+        self.footprint = now.footprint
+
+    def snapshot(self) -> Stats:
+        busy_since = self.busy_since
+        return Stats(
+            running=self.running,
+            waiting=self.waiting,
+            step_seq=self.step_seq,
+            step_age_ms=int((time.monotonic() - busy_since) * 1e3) if busy_since else 0,
+            mem_active=self.mem_active,
+            mem_peak=self.mem_peak,
+            mem_cache=self.mem_cache,
+            footprint=self.footprint,
+            kv_bytes=self.kv_bytes,
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            cache_bytes=self.cache_bytes,
+            cache_nodes=self.cache_nodes,
+            cache_queries=self.cache.queries,
+            cache_hits=self.cache.hits,
+            cache_query_tokens=self.cache.query_tokens,
+            cache_hit_tokens=self.cache.hit_tokens,
+            cache_evictions=self.cache.evictions,
+            kv_limit=self.kv_limit,
+            preemptions=self.preemptions,
+            malformed_tool_calls=self.malformed_tool_calls,
+            disk_bytes=self.disk.bytes,
+            disk_files=self.disk.files,
+            disk_hits=self.cache.disk_hits,
+            disk_restored_tokens=self.cache.disk_restored_tokens,
+            disk_writes=self.disk.writes,
+            disk_dropped=self.disk.dropped,
+            disk_quarantined=self.disk.quarantined,
+            share_bytes=self.share_bytes,
+            wired_limit=self.wired_limit,
+            repaired_messages=self.repaired_messages,
+            refused_questions=self.refused_questions,
+            mem_limit=self.mem_limit,
+            allocation_failures=self.allocation_failures,
+        )

@@ -1,0 +1,86 @@
+"""What the other threads want of the engine's."""
+
+import time
+from collections import deque
+from contextlib import suppress
+from enum import Enum, auto
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from protocol.messages import Abort, Drain, SetMemory, Shutdown
+from worker.engine.row import Row
+
+# How long an engine whose rows all wait for something looks for commands.
+WAIT_S: Final = 0.05
+# An answered client that works in a loop is back within this time …
+RETURN_S: Final = 0.1
+# … and others are waited for while one comes after the other no slower than this, …
+QUIET_S: Final = 0.01
+# … for no longer than this in all.
+GATHER_S: Final = 0.025
+# Requests of clients that nobody has heard of come in one burst while one follows the other within this time.
+BURST_S: Final = 0.001
+_MOST_ANSWERED: Final = 1024
+
+
+class Wake(Enum):
+    """What another thread did may let a row go on."""
+
+    UP = auto()
+
+
+Command = Row | Abort | Drain | Shutdown | SetMemory | Wake
+
+
+class Inbox:
+    """Commands, from any thread to the engine's, which alone calls `take` and `answered`."""
+
+    def __init__(self, *, gather_s: float = GATHER_S, quiet_s: float = QUIET_S, burst_s: float = BURST_S) -> None:
+        self._gather_s = gather_s
+        self._quiet_s = quiet_s
+        self._burst_s = burst_s
+        self._queue: SimpleQueue[Command] = SimpleQueue()
+        # When rows ended since the engine was last idle.
+        self._answered: deque[float] = deque(maxlen=_MOST_ANSWERED)
+
+    def put(self, command: Command) -> None:
+        self._queue.put(command)
+
+    def answered(self, now: float) -> None:
+        """A client has its answer and may be about to ask again."""
+        self._answered.append(now)
+
+    def take(self, *, is_idle: bool, is_waiting: bool) -> list[Command]:
+        """All that is there. Blocks for a first command when there is nothing else to do, briefly when rows wait."""
+        commands: list[Command] = []
+        if is_idle:
+            commands.append(self._queue.get())
+            self._gather(commands)
+        elif is_waiting:
+            with suppress(Empty):
+                commands.append(self._queue.get(timeout=WAIT_S))
+        with suppress(Empty):
+            while True:
+                commands.append(self._queue.get_nowait())
+        return commands
+
+    def _gather(self, commands: list[Command]) -> None:
+        """Wait a moment for the requests that come with the first: their prompts prefill as one batch at little more
+        than the cost of one.
+
+        Those that were answered together come back together when their clients work in loops. Others come in bursts.
+        """
+        begin = time.monotonic()
+        missing = sum(begin - at <= RETURN_S for at in self._answered)
+        self._answered.clear()
+        is_burst = missing == 0 and isinstance(commands[0], Row)
+        quiet_s = self._burst_s if is_burst else self._quiet_s
+        while True:
+            missing -= isinstance(commands[-1], Row)
+            left_s = begin + self._gather_s - time.monotonic()
+            if left_s <= 0 or (missing <= 0 and not is_burst):
+                return
+            try:
+                commands.append(self._queue.get(timeout=min(quiet_s, left_s)))
+            except Empty:
+                return

@@ -1,0 +1,109 @@
+"""How much KV memory rows take, and how much they may.
+
+A batch is padded to its longest row, so the cost of a set of rows is that of as many rows of the longest.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
+
+from worker.cache.kv import arrays_of, is_sliceable, leaves
+from worker.engine.row import Row
+
+# mlx-lm grows KV in steps of this many tokens (mlx_lm/models/cache.py, KVCache.step).
+STEP_TOKENS: Final = 256
+# A token's id in the prefix cache.
+ID_BYTES: Final = 4
+# Admission counts on this much output; a row that grows further may have to make room for older ones.
+RESERVED_OUTPUT: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KvCost:
+    """Bytes of KV by sequence length: per token, per token up to a window, and per sequence.
+
+    `widest` are the bytes per token of the layer that has the most.
+    """
+
+    token_bytes: int
+    windows: tuple[tuple[int, int], ...]
+    fixed_bytes: int
+    widest: int = 0
+
+    @classmethod
+    def of(cls, caches: Sequence[Any], tokens: int) -> "KvCost":
+        """Measured on the caches of one sequence of `tokens` tokens."""
+        layers, fixed_bytes, windows = list[int](), 0, list[tuple[int, int]]()
+        for leaf in leaves(caches):
+            if is_sliceable(leaf):
+                layers.append(leaf.nbytes // tokens)
+            elif isinstance(leaf, RotatingKVCache):
+                windows.append((leaf.nbytes // min(tokens, leaf.max_size), leaf.max_size))
+            elif isinstance(leaf, ChunkedKVCache):
+                windows.append((leaf.nbytes // min(tokens, leaf.chunk_size), leaf.chunk_size))
+            else:
+                fixed_bytes += sum(array.nbytes for array in arrays_of([], [leaf]))
+        widest = max([*layers, *(each for each, _ in windows)], default=0)
+        return cls(sum(layers), tuple(windows), fixed_bytes, widest)
+
+    def bytes(self, rows: int, tokens: int) -> int:
+        """Of `rows` sequences padded to `tokens` tokens."""
+        padded = -(-tokens // STEP_TOKENS) * STEP_TOKENS
+        windows = sum(each * min(padded, size) for each, size in self.windows)
+        return rows * (self.token_bytes * padded + windows + self.fixed_bytes)
+
+    def transient(self, rows: int, tokens: int) -> int:
+        """What a join, or growth by a step, takes beside `bytes` while it is under way: mlx-lm makes the KV of all rows
+        anew, layer by layer, and lets go of a layer's old KV when its new one is there."""
+        return rows * self.widest * (-(-tokens // STEP_TOKENS) * STEP_TOKENS)
+
+    def stored(self, tokens: int, checkpoints: int) -> int:
+        """Of a prefix in the prefix cache, at most: its tokens' ids and KV, and its checkpoints."""
+        windows = sum(each * min(tokens, size * checkpoints) for each, size in self.windows)
+        return tokens * (self.token_bytes + ID_BYTES) + windows + checkpoints * self.fixed_bytes
+
+    def storable(self, budget: int) -> int:
+        """Tokens of plain KV that a prefix cache of this size has room for."""
+        return budget // (self.token_bytes + ID_BYTES)
+
+    def longest(self, budget: int) -> int:
+        """The longest sequence that fits `budget` alone, in tokens."""
+        per_token = self.token_bytes or sum(each for each, _ in self.windows)
+        if per_token == 0:
+            return 2**31 - 1
+        fixed = self.fixed_bytes + (sum(each * size for each, size in self.windows) if self.token_bytes else 0)
+        return max(0, (budget - fixed) // per_token // STEP_TOKENS * STEP_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class KvBudget:
+    """Decides who may be in the batch. `spare` is memory for what passes: the room that free buffers have otherwise."""
+
+    cost: KvCost
+    limit: int
+    spare: int = 0
+
+    def admits(self, running: Iterable[Row], row: Row) -> bool:
+        """Whether `row` may join, each row counted with the output it will probably have. Alone, it always may."""
+        lengths = [_expected(other) for other in running]
+        return not lengths or self._fits(len(lengths) + 1, max(*lengths, _expected(row)))
+
+    def surplus(self, running: Sequence[Row]) -> Row | None:
+        """The row to take out before the next step, if memory would not last: the least urgent, last admitted one."""
+        if len(running) < 2:
+            return None
+        if self._fits(len(running), max(len(row.prompt) + len(row.output) for row in running) + 1):
+            return None
+        return max(running, key=lambda row: (row.priority, row.admitted, row.arrival))
+
+    def _fits(self, rows: int, tokens: int) -> bool:
+        passing = max(0, self.cost.transient(rows, tokens) - self.spare)
+        return self.cost.bytes(rows, tokens) + passing <= self.limit
+
+
+def _expected(row: Row) -> int:
+    """Tokens of a row at its probable end; at least what the next step needs, so that no row is admitted for `surplus`
+    to take it out again."""
+    return len(row.prompt) + max(len(row.output) + 1, min(row.max_tokens, RESERVED_OUTPUT))

@@ -1,0 +1,478 @@
+"""The step loop: the one thread that touches MLX.
+
+Every row that enters leaves through `_finish`, exactly once.
+"""
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Final, assert_never
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from protocol.failures import Code, Failure
+from protocol.messages import (
+    Abort,
+    Accepted,
+    Delta,
+    Drain,
+    Drained,
+    Finish,
+    Kind,
+    Progress,
+    Rejected,
+    SetMemory,
+    Shutdown,
+    Step,
+    TokenLogprob,
+    Up,
+    Usage,
+)
+from protocol.spec import WorkerSpec
+from worker.cache.disk import CacheDisk
+from worker.cache.fingerprint import open_disk
+from worker.cache.kv import Layout
+from worker.cache.prefix import PrefixCache
+from worker.engine.batch import Batch, Tick, Token
+from worker.engine.chunking import ChunkPolicy
+from worker.engine.gauges import Gauges
+from worker.engine.inbox import Inbox, Wake
+from worker.engine.kv_budget import KvBudget, KvCost
+from worker.engine.logprobs import LogprobReader
+from worker.engine.output import Piece, Writer
+from worker.engine.queue import Queue
+from worker.engine.row import Row
+from worker.engine.self_check import refusal
+from worker.errors import GPU_FAULTS, StepFailed, is_allocation_failure
+from worker.model import memory
+from worker.model.lanes import Lane
+from worker.model.loader import Loaded
+from worker.parsers import Event
+from worker.text.encodable import encodable
+
+log = logging.getLogger("mlxd.worker")
+
+
+_STATS_EVERY_S: Final = 0.1
+_MEMORY_EVERY_S: Final = 1.0
+# An abort can overtake its request, which a grammar or a queue of long prompts may hold in the intake for minutes: the
+# newest of those that named no row are kept, far more than requests can be on their way.
+_MOST_TOMBSTONES: Final = 1 << 16
+# A second failure of the step loop within this time is not bad luck.
+_RECOVERY_S: Final = 60.0
+# Rows that may wait, at a time, for another row to prefill what they share.
+_MAX_HELD: Final = 64
+_NOTHING: Final = (Event(Kind.TEXT),)
+
+
+class Engine:
+    """Owns the rows and the batch. Commands come in by `inbox`, messages leave by `send`."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        spec: WorkerSpec,
+        inbox: Inbox,
+        send: Callable[[Up], None],
+        gauges: Gauges,
+        writer: Writer,
+    ) -> None:
+        self._loaded = loaded
+        self._spec = spec
+        self._inbox = inbox
+        self._send = send
+        self._gauges = gauges
+        self._writer = writer
+        self._plan = loaded.plan
+        self.max_running = 1 if self._plan.lane is Lane.SINGLE else spec.max_running
+        self._layout = Layout.of(lambda: make_prompt_cache(loaded.model))
+        disk: CacheDisk | None = None
+        if self._plan.reuses_prefixes:
+            disk = open_disk(spec, loaded, self._layout, lambda: inbox.put(Wake.UP))
+        self._share = memory.Share(spec, loaded.weights_bytes)
+        limits = self._share.limits()
+        self._share.enforce(limits)
+        prefixes = limits.prefixes if self._plan.reuses_prefixes else 0
+        self._cache = PrefixCache(self._layout, prefixes, disk=disk, disk_min_tokens=spec.disk_cache_tokens)
+        self._is_waiting = False
+        self._batch = self._new_batch()
+        # Known once the engine is warm.
+        self.kv_cost: KvCost
+        self._kv: KvBudget
+        self._queue = Queue()
+        self._policy = ChunkPolicy(spec.prefill_chunk, is_fixed=spec.deterministic)
+        self._logprobs = LogprobReader(writer.token_bytes)
+        self._rows: dict[int, Row] = {}
+        self._tombstones: dict[int, None] = {}
+        self._deltas: list[Delta] = []
+        self._drain_until: float | None = None
+        self._aborted_by_drain = 0
+        # When the newest drain ended: what came before, and took its time in the intake, is refused as well.
+        self._drained_at = float("-inf")
+        self._is_stopping = False
+        self._recovered_at = float("-inf")
+        self._stats_due = 0.0
+        self._memory_due = 0.0
+        self._share_due = 0.0
+
+    @property
+    def cache(self) -> PrefixCache:
+        """For looking at; it belongs to the engine thread."""
+        return self._cache
+
+    def run(self) -> None:
+        """Serve until told to shut down. Raises `StepFailed` when the loop cannot go on."""
+        while not self._is_stopping:
+            self._take_commands()
+            self._enforce_deadlines()
+            self._recovering(self._admit)
+            self._make_room()
+            if self._batch:
+                self._tick()
+            self._flush()
+            self._recovering(self._batch.settle)
+            self._cache.hand_over()
+            self._tend_share()
+        self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
+        self._flush()
+        self._cache.close()
+        self._batch.close()
+
+    def warm_up(self, prompt: list[int]) -> int:
+        """Compile the kernels of prefill and decode before the first request pays for it.
+
+        Returns the longest sequence that memory has room for, in tokens. Raises `LoadFailed`.
+        """
+        row = self._writer.silent_row(prompt)
+        try:
+            self._batch.insert(row)
+            while self._batch:
+                self._batch.tick(self._spec.prefill_chunk)
+            self._batch.settle()
+        except Exception as error:  # the boundary to code of every architecture
+            raise refusal(error) from error
+        self._cache.clear()
+        assert self._batch.kv_cost is not None
+        self.kv_cost = self._batch.kv_cost
+        # The generator, and what warming up has shown, come first: see `Share.enforce`.
+        limits = self._share.limits()
+        self._apply(limits)
+        return self.kv_cost.longest(limits.kv)
+
+    def _apply(self, limits: memory.Limits) -> None:
+        """Keep these limits: what is above them goes before MLX hears of them."""
+        self._cache.resize(limits.prefixes if self._plan.reuses_prefixes else 0)
+        self._kv = KvBudget(self.kv_cost, limits.kv, limits.buffers)
+        self._gauges.kv_limit = limits.kv
+        self._make_room()
+        self._share.enforce(limits)
+        self._gauges.share_bytes = self._share.bytes
+        self._gauges.mem_limit = limits.total
+        self._gauges.wired_limit = self._share.wired_limit
+
+    def _tend_share(self) -> None:
+        """Now and then: give back what a failed allocation took, and lower what had to stay wired."""
+        now = time.monotonic()
+        if now < self._share_due:
+            return
+        self._share_due = now + _MEMORY_EVERY_S
+        if self._share.relax(now):
+            self._apply(self._share.limits())
+        self._share.check()
+        self._gauges.wired_limit = self._share.wired_limit
+
+    def fail_all(self, failure: Failure) -> None:
+        """The terminal event of every row before the loop dies. Asks nothing of a device that may be broken."""
+        self._batch.abandon()
+        self._fail_all(failure)
+        self._flush()
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def _take_commands(self) -> None:
+        """Everything in the inbox, aborts first; blocks only when there is nothing else to do."""
+        is_idle = not self._rows and self._drain_until is None
+        if is_idle:
+            self._idle()
+        commands = self._inbox.take(is_idle=is_idle, is_waiting=self._is_waiting)
+        self._gauges.busy_since = time.monotonic()
+        for command in sorted(commands, key=lambda command: not isinstance(command, Abort)):
+            match command:
+                case Abort():
+                    self._abort(command.rids)
+                case Row():
+                    self._enqueue(command)
+                case Drain():
+                    self._drain_until = time.monotonic() + command.deadline_s
+                case Shutdown():
+                    self._is_stopping = True
+                case SetMemory():
+                    self._apply(self._share.change(command))
+                case Wake.UP:
+                    pass
+                case _:
+                    assert_never(command)
+
+    def _idle(self) -> None:
+        self._gauges.running = self._gauges.waiting = 0
+        self._gauges.busy_since = 0.0
+        self._gauges.kv_bytes = 0
+        self._gauges.measure_memory()
+        self._gauges.observe_cache(self._cache)
+        self._cache.flush()
+
+    def _abort(self, rids: Iterable[int]) -> None:
+        for rid in rids:
+            row = self._rows.get(rid)
+            if row is None:
+                self._tombstones[rid] = None
+            else:
+                self._finish(row, Finish.ABORT)
+        while len(self._tombstones) > _MOST_TOMBSTONES:
+            del self._tombstones[next(iter(self._tombstones))]
+
+    def _enqueue(self, row: Row) -> None:
+        if row.rid in self._rows:  # its one terminal event belongs to the row that is already here
+            log.error("request %d came twice; the second was dropped", row.rid)
+            return
+        if self._drain_until is not None or row.arrived <= self._drained_at:
+            self._send(Rejected(row.rid, Failure(Code.DRAINING, "the model is being stopped; try again")))
+            return
+        if len(self._queue) >= self._spec.max_waiting:
+            self._send(Rejected(row.rid, Failure(Code.BUSY, "the model's queue is full; try again")))
+            return
+        relaxed = row.rule.grammar.relaxed if row.rule is not None else ()
+        self._send(Accepted(row.rid, len(row.prompt), relaxed))
+        self._rows[row.rid] = row
+        if row.rid in self._tombstones:
+            del self._tombstones[row.rid]
+            self._finish(row, Finish.ABORT)
+            return
+        if row.echo:
+            self._deltas.append(Delta(row.rid, text=row.echo))
+        if row.max_tokens <= len(row.output):
+            self._finish(row, Finish.LENGTH)
+            return
+        self._queue.push(row)
+
+    def _enforce_deadlines(self) -> None:
+        now = time.monotonic()
+        for row in [row for row in self._rows.values() if row.deadline is not None and now >= row.deadline]:
+            self._finish(row, Finish.ERROR, Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed"))
+        if self._drain_until is None:
+            return
+        if self._rows and now >= self._drain_until:
+            self._aborted_by_drain = len(self._rows)
+            self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
+        if not self._rows:
+            self._flush()
+            self._drained_at = time.monotonic()
+            self._send(Drained(self._spec.epoch, self._aborted_by_drain))
+            self._drain_until, self._aborted_by_drain = None, 0
+
+    # -- one tick ----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        held: list[Row] = []
+        while len(self._queue) and len(self._batch) < self.max_running and len(held) < _MAX_HELD:
+            row = self._queue.pop()
+            if not self._kv.admits(self._batch.rows, row):
+                held.append(row)
+                break  # a smaller one behind it must not starve it
+            if self._batch.must_wait(row):
+                held.append(row)
+                continue
+            row.admitted = row.admitted or time.monotonic()
+            if row.has_thought_enough:  # resumed just there
+                self._close_reasoning(row)
+            else:
+                self._batch.insert(row)
+        self._queue.put_back(held)
+        self._is_waiting = bool(held) and not self._batch
+
+    def _make_room(self) -> None:
+        """Put rows back into the queue, their KV into the prefix cache, while the next step would not fit."""
+        while (row := self._kv.surplus(self._batch.rows)) is not None:
+            log.info("row %d makes room for older ones", row.rid)
+            self._batch.remove(row)
+            self._queue.push(row)
+            self._gauges.preemptions += 1
+
+    def _tick(self) -> None:
+        prefilling, decoding = self._batch.prefilling, self._batch.decoding
+        chunk = self._policy.chunk(prefilling, decoding, self._batch.longest_prefill)
+        started = time.monotonic()
+        try:
+            tick = self._batch.tick(chunk)
+        except Exception as error:  # the root of the step loop
+            self._recover(error)
+            return
+        now = time.monotonic()
+        self._policy.observe(now - started, tick.prefilled, decoding)
+        self._gauges.step_seq += 1
+        self._gauges.prompt_tokens += tick.prefilled
+        self._gauges.generation_tokens += len(tick.tokens)
+        self._emit(tick, now)
+
+    def _recovering(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # the root of the step loop
+            self._recover(error)
+
+    def _emit(self, tick: Tick, now: float) -> None:
+        for row, done, total in tick.progress:
+            if row.want_progress:
+                self._send(Progress(row.rid, done, total, row.cached or 0))
+        logprobs = self._read_logprobs(tick.tokens)
+        for token in tick.tokens:
+            if not token.row.first_token:
+                token.row.first_token = now
+            self._advance(token.row, token.id, token.ended, logprobs.get(token.row.rid))
+            if token.row.has_thought_enough and not token.row.is_finished:
+                self._close_reasoning(token.row)
+        for row, error in tick.broken:
+            if not row.is_finished:
+                self._fail_row(row, f"tokens were chosen: {type(error).__name__}: {error}")
+
+    def _advance(self, row: Row, token: int, ended: str | None, logprob: TokenLogprob | None) -> None:
+        """Take one token and send what it added."""
+        try:
+            piece = self._writer.advance(row, token, ended, logprob)
+        except BaseException as error:  # the boundary of one row; a panic in Rust is no Exception
+            self._fail_row(row, f"its text was decoded: {type(error).__name__}: {error}")
+            return
+        if piece.finish is not None:
+            self._finish(row, piece.finish, piece=piece)
+        elif not piece.is_empty:
+            self._say(row, piece)
+
+    def _fail_row(self, row: Row, when: str) -> None:
+        log.error("row %d failed while %s", row.rid, when)
+        self._finish(row, Finish.ERROR, Failure(Code.ROW_FAILED, encodable(f"the request failed while {when}")))
+
+    def _close_reasoning(self, row: Row) -> None:
+        """Write the end of the reasoning block for the model and go on from there."""
+        self._batch.remove(row)
+        row.thinking_budget = None
+        for token in row.closing_ids:
+            ended = "length" if len(row.output) + 1 >= row.max_tokens else None
+            self._advance(row, token, ended, None)
+            if row.is_finished:
+                return
+        self._batch.insert(row)
+
+    def _read_logprobs(self, tokens: list[Token]) -> dict[int, TokenLogprob]:
+        wanted = [token for token in tokens if token.row.top_logprobs is not None]
+        if not wanted:
+            return {}
+        entries = self._logprobs.read([(token.id, token.logprobs, token.row.top_logprobs or 0) for token in wanted])
+        return {token.row.rid: entry for token, entry in zip(wanted, entries, strict=True)}
+
+    def _say(self, row: Row, piece: Piece, usage: Usage | None = None, failure: Failure | None = None) -> None:
+        """One delta for each event; ids and logprobs ride on the first, the end on the last."""
+        ids: tuple[int, ...] = tuple(row.unsent)
+        logprobs, rest = piece.logprobs, len(piece.events) or 1
+        row.unsent.clear()
+        for event in piece.events or _NOTHING:
+            rest -= 1
+            is_last = rest == 0
+            self._deltas.append(
+                Delta(
+                    row.rid,
+                    event.kind,
+                    event.text,
+                    ids,
+                    event.tool,
+                    logprobs,
+                    piece.finish if is_last else None,
+                    usage if is_last else None,
+                    failure if is_last else None,
+                    row.stops.hit if is_last else "",
+                )
+            )
+            ids, logprobs = (), None
+
+    def _recover(self, error: Exception) -> None:
+        """An exception out of a step leaves the batch in an unknown state: build a new one and prefill every row again.
+
+        Sampling depends on (seed, position) alone, so the rows go on with the tokens they would have had.
+        """
+        now = time.monotonic()
+        if is_allocation_failure(error) and self._share.shrink(now):
+            self._gauges.allocation_failures += 1
+            log.warning("a step found no memory for %d rows, and KV gets half: %s", len(self._batch), error)
+            traceback.clear_frames(error.__traceback__)  # they hold what the step had computed
+            self._cache.clear()
+            self._rebuild()
+            for row in self._unplaced():
+                self._queue.push(row)
+            return
+        is_fault = any(sign in str(error) for sign in GPU_FAULTS)
+        if is_fault or now - self._recovered_at < _RECOVERY_S:
+            raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
+        log.exception("a step failed; rebuilding the batch of %d rows", len(self._batch))
+        self._recovered_at = now
+        self._rebuild()
+        for row in self._unplaced():
+            self._batch.insert(row)
+
+    def _rebuild(self) -> None:
+        self._batch.abandon()
+        self._batch.close()
+        self._batch = self._new_batch()
+        self._apply(self._share.limits())
+
+    def _unplaced(self) -> list[Row]:
+        """The rows of a batch that is no more; those too that its failed step had let go of, and told nobody."""
+        return [row for row in self._rows.values() if row not in self._queue]
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def _finish(self, row: Row, finish: Finish, failure: Failure | None = None, piece: Piece | None = None) -> None:
+        """The one place where a row ends."""
+        assert not row.is_finished
+        row.is_finished = True
+        del self._rows[row.rid]
+        if finish in (Finish.STOP, Finish.LENGTH):
+            self._inbox.answered(time.monotonic())
+        self._batch.remove(row)
+        self._queue.remove(row)
+        if row.parser is not None:
+            self._gauges.malformed_tool_calls += row.parser.malformed
+        piece = piece or Piece([], None, finish)
+        self._say(row, piece, row.usage(time.monotonic()), failure)
+
+    def _fail_all(self, failure: Failure) -> None:
+        for row in list(self._rows.values()):
+            self._finish(row, Finish.ERROR, failure)
+
+    def _flush(self) -> None:
+        """One message for everything that this tick produced, with stats now and then."""
+        now = time.monotonic()
+        gauges = self._gauges
+        gauges.running, gauges.waiting = len(self._batch), len(self._queue)
+        gauges.busy_since = now
+        is_due = now >= self._stats_due
+        if not self._deltas and not is_due:
+            return
+        if now >= self._memory_due:
+            gauges.measure_memory()
+            gauges.kv_bytes = self._batch.kv_bytes
+            gauges.observe_cache(self._cache)
+            self._memory_due = now + _MEMORY_EVERY_S
+        if is_due:
+            self._stats_due = now + _STATS_EVERY_S
+        deltas, self._deltas = self._deltas, []
+        self._send(Step(self._spec.epoch, gauges.step_seq, deltas, gauges.snapshot() if is_due else None))
+
+    def _new_batch(self) -> Batch:
+        return Batch(
+            self._loaded.model,
+            self._loaded.eos_ids,
+            self.max_running,
+            max_chunk=self._spec.prefill_chunk,
+            cache=self._cache,
+            lane=self._plan.lane,
+        )

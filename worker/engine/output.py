@@ -1,0 +1,121 @@
+"""Sampled tokens to the events, logprobs and end that a row's next deltas carry."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from protocol.messages import Finish, Kind, Sampling, TokenLogprob
+from worker.engine.row import Row
+from worker.parsers import Event
+from worker.text.detokenize import Vocabulary
+from worker.text.stops import StopScanner
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """What one token added. Its text is safe to send: no part of it can still become a stop string or markup."""
+
+    events: list[Event]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish: Finish | None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.events and self.logprobs is None and self.finish is None
+
+
+class Writer:
+    """Detokenizing, stop strings, parsing, and the alignment of logprobs with the text that is out."""
+
+    def __init__(self, vocabulary: Vocabulary, controls: Mapping[int, str] | None = None) -> None:
+        """`controls` are the tokens that parsers know apart from text that looks like them."""
+        self._vocabulary = vocabulary
+        self._controls = controls or {}
+        self.token_bytes = vocabulary.token_bytes
+
+    def silent_row(self, prompt: list[int]) -> Row:
+        """A row for warming up: two greedy tokens that nobody reads."""
+        return Row(
+            rid=0,
+            prompt=prompt,
+            sampling=Sampling(temperature=0.0, ignore_eos=True),
+            max_tokens=2,
+            detokenizer=self._vocabulary.detokenizer(),
+            stops=StopScanner(()),
+            arrived=time.monotonic(),
+        )
+
+    def advance(self, row: Row, token: int, ended: str | None, logprob: TokenLogprob | None) -> Piece:
+        """Take one sampled token; `ended` is mlx-lm's reason. An end-of-sequence token has no text and no logprob."""
+        row.completion += 1
+        is_eos = ended == "stop"
+        text = ""
+        if not is_eos:
+            row.output.append(token)
+            row.held.append((row.text_seen, token, logprob))
+            text = row.detokenizer.add(token)
+            if token in self._controls:
+                self._note_control(row, text, self._controls[token])
+        if ended is not None:
+            text += row.detokenizer.finish()
+        row.text_seen += len(text)
+        safe, is_stopped = row.stops.feed(text)
+        if ended is not None and not is_stopped:
+            safe += row.stops.flush()
+        row.text_sent += len(safe)
+        finish = None
+        if is_stopped or is_eos:
+            finish = Finish.STOP
+        elif ended is not None:
+            finish = Finish.LENGTH
+        events = self._parse(row, safe, is_end=finish is not None, is_cut=not is_eos)
+        if row.is_one_call and (at := _first_end(events)) is not None:
+            # What comes after the call is not wanted, and neither is what this token may have said of it.
+            events, finish = events[: at + 1], Finish.STOP
+        if finish is Finish.STOP and row.parser is not None and row.parser.saw_tool_call:
+            # A call that nobody can read must not look like one that is whole.
+            finish = Finish.LENGTH if row.parser.is_broken else Finish.TOOL_CALLS
+        return Piece(events, self._release(row, is_stopped), finish)
+
+    def replay(self, row: Row, ids: Sequence[int]) -> None:
+        """Bring a row to where an earlier worker left it: the client has all that `ids` account for."""
+        for token in ids:
+            self.advance(row, token, None, None)
+        row.unsent.clear()
+
+    def _parse(self, row: Row, text: str, is_end: bool, is_cut: bool) -> list[Event]:
+        """Text to events; a token that opens or ends a block of reasoning counts as part of it."""
+        if row.parser is None:
+            return [Event(Kind.TEXT, text)] if text else []
+        was_reasoning = row.is_reasoning
+        events = row.parser.feed(text) if text else []
+        if is_end:
+            events += row.parser.finish(is_cut)
+        row.is_reasoning = row.parser.in_reasoning
+        row.reasoning += was_reasoning or row.is_reasoning
+        return events
+
+    def _note_control(self, row: Row, text: str, content: str) -> None:
+        """Tell the parser where the token's text begins, or that this cannot be told of this tokenizer."""
+        if row.parser is None:
+            return
+        if text.endswith(content):
+            row.parser.note_control(row.text_seen + len(text) - len(content))
+        else:
+            row.parser.ignore_controls()
+
+    def _release(self, row: Row, is_stopped: bool) -> tuple[TokenLogprob, ...] | None:
+        """Let go of the tokens whose text has begun to leave; those of a stop string never do."""
+        is_level = row.text_sent == row.text_seen and not is_stopped
+        held, logprobs = row.held, list[TokenLogprob]()
+        while held and (is_level or held[0][0] < row.text_sent):
+            _, token, logprob = held.popleft()
+            row.unsent.append(token)
+            if logprob is not None:
+                logprobs.append(logprob)
+        return tuple(logprobs) or None
+
+
+def _first_end(events: Sequence[Event]) -> int | None:
+    """Where the first tool call ends."""
+    return next((at for at, event in enumerate(events) if event.kind is Kind.TOOL_END), None)

@@ -1,0 +1,118 @@
+"""The order in which waiting rows run."""
+
+import heapq
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final
+
+from worker.engine.row import Row
+
+_STALE_ENTRIES: Final = 64
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The waiting rows of one priority. Owned by its queue.
+
+    `begun` is a heap of rows that have run before, here or on another worker, in the order in which they did. `turns`
+    are the rows of each tenant that have not, in order of arrival, the tenant whose turn is next first.
+    """
+
+    begun: list[tuple[float, int, Row]] = field(default_factory=list[tuple[float, int, Row]])
+    turns: OrderedDict[str, deque[Row]] = field(default_factory=OrderedDict[str, deque[Row]])
+
+    def is_empty(self) -> bool:
+        return not self.begun and not self.turns
+
+
+class Queue:
+    """Waiting rows: lower priority numbers first; then those that have begun; then one of each tenant in turn.
+
+    So a tenant waits for one row of every other, however many they have sent. A row's entry outlives its removal until
+    it comes up, or until there are too many of its kind.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, _Lane] = {}
+        self._arrivals = count(1)
+        self._waiting: set[Row] = set()
+        self._entries = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, row: Row) -> bool:
+        return row in self._waiting
+
+    def push(self, row: Row) -> None:
+        """Queue a row that is new, or that ran and had to make room."""
+        row.arrival = row.arrival or next(self._arrivals)
+        self._add(row)
+
+    def put_back(self, rows: Sequence[Row]) -> None:
+        """Queue popped rows again, in the order in which they were popped: as if they had not been."""
+        for row in reversed(rows):
+            self._add(row, is_next=True)
+
+    def pop(self) -> Row:
+        """The next row. Raises IndexError when empty."""
+        if not self._waiting:
+            raise IndexError("no row waits")
+        while True:
+            priority = min(self._lanes)
+            lane = self._lanes[priority]
+            row = self._take(lane)
+            if lane.is_empty():
+                del self._lanes[priority]
+            self._entries -= 1
+            if row in self._waiting:
+                self._waiting.remove(row)
+                return row
+
+    def remove(self, row: Row) -> None:
+        """Forget a row, waiting or not."""
+        self._waiting.discard(row)
+        if self._entries > 2 * len(self._waiting) + _STALE_ENTRIES:
+            self._sweep()
+
+    def _add(self, row: Row, *, is_next: bool = False) -> None:
+        self._waiting.add(row)
+        self._entries += 1
+        lane = self._lanes.setdefault(row.priority, _Lane())
+        if row.admitted or row.output:
+            # One that another worker began has not been admitted here: after those that have.
+            heapq.heappush(lane.begun, (row.admitted or math.inf, row.arrival, row))
+            return
+        rows = lane.turns.setdefault(row.tenant, deque())
+        if is_next:
+            rows.appendleft(row)
+            lane.turns.move_to_end(row.tenant, last=False)
+        else:
+            rows.append(row)
+
+    def _take(self, lane: _Lane) -> Row:
+        """The next entry of a lane. Its tenant goes to the end, unless the row was removed: then that was no turn."""
+        if lane.begun:
+            return heapq.heappop(lane.begun)[2]
+        tenant, rows = next(iter(lane.turns.items()))
+        row = rows.popleft()
+        if not rows:
+            del lane.turns[tenant]
+        elif row in self._waiting:
+            lane.turns.move_to_end(tenant)
+        return row
+
+    def _sweep(self) -> None:
+        for priority, lane in list(self._lanes.items()):
+            lane.begun = [entry for entry in lane.begun if entry[2] in self._waiting]
+            heapq.heapify(lane.begun)
+            for tenant, rows in list(lane.turns.items()):
+                lane.turns[tenant] = kept = deque(row for row in rows if row in self._waiting)
+                if not kept:
+                    del lane.turns[tenant]
+            if lane.is_empty():
+                del self._lanes[priority]
+        self._entries = len(self._waiting)

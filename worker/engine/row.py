@@ -1,0 +1,96 @@
+"""One sequence on its way through the worker."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import Sampling, TokenLogprob, Usage
+from worker.cache.prefix import Ticket
+from worker.parsers import Parser
+from worker.structured.guides import Rule
+from worker.text.detokenize import Detokenizer
+from worker.text.stops import StopScanner
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """Owned by the engine thread from the moment it leaves the intake. Times are of the monotonic clock.
+
+    `output` holds every sampled token but the end-of-sequence one. A token is `held` while none of its text may leave,
+    and `unsent` until a delta has carried its id.
+    """
+
+    rid: int
+    prompt: list[int]
+    sampling: Sampling
+    max_tokens: int
+    detokenizer: Detokenizer
+    stops: StopScanner
+    arrived: float
+    top_logprobs: int | None = None
+    echo: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    want_progress: bool = False
+    cache_salt: str = ""
+    # Rows of equal priority run in turn by it.
+    tenant: str = ""
+    # Where messages begin in the prompt: worth a checkpoint for models whose caches cannot be cut.
+    boundaries: list[int] = field(default_factory=list)
+    # Called before the sampling parameters' own processors.
+    processors: list[Any] = field(default_factory=list)
+    # What the output must match.
+    rule: Rule | None = None
+
+    arrival: int = 0
+    uid: int | None = None
+    prefilled: int = 0
+    reused: int = 0
+    output: list[int] = field(default_factory=list)
+    held: deque[tuple[int, int, TokenLogprob | None]] = field(default_factory=deque)
+    unsent: list[int] = field(default_factory=list)
+    text_seen: int = 0
+    text_sent: int = 0
+    parser: Parser | None = None
+    # Ends with its first tool call.
+    is_one_call: bool = False
+    is_reasoning: bool = False
+    thinking_budget: int | None = None
+    # What is written for the model once the budget is used up.
+    closing_ids: tuple[int, ...] = ()
+    reasoning: int = 0
+    # Prompt tokens that the prefix cache gave when the row was first inserted; later ones may be the row's own.
+    cached: int | None = None
+    completion: int = 0
+    admitted: float = 0.0
+    first_token: float = 0.0
+    is_finished: bool = False
+    # Reads from disk that this row waits for, or that wait for it.
+    ticket: Ticket | None = None
+    _tokens: npt.NDArray[np.int32] | None = None
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Prompt and output so far; not to be written to. Made once for as long as no token is added."""
+        if self._tokens is None or len(self._tokens) != len(self.prompt) + len(self.output):
+            self._tokens = np.array(self.prompt + self.output, dtype=np.int32)
+        return self._tokens
+
+    @property
+    def has_thought_enough(self) -> bool:
+        return self.thinking_budget is not None and self.is_reasoning and self.reasoning >= self.thinking_budget
+
+    def usage(self, now: float) -> Usage:
+        admitted = self.admitted or now
+        first = self.first_token or now
+        return Usage(
+            prompt=len(self.prompt),
+            cached=self.cached or 0,
+            completion=self.completion,
+            reasoning=self.reasoning,
+            queue_ms=(admitted - self.arrived) * 1e3,
+            prefill_ms=(first - admitted) * 1e3,
+            decode_ms=(now - first) * 1e3,
+        )

@@ -1,0 +1,229 @@
+"""How tokens are chosen.
+
+Every row of a batch shares one `RowSampler`, so that sampling is a handful of operations on `[rows, vocab]` however
+many parameters differ. The token at output position p of a request is drawn with a key made of (seed, p) alone:
+its companions in the batch, chunking, preemption and restarts cannot change it.
+"""
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from protocol.messages import Sampling
+from worker.structured.masks import Masks
+
+Processor = Callable[[mx.array, mx.array], mx.array]
+"""(context ids `[tokens]`, logits `[1, vocab]`) -> logits; context is prompt and output so far."""
+
+_MASK64 = (1 << 64) - 1
+# Below this, dividing by the temperature says nothing but "the best", and at last overflows.
+_COLD = 1e-5
+# Up to here, choosing the best and ordering only those is faster than ordering all tokens.
+_RANKED_MAX = 1024
+# SplitMix64's increment (Steele, Lea, Flood 2014): spreads consecutive positions over the key space.
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class RowSampler:
+    """Samples for all rows at once; told by `rows` which requests the next call is for."""
+
+    def __init__(self, masks: Masks | None = None) -> None:
+        # What grammars forbid: it goes onto the logits before they become the log-probabilities given to `__call__`.
+        self.masks = masks or Masks()
+        self._params: dict[int, Sampling] = {}
+        self._position: dict[int, int] = {}
+        self._uids: tuple[int, ...] = ()
+        self._plans: dict[tuple[int, ...], _Plan] = {}
+
+    def add(self, uid: int, params: Sampling, position: int) -> None:
+        """Start sampling for `uid` at output position `position`."""
+        self._params[uid] = params
+        self._position[uid] = position
+
+    def discard(self, uid: int) -> None:
+        self._params.pop(uid, None)
+        self._position.pop(uid, None)
+        self._plans.clear()
+
+    @contextmanager
+    def rows(self, uids: Sequence[int]) -> Generator[None]:
+        """Which requests, in order, the calls inside are for."""
+        before, self._uids = self._uids, tuple(uids)
+        try:
+            yield
+        finally:
+            self._uids = before
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Log-probabilities `[rows, vocab]` to token ids `[rows]`."""
+        plan = self._plans.get(self._uids)
+        if plan is None:
+            plan = self._plans[self._uids] = _Plan.of([self._params[uid] for uid in self._uids])
+        keys = [_key(self._params[uid].seed, self._position[uid]) for uid in self._uids] if plan.is_random else []
+        for uid in self._uids:
+            self._position[uid] += 1
+        return plan.sample(logprobs, keys)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The parameters of one batch composition, as columns `[rows, 1]`.
+
+    `width` is how many of the best tokens `top_k` and `top_p` look at in order: 0 is none of them, None is all.
+    """
+
+    is_random: bool
+    has_min_p: bool
+    width: int | None
+    greedy: mx.array
+    is_whole: mx.array
+    temperature: mx.array
+    top_k: mx.array
+    top_p: mx.array
+    log_min_p: mx.array
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling]) -> "_Plan":
+        def column(values: list[float], dtype: mx.Dtype = mx.float32) -> mx.array:
+            return mx.array(values, dtype=dtype)[:, None]
+
+        greedy = [row.temperature < _COLD for row in rows]
+        is_whole = [cold or not (row.top_k or row.top_p < 1) for row, cold in zip(rows, greedy, strict=True)]
+        ranked = [row.top_k for row, whole in zip(rows, is_whole, strict=True) if not whole]
+        return cls(
+            is_random=not all(greedy),
+            has_min_p=any(row.min_p > 0 for row in rows),
+            width=max(ranked, default=0) if all(0 < top_k <= _RANKED_MAX for top_k in ranked) else None,
+            greedy=mx.array(greedy),
+            is_whole=mx.array(is_whole)[:, None],
+            temperature=column([1.0 if cold else row.temperature for row, cold in zip(rows, greedy, strict=True)]),
+            top_k=column([row.top_k or 2**31 - 1 for row in rows], mx.int32),
+            top_p=column([row.top_p if row.top_p < 1 else 2.0 for row in rows]),
+            log_min_p=column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows]),
+        )
+
+    def sample(self, logprobs: mx.array, keys: list[list[int]]) -> mx.array:
+        best = mx.argmax(logprobs, axis=-1)
+        if not self.is_random:
+            return best
+        scaled = logprobs.astype(mx.float32) / self.temperature
+        if self.has_min_p:
+            best_scaled = mx.max(scaled, axis=-1, keepdims=True)
+            scaled = mx.where(scaled >= best_scaled + self.log_min_p, scaled, -math.inf)
+        if self.width != 0:
+            scaled = self._filter(scaled)
+        # Gumbel-max: argmax(log p + Gumbel noise) is a draw from p.
+        noise = _gumbel(keys, logprobs.shape[-1])
+        return mx.where(self.greedy, best, mx.argmax(scaled + noise, axis=-1))
+
+    def _filter(self, scaled: mx.array) -> mx.array:
+        """top_k, then top_p over what is left; a tie at the border is kept."""
+        width = scaled.shape[-1] if self.width is None else self.width
+        best = mx.topk(scaled, width, axis=-1) if width < scaled.shape[-1] else scaled
+        ordered = -mx.sort(-best, axis=-1)
+        rank = mx.arange(ordered.shape[-1], dtype=mx.int32)[None]
+        # Sums that run along the order are the same however many tokens follow: a row alone is a row in company.
+        mass = mx.where(rank < self.top_k, mx.exp(ordered - ordered[:, :1]), 0.0)
+        mass_until = mx.cumsum(mass, axis=-1)
+        alive = (rank < self.top_k) & (mass_until - mass < self.top_p * mass_until[:, -1:])
+        # The best token is always alive: rank 0 and no mass before it.
+        threshold = mx.min(mx.where(alive | (rank == 0), ordered, math.inf), axis=-1, keepdims=True)
+        return mx.where((scaled >= threshold) | self.is_whole, scaled, -math.inf)
+
+
+def _gumbel(keys: list[list[int]], vocab: int) -> mx.array:
+    """Noise `[rows, vocab]`; a row's depends on its key alone."""
+
+    def one(key: mx.array) -> mx.array:
+        return mx.random.gumbel(shape=(vocab,), key=key)
+
+    return mx.vmap(one)(mx.array(keys, mx.uint32))
+
+
+def _key(seed: int, position: int) -> list[int]:
+    """A Threefry key for one draw: two 32-bit words that depend on (seed, position) alone."""
+    mixed = ((seed & _MASK64) + (position + 1) * _GOLDEN) & _MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    mixed ^= mixed >> 31
+    return [mixed >> 32, mixed & 0xFFFFFFFF]
+
+
+def processors(params: Sampling, prompt_tokens: int) -> list[Processor]:
+    """Bias and penalties of one request, in the order of `Sampling`; empty for most."""
+    chain: list[Processor] = []
+    if params.logit_bias:
+        chain.append(_bias(params.logit_bias))
+    if params.repetition_penalty != 1.0:
+        chain.append(_repetition(params.repetition_penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        chain.append(_presence_and_frequency(params.presence_penalty, params.frequency_penalty, prompt_tokens))
+    return chain
+
+
+def _bias(bias: dict[int, float]) -> Processor:
+    ids, values = mx.array(list(bias.keys())), mx.array(list(bias.values()))
+
+    def apply(_context: mx.array, logits: mx.array) -> mx.array:
+        return logits.at[:, ids].add(values.astype(logits.dtype))
+
+    return apply
+
+
+def _repetition(penalty: float) -> Processor:
+    """Divides positive and multiplies negative logits of every token seen (CTRL, arXiv:1909.05858, eq. 2)."""
+
+    def apply(context: mx.array, logits: mx.array) -> mx.array:
+        seen = logits[:, context]
+        logits[:, context] = mx.where(seen < 0, seen * penalty, seen / penalty)
+        return logits
+
+    return apply
+
+
+def _presence_and_frequency(presence: float, frequency: float, prompt_tokens: int) -> Processor:
+    """logit -= count * frequency + (count > 0) * presence, over the output only (OpenAI API reference)."""
+
+    def apply(context: mx.array, logits: mx.array) -> mx.array:
+        output = context[prompt_tokens:]
+        if output.size == 0:
+            return logits
+        counts = mx.zeros(logits.shape[-1:], dtype=mx.float32).at[output].add(1.0)
+        return logits - (counts * frequency + (counts > 0) * presence).astype(logits.dtype)[None]
+
+    return apply
+
+
+class Guard:
+    """A processor that cannot raise: an exception in the middle of a step would corrupt every row.
+
+    So would logits of another shape, and another dtype would change the other rows' numbers. The loop looks at `error`
+    after the step and fails this row alone.
+    """
+
+    __slots__ = ("_inner", "error")
+
+    def __init__(self, inner: Processor) -> None:
+        self._inner = inner
+        self.error: Exception | None = None
+
+    def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
+        if self.error is None:
+            try:
+                return _like(self._inner(context, logits), logits)
+            except Exception as error:  # the boundary of one row
+                self.error = error
+        return logits
+
+
+def _like(processed: object, logits: mx.array) -> mx.array:
+    """What a processor returned, if it can stand in for `logits`. Raises TypeError."""
+    if not isinstance(processed, mx.array):
+        raise TypeError(f"a processor returned {type(processed).__name__} instead of logits")
+    if processed.shape != logits.shape or processed.dtype != logits.dtype:
+        now, then = (f"{one.dtype}{list(one.shape)}" for one in (processed, logits))
+        raise TypeError(f"a processor returned {now} for logits of {then}")
+    return processed

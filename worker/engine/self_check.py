@@ -1,0 +1,233 @@
+"""The self-check of a load: which lane gives every row its own tokens, whoever runs beside it.
+
+Some of mlx-lm's architectures compute a padded row wrongly, or raise beside a second one. So a few short prompts run
+alone on the model's own caches, which is the reference, and then as the engine would run them: together, cut into
+chunks, from the prefix cache. Log-probabilities are compared: tokens alone can agree by luck.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from protocol.failures import Code
+from protocol.messages import Sampling
+from worker.cache.kv import Layout
+from worker.cache.prefix import PrefixCache
+from worker.engine.batch import Batch
+from worker.engine.row import Row
+from worker.errors import GPU_FAULTS, LoadFailed, is_allocation_failure
+from worker.model import memory
+from worker.model.lanes import Lane, Plan
+from worker.text.stops import StopScanner
+
+log = logging.getLogger("mlxd.worker")
+
+# Unequal, and the longer one is two chunks and its last token.
+SHORT: Final = 4
+LONG: Final = 11
+CHUNK: Final = 5
+# Of the longer one, what another prompt leaves in the prefix cache.
+SHARED: Final = 8
+# Tokens that a check needs.
+SAMPLE: Final = SHORT + LONG
+# Tokens that each row generates: the shorter one's third is decoded beside the longer one in every lane.
+OUTPUT: Final = 3
+_WHOLE: Final = 16
+_CACHE_BYTES: Final = 1 << 40
+# Of this many likeliest tokens, how far log-probabilities may be from the reference, each weighted by its probability:
+# in float32 on a CPU; and where kernels and formats of 16 bits round by shape, this many times what cutting a prompt
+# into chunks changes. Beyond the last, chunks themselves are wrong.
+TOP: Final = 16
+EXACT: Final = 1e-3
+ROUNDINGS: Final = 4.0
+ROUNDED_MIN: Final = 0.1
+ROUNDED_MAX: Final = 0.5
+ROUNDED_REFUSED: Final = 1.0
+# Signs of a device that failed, or of memory that is not there: they say nothing of the lane.
+_LANES: Final = (Lane.TOGETHER, Lane.EQUAL, Lane.SINGLE)
+_TOLD: Final = {
+    Lane.EQUAL: "prompts are prefilled in chunks of equal length",
+    Lane.SINGLE: "requests run one at a time",
+}
+
+
+@dataclass(slots=True)
+class _Said:
+    """Tokens of one row, and before each the likeliest ones with their log-probabilities."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[mx.array] = field(default_factory=list)
+
+
+class _NoText:
+    """The detokenizer of rows that nobody reads."""
+
+    def add(self, token: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+class Wrong(Exception):
+    """A way of running rows that changes what they say; the message says which, and how."""
+
+
+def choose(model: Any, ids: Sequence[int], batching: str) -> Plan:
+    """The first lane that is exact. `ids` are at least `SAMPLE` tokens of text. Raises `LoadFailed`.
+
+    `batching` is `auto`, or the lane that the operator wants: such a one is taken as it is.
+    """
+    mergeable = all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
+    if batching != "auto":
+        return _asked(Lane(batching), mergeable)
+    started = time.monotonic()
+    plan = _Check(model, ids).plan(mergeable)
+    log.info("self-check: lane %s, in %.0f ms", plan.lane, (time.monotonic() - started) * 1e3)
+    if plan.reason:
+        log.warning("%s", plan.reason)
+    return plan
+
+
+def refusal(error: Exception) -> LoadFailed:
+    """A forward pass of a model that has just been loaded raised. Raises faults of the device again."""
+    message = f"mlx-lm cannot run this model: {_because(error)}"
+    return LoadFailed(Code.MODEL_UNSUPPORTED, message, detail=repr(error))
+
+
+def _asked(lane: Lane, mergeable: bool) -> Plan:
+    if not mergeable and lane is not Lane.SINGLE:
+        raise LoadFailed(Code.BAD_CONFIG, f"batching = '{lane}', but mlx-lm cannot batch this model; use 'single'")
+    return Plan(lane)
+
+
+class _Check:
+    def __init__(self, model: Any, ids: Sequence[int]) -> None:
+        self._model = model
+        self._prompts = [list(ids[:SHORT]), list(ids[SHORT : SHORT + LONG])]
+        self._layout = Layout.of(lambda: make_prompt_cache(model))
+        # Set by the reference.
+        self._limit = 0.0
+
+    def plan(self, mergeable: bool) -> Plan:
+        expected = self._reference()
+        why = "" if mergeable else "mlx-lm has no batch form of its caches"
+        for lane in _LANES if mergeable else (Lane.SINGLE,):
+            try:
+                return self._plan(lane, expected, [f"{_TOLD[lane]}, because {why}"] if why else [])
+            except LoadFailed:
+                raise
+            except Exception as error:  # the boundary to code of every architecture
+                why = _because(error)
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm computes this model wrongly: {why}")
+
+    def _reference(self) -> list[_Said]:
+        """Each prompt alone, which must be what it is in chunks."""
+        try:
+            expected = [self._alone(prompt, _WHOLE) for prompt in self._prompts]
+            chunked = self._alone(self._prompts[1], CHUNK)
+        except Exception as error:  # the boundary to code of every architecture
+            raise refusal(error) from error
+        steps = [step for said in expected for step in said.logprobs]
+        if not all(bool(mx.isfinite(mx.max(step))) for step in steps):
+            raise LoadFailed(Code.MODEL_CORRUPT, "the model's log-probabilities are not finite: its weights are broken")
+        is_exact = steps[0].dtype == mx.float32 and not memory.has_gpu()
+        drift = _drift([chunked], expected[1:])
+        if not drift <= (EXACT if is_exact else ROUNDED_REFUSED):
+            why = f"in chunks, a prompt's log-probabilities are off by {drift:.2g}"
+            raise LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm computes this model wrongly: {why}")
+        self._limit = EXACT if is_exact else min(max(ROUNDED_MIN, ROUNDINGS * drift), ROUNDED_MAX)
+        return expected
+
+    def _plan(self, lane: Lane, expected: list[_Said], reasons: list[str]) -> Plan:
+        """Raises `Wrong`, or what the model raises, if the lane is not exact."""
+        if lane is not Lane.SINGLE:
+            self._compare("beside a longer one", self._run(lane, [self._prompts], _WHOLE), expected)
+        try:
+            # The rows in chunks, after one that has left the beginning of the longer one in the cache.
+            waves = [[self._prompts[1][:SHARED]], self._prompts]
+            self._compare("from the prefix cache", self._run(lane, waves, CHUNK, _CACHE_BYTES)[1:], expected)
+        except Exception as error:  # the boundary to code of every architecture
+            why = _because(error)
+            self._compare("beside a longer one, in chunks", self._run(lane, [self._prompts], CHUNK), expected)
+            return Plan(lane, False, "; ".join([*reasons, f"prefixes are not reused, because {why}"]))
+        return Plan(lane, True, "; ".join(reasons))
+
+    def _alone(self, prompt: list[int], chunk: int) -> _Said:
+        return self._run(Lane.SINGLE, [[prompt]], chunk)[0]
+
+    def _run(self, lane: Lane, waves: Sequence[Sequence[list[int]]], chunk: int, cache_bytes: int = 0) -> list[_Said]:
+        """Each wave together, one after the other, through a batch of their own."""
+        cache = PrefixCache(self._layout, cache_bytes)
+        batch = Batch(self._model, (), 1 if lane is Lane.SINGLE else len(self._prompts), chunk, cache, lane)
+        said: list[_Said] = []
+        try:
+            for wave in waves:
+                said += _listen(batch, wave, chunk)
+                batch.settle()
+        except BaseException:
+            batch.abandon()
+            raise
+        finally:
+            batch.close()
+        return said
+
+    def _compare(self, how: str, said: Sequence[_Said], expected: Sequence[_Said]) -> None:
+        """Raise `Wrong` where rows differ by more than rounding explains."""
+        drift = _drift(said, expected)
+        if not drift <= self._limit:
+            raise Wrong(f"{how} a prompt's log-probabilities are off by {drift:.2g}")
+
+
+def _drift(said: Sequence[_Said], expected: Sequence[_Said]) -> float:
+    """How far the likeliest tokens are from where they should be, at the worst step; nan where one is not a number."""
+    drifts = [0.0]
+    for one, other in zip(said, expected, strict=True):
+        for step, wanted in enumerate(other.logprobs):
+            if one.ids[:step] != other.ids[:step]:
+                break  # a tie went the other way: what follows it is of another text
+            top = mx.argsort(-wanted)[:TOP]
+            one_top, top = (logprobs[top].astype(mx.float32) for logprobs in (one.logprobs[step], wanted))
+            drifts.append(float(cast(float, mx.sum(mx.softmax(top) * mx.abs(one_top - top)).item())))
+    return math.nan if any(math.isnan(drift) for drift in drifts) else max(drifts)
+
+
+def _listen(batch: Batch, prompts: Sequence[list[int]], chunk: int) -> list[_Said]:
+    said = [_Said() for _ in prompts]
+    for rid, prompt in enumerate(prompts):
+        batch.insert(_row(rid, prompt))
+    while batch:
+        for token in batch.tick(chunk).tokens:
+            said[token.row.rid].ids.append(token.id)
+            said[token.row.rid].logprobs.append(token.logprobs)
+    return said
+
+
+def _row(rid: int, prompt: list[int]) -> Row:
+    return Row(
+        rid=rid,
+        prompt=prompt,
+        sampling=Sampling(temperature=0.0, ignore_eos=True),
+        max_tokens=OUTPUT,
+        detokenizer=_NoText(),
+        stops=StopScanner(()),
+        arrived=time.monotonic(),
+    )
+
+
+def _because(error: Exception) -> str:
+    """The reason for a person. Raises what says nothing of the model."""
+    text = str(error)
+    if is_allocation_failure(error):
+        raise LoadFailed(Code.OUT_OF_MEMORY, "not enough memory to run the model", detail=text) from error
+    if any(sign in text for sign in GPU_FAULTS):
+        raise error
+    if isinstance(error, Wrong):
+        return text
+    return f"{type(error).__name__}: {text.partition(chr(10))[0]}"

@@ -1,0 +1,281 @@
+"""From a name to a model in memory, or a plain sentence about why not. Never downloads anything."""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    IncompleteSnapshotError,
+    LocalEntryNotFoundError,
+)
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.utils import load_model, load_tokenizer
+
+from protocol.context import CONTEXT_KEYS, context_of
+from protocol.failures import Code
+from protocol.spec import WorkerSpec
+from worker.engine.self_check import SAMPLE, choose
+from worker.errors import LoadFailed, is_allocation_failure
+from worker.model.lanes import DETERMINISTIC, Plan
+from worker.prompt.templates import check_template
+
+DEMO: Final = "demo"
+DEMO_DIR: Final = Path(__file__).parents[1] / "demo_model"
+
+_DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+# For a model of which neither its files nor its class say anything.
+_DEFAULT_CONTEXT: Final = 8192
+# A tokenizer without a limit names a number such as 1e30.
+_NO_LIMIT: Final = 1_000_000_000
+# What the self-check reads.
+_TEXT: Final = "The river was low that summer, and the people of the town walked across it on stones to the market."
+_LFS_POINTER: Final = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that can be batched, with its tokenizer (mlx-lm's wrapper) and the facts requests are checked against."""
+
+    model: Any
+    tokenizer: Any
+    path: Path
+    model_type: str
+    vocab_size: int
+    max_context: int
+    eos_ids: tuple[int, ...]
+    weights_bytes: int
+    plan: Plan
+
+
+def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
+    """Load what `spec` names. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
+    if spec.chat_template:
+        check_template(spec.chat_template)
+    path = resolve(spec.path)
+    config = _read_config(path)
+    total = check_weights(path)
+    progress("weights", 0, total)
+    try:
+        model, config = load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
+        _cast(model, spec.dtype)
+        mx.eval(model.parameters())
+        tokenizer = load_tokenizer(
+            path, {"trust_remote_code": spec.trust_remote_code}, eos_token_ids=config.get("eos_token_id")
+        )
+    except LoadFailed:
+        raise
+    except MemoryError as error:
+        raise LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {spec.path} ({total} bytes)") from error
+    except Exception as error:  # the boundary to code of every architecture
+        raise _explain(path, config, error) from error
+    if not tokenizer.encode("a"):  # what transformers makes of a folder without one
+        raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
+    if spec.chat_template:
+        tokenizer.chat_template, tokenizer.has_chat_template = spec.chat_template, True
+    weights_bytes = _nbytes(model)
+    progress("weights", weights_bytes, weights_bytes)
+    vocab_size = _vocab_size(config, tokenizer)
+    eos_ids = tuple(sorted(tokenizer.eos_token_ids))
+    _check_eos(eos_ids, vocab_size)
+    progress("check", weights_bytes, weights_bytes)
+    return Loaded(
+        model=model,
+        tokenizer=tokenizer,
+        path=path,
+        model_type=str(config.get("model_type", "")),
+        vocab_size=vocab_size,
+        max_context=_context(config, model, tokenizer, spec.context),
+        eos_ids=eos_ids,
+        weights_bytes=weights_bytes,
+        plan=DETERMINISTIC if spec.deterministic else choose(model, _sample(tokenizer, vocab_size), spec.batching),
+    )
+
+
+def resolve(path: str) -> Path:
+    """The folder of a model: the embedded demo, a local folder, or a snapshot in the Hugging Face cache."""
+    if path == DEMO:
+        return DEMO_DIR
+    local = Path(path).expanduser()
+    if path and local.is_dir():
+        return local.resolve()
+    if local.is_absolute() or path.startswith((".", "~")):
+        raise LoadFailed(Code.MODEL_MISSING, f"there is no folder {path}")
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except IncompleteSnapshotError as error:
+        # Whoever downloads takes what MLX reads, never all files; what is wanting of that is found out below.
+        return Path(error.snapshot_path)
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
+        raise LoadFailed(
+            Code.MODEL_MISSING,
+            f"{path} is neither a folder nor in the local Hugging Face cache; download it with: mlxctl pull {path}",
+        ) from error
+
+
+def check_weights(path: Path) -> int:
+    """Total bytes of the weight files, after checking that each is present and whole. Raises `LoadFailed`."""
+    # A link into the Hugging Face cache may point to nothing.
+    files = sorted(file for file in path.glob("model*.safetensors") if file.exists())
+    index = path / "model.safetensors.index.json"
+    if files and index.exists():
+        missing = sorted(_shards(index) - {file.name for file in files})
+        if missing:
+            raise LoadFailed(Code.MODEL_MISSING, f"{path} lacks {len(missing)} weight file(s), such as {missing[0]}")
+    if not files:
+        raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no model*.safetensors file")
+    return sum(_check_safetensors(file) for file in files)
+
+
+def _shards(index: Path) -> set[str]:
+    """The weight files that an index names."""
+    match _read_json(index):
+        case {"weight_map": {**weight_map}} if all(isinstance(name, str) for name in weight_map.values()):
+            return set(weight_map.values())
+        case _:
+            raise LoadFailed(Code.MODEL_CORRUPT, f"{index} names no weight files")
+
+
+def _check_safetensors(file: Path) -> int:
+    """Size in bytes of one file whose header agrees with its length (format: github.com/huggingface/safetensors)."""
+    size = os.stat(file).st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if start == _LFS_POINTER[:8]:
+            raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is a git-lfs pointer, not the weights; run: git lfs pull")
+        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if header_bytes > size - 8:
+            raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is truncated or not a safetensors file")
+        try:
+            header = json.loads(stream.read(header_bytes))
+            entries = [entry for name, entry in header.items() if name != "__metadata__"]
+            end = max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise LoadFailed(Code.MODEL_CORRUPT, f"{file} has a broken safetensors header") from error
+    if 8 + header_bytes + end != size:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is incomplete: {size} bytes instead of {8 + header_bytes + end}")
+    return size
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config_file = path / "config.json"
+    if not config_file.exists():
+        raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no config.json")
+    config = _read_json(config_file)
+    if "model_type" not in config:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{config_file} names no model_type")
+    return config
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is not a JSON object")
+    return content
+
+
+def _explain(path: Path, config: dict[str, Any], error: Exception) -> LoadFailed:
+    text = str(error)
+    reason = text.partition("\n")[0].strip(" :")
+    if "not supported" in text:
+        kind = config["model_type"]
+        return LoadFailed(Code.MODEL_UNSUPPORTED, f"mlx-lm has no architecture '{kind}' ({path})", detail=text)
+    if "trust_remote_code" in text:
+        return LoadFailed(
+            Code.MODEL_UNSUPPORTED, f"{path} runs code of its own; allow it with trust_remote_code = true", detail=text
+        )
+    if is_allocation_failure(error):
+        return LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {path}", detail=text)
+    return LoadFailed(Code.MODEL_CORRUPT, f"{path} could not be loaded: {type(error).__name__}: {reason}", detail=text)
+
+
+def _cast(model: Any, dtype: str) -> None:
+    """Floating-point parameters to `dtype`; `auto` is float32 on CPU, where half precision is slow, else as stored."""
+    if dtype == "auto":
+        if mx.default_device() != mx.Device(mx.cpu):
+            return
+        dtype = "float32"
+    if dtype not in _DTYPES:
+        raise LoadFailed(Code.BAD_CONFIG, f"unknown dtype '{dtype}'; one of auto, {', '.join(_DTYPES)}")
+    target = _DTYPES[dtype]
+
+    # A model names what fewer bits would spoil, such as a router's bias or the logarithm of a decay.
+    may_cast: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _path: True)
+
+    def cast(path: str, array: mx.array) -> mx.array:
+        is_cast = mx.issubdtype(array.dtype, mx.floating) and (target == mx.float32 or may_cast(path))
+        return array.astype(target) if is_cast else array
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def _nbytes(model: Any) -> int:
+    parameters: Any = tree_flatten(model.parameters())
+    return sum(int(array.nbytes) for _, array in parameters)
+
+
+def _check_eos(eos_ids: Sequence[int], vocab_size: int) -> None:
+    beyond = [token for token in eos_ids if not 0 <= token < vocab_size]
+    if beyond:
+        raise LoadFailed(
+            Code.MODEL_CORRUPT,
+            f"the model's files give {beyond[0]} as an end-of-sequence token, beyond its {vocab_size} tokens",
+        )
+
+
+def _sample(tokenizer: Any, vocab_size: int) -> list[int]:
+    """Tokens of an ordinary text for the self-check, and others where that is too short."""
+    ids = [token for token in tokenizer.encode(_TEXT) if token < vocab_size]
+    return ids + [(20 + 7 * at) % vocab_size for at in range(SAMPLE - len(ids))]
+
+
+def _vocab_size(config: dict[str, Any], tokenizer: Any) -> int:
+    """Ids below this are safe to embed: where the configuration names two sizes, the smaller."""
+    return min((_size_of(source, "vocab_size") for source in _sources(config, "vocab_size")), default=len(tokenizer))
+
+
+def _context(config: dict[str, Any], model: Any, tokenizer: Any, wanted: int) -> int:
+    """`wanted` is the longest that the operator wants: it caps what config.json says, and stands where that is silent.
+
+    Without either, the model class's own default counts, then the tokenizer's limit.
+    """
+    named = context_of(config)
+    if named is not None:
+        own = _positive(*named)
+        return min(own, wanted) if wanted else own
+    limit = getattr(tokenizer, "model_max_length", None)
+    stated = limit if isinstance(limit, int) and 0 < limit < _NO_LIMIT else _DEFAULT_CONTEXT
+    return wanted or _class_default(model) or stated
+
+
+def _class_default(model: Any) -> int:
+    """The window of the class's arguments, or of those of the text model inside of it; 0 for none."""
+    parts = (getattr(part, "args", None) for part in (model, getattr(model, "language_model", None)))
+    values = (getattr(args, key, None) for args in parts if args is not None for key in CONTEXT_KEYS)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+
+def _sources(config: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The parts of a configuration that set `key`: the model's own, and that of the text model inside of it."""
+    text_config = config.get("text_config")
+    return [part for part in (config, text_config) if isinstance(part, dict) and part.get(key)]
+
+
+def _size_of(source: dict[str, Any], key: str) -> int:
+    return _positive(key, source[key])
+
+
+def _positive(key: str, value: Any) -> int:
+    if not isinstance(value, int | float) or value < 1:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"the model's config.json gives {key} as {value!r}")
+    return int(value)

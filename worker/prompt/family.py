@@ -1,0 +1,127 @@
+"""How one model writes reasoning and tool calls: which parser reads it, and which control tokens that parser sees."""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, Final
+
+from msgspec import structs
+
+from protocol.failures import Code
+from protocol.messages import ChatPrompt
+from worker.errors import LoadFailed
+from worker.model.loader import Loaded
+from worker.parsers import (
+    FAMILIES,
+    NO_CONTROLS,
+    Controls,
+    Parser,
+    UnknownFamily,
+    call_ids,
+    detect_family,
+    is_markup,
+    make_parser,
+    reasoning_end,
+    resolve,
+    start_in_reasoning,
+)
+from worker.parsers.channels import Channels
+from worker.structured.tool_grammar import has_calls, next_message
+
+# What models that can only think less are told when they are not to think.
+_LEAST_EFFORT: Final = {"harmony": "low", "solar_open": "low"}
+
+
+class Dialect:
+    """Chosen once per model, from its template and vocabulary unless its configuration names a family."""
+
+    def __init__(self, loaded: Loaded, plain_chat: str, knows_tools: bool, wanted: str) -> None:
+        """`plain_chat` is a rendered chat without reasoning or tools: its control tokens only mark turns."""
+        tokenizer = loaded.tokenizer
+        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+        try:
+            self.family = (
+                resolve(wanted) if wanted else detect_family(template, tokenizer.get_vocab(), loaded.model_type)
+            )
+        except UnknownFamily as error:
+            raise LoadFailed(Code.BAD_CONFIG, str(error)) from error
+        # A template without tools gets them as text, in the format that this family reads.
+        self.tool_family = self.family if knows_tools and has_calls(self.family) else "hermes"
+        self.closing_ids = _ids(loaded, self._closing())
+        # Where a call is to come, the next message is one to a tool.
+        self.calling_ids = _ids(loaded, next_message(self.family)) or self.closing_ids
+        self.visible = self._visible(tokenizer, template or "", plain_chat)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        controls = {token: entry for token, entry in added.items() if is_markup(entry.content, entry.special)}
+        self._controls = Controls({entry.content: entry.special for entry in controls.values()})
+        # The ids that parsers are told of, and their texts; the others have none.
+        self.controls: dict[int, str] = {
+            token: entry.content
+            for token, entry in controls.items()
+            if not entry.special or entry.content in self.visible
+        }
+
+    def asked(self, prompt: ChatPrompt) -> ChatPrompt:
+        """A prompt in the words that this family's templates know."""
+        least = _LEAST_EFFORT.get(self.family, "") if prompt.thinking is False and not prompt.effort else ""
+        return structs.replace(prompt, effort=least) if least else prompt
+
+    def thinking_budget(self, prompt: ChatPrompt, wanted: int | None) -> int | None:
+        """How long it may think. Whose template cannot keep it from thinking has its block closed at once.
+
+        Not where a message of thoughts may come before one to a tool: closing it would choose between them.
+        """
+        if prompt.thinking is not False or (prompt.tools and isinstance(FAMILIES[self.family].grammar, Channels)):
+            return wanted
+        return 0
+
+    def parser(self, prompt: ChatPrompt, rendered: str, is_ruled: bool = False, *, id_seed: str) -> tuple[Parser, bool]:
+        """A parser for one answer, and whether the answer begins inside of reasoning. Its calls' ids follow from
+        `id_seed`, so that a successor gives them again.
+
+        `is_ruled`: a grammar goes by characters, whatever tokens write them, and so must what reads its output.
+        """
+        is_reasoning = start_in_reasoning(self.family, rendered)
+        parser = make_parser(
+            self.tool_family if prompt.tools else self.family,
+            tools=prompt.tools,
+            start_in_reasoning=is_reasoning,
+            parse_tools=bool(prompt.tools),
+            controls=NO_CONTROLS if is_ruled else self._controls,
+            new_id=call_ids(id_seed),
+        )
+        return parser, is_reasoning
+
+    def _closing(self) -> str:
+        """What ends a reasoning block and begins the answer, in the family's own markup; empty if it never reasons."""
+        end = reasoning_end(self.family)
+        is_message = isinstance(FAMILIES[self.family].grammar, Channels)
+        return end if is_message or not end else f"\n{end}\n\n"
+
+    def _visible(self, tokenizer: Any, template: str, plain_chat: str) -> frozenset[str]:
+        """The control tokens that reach the parser: those of its markers, and those that a template uses for more than
+        turns. All others have no text."""
+        markers = [marker for marker in _strings([FAMILIES[self.family], FAMILIES[self.tool_family]]) if marker.strip()]
+        special = [entry.content for entry in getattr(tokenizer, "added_tokens_decoder", {}).values() if entry.special]
+        return frozenset(
+            token
+            for token in special
+            if any(token in marker for marker in markers) or (token in template and token not in plain_chat)
+        )
+
+
+def _ids(loaded: Loaded, text: str) -> tuple[int, ...]:
+    """What writes `text`; nothing where the model cannot read an id of its tokenizer's: MLX checks no bounds."""
+    ids = tuple(loaded.tokenizer.encode(text, add_special_tokens=False))
+    return ids if max(ids, default=0) < loaded.vocab_size else ()
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string inside of nested dataclasses and tuples."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _strings(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _strings(getattr(value, field.name))

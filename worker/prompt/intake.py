@@ -1,0 +1,262 @@
+"""From a `Generate` to a `Row`: render, encode, validate. Runs on a thread of its own, off the step loop.
+
+MLX does no bounds checks, so every id that could reach it is checked here.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from protocol.failures import Code
+from protocol.messages import (
+    ChatPrompt,
+    Constraint,
+    Detokenize,
+    Generate,
+    Prompt,
+    TextPrompt,
+    Tokenize,
+    Tokenized,
+    TokensPrompt,
+)
+from worker.engine.output import Writer
+from worker.engine.row import Row
+from worker.errors import RequestInvalid
+from worker.model.loader import Loaded
+from worker.prompt.encode import Encoder
+from worker.prompt.family import Dialect
+from worker.prompt.templates import Renderer
+from worker.structured.guides import Rules
+from worker.structured.tool_rules import DEFAULT_ROOM, ToolRules
+from worker.text.detokenize import Vocabulary
+from worker.text.stops import StopScanner
+
+log = logging.getLogger("mlxd.worker")
+
+# How many tokens of a prompt tell whether it ends inside of reasoning.
+_PROMPT_END = 4096
+# Text longer than this many characters for each token of the context hardly ever fits.
+_CHARS_PER_TOKEN: Final = 8
+# Tokens are counted of no more text than this many times what fits.
+_QUESTION_CONTEXTS: Final = 4
+# A cut may split a token, and so add a few.
+_SLICE_SLACK: Final = 16
+
+
+class Intake:
+    """Turns requests into rows for one loaded model."""
+
+    def __init__(self, loaded: Loaded, parser: str = "") -> None:
+        self._encoder = Encoder(loaded.tokenizer)
+        self._vocab_size = loaded.vocab_size
+        self.max_context = loaded.max_context
+        self._renderer = Renderer(loaded.tokenizer)
+        opened, closed = self._renderer.probe()
+        self._dialect = Dialect(loaded, opened, self._renderer.knows_tools, parser)
+        self.vocabulary = Vocabulary(loaded.tokenizer)
+        self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
+        self.writer = Writer(self.vocabulary, self._dialect.controls)
+        self._rules = Rules(
+            loaded.tokenizer, self._dialect.family, loaded.vocab_size, loaded.eos_ids, self.vocabulary.token_bytes
+        )
+        self._tool_rules = ToolRules(self._rules, loaded.tokenizer, self._dialect.tool_family, loaded.eos_ids)
+        self._turn_starts = self._find_turn_starts(opened[len(closed) :])
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._renderer.has_template
+
+    def limit_context(self, tokens: int) -> None:
+        """Accept no sequence longer than this: memory has no room for it."""
+        if tokens < self.max_context:
+            log.warning("memory limits the context to %d of %d tokens", tokens, self.max_context)
+            self.max_context = tokens
+
+    def row(self, request: Generate, arrived: float) -> Row:
+        """A row that is safe to run, but for its rule: see `restrict`. Raises `RequestInvalid`."""
+        self._check_sampling(request)
+        ids, text = self._encode(request.prompt)
+        self._check_ids(request.resume, "resume")
+        is_chat = isinstance(request.prompt, ChatPrompt)
+        row = Row(
+            rid=request.rid,
+            prompt=ids,
+            sampling=request.sampling,
+            max_tokens=self._room(len(ids), request),
+            detokenizer=(self._chat_vocabulary if is_chat else self.vocabulary).detokenizer(ids),
+            stops=StopScanner(request.stop),
+            arrived=arrived,
+            top_logprobs=request.top_logprobs,
+            echo=(text if text is not None else self.vocabulary.decode(ids)) if request.echo else "",
+            priority=request.priority,
+            deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
+            want_progress=request.want_progress,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            boundaries=self._boundaries(ids) if is_chat else [],
+        )
+        if isinstance(request.prompt, ChatPrompt):
+            row.parser, row.is_reasoning = self._dialect.parser(
+                request.prompt,
+                text or "",
+                self.is_restricted(request),
+                id_seed=f"{request.rid}:{request.sampling.seed}",
+            )
+            row.thinking_budget = self._dialect.thinking_budget(request.prompt, request.thinking_budget)
+            row.closing_ids = self._dialect.closing_ids
+            row.is_one_call = request.prompt.one_call
+        self.writer.replay(row, request.resume)
+        return row
+
+    def tokenize(self, request: Tokenize | Detokenize, is_wanted: Callable[[], bool]) -> Tokenized | None:
+        """The answer to a question about tokens; None once it is not wanted any more. Raises `RequestInvalid`."""
+        match request:
+            case Detokenize(rid, ids):
+                self._check_count(ids, "tokens")
+                return Tokenized(rid, len(ids), text=self.vocabulary.decode(ids))
+            case Tokenize(rid, prompt, want_ids):
+                count, ids = 0, list[int]()
+                for part in self._parts(prompt):
+                    if not is_wanted():
+                        return None
+                    count += len(part)
+                    if want_ids:
+                        ids += part
+                if not count:
+                    raise _empty()
+                return Tokenized(rid, count, tuple(ids))
+
+    def _parts(self, prompt: Prompt) -> Iterable[Sequence[int]]:
+        """The tokens of a prompt that need not fit, in parts."""
+        match prompt:
+            case TokensPrompt(ids):
+                self._check_count(ids, "prompt")
+                return [ids]
+            case TextPrompt(text):
+                pass
+            case ChatPrompt():
+                text = self._render(prompt)
+        most = _QUESTION_CONTEXTS * _CHARS_PER_TOKEN * self.max_context
+        if len(text) > most:
+            message = f"The text has {len(text)} characters; tokens are counted of at most {most} at once."
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param=_param(prompt))
+        return self._encoder.slices(text, add_special_tokens=isinstance(prompt, TextPrompt))
+
+    def _check_count(self, ids: Sequence[int], param: str) -> None:
+        most = _QUESTION_CONTEXTS * self.max_context
+        if len(ids) > most:
+            message = f"{param} has {len(ids)} token ids; at most {most} are taken at once."
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+        self._check_ids(ids, param)
+
+    def is_restricted(self, request: Generate) -> bool:
+        """Whether a row needs `restrict` before it may run."""
+        chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
+        return request.constraint is not None or (chat is not None and bool(chat.must_call or chat.strict_tools))
+
+    def restrict(self, row: Row, request: Generate) -> None:
+        """Give a row the rule for its output. For any thread that can wait, up to seconds. Raises `RequestInvalid`.
+
+        Calls that must be made come before a format of the answer. Where they may be made, the answer is calls or has
+        the format.
+        """
+        chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
+        if request.constraint is not None and not (chat is not None and chat.must_call):
+            self.constrain(row, request.constraint, chat)
+            return
+        if chat is None:
+            return
+        room = row.max_tokens if request.max_tokens is not None else min(row.max_tokens, DEFAULT_ROOM)
+        row.rule = self._tool_rules.make(chat, self.vocabulary.decode(row.prompt[-_PROMPT_END:]), room)
+        if chat.must_call and row.rule is not None:
+            # Reasoning may take half of the tokens, but none of those that the call needs.
+            row.closing_ids = self._dialect.calling_ids
+            most = max(0, min(room // 2, room - row.rule.reserve - len(row.closing_ids)))
+            row.thinking_budget = most if row.thinking_budget is None else min(row.thinking_budget, most)
+
+    def constrain(self, row: Row, constraint: Constraint, chat: ChatPrompt | None = None) -> None:
+        """Give a row the rule for its output, or for calls if `chat` has tools. For any thread that can wait, up to
+        seconds. Raises `RequestInvalid`."""
+        has_tools = chat is not None and bool(chat.tools)
+        needs_end = constraint.after_reasoning or has_tools
+        prompt_end = self.vocabulary.decode(row.prompt[-_PROMPT_END:]) if needs_end else ""
+        row.rule = self._rules.make(constraint, prompt_end, ignore_eos=row.sampling.ignore_eos)
+        if chat is not None and has_tools:
+            row.rule = self._tool_rules.beside(row.rule, constraint, chat, prompt_end)
+
+    def _render(self, prompt: ChatPrompt) -> str:
+        return self._renderer.render(self._dialect.asked(prompt))
+
+    def _encode(self, prompt: Prompt) -> tuple[list[int], str | None]:
+        match prompt:
+            case ChatPrompt():
+                text = self._render(prompt)
+                ids = self._encode_text(text, prompt)
+            case TextPrompt(text=text):
+                ids = self._encode_text(text, prompt)
+            case TokensPrompt(ids=given):
+                text, ids = None, list(given)
+        if not ids:
+            raise _empty()
+        self._check_ids(ids, "prompt")
+        return ids, text
+
+    def _encode_text(self, text: str, prompt: Prompt) -> list[int]:
+        add_special_tokens = isinstance(prompt, TextPrompt)
+        # Megabytes that cannot fit would cost seconds and gigabytes: their beginning is enough to know.
+        start = text[: _CHARS_PER_TOKEN * self.max_context]
+        if len(start) < len(text):
+            at_least = len(self._encoder.encode(start, add_special_tokens=add_special_tokens))
+            if at_least > self.max_context + _SLICE_SLACK:
+                raise self._too_long(at_least, prompt, "at least ")
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_ids(self, ids: Iterable[int], param: str) -> None:
+        for token in ids:
+            if not 0 <= token < self._vocab_size:
+                message = f"{param} names token id {token}, outside of the model's vocabulary of {self._vocab_size}"
+                raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+
+    def _boundaries(self, ids: list[int]) -> list[int]:
+        """Positions where a message begins."""
+        return [at for at, token in enumerate(ids) if token in self._turn_starts and at > 0]
+
+    def _find_turn_starts(self, generation_prompt: str) -> frozenset[int]:
+        """The control token that opens the generation prompt opens every message; without one, any control token."""
+        first = self._encoder.encode(generation_prompt, add_special_tokens=False)[:1]
+        hidden = self.vocabulary.hidden
+        return frozenset(first) & hidden or hidden
+
+    def _check_sampling(self, request: Generate) -> None:
+        sampling = request.sampling
+        self._check_ids(sampling.logit_bias, "logit_bias")
+        for param, value in (("top_k", sampling.top_k), ("top_logprobs", request.top_logprobs or 0)):
+            if not 0 <= value <= self._vocab_size:
+                message = f"{param} is {value}, but the model's vocabulary has {self._vocab_size} tokens"
+                raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+        if request.max_tokens is not None and request.max_tokens < 0:
+            raise RequestInvalid(Code.INVALID_REQUEST, "max_tokens is negative", param="max_tokens")
+
+    def _room(self, prompt_tokens: int, request: Generate) -> int:
+        """How many tokens may be generated: what is asked for, or what is left of the context."""
+        left = self.max_context - prompt_tokens
+        if left < 1:
+            raise self._too_long(prompt_tokens, request.prompt)
+        return left if request.max_tokens is None else min(left, request.max_tokens)
+
+    def _too_long(self, tokens: int, prompt: Prompt, hedge: str = "") -> RequestInvalid:
+        return RequestInvalid(
+            Code.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {self.max_context} tokens. However, your request has "
+            f"{hedge}{tokens} tokens of prompt. Please shorten it.",
+            param=_param(prompt),
+            numbers=(tokens, self.max_context),
+        )
+
+
+def _param(prompt: Prompt) -> str:
+    return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def _empty() -> RequestInvalid:
+    return RequestInvalid(Code.INVALID_REQUEST, "the prompt is empty", param="prompt")

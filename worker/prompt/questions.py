@@ -1,0 +1,97 @@
+"""Questions about tokens, answered on a thread of their own: no request for generation waits for one."""
+
+import logging
+import os
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+from typing import Final
+
+from protocol.failures import Code, Failure
+from protocol.messages import Detokenize, Rejected, Tokenize, Up
+from worker.engine.gauges import Gauges
+from worker.model import memory
+from worker.prompt.intake import Intake
+
+log = logging.getLogger("mlxd.worker")
+
+Question = Tokenize | Detokenize
+
+WAITING_MAX: Final = 64
+# Others' threads run first where the system lets a thread say so.
+_NICE: Final = 10
+# Memory is given back after a question of this many characters or ids.
+_LARGE: Final = 1 << 18
+
+
+class Questions:
+    """Answers one question after the other. `put` and `abort` are for the receiving thread."""
+
+    def __init__(
+        self,
+        intake: Intake,
+        send: Callable[[Up], None],
+        refusing: Callable[[int], AbstractContextManager[None]],
+        gauges: Gauges,
+    ) -> None:
+        """`refusing` makes whatever goes wrong inside of it a `Rejected` of that rid."""
+        self._intake = intake
+        self._send = send
+        self._refusing = refusing
+        self._gauges = gauges
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[int, Question] = OrderedDict()
+        # Of the question that is being answered.
+        self._rid: int | None = None
+        self._is_wanted = True
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="questions", daemon=True).start()
+
+    def put(self, question: Question) -> None:
+        """Take a question in, or refuse it when too many wait."""
+        with self._changed:
+            if is_full := len(self._waiting) >= WAITING_MAX:
+                self._gauges.refused_questions += 1
+            else:
+                self._waiting[question.rid] = question
+                self._changed.notify()
+        if is_full:
+            message = f"{WAITING_MAX} requests to count or decode tokens are waiting for the model; try again"
+            self._send(Rejected(question.rid, Failure(Code.BUSY, message)))
+
+    def abort(self, rids: Iterable[int]) -> list[int]:
+        """Forget questions whose clients have left. Returns the rids that are not of questions."""
+        others: list[int] = []
+        with self._changed:
+            for rid in rids:
+                if rid == self._rid:
+                    self._is_wanted = False
+                elif self._waiting.pop(rid, None) is None:
+                    others.append(rid)
+        return others
+
+    def _run(self) -> None:
+        if sys.platform == "linux":
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while True:
+            question = self._next()
+            with self._refusing(question.rid):
+                answer = self._intake.tokenize(question, lambda: self._is_wanted)
+                if answer is not None:
+                    self._send(answer)
+                if answer is None or max(answer.count, len(answer.text)) > _LARGE:
+                    answer = None
+                    memory.give_back_heap()
+
+    def _next(self) -> Question:
+        with self._changed:
+            self._rid = None
+            while not self._waiting:
+                self._changed.wait()
+            self._rid, question = self._waiting.popitem(last=False)
+            self._is_wanted = True
+            return question

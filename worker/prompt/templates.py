@@ -1,0 +1,290 @@
+"""Chat messages to prompt text, by the model's own template."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any, Final, cast
+
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from msgspec import structs
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from protocol.failures import Code
+from protocol.messages import ChatPrompt
+from worker.errors import LoadFailed, RequestInvalid
+from worker.prompt.rewrites import (
+    ADAPTATIONS,
+    CALL_SHAPES,
+    Messages,
+    arguments_as_json,
+    calls_in_text,
+    tools_in_text,
+    unchanged,
+)
+from worker.prompt.simple_tools import simple_tools
+
+# What template code raises on messages that it does not expect.
+_REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+_NEAREST: Final = {"low": ("medium", "high", ""), "medium": ("high", "low", ""), "high": ("medium", "low", "")}
+
+
+def _probe_tool(properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "probe", "description": "", "parameters": parameters}}
+
+
+_PROBE_TOOL: Final = _probe_tool({})
+_LISTED_TOOL: Final = _probe_tool({"listed": {"type": "string", "description": ""}})
+_PROBE_CALL: Final[dict[str, Any]] = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "probe", "arguments": {"quoted": "word"}},
+}
+
+
+class Renderer:
+    """Renders with exactly the variables that a request gives: what it does not mention, the template decides.
+
+    A template that refuses the messages gets them in other shapes, the least changed first (worker/prompt/rewrites.py).
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # None: a renderer in code, which mlx-lm's wrapper calls.
+        self._templates = _templates(tokenizer.chat_template)
+        self.has_template = bool(tokenizer.has_chat_template)
+        # FireFunction's template has its tools as text, and wants the time.
+        self._wants_functions = self._mentions("functions") and not self._mentions("tools")
+        self.knows_tools = not self._templates or self._mentions("tools") or self._wants_functions
+        self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        # Most templates test whether there are tools; a few go through them in any case.
+        self._no_tools: list[Any] | None = None
+        self._no_tools = [] if self._templates and not self._try([{"role": "user", "content": "x"}]) else None
+        self.knows_tools = self.knows_tools and self._renders_tools()
+        self._write_calls = self._choose_calls()
+        self._shape_calls = self._choose_shape()
+        self._adaptations = tuple(adapt for adapt in ADAPTATIONS if not self._loses_system(adapt)) or ADAPTATIONS
+
+    def render(self, prompt: ChatPrompt, *, opens_answer: bool = True) -> str:
+        """The prompt's text, special tokens included. Raises `RequestInvalid`."""
+        if not self.has_template:
+            raise RequestInvalid(
+                Code.UNSUPPORTED, "this model has no chat template; use /v1/completions", param="messages"
+            )
+        try:
+            return self._render_with_effort(prompt, opens_answer and not prompt.continue_final)
+        except _REFUSALS as error:
+            raise RequestInvalid(
+                Code.TEMPLATE_ERROR, f"the model's chat template refused the messages: {error}", param="messages"
+            ) from error
+
+    def _render_with_effort(self, prompt: ChatPrompt, opens_answer: bool) -> str:
+        """With what is asked for, or with the nearest that the template knows: clients name one in every request."""
+        try:
+            return self._render_somehow(prompt, opens_answer)
+        except _REFUSALS:
+            for effort in _NEAREST.get(prompt.effort, ()):
+                nearest = structs.replace(prompt, effort=effort)
+                if self._tells_apart(prompt, nearest):
+                    with suppress(*_REFUSALS):
+                        return self._render_somehow(nearest, opens_answer)
+            raise
+
+    def _tells_apart(self, prompt: ChatPrompt, other: ChatPrompt) -> bool:
+        """Whether the template has a use for what these ask of its thinking, where they differ."""
+        ours, theirs = _thinking_variables(prompt), _thinking_variables(other)
+        changed = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
+        return not self._templates or any(self._mentions(name) for name in changed)
+
+    def _render_somehow(self, prompt: ChatPrompt, opens_answer: bool) -> str:
+        """In the first shape that the template takes. Raises what it raised on the least changed one."""
+        messages = prompt.messages
+        if not self.knows_tools:
+            messages = tools_in_text(messages, prompt.tools) if _mentions_tools(prompt) else messages
+        else:
+            messages = self._write_calls(self._shape_calls(messages))
+        first: Exception | None = None
+        # A long conversation takes a while, so no shape is tried twice.
+        shapes: list[Messages] = []
+        shapes += (shape for adapt in self._adaptations if (shape := adapt(messages)) not in shapes)
+        plain = simple_tools(prompt.tools)
+        for tools in (prompt.tools, plain) if plain != prompt.tools else (prompt.tools,):
+            for shape in shapes:
+                try:
+                    return self._render(shape, structs.replace(prompt, tools=tools), opens_answer)
+                except _REFUSALS as error:
+                    first = first or error
+        assert first is not None, "there is always a shape to try"
+        raise first
+
+    def probe(self) -> tuple[str, str]:
+        """A one-message chat rendered with and without the generation prompt; ("", "") where that is not possible."""
+        messages = [{"role": "user", "content": "x"}]
+        try:
+            opened = self.render(ChatPrompt(messages))
+            closed = self.render(ChatPrompt(messages), opens_answer=False)
+        except RequestInvalid:
+            return "", ""
+        return (opened, closed) if opened.startswith(closed) else ("", "")
+
+    def _try(self, messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> str | None:
+        """What comes out of exactly these messages, before an answer; None where the template refuses them."""
+        with suppress(*_REFUSALS):
+            return self._render(messages, ChatPrompt(messages, list(tools)), opens_answer=True)
+        return None
+
+    def _render(self, messages: Messages, prompt: ChatPrompt, opens_answer: bool) -> str:
+        tools = prompt.tools or self._no_tools if self.knows_tools else self._no_tools
+        variables = {**_thinking_variables(prompt), **prompt.template_kwargs}
+        if self._wants_functions:
+            variables = {**_functions(prompt), **variables}
+        if not self._templates:
+            return self._render_in_code(messages, tools, opens_answer, prompt.continue_final, variables)
+        name = "tool_use" if tools and "tool_use" in self._templates else next(iter(self._templates))
+        rendered, _ = render_jinja_template(
+            conversations=[messages],
+            tools=cast(Any, tools),
+            chat_template=self._templates[name],
+            add_generation_prompt=opens_answer,
+            continue_final_message=prompt.continue_final,
+            **{**self._special_tokens, **variables},
+        )
+        return str(rendered[0])
+
+    def _render_in_code(
+        self, messages: Messages, tools: Any, opens_answer: bool, continues: bool, variables: dict[str, Any]
+    ) -> str:
+        accepted = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+            variables = {name: value for name, value in variables.items() if name in accepted}
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+                continue_final_message=continues,
+                **variables,
+            )
+        )
+
+    def _choose_calls(self) -> Callable[[Messages], Messages]:
+        """How this template is given earlier calls so that they come out as JSON and are not lost."""
+        ways = (unchanged, arguments_as_json, calls_in_text)
+        if not self._templates or not self.knows_tools:
+            return ways[0]
+        return next((way for way in ways if self._is_written_well(way)), ways[0])
+
+    def _is_written_well(self, way: Callable[[Messages], Messages]) -> bool:
+        messages: Messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
+            {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "y"},
+        ]
+        text = self._try(way(messages), [_PROBE_TOOL]) or ""
+        is_lost = "quoted" not in text or "word" not in text
+        is_python, is_quoted_twice = "'quoted'" in text, '\\"quoted' in text
+        return not (is_lost or is_python or is_quoted_twice)
+
+    def _choose_shape(self) -> Callable[[Messages], Messages]:
+        """How this template is given turns of several calls, so that none is refused or lost."""
+        if not self._templates or not self.knows_tools:
+            return CALL_SHAPES[0]
+        for words in (("word1", "word2", "said"), ("word1", "word2")):
+            for shape in CALL_SHAPES:
+                if self._holds(shape, words):
+                    return shape
+        return CALL_SHAPES[0]
+
+    def _holds(self, shape: Callable[[Messages], Messages], words: tuple[str, ...]) -> bool:
+        """Whether these words of two calls, and of what was said beside them, come out; an answer follows."""
+        calls = [
+            {**_PROBE_CALL, "id": f"call0000{n}", "function": {"name": "probe", "arguments": {"n": f"word{n}"}}}
+            for n in (1, 2)
+        ]
+        messages: Messages = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "said", "reasoning_content": "thought", "tool_calls": calls},
+            *({"role": "tool", "tool_call_id": call["id"], "name": "probe", "content": "y"} for call in calls),
+        ]
+        answered: Messages = [*messages, {"role": "assistant", "content": "z"}, {"role": "user", "content": "x"}]
+        text = self._try(self._write_calls(shape(messages)), [_PROBE_TOOL]) or ""
+        # Earlier turns may lose their reasoning, and what was said with it; they may not be refused.
+        is_taken = self._try(self._write_calls(shape(answered)), [_PROBE_TOOL]) is not None
+        return is_taken and all(word in text for word in words)
+
+    def _mentions(self, name: str) -> bool:
+        return any(re.search(rf"\b{name}\b", template) for template in self._templates.values())
+
+    def _renders_tools(self) -> bool:
+        """Whether tools come out, in some shape of the messages: a template may raise on them, or ignore them."""
+        if not self._templates:
+            return True
+        messages: Messages = [{"role": "system", "content": "w"}, {"role": "user", "content": "x"}]
+        for tools in ([_LISTED_TOOL], simple_tools([_LISTED_TOOL])):
+            for adapt in ADAPTATIONS:
+                if (text := self._try(adapt(messages), tools)) is not None:
+                    return "probe" in text or "listed" in text
+        return False
+
+    def _loses_system(self, adapt: Callable[[Messages], Messages]) -> bool:
+        """Whether the template silently drops a system message: not the only one, or not before a question."""
+        system, user = {"role": "system", "content": "words1"}, {"role": "user", "content": "x"}
+        later = [{"role": "system", "content": "words2"}, {"role": "user", "content": "y"}]
+        result = {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "z"}
+        called = [{"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}, result]
+        turns: list[Messages] = [[user, *later], [system, user, *later]]
+        if self.knows_tools:
+            turns.append([system, user, *self._write_calls(called)])
+        return bool(self._templates) and any(self._loses_word(adapt(messages)) for messages in turns)
+
+    def _loses_word(self, messages: Messages) -> bool:
+        words = {str(message["content"]) for message in messages if "words" in str(message["content"])}
+        text = self._try(messages, [_PROBE_TOOL] if messages[-1]["role"] == "tool" else [])
+        return text is not None and any(word not in text for word in words)
+
+
+def check_template(template: str) -> None:
+    """Raises `LoadFailed` for one that does not compile."""
+    try:
+        render_jinja_template(conversations=[[]], chat_template=template)
+    except TemplateSyntaxError as error:
+        message = f"the configured chat_template does not compile: {error.message} (its line {error.lineno})"
+        raise LoadFailed(Code.BAD_CONFIG, message) from error
+    except _REFUSALS:
+        pass  # of a chat without messages
+
+
+def _templates(chat_template: Any) -> dict[str, str]:
+    """By name, the default first."""
+    if isinstance(chat_template, str):
+        return {"default": chat_template}
+    if isinstance(chat_template, dict):
+        named: dict[str, str] = chat_template
+        return dict(sorted(named.items(), key=lambda item: item[0] != "default"))
+    return {}
+
+
+def _mentions_tools(prompt: ChatPrompt) -> bool:
+    return bool(prompt.tools) or any(
+        message["role"] == "tool" or message.get("tool_calls") for message in prompt.messages
+    )
+
+
+def _functions(prompt: ChatPrompt) -> dict[str, Any]:
+    """As FireFunction's model card gives them; a date without a time, so that a prompt is the same all day."""
+    specs = [tool["function"] for tool in prompt.tools]
+    return {"functions": json.dumps(specs, indent=4, ensure_ascii=False), "datetime": f"{datetime.now(UTC):%Y-%m-%d}"}
+
+
+def _thinking_variables(prompt: ChatPrompt) -> dict[str, Any]:
+    """One wish in every spelling that templates know; a template ignores those it does not."""
+    variables: dict[str, Any] = {}
+    if prompt.thinking is not None:
+        variables |= {"enable_thinking": prompt.thinking, "thinking": prompt.thinking}
+    if prompt.effort:
+        variables["reasoning_effort"] = prompt.effort
+    return variables

@@ -1,0 +1,398 @@
+"""Constraints to grammars that are ready to run. Thread-safe, and meant for threads that may wait.
+
+What a client sends can be as hostile as it likes: its size is bounded before llguidance sees it, llguidance's own
+limits bound every later step, and a grammar is tried for a few tokens before a request may use it.
+"""
+
+import hashlib
+import json
+import random
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, Final, assert_never, cast
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from protocol.failures import Code, Failure
+from protocol.messages import Constraint, ConstraintKind
+from worker.errors import RequestInvalid
+from worker.structured.schema_check import SchemaInvalid, check
+from worker.structured.schema_exact import bound, exact, loosened
+from worker.text.encodable import encodable
+
+Allowed = npt.NDArray[np.bool_]
+"""`[vocab]`: which tokens may come next."""
+
+MAX_BYTES: Final = 256 * 1024
+MAX_CHOICES: Final = 10_000
+MAX_CACHED: Final = 128
+# A mask that takes longer than this when it is tried would hold its row up at every token.
+MAX_TRIAL_S: Final = 0.5
+TRIAL_WALKS: Final = 2
+TRIAL_TOKENS: Final = 12
+# Enough for every schema of everyday use with a wide margin; at these, the slowest mask takes tens of milliseconds.
+LIMITS: Final = LLParserLimits(
+    step_lexer_fuel=100_000,
+    step_max_items=25_000,
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+# One space is allowed where JSON allows any: a weak model would otherwise fill its answer with newlines.
+_JSON_OPTIONS: Final[dict[str, Any]] = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": "[ ]",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+# All but `\\u`, which llguidance takes in free keys: `"\\u0061"` would be a second "a", of any type.
+_PLAIN_KEYS: Final[dict[str, Any]] = {"json_allowed_escapes": 'bfnrt\\"'}
+_MULTIPLE: Final = re.compile(r'"multipleOf"\s*:\s*([-+0-9.eE]{1,40})')
+_JSON_RULE: Final = re.compile(r"%json\s*(?=\{)")
+_QUOTED: Final = re.compile(r'"([^"]*)"')
+_decoder: Final = json.JSONDecoder()
+_MAX_MESSAGE: Final = 400
+
+
+class GrammarFailed(Exception):
+    """A grammar cannot go on: a limit was reached, or no token fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled grammar. `prototype` is never advanced; each sequence walks on a copy.
+
+    `relaxed` is what it leaves out of a schema that need not be held strictly.
+    """
+
+    table: LLTokenizer
+    prototype: LLMatcher
+    vocab_size: int
+    relaxed: tuple[str, ...] = ()
+
+    def walk(self) -> "Walk":
+        return Walk(self.table, self.prototype.deep_copy(), self.vocab_size)
+
+
+class Walk:
+    """Where one sequence is in its grammar. Used by one thread at a time; the GIL is free while it works."""
+
+    __slots__ = ("_matcher", "_table", "_vocab_size", "_words")
+
+    def __init__(self, table: LLTokenizer, matcher: LLMatcher, vocab_size: int) -> None:
+        self._table = table
+        self._vocab_size = vocab_size
+        self._matcher = matcher
+        self._words = np.zeros(-(-table.vocab_size // 32), dtype=np.uint32)
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Go on by these tokens. Raises `GrammarFailed` when they do not fit."""
+        if not self._matcher.consume_tokens(list(tokens)):
+            raise GrammarFailed(_reason(self._matcher.get_error()))
+
+    def fits(self, token: int) -> bool:
+        """Whether this token may come next."""
+        return self._matcher.validate_tokens([token]) == 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text so far is one that the grammar wants."""
+        return self._matcher.is_accepting()
+
+    def fits_all(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens may come next, one after the other."""
+        return self._matcher.validate_tokens(list(tokens)) == len(tokens)
+
+    def take_bytes(self, text: bytes) -> None:
+        """Go on by text that is part of a token."""
+        self.take(self._table.tokenize_bytes(text))
+
+    def allowed(self) -> Allowed:
+        """Which tokens may come next, at least one. Raises `GrammarFailed`."""
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        if self._matcher.is_error():
+            raise GrammarFailed(_reason(self._matcher.get_error()))
+        bits = np.unpackbits(self._words.view(np.uint8), count=self._vocab_size, bitorder="little")
+        if not bits.any():
+            raise GrammarFailed("no token of this model fits")
+        return bits.view(np.bool_)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One constraint that was asked for; its lock is held while it is compiled."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    outcome: Grammar | Failure | None = None
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer, and remembers the outcome."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """`tokenizer` is transformers'; ids from its end up to `vocab_size` are never allowed."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = list(eos_ids)
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._lock = threading.Lock()
+        self._table_lock = threading.Lock()
+        self._table: LLTokenizer | None = None
+        self.compiled = 0
+
+    def compile(self, constraint: Constraint, calls: str = "") -> Grammar:
+        """The grammar of `constraint`; the same one for the same text. Raises `RequestInvalid`.
+
+        With `calls`, which is Lark, of one or the other.
+        """
+        entry = self._entry(constraint, calls)
+        with entry.lock:
+            if entry.outcome is None:
+                entry.outcome = self._try(constraint, calls)
+        if isinstance(entry.outcome, Grammar):
+            return entry.outcome
+        raise RequestInvalid(entry.outcome.code, entry.outcome.message, param=constraint.param)
+
+    def _entry(self, constraint: Constraint, calls: str) -> _Entry:
+        text = f"{constraint.kind:d}\0{constraint.is_strict:d}\0{calls}\0{constraint.text}"
+        key = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+        with self._lock:
+            entry = self._entries.setdefault(key, _Entry())
+            self._entries.move_to_end(key)
+            if len(self._entries) > MAX_CACHED:
+                self._entries.popitem(last=False)
+        return entry
+
+    def _try(self, constraint: Constraint, calls: str) -> Grammar | Failure:
+        self.compiled += 1
+        try:
+            if constraint.is_strict or constraint.kind is not ConstraintKind.JSON_SCHEMA:
+                grammar = self._make(_source(constraint), calls)
+            else:
+                grammar = self._make_loosely(constraint, calls)
+        except GrammarFailed as error:
+            what = constraint.kind.name.lower().replace("_", " ")
+            return Failure(Code.INVALID_REQUEST, encodable(f"this {what} cannot be enforced: {error}"))
+        except RequestInvalid as error:
+            return error.failure
+        except BaseException as error:  # the boundary to Rust: a panic is no Exception, and is this grammar's
+            if type(error).__name__ != "PanicException":
+                raise
+            return Failure(Code.INVALID_REQUEST, "this grammar cannot be enforced: it is too complex", repr(error))
+        return grammar
+
+    def _make(self, source: str, calls: str, relaxed: Sequence[str] = ()) -> Grammar:
+        table = self.table()
+        matcher = LLMatcher(table, _either(calls, source) if calls else source, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise GrammarFailed(_reason(matcher.get_error()))
+        grammar = Grammar(table, matcher, self._vocab_size, (*relaxed, *_skipped(matcher)))
+        _try_out(grammar, self._eos_ids)
+        return grammar
+
+    def _make_loosely(self, constraint: Constraint, calls: str) -> Grammar:
+        """As much of a schema as can be held: all, all but some keywords, its shape, or any object."""
+        ways = list(loosened(_schema(constraint.text)))
+        for is_lenient, (schema, relaxed) in [(False, ways[0]), *((True, way) for way in ways)]:
+            try:
+                return self._make(_json_schema(schema, is_lenient=is_lenient), calls, relaxed)
+            except GrammarFailed:
+                continue
+        return self._make(_json('{"type": "object"}', _JSON_OPTIONS), calls, ("everything but an object",))
+
+    def table(self) -> LLTokenizer:
+        """The tokenizer as llguidance knows it. Raises `RequestInvalid`."""
+        with self._table_lock:
+            if self._table is None:
+                try:
+                    # A few tokenizers have more ids than their model can say.
+                    size = max(self._vocab_size, len(self._tokenizer))
+                    self._table = LLTokenizer(_serialized(self._tokenizer), n_vocab=size, eos_token=self._eos_ids)
+                except ValueError as error:
+                    raise RequestInvalid(
+                        Code.UNSUPPORTED, f"this model's tokenizer cannot be constrained: {error}"
+                    ) from error
+            return self._table
+
+
+def _serialized(tokenizer: Any) -> str:
+    """A tokenizer as JSON, with the added tokens that its `tokenizer.json` may lack. Raises ValueError."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError("it is not of the tokenizers library")
+    backend = copy(backend)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend.to_str()
+
+
+def _source(constraint: Constraint) -> str:
+    """What llguidance compiles. Raises `GrammarFailed` for what is wrong on the face of it."""
+    text = constraint.text
+    if len(text) > MAX_BYTES or len(text.encode(errors="surrogatepass")) > MAX_BYTES:
+        raise GrammarFailed(f"it is larger than {MAX_BYTES} bytes")
+    if "\0" in text or (not text.isprintable() and _has_surrogate(text)):
+        raise GrammarFailed("it holds characters that are not text")
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            return _json('{"type": "object"}', _JSON_OPTIONS)
+        case ConstraintKind.JSON_SCHEMA:
+            return _json_schema(_schema(text))
+        case ConstraintKind.REGEX:
+            return LLMatcher.grammar_from_regex(text)
+        case ConstraintKind.GRAMMAR:
+            _check_schemas(text)
+            return LLMatcher.grammar_from_lark(_lark(text))
+        case ConstraintKind.CHOICE:
+            # As one terminal: of alternatives in a rule, llguidance takes no more than 2,000.
+            choices = " | ".join(json.dumps(each) for each in _choices(text))
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+        case _:
+            assert_never(constraint.kind)
+
+
+def _either(calls: str, answer: str) -> str:
+    """Two grammars as alternatives of one. `answer` is as `_source` writes it: Lark, or a list of grammars in JSON."""
+    inner = json.loads(answer)["grammars"][0] if answer.startswith('{"grammars"') else {"lark_grammar": answer}
+    start = {"lark_grammar": "start: @calls | @answer"}
+    return json.dumps({"grammars": [start, {"name": "calls", "lark_grammar": calls}, {**inner, "name": "answer"}]})
+
+
+def lark_json(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
+    """What stands for a JSON value in a Lark grammar: spaced as sparingly as a `JSON_SCHEMA`.
+
+    `is_lenient` skips keywords that cannot be enforced instead of refusing them.
+    """
+    options = {**_JSON_OPTIONS, "lenient": is_lenient}
+    try:
+        check(schema)
+        made = exact(schema)
+        schema, options = made.schema, options | (_PLAIN_KEYS if made.has_loose_keys else {})
+    except (SchemaInvalid, RecursionError, OverflowError):
+        if not is_lenient:
+            raise
+    return "%json " + json.dumps({**schema, "x-guidance": options})
+
+
+def _json(schema: str, options: dict[str, Any]) -> str:
+    # As overrides, so that a schema's own `x-guidance` cannot make it lenient.
+    return LLMatcher.grammar_from_json_schema(schema, overrides=cast(Any, options))
+
+
+def _skipped(matcher: LLMatcher) -> Iterator[str]:
+    """The keywords and formats that a lenient grammar leaves out."""
+    for warning in matcher.get_grammar_warnings():
+        what, _, names = warning.partition(": ")
+        if what == "Unimplemented keys":
+            yield from _QUOTED.findall(names)
+        elif what == "Unknown format":
+            yield f"format {names}"
+
+
+def _schema(text: str) -> dict[str, Any]:
+    """Raises `GrammarFailed` for what is no schema."""
+    with _refusing():
+        schema: Any = json.loads(text)
+        check(schema)
+        if isinstance(schema, bool):
+            raise SchemaInvalid("it is not an object")
+        return schema
+
+
+def _json_schema(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
+    with _refusing():
+        made = exact(schema)
+        written = json.dumps(made.schema, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    options = _JSON_OPTIONS | {"lenient": is_lenient}
+    return _json(written, options | _PLAIN_KEYS if made.has_loose_keys else options)
+
+
+@contextmanager
+def _refusing() -> Generator[None]:
+    """What a schema makes its readers raise, as `GrammarFailed`."""
+    try:
+        yield
+    except SchemaInvalid as error:
+        raise GrammarFailed(str(error)) from error
+    except UnicodeEncodeError as error:
+        raise GrammarFailed("it holds characters that are not text") from error
+    except RecursionError as error:
+        raise GrammarFailed("it is nested too deeply") from error
+    except OverflowError as error:
+        raise GrammarFailed("it holds a number that is too large") from error
+    except ValueError as error:
+        raise GrammarFailed(f"it is not JSON: {error}") from error
+
+
+def _check_schemas(text: str) -> None:
+    """The same bounds for the schemas inside of a Lark grammar."""
+    try:
+        for written in _MULTIPLE.findall(text):
+            check({"multipleOf": json.loads(written)})
+        for found in _JSON_RULE.finditer(text):
+            schema, _ = _decoder.raw_decode(text, found.end())
+            check(schema)
+            bound(schema)
+    except SchemaInvalid as error:
+        raise GrammarFailed(f"a schema in it: {error}") from error
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise GrammarFailed("a schema in it cannot be read") from error
+
+
+def _lark(text: str) -> str:
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # a small parser of its own, which raises whatever it meets
+        raise GrammarFailed(f"it is neither Lark nor GBNF: {error}") from error
+
+
+def _choices(text: str) -> list[str]:
+    try:
+        choices: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarFailed(f"it is not JSON: {error}") from error
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
+        raise GrammarFailed("it is not a list of texts")
+    if len(choices) > MAX_CHOICES:
+        raise GrammarFailed(f"it has more than {MAX_CHOICES} entries")
+    return cast(list[str], choices)
+
+
+def _try_out(grammar: Grammar, eos_ids: Sequence[int]) -> None:
+    """Walk a few tokens on random ways: a grammar that no text fits, or that is too slow, is refused here."""
+    for seed in range(TRIAL_WALKS):
+        rng, walk = random.Random(seed), grammar.walk()
+        for _ in range(TRIAL_TOKENS):
+            started = time.thread_time()
+            allowed = np.flatnonzero(walk.allowed())
+            if time.thread_time() - started > MAX_TRIAL_S:
+                raise GrammarFailed("it takes too long to follow")
+            token = int(allowed[rng.randrange(len(allowed))])
+            if token in eos_ids:
+                break
+            walk.take([token])
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _reason(error: str) -> str:
+    """What llguidance says, without the state and stack that it appends."""
+    for end in ("\n<state>", "<non-verbose/>", "\n<backtrace>", "<backtrace>"):
+        error = error.partition(end)[0]
+    if error.startswith("panic"):
+        return "it is too complex"
+    if error.startswith("NoExtension"):
+        return "no text fits it"
+    return " ".join(error.split())[:_MAX_MESSAGE] or "it is too complex"

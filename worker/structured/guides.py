@@ -1,0 +1,200 @@
+"""What one request may say: its grammar, and the reasoning that may come before it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from protocol.messages import Constraint
+from worker.parsers import FAMILIES, start_in_reasoning
+from worker.parsers.channels import Channels
+from worker.structured.compiler import Allowed, Grammar, GrammarFailed, Grammars
+from worker.structured.finish_early import Haste, Hurried
+
+
+@dataclass(frozen=True, slots=True)
+class Prologue:
+    """What may come before the constrained text.
+
+    `ends`: the markers after which the answer begins. `is_open`: the answer begins only after one of them; until then
+    the row is free, but may not end. `openers`: tokens that open such a block as the very first token.
+    """
+
+    ends: tuple[bytes, ...] = ()
+    is_open: bool = False
+    openers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The constraint of one request. `anything` is what a free block allows: every token but those that end it all.
+
+    With `haste`, an answer that has all but `reserve` of its `room` in tokens behind it takes the shortest way to its
+    end. A lazy rule begins behind its prologue's marker whenever that is written; all other text is free. What begins
+    there may depend on the marker: `by_marker`.
+    """
+
+    grammar: Grammar
+    prologue: Prologue
+    eos_ids: tuple[int, ...]
+    anything: Allowed
+    token_bytes: Callable[[int], bytes]
+    ignore_eos: bool = False
+    is_lazy: bool = False
+    by_marker: Mapping[bytes, Grammar] = field(default_factory=dict[bytes, Grammar])
+    haste: Haste | None = None
+    room: int = 0
+    reserve: int = 0
+
+
+class Guide:
+    """One row's way through its rule. Its methods run on one thread at a time."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._walk = rule.grammar.walk()
+        self._is_free = rule.prologue.is_open
+        self._is_start = True
+        self._is_over = False
+        # Whether a free block has just ended and nothing of the answer is there.
+        self._has_opened = False
+        self._tail = b""
+        self._left = rule.room
+        self._hurried = Hurried(rule.haste) if rule.haste is not None else None
+        self._keep = max((len(end) for end in rule.prologue.ends), default=1) - 1
+
+    def take(self, token: int) -> None:
+        """Go on by one token. Raises `GrammarFailed`."""
+        is_start, self._is_start = self._is_start, False
+        self._left -= 1
+        if token in self._rule.eos_ids:
+            self._is_over = True
+        elif self._is_free:
+            self._scan(token)
+        elif is_start and token in self._rule.prologue.openers:
+            self._is_free = True
+        elif not (self._has_opened and self._is_gap(token)):
+            self._walk.take([token])
+            self._has_opened = False
+            if self._rule.is_lazy and self._walk.is_complete:
+                self._release()
+
+    def allowed(self) -> Allowed | None:
+        """Which tokens may come next; None when any may. Raises `GrammarFailed`."""
+        rule = self._rule
+        if self._is_over:
+            return None
+        if self._is_free:
+            return None if rule.is_lazy else rule.anything
+        allowed = self._walk.allowed()
+        if self._hurried is not None and self._left <= rule.reserve:
+            return self._hurried.narrow(self._walk, allowed)
+        if self._is_start:
+            allowed[list(rule.prologue.openers)] = True
+        if rule.ignore_eos:
+            longer = allowed & rule.anything
+            return longer if longer.any() else allowed
+        return allowed
+
+    def _scan(self, token: int) -> None:
+        """Look for the end of the free block; text that follows it within this token belongs to the answer."""
+        text = self._tail + self._rule.token_bytes(token)
+        hits = [(at, end) for end in self._rule.prologue.ends if (at := text.find(end)) >= 0]
+        if not hits:
+            self._tail = text[-self._keep :] if self._keep else b""
+            return
+        at, end = min(hits)
+        if end in self._rule.by_marker:
+            self._walk = self._rule.by_marker[end].walk()
+        self._is_free, self._has_opened = False, not self._rule.is_lazy
+        rest = text[at + len(end) :]
+        if rest := rest if self._rule.is_lazy else rest.lstrip():
+            self._begin(rest)
+            self._has_opened = False
+
+    def _begin(self, text: bytes) -> None:
+        try:
+            self._walk.take_bytes(text)
+        except GrammarFailed:
+            if not self._rule.is_lazy:
+                raise
+            self._release()  # it only looked like a beginning
+
+    def _release(self) -> None:
+        """Leave the text free up to the next marker."""
+        self._walk, self._is_free, self._tail = self._rule.grammar.walk(), True, b""
+
+    def _is_gap(self, token: int) -> bool:
+        """Whether this is the space that a template, or whoever closes a block for the model, writes after it."""
+        return self._rule.token_bytes(token).isspace() and not self._walk.fits(token)
+
+
+class Rules:
+    """Makes the rule of a request, for one model. Safe to call from threads that may wait for a compiler."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        family: str,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        token_bytes: Callable[[int], bytes],
+    ) -> None:
+        """`tokenizer` is transformers'; `family` says how the model marks its reasoning."""
+        self.grammars = Grammars(tokenizer, vocab_size, eos_ids)
+        self._family = family
+        self._vocabulary: dict[str, int] = tokenizer.get_vocab()
+        template = getattr(tokenizer, "chat_template", None)
+        self._template: str = template if isinstance(template, str) else ""
+        self._eos_ids = tuple(eos_ids)
+        self._token_bytes = token_bytes
+        self._anything = np.arange(vocab_size) < len(tokenizer)
+        self._anything[list(eos_ids)] = False
+
+    def make(self, constraint: Constraint, prompt_end: str, *, ignore_eos: bool = False) -> Rule:
+        """The rule for an answer to a prompt that ends with `prompt_end`. Raises `RequestInvalid`."""
+        return Rule(
+            grammar=self.compile(constraint),
+            prologue=self.prologue(prompt_end) if constraint.after_reasoning else Prologue(),
+            eos_ids=self._eos_ids,
+            anything=self._anything,
+            token_bytes=self._token_bytes,
+            ignore_eos=ignore_eos,
+        )
+
+    def of_grammar(self, grammar: Grammar, prologue: Prologue) -> Rule:
+        """A rule for a grammar that is compiled already."""
+        return Rule(grammar, prologue, self._eos_ids, self._anything, self._token_bytes)
+
+    def compile(self, constraint: Constraint, calls: str = "") -> Grammar:
+        """The grammar of an answer, or of `calls` where there are any. Raises `RequestInvalid`."""
+        return self.grammars.compile(constraint, calls)
+
+    def prologue(self, prompt_end: str) -> Prologue:
+        """Open if the prompt has opened it; if it has neither opened nor closed it, the model may do so."""
+        grammar = FAMILIES[self._family].grammar
+        if isinstance(grammar, Channels):
+            return self._channels(prompt_end)
+        if grammar.think is None:
+            return Prologue()
+        ends = tuple(end.encode() for end in grammar.think.ends)
+        if start_in_reasoning(self._family, prompt_end):
+            return Prologue(ends, is_open=True)
+        if prompt_end.rstrip().endswith(grammar.think.ends):
+            return Prologue()
+        # Only a model whose template knows of reasoning has learned to begin with it.
+        starts = [start for start in grammar.think.starts if start in self._template]
+        return Prologue(ends, openers=self._single(starts))
+
+    def _channels(self, prompt_end: str) -> Prologue:
+        """Harmony names the channel of each message; the answer is what follows the name of the last one."""
+        final = "<|channel|>final<|message|>"
+        if len(self._single(("<|channel|>", "<|message|>"))) < 2 or prompt_end.endswith(final):
+            return Prologue()
+        return Prologue((final.encode(),), is_open=True)
+
+    def _single(self, markers: Sequence[str]) -> tuple[int, ...]:
+        """Those markers that are one token, which the model can say."""
+        ids = (self._vocabulary.get(marker) for marker in markers)
+        return tuple(at for at in ids if at is not None and at < len(self._anything))

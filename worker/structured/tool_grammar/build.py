@@ -1,0 +1,178 @@
+"""From a family, its tools and what is asked for to one grammar."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from worker.parsers.call import Format
+from worker.parsers.channels import Channels
+from worker.parsers.families import FAMILIES
+from worker.parsers.gemma import GemmaCalls
+from worker.parsers.json_calls import JsonCalls
+from worker.parsers.llama import LlamaCalls
+from worker.parsers.minimax_m3 import MiniMaxM3Calls
+from worker.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
+from worker.parsers.pythonic import PythonCalls
+from worker.parsers.xml_calls import XmlCalls
+from worker.structured.tool_grammar import shapes, tagged
+from worker.structured.tool_grammar.heads import HEADS
+from worker.structured.tool_grammar.lark import Lark, Marks, either
+from worker.structured.tool_grammar.schemas import Tool, anything, tool_of
+from worker.structured.tool_grammar.shape import Shape
+from worker.structured.tool_grammar.values import whole_json
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What may be called: these tools, in OpenAI's shape. Those of `loose_names` take any arguments."""
+
+    tools: Sequence[Mapping[str, Any]]
+    is_parallel: bool = True
+    loose_names: tuple[str, ...] = ()
+
+    def checked(self) -> list[Tool]:
+        found = [tool_of(tool) for tool in self.tools]
+        return [anything(tool) if tool.name in self.loose_names else tool for tool in found]
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """`text` is Lark. `trigger` is what begins a call, where only calls are ruled. The ends: see `Shape`.
+
+    It holds less than the schemas of the tools in `unheld` say.
+    """
+
+    text: str
+    value_ends: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    trigger: str = ""
+    unheld: frozenset[str] = frozenset()
+
+
+def has_calls(family: str) -> bool:
+    """Whether this family has a way to write calls."""
+    grammar = FAMILIES[family].grammar
+    return isinstance(grammar, Channels) or bool(grammar.formats or grammar.opening)
+
+
+def call_grammar(family: str, calls: Calls, marks: Marks, prompt_end: str = "") -> CallGrammar:
+    """An answer that consists of calls, after any reasoning."""
+    lark = Lark(marks)
+    tools = calls.checked()
+    grammar = FAMILIES[family].grammar
+    if isinstance(grammar, Channels):
+        return _message(lark, grammar, family, tools, calls.is_parallel)
+    form = _format(family, marks)
+    shape = _shape(lark, form, family, tools)
+    start = "" if shape.start and prompt_end.rstrip().endswith(shape.start) else lark.text(shape.start)
+    text = lark.source(f"{start} {_all(shape, calls.is_parallel, family)}")
+    return CallGrammar(text, shape.value_ends, shape.ends, unheld=frozenset(lark.unheld))
+
+
+def strict_grammar(family: str, calls: Calls, marks: Marks) -> CallGrammar | None:
+    """The rest of a call once it has begun; None where nothing but a call's shape tells that it has."""
+    lark, grammar = Lark(marks), FAMILIES[family].grammar
+    form = grammar.body if isinstance(grammar, Channels) else _format(family, marks)
+    if form is None or family in HEADS:
+        return None
+    shape = _shape(lark, form, family, calls.checked())
+    if len(shape.start) < _TRIGGER_MIN:
+        return None
+    text = lark.source(_all(shape, calls.is_parallel and bool(shape.tail), family))
+    return CallGrammar(text, shape.value_ends, shape.ends, shape.start, frozenset(lark.unheld))
+
+
+def rest_of_call(family: str, calls: Calls, marks: Marks) -> CallGrammar:
+    """What follows the head of a call of the one tool among `calls`, in a family of `HEADS`."""
+    lark = Lark(marks)
+    [tool] = calls.checked()
+    return CallGrammar(lark.source(HEADS[family].rest(lark, tool)), unheld=frozenset(lark.unheld))
+
+
+# Shorter ones are ordinary punctuation.
+_TRIGGER_MIN: Final = 4
+
+
+def _all(shape: Shape, is_parallel: bool, family: str) -> str:
+    more = list(shape.more) if is_parallel and family not in shapes.SINGLE else []
+    if len(set(more)) == 1:
+        further = f"({more[0]}){{0,{len(more) - 1}}}"
+    else:
+        further = ""
+        for expression in reversed(more):
+            further = f"({expression} {further})?"
+    return f"{shape.first} {further} {shape.tail}"
+
+
+def _format(family: str, marks: Marks) -> Format:
+    """The format that the family writes: with control tokens that the vocabulary has, where there are several."""
+    grammar = FAMILIES[family].grammar
+    assert not isinstance(grammar, Channels)
+    if family == "pythonic" or not grammar.formats:
+        assert grammar.opening is not None
+        return grammar.opening
+    # Beside others, Llama's is for code.
+    usual = [form for form in grammar.formats if not isinstance(form, LlamaCalls)] or grammar.formats
+    known = [form for form in usual if any(marks.has(start) for start in form.starts)]
+    if not known and isinstance(grammar.opening, PythonCalls):
+        return grammar.opening
+    return known[0] if known else usual[0]
+
+
+def _shape(lark: Lark, form: Format, family: str, tools: Sequence[Tool]) -> Shape:
+    match form:
+        case JsonCalls():
+            return shapes.json_shape(lark, form, family, tools)
+        case LlamaCalls():
+            return shapes.json_shape(lark, JsonCalls((), bare=True), "llama3_json", tools)
+        case XmlCalls():
+            return tagged.xml_shape(lark, form, family, tools)
+        case MistralCalls():
+            return shapes.mistral_shape(lark, form, family, tools)
+        case SectionCalls():
+            return shapes.section_shape(lark, form, family, tools)
+        case TaggedJson():
+            return shapes.tagged_json_shape(lark, form, tools)
+        case RecipientJson():
+            return shapes.recipient_shape(lark, form, tools)
+        case PythonCalls():
+            return shapes.python_shape(lark, form, family, tools)
+        case GemmaCalls():
+            return shapes.gemma_shape(lark, form, tools)
+        case MiniMaxM3Calls():
+            return tagged.minimax_m3_shape(lark, form, tools)
+        case _:
+            raise TypeError(f"no grammar for {type(form).__name__}")
+
+
+def _message(lark: Lark, channels: Channels, family: str, tools: Sequence[Tool], is_parallel: bool) -> CallGrammar:
+    """A message to a tool, after one of reasoning if the model likes."""
+    opening = next_message(family)
+    value_ends: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    if isinstance(channels.body, XmlCalls):
+        thought, calls = " to=self<|message|>", list[str]()
+        for tool in tools:
+            shape = tagged.xml_shape(lark, channels.body, family, [tool])
+            head = lark.text(f" to={tool.name}<|message|>{shape.start}")
+            calls.append(f"{head} {_all(shape, is_parallel, family)}")
+            value_ends, ends = shape.value_ends, shape.ends
+    else:
+        thought = "<|channel|>analysis<|message|>"
+        header = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+        calls = [f"{lark.text(header.format(tool.name))} {whole_json(lark, tool)}" for tool in tools]
+    if lark.marks.is_plain(opening):
+        # Nothing could tell the end of a thought from its text.
+        return CallGrammar(lark.source(either(calls)), value_ends, ends, unheld=frozenset(lark.unheld))
+    reasoning = f"({lark.text(thought)} {lark.ordinary()} {lark.text(opening)})?"
+    text = lark.source(f"{reasoning} {either(calls)}")
+    return CallGrammar(text, (opening, *value_ends), ends, unheld=frozenset(lark.unheld))
+
+
+def next_message(family: str) -> str:
+    """What ends a message of reasoning and begins the next, where outputs are messages; "" where they are not."""
+    grammar = FAMILIES[family].grammar
+    if not isinstance(grammar, Channels):
+        return ""
+    head, assistant, _ = grammar.reasoning_end.partition("assistant")
+    return head + assistant

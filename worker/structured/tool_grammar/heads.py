@@ -1,0 +1,51 @@
+"""Strict calls in formats without a marker: the head of a call, with the tool's name in it, is what begins its rule."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from worker.structured.tool_grammar.lark import Lark
+from worker.structured.tool_grammar.schemas import Tool
+from worker.structured.tool_grammar.values import PYTHON, Values, whole_json
+
+# What stands between a name and its arguments: of JSON after the name's colon and before the next key, …
+_JSON_GAPS: Final = ((": ", ", "), (":", ","), (": ", ","), (": ", ",\n"), (": ", ",\n  "), (": ", ",\n    "))
+# … and of a message to a function.
+_TYPES: Final = (
+    " <|constrain|>json", "<|constrain|>json", " json", "", " code",
+    "<|channel|>commentary <|constrain|>json", "<|channel|>commentary json",
+    "<|channel|>analysis <|constrain|>json", "<|channel|>analysis json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """`triggers` are the ways in which a call of one tool may begin; `rest` writes what follows, as an expression."""
+
+    triggers: Callable[[str], Sequence[str]]
+    rest: Callable[[Lark, Tool], str]
+
+
+def _json_triggers(name: str) -> list[str]:
+    keys = ("parameters", "arguments")
+    return [f'"name"{colon}"{name}"{comma}"{key}":' for colon, comma in _JSON_GAPS for key in keys]
+
+
+def _json_rest(lark: Lark, tool: Tool) -> str:
+    return f'" "? {whole_json(lark, tool)}'
+
+
+def _python_rest(lark: Lark, tool: Tool) -> str:
+    return f'{Values(lark, tool, PYTHON).members(lark.parameters(tool), tool.required, "{}=")} ")"'
+
+
+_JSON: Final = Head(_json_triggers, _json_rest)
+_PYTHON: Final = Head(lambda name: [f"{before}{name}(" for before in ("[", ", ", ",", "[ ", "\n")], _python_rest)
+HEADS: Final[dict[str, Head]] = {
+    "functionary_v32": Head(lambda name: [f">>>{name}\n"], whole_json),
+    "harmony": Head(lambda name: [f"to=functions.{name}{kind}<|message|>" for kind in _TYPES], whole_json),
+    "llama3_json": _JSON,
+    "llama4_pythonic": _PYTHON,
+    "pythonic": _PYTHON,
+    "xlam": _JSON,
+}

@@ -1,0 +1,134 @@
+"""Lark text for llguidance: exact text, text up to a marker, and rules by name."""
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from worker.parsers.schema import Schema
+from worker.structured.tool_grammar.schemas import Tool
+
+_PUNCTUATION: Final = frozenset("\\.+*?()|[]{}^$#&-~/")
+
+
+class Marks:
+    """How one model's vocabulary spells markup: control tokens can only be named by their ids.
+
+    `specials` are the tokens that a grammar cannot spell. One in `eos_ids` ends the answer, so it is never asked for.
+    """
+
+    def __init__(self, vocabulary: Collection[str], specials: Mapping[str, int], eos_ids: Collection[int]) -> None:
+        self._vocabulary = vocabulary
+        self._specials = specials
+        self._eos_ids = frozenset(eos_ids)
+        self.controls = sorted({*specials.values(), *eos_ids})
+        words = sorted(specials, key=len, reverse=True)
+        self._split = re.compile("|".join(map(re.escape, words)) or r"(?!)")
+
+    def pieces(self, text: str) -> list[str | int]:
+        """Plain text and ids of control tokens, up to one that ends the answer."""
+        found: list[str | int] = []
+        at = 0
+        for hit in self._split.finditer(text):
+            if hit.start() > at:
+                found.append(text[at : hit.start()])
+            token = self._specials[hit[0]]
+            if token in self._eos_ids:
+                return found
+            found.append(token)
+            at = hit.end()
+        return [*found, text[at:]] if at < len(text) else found
+
+    def is_plain(self, text: str) -> bool:
+        """Whether a text of ordinary tokens could be this."""
+        return not self._split.search(text)
+
+    def known(self, options: Sequence[str]) -> str:
+        """The first spelling that this vocabulary has as a token of its own, else the first; "" of none."""
+        return next((option for option in options if self.has(option)), options[0] if options else "")
+
+    def has(self, text: str) -> bool:
+        """Whether this is a token of its own, or begins with a control token."""
+        return text in self._vocabulary or self._split.match(text) is not None
+
+
+class Lark:
+    """A grammar that is being written. Expressions are strings; equal rules share a name."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
+        # Tools whose schemas say more than the grammar holds.
+        self.unheld: set[str] = set()
+        self._rules: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+
+    def text(self, text: str) -> str:
+        """Exactly this text."""
+        return " ".join(
+            f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece, ensure_ascii=False)
+            for piece in self.marks.pieces(text)
+        )
+
+    def until(self, end: str, banned: Sequence[str] = (), *, body: str = r"(?s:.*)") -> str:
+        """Text that fits `body`, then `end`, which is not in it, and neither is anything `banned`."""
+        pieces = self.marks.pieces(end)
+        plain = self.without(body, (end, *banned))
+        if not pieces or isinstance(pieces[0], int):
+            # A lexeme is never empty.
+            some = self.terminal(f"{plain} & /(?s:.+)/")
+            return f"({some})? {self.text(end)}"
+        head, rest = self.terminal(f"({plain}) {self.text(pieces[0])}"), end[len(pieces[0]) :]
+        return f"{head} {self.text(rest)}" if rest else head
+
+    def parameters(self, tool: Tool) -> Schema:
+        """Those of a tool, to be written one by one: what is said of several is not held then."""
+        if not tool.is_plain:
+            self.unheld.add(tool.name)
+        return tool.properties
+
+    def ordinary(self) -> str:
+        """Any tokens but control tokens; a character may be left half written, unlike in `until`."""
+        ids = self.marks.controls
+        starts = [at for at, before in zip(ids, [None, *ids[:-1]], strict=True) if before != at - 1]
+        ends = [at for at, after in zip(ids, [*ids[1:], None], strict=True) if after != at + 1]
+        ranges = (f"{start}-{end}" if end > start else str(start) for start, end in zip(starts, ends, strict=True))
+        return f"(<[^{','.join(ranges)}]>)*"
+
+    def without(self, body: str, banned: Sequence[str]) -> str:
+        """A terminal's expression: what fits the regex and holds none of these texts."""
+        words = sorted({escape(word) for word in banned if word and self.marks.is_plain(word)})
+        return f"/{body}/" + (f" & ~/(?s:.*({'|'.join(words)}).*)/" if words else "")
+
+    def rule(self, body: str) -> str:
+        return self._named(body, "r")
+
+    def terminal(self, body: str) -> str:
+        return self._named(body, "T")
+
+    def reserve(self) -> str:
+        """The name of a rule that is defined later, so that it can hold itself."""
+        name = f"r{len(self._rules)}"
+        self._rules[name] = ""
+        return name
+
+    def define(self, name: str, body: str) -> None:
+        self._rules[name] = body
+
+    def source(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *(f"{name}: {body}" for name, body in self._rules.items())])
+
+    def _named(self, body: str, prefix: str) -> str:
+        key = prefix + body
+        if key not in self._names:
+            self._names[key] = f"{prefix}{len(self._rules)}"
+            self._rules[self._names[key]] = body
+        return self._names[key]
+
+
+def escape(text: str) -> str:
+    """A regex for exactly this text, fit to stand between slashes."""
+    return "".join("\\n" if char == "\n" else "\\" + char if char in _PUNCTUATION else char for char in text)
+
+
+def either(options: Sequence[str]) -> str:
+    return options[0] if len(options) == 1 else f"({' | '.join(options)})"

@@ -1,0 +1,158 @@
+"""How each format's calls look, as grammars: the counterpart of `worker.parsers`, on the same format objects."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from worker.parsers.gemma import GemmaCalls
+from worker.parsers.json_calls import JsonCalls
+from worker.parsers.named import MistralCalls, RecipientJson, SectionCalls, TaggedJson
+from worker.parsers.pythonic import PythonCalls
+from worker.structured.tool_grammar.lark import Lark, either
+from worker.structured.tool_grammar.schemas import Tool
+from worker.structured.tool_grammar.shape import MANY, NUMBERED, Shape
+from worker.structured.tool_grammar.values import PYTHON, Style, Values, whole_json
+
+
+@dataclass(frozen=True, slots=True)
+class JsonShape:
+    """How a family writes calls as JSON objects.
+
+    `many` is a `list` in brackets, objects between the same markers, or markers around `each`. `gap` stands inside of
+    the markers; `before` are fields in front of the name, with `{index}` for the call's number.
+    """
+
+    many: str = "each"
+    name: str = "name"
+    arguments: str = "arguments"
+    gap: str = "\n"
+    between: str = "\n"
+    before: str = ""
+
+
+_LIST: Final = JsonShape("list", gap="", between=", ")
+_COHERE: Final = JsonShape("list", "tool_name", "parameters", "", ", ", '"tool_call_id": "{index}", ')
+_LLAMA: Final = JsonShape("same", arguments="parameters", gap="", between="; ")
+JSON_SHAPES: Final[dict[str, JsonShape]] = {
+    "apertus": _LIST,
+    "apriel": _LIST,
+    "apriel16": _LIST,
+    "command_a": _COHERE,
+    "command_r7b": _COHERE,
+    "command_r": JsonShape("list", "tool_name", "parameters", "\n", ", "),
+    "gigachat": JsonShape("same", gap="", between=""),
+    "granite": _LIST,
+    "granite3": _LIST,
+    "granite_20b_fc": JsonShape(gap="", between="\n"),
+    "granite_thinking": _LIST,
+    "hunyuan_a13b": _LIST,
+    "internlm2": JsonShape(arguments="parameters"),
+    "jamba": _LIST,
+    "llama3_json": _LLAMA,
+    "llama4_pythonic": _LLAMA,
+    "minimax_m1": JsonShape("same"),
+    "mistral_v3": _LIST,
+    "nemotron_v2": _LIST,
+    "phi4mini": _LIST,
+    "xlam": _LIST,
+}
+# Families that write one call and stop.
+SINGLE: Final = frozenset({"gigachat", "granite_20b_fc", "harmony"})
+
+
+def json_shape(lark: Lark, form: JsonCalls, family: str, tools: Sequence[Tool]) -> Shape:
+    shape = JSON_SHAPES.get(family, JsonShape())
+    start = "" if form.bare else lark.marks.known(form.starts)
+    end = lark.marks.known(form.ends)
+    if shape is _LIST and start == "<tool_call>":
+        shape = JsonShape()  # Granite 4
+    is_list = shape.many == "list"
+    # One marker has the bracket in it.
+    has_bracket = is_list and not start.endswith("[")
+    open_, close = shape.gap + "[" * has_bracket, "]" * is_list + shape.gap + end
+
+    def call(index: int) -> str:
+        if form.keyed:
+            objects = [lark.text(f"{{{json.dumps(tool.name)}: ") + f' {whole_json(lark, tool)} "}}"' for tool in tools]
+            return either(objects)
+        before = shape.before.replace("{index}", str(index))
+        head = lark.text(f'{{{before}"{shape.name}": ')
+        middle = lark.text(f', "{shape.arguments}": ')
+        names = [f"{lark.text(json.dumps(tool.name))} {middle} {whole_json(lark, tool)}" for tool in tools]
+        return f'{head} {either(names)} "}}"'
+
+    if shape.many == "each":
+        one = f"{lark.text(open_)} {call(0)} {lark.text(close)}"
+        return Shape(start, one, (lark.rule(f"{lark.text(shape.between + start)} {one}"),) * MANY)
+    numbers = NUMBERED if shape.before else MANY
+    more = tuple(lark.rule(f"{lark.text(shape.between)} {call(index + 1)}") for index in range(numbers))
+    return Shape(start, f"{lark.text(open_)} {call(0)}", more, lark.text(close), ends=(close,))
+
+
+def mistral_shape(lark: Lark, form: MistralCalls, family: str, tools: Sequence[Tool]) -> Shape:
+    if family == "mistral_v3":
+        return json_shape(lark, JsonCalls(form.starts), family, tools)
+    mark = form.starts[0]
+    one = either([f"{lark.text(tool.name + '[ARGS]')} {whole_json(lark, tool)}" for tool in tools])
+    return Shape(mark, one, (lark.rule(f"{lark.text(mark)} {one}"),) * MANY)
+
+
+def section_shape(lark: Lark, form: SectionCalls, family: str, tools: Sequence[Tool]) -> Shape:
+    known = lark.marks.known
+    start, call, sep, end = known(form.section), known(form.call), known(form.separator), known(form.ends)
+    id_rule = f"/[a-z0-9]{{10}}/ {lark.text(form.id_separator)}" if form.id_separator else ""
+    is_fenced = family in ("deepseek_v3", "deepseek_r1")
+    is_numbered = family == "kimi_k2"
+
+    def one(index: int) -> str:
+        calls: list[str] = []
+        for tool in tools:
+            if is_fenced:
+                head, close = lark.text(f"function{sep}{tool.name}\n```json\n"), lark.text("\n```" + end)
+            else:
+                head = lark.text((f"functions.{tool.name}:{index}" if is_numbered else tool.name) + sep)
+                close = lark.text(end)
+            calls.append(f"{id_rule} {head} {whole_json(lark, tool)} {close}")
+        return f"{lark.text(call)} {either(calls)}"
+
+    more = tuple(lark.rule(one(index + 1)) for index in range(NUMBERED if is_numbered else MANY))
+    tail = known(form.section_end)
+    return Shape(start, one(0), more, lark.text(tail), ends=(tail,))
+
+
+def tagged_json_shape(lark: Lark, form: TaggedJson, tools: Sequence[Tool]) -> Shape:
+    start, end = form.starts[0], lark.text(form.ends[0])
+    one = either([f"{lark.text(tool.name + '>')} {whole_json(lark, tool)} {end}" for tool in tools])
+    return Shape(start, one, (lark.rule(f"{lark.text(start)} {one}"),) * MANY)
+
+
+def recipient_shape(lark: Lark, form: RecipientJson, tools: Sequence[Tool]) -> Shape:
+    one = either([f"{lark.text(tool.name + chr(10))} {whole_json(lark, tool)}" for tool in tools])
+    return Shape(form.starts[0], one, (lark.rule(f"{lark.text(chr(10) + form.starts[0])} {one}"),) * MANY)
+
+
+def python_shape(lark: Lark, form: PythonCalls, family: str, tools: Sequence[Tool]) -> Shape:
+    start, end = lark.marks.known(form.starts), "" if form.bare else lark.marks.known(form.ends)
+    # OLMo writes one call a line.
+    is_lines = family == "olmo3_pythonic"
+    open_, between, close = ("\n", "\n", "\n" + end) if is_lines else ("[", ", ", "]" + end)
+    calls: list[str] = []
+    for tool in tools:
+        members = Values(lark, tool, PYTHON).members(lark.parameters(tool), tool.required, "{}=")
+        calls.append(f'{lark.text(tool.name + "(")} {members} ")"')
+    one = either(calls)
+    more = (lark.rule(f"{lark.text(between)} {one}"),) * MANY
+    return Shape(start, f"{lark.text(open_)} {one}", more, lark.text(close), ends=(close,))
+
+
+def gemma_shape(lark: Lark, form: GemmaCalls, tools: Sequence[Tool]) -> Shape:
+    start, end = form.starts[0], lark.text(form.ends[0])
+    style = Style(delimiter=form.dialect.delimiter, space="")
+    calls: list[str] = []
+    for tool in tools:
+        values = Values(lark, tool, style, (*form.starts, *form.ends))
+        members = values.members(lark.parameters(tool), tool.required, "{}:")
+        calls.append(f'{lark.text("call:" + tool.name + "{")} {members} "}}" {end}')
+    one = either(calls)
+    return Shape(start, one, (lark.rule(f"{lark.text(start)} {one}"),) * MANY, value_ends=(style.delimiter,))

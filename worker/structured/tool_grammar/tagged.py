@@ -1,0 +1,195 @@
+"""Calls whose parameters are text between tags, as grammars."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from worker.parsers.minimax_m3 import MiniMaxM3Calls
+from worker.parsers.schema import Parameters, Schema, mapping
+from worker.parsers.xml_calls import XmlCalls
+from worker.structured.tool_grammar.lark import Lark, either
+from worker.structured.tool_grammar.schemas import Tool, constants, only, quantifier, resolved
+from worker.structured.tool_grammar.shape import MANY, NUMBERED, Shape
+from worker.structured.tool_grammar.values import JSON, Values
+
+
+@dataclass(frozen=True, slots=True)
+class XmlShape:
+    """What stands between a format's markers: `{name}`, `{key}`, `{index}`, `{type}` and `{is_string}` are filled in.
+
+    `head` follows the marker that ends the head, `value` what opens a value, `after` each parameter, `end` a call.
+    """
+
+    name: str = "{name}"
+    key: str = "{key}"
+    wrap: str = "\n"
+    head: str = "\n"
+    value: str = ""
+    before_end: str = ""
+    after: str = "\n"
+    end: str = "\n"
+    is_numbered: bool = False
+
+
+_ATTRIBUTES: Final = XmlShape(' name="{name}"', ' name="{key}"')
+_TIGHT_ATTRIBUTES: Final = XmlShape(' name="{name}"', ' name="{key}"', wrap="", head="", after="", end="")
+_DSML: Final = XmlShape(' name="{name}"', ' name="{key}" string="{is_string}"')
+_GLM: Final = XmlShape(wrap="", end="")
+_TIGHT: Final = XmlShape(wrap="", head="", after="", end="")
+_QWEN: Final = XmlShape(value="\n", before_end="\n")
+XML_SHAPES: Final[dict[str, XmlShape]] = {
+    "deepseek_v32": _DSML,
+    "deepseek_v4": _DSML,
+    "dots": XmlShape(' name="{name}"', ' name="{key}"', value="\n", before_end="\n"),
+    "glm45": _GLM,
+    "glm47": _TIGHT,
+    "hy_v3": _TIGHT,
+    "kimi_k3": XmlShape(
+        ' tool="{name}" index="{index}"', ' key="{key}" type="{type}"', wrap="", head="", after="", end="",
+        is_numbered=True,
+    ),
+    "ling3": _GLM,
+    "longcat": _GLM,
+    "minicpm5": _TIGHT_ATTRIBUTES,
+    "minimax_m2": _ATTRIBUTES,
+    "muse": _ATTRIBUTES,
+    "nemotron_v3": _QWEN,
+    "qwen3_coder": _QWEN,
+    "qwen3_think": _QWEN,
+    "seed_oss": XmlShape(),
+    "spark": _TIGHT,
+    "step3": _TIGHT_ATTRIBUTES,
+    "step3p5": _QWEN,
+}  # fmt: skip
+# Written with the second of their format's wrappers.
+_SECOND_WRAP: Final = frozenset({"deepseek_v4"})
+
+
+def xml_shape(lark: Lark, form: XmlCalls, family: str, tools: Sequence[Tool]) -> Shape:
+    return _XmlWriter(lark, form, XML_SHAPES.get(family, _QWEN), family).shape(tools)
+
+
+class _XmlWriter:
+    """Writes the calls of one family."""
+
+    def __init__(self, lark: Lark, form: XmlCalls, look: XmlShape, family: str) -> None:
+        self._lark = lark
+        self._form = form
+        self._look = look
+        at = 1 if family in _SECOND_WRAP else 0
+        self._wrap = form.wrap[at] if form.wrap else ""
+        self._wrap_end = form.wrap_end[at] if form.wrap_end else ""
+        # Where a value's end is not written, these would end it as well.
+        self._banned = (
+            form.param_end, form.call_end, *form.wrap_end, "\n" + form.param, *(("<![CDATA[",) if form.cdata else ()),
+        )  # fmt: skip
+
+    def shape(self, tools: Sequence[Tool]) -> Shape:
+        lark, form, look = self._lark, self._form, self._look
+        values = (look.before_end + form.param_end,)
+        wrap_end = (look.end + self._wrap_end,) if self._wrap_end else ()
+        ends = (*wrap_end, look.after + form.call_end, form.call_end)
+        numbers = NUMBERED if look.is_numbered else MANY
+        if not form.call or not self._wrap:
+            # The wrapper is the call, or there is none.
+            start = self._wrap or form.call
+            one = self._call(tools, 0)
+            return Shape(
+                start, one, (lark.rule(f"{lark.text(chr(10) + start)} {one}"),) * numbers, value_ends=values, ends=ends
+            )
+        opening = lark.text(look.wrap + form.call)
+        first = f"{opening} {self._call(tools, 0)}"
+        if look == _QWEN:
+            # One call to each wrapper.
+            one = f"{first} {lark.text(look.end + self._wrap_end)}"
+            more = lark.rule(f"{lark.text(chr(10) + self._wrap)} {one}")
+            return Shape(self._wrap, one, (more,) * numbers, value_ends=values, ends=ends)
+        again = lark.text(look.end + form.call)
+        more_calls = tuple(lark.rule(f"{again} {self._call(tools, index + 1)}") for index in range(numbers))
+        return Shape(self._wrap, first, more_calls, lark.text(look.end + self._wrap_end), values, ends)
+
+    def _call(self, tools: Sequence[Tool], index: int) -> str:
+        return either([self._one(tool, index) for tool in tools])
+
+    def _one(self, tool: Tool, index: int) -> str:
+        """A call after its marker, up to the end of it."""
+        lark, form, look = self._lark, self._form, self._look
+        name = look.name.replace("{name}", tool.name).replace("{index}", str(index + 1))
+        # In some families a line break or the first parameter ends the head.
+        head_end = "" if form.head_end[0] == "\n" else form.head_end[0]
+        params = [self._param(tool, key, schema) for key, schema in lark.parameters(tool).items()]
+        return f"{lark.text(name + head_end + look.head)} {' '.join(params)} {lark.text(form.call_end)}"
+
+    def _param(self, tool: Tool, key: str, schema: Any) -> str:
+        form, look = self._form, self._look
+        kinds = Parameters(tool.parameters).types(key)
+        kind = next(iter(sorted(kinds)), "string")
+        is_text = not kinds or "string" in kinds
+        label = look.key.replace("{type}", "number" if kind == "integer" else kind)
+        label = label.replace("{is_string}", "true" if is_text else "false").replace("{key}", key)
+        between = (look.after + form.value) if form.value else ""
+        head = self._lark.text(form.param + label + form.key_end + between + look.value)
+        end = look.before_end + form.param_end + look.after
+        value = parameter(self._lark, tool, key, schema, end, self._banned)
+        whole = self._lark.rule(f"{head} {value}")
+        return whole if key in tool.required else f"({whole})?"
+
+
+def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[Tool]) -> Shape:
+    """Objects and lists are written as JSON, which is read as well; the model itself nests tags."""
+    start, end = form.starts[0], form.ends[0]
+    mark = start.removesuffix("<tool_call>")
+
+    def call(tool: Tool) -> str:
+        params: list[str] = []
+        for key, schema in lark.parameters(tool).items():
+            value = parameter(lark, tool, key, schema, f"{mark}</{key}>", (mark,))
+            whole = lark.rule(f"{lark.text(f'{mark}<{key}>')} {value}")
+            params.append(whole if key in tool.required else f"({whole})?")
+        return f"{lark.text(f'<invoke name={chr(34)}{tool.name}{chr(34)}>')} {' '.join(params)}"
+
+    close = lark.text(f"{mark}</invoke>\n")
+    one = lark.rule(f"{lark.text(mark)} {either([call(tool) for tool in tools])} {close}")
+    return Shape(start, f"{lark.text(chr(10))} {one}", (one,) * MANY, lark.text(end), (f"{mark}</",), (end,))
+
+
+def parameter(lark: Lark, tool: Tool, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
+    """The value of a parameter and the `end` behind it. A string is plain text, everything else JSON."""
+    options = _options(resolved(schema, tool.parameters))
+    return either([_option(lark, tool, key, option, end, banned) for option in options or [schema]])
+
+
+def _options(fields: Schema) -> list[Any]:
+    """What a value may be, one level deep."""
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(options := fields.get(keyword), list) and only(fields, keyword):
+            return cast("list[Any]", options)
+    return []
+
+
+def _option(lark: Lark, tool: Tool, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:
+    fields = resolved(schema, tool.parameters)
+    if not ("$ref" not in mapping(schema) or only(schema, "$ref")) or schema is False:
+        lark.unheld.add(tool.name)
+    if "enum" in fields or "const" in fields:
+        values = Values(lark, tool, JSON, banned)
+        if not only(fields, "enum", "type") and not only(fields, "const", "type"):
+            lark.unheld.add(tool.name)
+        options = [lark.text(each) if isinstance(each, str) else values.value({"const": each})
+                   for each in constants(fields)]  # fmt: skip
+        return f"{either([option for option in options if option])} {lark.text(end)}"
+    kinds = Parameters({"properties": {key: schema}}, tool.parameters).types(key)
+    if kinds and "string" not in kinds:
+        return f"{Values(lark, tool, JSON, banned).value(schema)} {lark.text(end)}"
+    if not only(fields, "type", "minLength", "maxLength") and not only(fields, "type", "pattern"):
+        lark.unheld.add(tool.name)
+    return lark.until(end, banned, body=_body(fields))
+
+
+def _body(schema: Schema) -> str:
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        left = "" if pattern.startswith("^") else "(?s:.*)"
+        right = "" if pattern.endswith("$") else "(?s:.*)"
+        return f"{left}({pattern.removeprefix('^').removesuffix('$')}){right}".replace("/", r"\/").replace("\n", "\\n")
+    return f"(?s:.{quantifier(schema)})"

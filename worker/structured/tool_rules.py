@@ -1,0 +1,180 @@
+"""Rules that make a chat's answer call tools: what is asked for, as a grammar in the model's own markup."""
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from protocol.failures import Code
+from protocol.messages import ChatPrompt, Constraint, ConstraintKind
+from worker.errors import RequestInvalid
+from worker.parsers import FAMILIES
+from worker.parsers.channels import Channels
+from worker.structured.compiler import Grammar
+from worker.structured.finish_early import Haste
+from worker.structured.guides import Prologue, Rule, Rules
+from worker.structured.tool_grammar import HEADS, CallGrammar, Calls, Marks, call_grammar, rest_of_call, strict_grammar
+
+log = logging.getLogger("mlxd.worker")
+
+# Calls come to their end within this many tokens where a request sets no limit.
+DEFAULT_ROOM: Final = 8192
+_MAX_CACHED: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    text: str
+    grammar: Grammar
+    haste: Haste
+    reserve: int
+
+
+class ToolRules:
+    """Makes the rules of one model. Safe to call from threads that may wait for a compiler."""
+
+    def __init__(self, rules: Rules, tokenizer: Any, family: str, eos_ids: Sequence[int]) -> None:
+        """`family` says how calls are written; `tokenizer` is transformers'."""
+        self._rules = rules
+        self._family = family
+        self._vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self._added = [(token.content, at) for at, token in getattr(tokenizer, "added_tokens_decoder", {}).items()]
+        self._eos_ids = tuple(eos_ids)
+        self._lock = threading.Lock()
+        self._marks: Marks | None = None
+        self._compiled: OrderedDict[tuple[str, frozenset[str]], _Compiled] = OrderedDict()
+
+    def make(self, prompt: ChatPrompt, prompt_end: str, room: int) -> Rule | None:
+        """The rule for `room` tokens of answer; None where there is nothing to enforce. Raises `RequestInvalid`."""
+        self._check_strict(prompt)
+        if prompt.must_call:
+            return self._forced(prompt, prompt_end, room)
+        return self._strict(prompt) if prompt.strict_tools else None
+
+    def beside(self, answer: Rule, constraint: Constraint, prompt: ChatPrompt, prompt_end: str) -> Rule:
+        """The rule for calls, or for the answer of the rule that `constraint` alone makes. Raises `RequestInvalid`."""
+        self._check_strict(prompt)
+        if isinstance(FAMILIES[self._family].grammar, Channels):
+            if self._family not in HEADS or not answer.prologue.is_open:
+                return answer
+            # The channel that a message names decides.
+            by_marker = self._by_head(prompt.tools, prompt.strict_tools)
+            ends = (*answer.prologue.ends, *by_marker)
+            return replace(answer, prologue=replace(answer.prologue, ends=ends), by_marker=by_marker)
+        calls = Calls(prompt.tools, is_parallel=not prompt.one_call)
+        marks = self._known_marks()
+        compiled = self._compile(
+            lambda calls: call_grammar(self._family, calls, marks, prompt_end), calls, prompt.strict_tools
+        )
+        return replace(answer, grammar=self._rules.compile(constraint, compiled.text))
+
+    def _check_strict(self, prompt: ChatPrompt) -> None:
+        """A schema that cannot be held is refused where the client has asked that it be."""
+        for tool in prompt.tools:
+            schema = tool["function"].get("parameters")
+            if _name(tool) not in prompt.strict_tools or not schema:
+                continue
+            try:
+                self._rules.grammars.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
+            except RequestInvalid as error:
+                message = f"The tool '{_name(tool)}' is strict, but {error}"
+                raise RequestInvalid(error.failure.code, message, param="tools") from error
+
+    def _forced(self, prompt: ChatPrompt, prompt_end: str, room: int) -> Rule:
+        tools = _named(prompt.tools, prompt.callable_tools)
+        calls, strict = Calls(tools, is_parallel=not prompt.one_call), prompt.strict_tools
+        marks = self._known_marks()
+        compiled = self._compile(lambda calls: call_grammar(self._family, calls, marks, prompt_end), calls, strict)
+        is_messages = isinstance(FAMILIES[self._family].grammar, Channels)
+        # Where outputs are messages, the grammar has the reasoning in it.
+        prologue = Prologue() if is_messages else self._rules.prologue(prompt_end)
+        rule = self._rules.of_grammar(compiled.grammar, prologue)
+        return replace(rule, haste=compiled.haste, room=room, reserve=compiled.reserve)
+
+    def _strict(self, prompt: ChatPrompt) -> Rule | None:
+        """What follows once a call has begun; the tools that are not strict take any arguments."""
+        marks = self._known_marks()
+        loose = tuple(name for name in map(_name, prompt.tools) if name not in prompt.strict_tools)
+        calls = Calls(prompt.tools, is_parallel=not prompt.one_call, loose_names=loose)
+        found = strict_grammar(self._family, calls, marks)
+        if found is None:
+            return self._strict_by_head(prompt) if self._family in HEADS else None
+        strict = prompt.strict_tools
+        compiled = self._compile(lambda calls: strict_grammar(self._family, calls, marks) or found, calls, strict)
+        rule = self._rules.of_grammar(compiled.grammar, Prologue((found.trigger.encode(),), is_open=True))
+        return replace(rule, is_lazy=True)
+
+    def _strict_by_head(self, prompt: ChatPrompt) -> Rule:
+        """Nothing but the head of a call tells that it has begun, and that has the tool's name in it."""
+        by_marker = self._by_head(_named(prompt.tools, prompt.strict_tools), prompt.strict_tools)
+        rule = self._rules.of_grammar(next(iter(by_marker.values())), Prologue(tuple(by_marker), is_open=True))
+        return replace(rule, is_lazy=True, by_marker=by_marker)
+
+    def _by_head(self, tools: Sequence[Mapping[str, Any]], strict: Sequence[str]) -> dict[bytes, Grammar]:
+        """What follows each head that a call may have."""
+        marks, family = self._known_marks(), self._family
+        by_marker: dict[bytes, Grammar] = {}
+        for tool in tools:
+            name = _name(tool)
+            compiled = self._compile(
+                lambda calls: rest_of_call(family, calls, marks), Calls([tool]), (name,) if name in strict else ()
+            )
+            by_marker |= {marker.encode(): compiled.grammar for marker in HEADS[family].triggers(name)}
+        return by_marker
+
+    def _compile(self, write: Callable[[Calls], CallGrammar], calls: Calls, strict: Sequence[str]) -> _Compiled:
+        """The grammar; where there is none, one that holds only the `strict` tools. Raises `RequestInvalid`."""
+        written = write(calls)
+        for name in written.unheld.intersection(strict):
+            message = (
+                f"The tool '{name}' is strict, but its schema cannot be enforced in the way this model writes calls"
+            )
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param="tools")
+        # The grammar of the same tools is another one where others of them are strict, and it cannot hold all.
+        key = (written.text, frozenset(strict))
+        with self._lock:
+            if found := self._compiled.get(key):
+                self._compiled.move_to_end(key)
+                return found
+        try:
+            compiled = self._try(written)
+        except RequestInvalid as error:
+            # Where it was not asked for, a schema that no grammar can hold must not keep a client from its tools.
+            log.warning("tools are called without their schemas: %s", error)
+            loose = tuple(name for name in map(_name, calls.tools) if name not in strict)
+            compiled = self._try(write(replace(calls, loose_names=loose)))
+        with self._lock:
+            self._compiled[key] = compiled
+            if len(self._compiled) > _MAX_CACHED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _try(self, written: CallGrammar) -> _Compiled:
+        grammar = self._rules.grammars.compile(Constraint(ConstraintKind.GRAMMAR, written.text, param="tools"))
+        haste = Haste(self._encode, grammar.vocab_size, self._eos_ids, written.value_ends, written.ends)
+        return _Compiled(written.text, grammar, haste, haste.shortest(grammar.walk()))
+
+    def _encode(self, text: str) -> list[int]:
+        table = self._rules.grammars.table()
+        ids: list[int] = []
+        for piece in self._known_marks().pieces(text):
+            ids += [piece] if isinstance(piece, int) else table.tokenize_str(piece)
+        return ids
+
+    def _known_marks(self) -> Marks:
+        if self._marks is None:
+            table = self._rules.grammars.table()
+            specials = {content: at for content, at in self._added if table.is_special_token(at)}
+            self._marks = Marks(self._vocabulary, specials, self._eos_ids)
+        return self._marks
+
+
+def _named(tools: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
+    return [tool for tool in tools if not names or _name(tool) in names]
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    return str(tool["function"]["name"])
