@@ -113,6 +113,17 @@ def _extract_window(cache: Any, row: int) -> Any:
     return RotatingKVCache.from_state((keys, values, offset.tolist()[row], 0, size, int(keys.shape[2])))
 
 
+def order_windows(caches: Sequence[Any]) -> None:
+    """Put a batch's windows in order of time, as several tokens at once need them.
+
+    mlx-lm does so when it stores these tokens, but makes their mask before: behind a chunk of one token, which rotates,
+    that mask hides the oldest token of a padded row.
+    """
+    windows: list[Any] = [leaf for leaf in leaves(caches) if type(leaf) is BatchRotatingKVCache]
+    for leaf in windows:
+        leaf._temporal_order()
+
+
 def slice_span(caches: Sequence[Any], begin: int, end: int) -> Span:
     """Own copies of the KV of tokens [begin, end), as far as windows hold it; evaluated later, in order."""
     return _pack([_slice(leaf, begin, end) for leaf in leaves(caches) if has_kv(leaf)])

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 
-from worker.cache.kv import extract
+from worker.cache.kv import extract, order_windows
 from worker.engine.sampling import RowSampler
 from worker.model.lanes import Lane
 
@@ -72,6 +72,8 @@ class _PromptBatch(PromptProcessingBatch):
             tokens = [[*new, *[0] * missing] for new, missing in zip(tokens, padding, strict=True)]
             for cache in self.prompt_cache:
                 cache.prepare(lengths=lengths, right_padding=padding)
+        if longest > 1:
+            order_windows(self.prompt_cache)
         self.model(mx.array(tokens), cache=self.prompt_cache)
         mx.eval([cache.state for cache in self.prompt_cache])
         if any(padding):

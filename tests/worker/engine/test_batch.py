@@ -111,3 +111,26 @@ def test_small_chunks_do_not_give_back_the_buffers_of_the_next_step(
         batch.tick(16)
     assert cleared == [256, 512]
     batch.close()
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss"])
+def test_a_message_of_one_token_beside_another_prompt_changes_no_token_of_a_sliding_window(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    loaded = load(spec(model_folder(architecture)), nothing)
+
+    def said(rows: list[Row], chunk: int) -> list[int]:
+        batch = Batch(loaded.model, (), 4, 128, PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0))
+        for each in rows:
+            batch.insert(each)
+        ids: list[int] = []
+        while batch:
+            ids += [token.id for token in batch.tick(chunk).tokens if token.row is rows[0]]
+        batch.close()
+        return ids
+
+    alone = said([row(loaded, 1, 34, output=12)], 128)
+    # The second prompt leaves the first one padded, and has gone when its message of one token comes.
+    first, second = row(loaded, 1, 34, output=12), row(loaded, 7, 40, output=1)
+    first.boundaries = [6, 8, 13, 20, 25, 26]
+    assert said([first, second], 32) == alone
