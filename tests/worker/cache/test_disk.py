@@ -186,7 +186,7 @@ def test_a_full_disk_is_survived_and_leaves_nothing_half_written(tmp_path: Path)
 import resource, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 from pathlib import Path
-from tests.worker.test_cache_disk import started, write
+from tests.worker.cache.test_disk import started, write
 disk = started(Path({str(tmp_path)!r}))
 assert write(disk, 1).is_readable
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
@@ -258,7 +258,7 @@ def test_a_read_that_nobody_will_do_is_done_at_once_with_nothing(tmp_path: Path)
 def test_a_writer_killed_at_any_moment_leaves_only_whole_files(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from tests.worker.test_cache_disk import started, write
+from tests.worker.cache.test_disk import started, write
 disk = started(Path({str(tmp_path)!r}), cap=3_000_000)
 parent = None
 for number in range(100_000):

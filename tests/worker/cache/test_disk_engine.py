@@ -90,7 +90,7 @@ def test_a_killed_worker_leaves_its_conversation_to_the_next(
     script = f"""
 from pathlib import Path
 from tests.support.engine import EngineHarness
-from tests.worker.test_cache_disk_engine import disk_spec, family
+from tests.worker.cache.test_disk_engine import disk_spec, family
 with EngineHarness(disk_spec(Path({str(model)!r}), Path({str(tmp_path)!r}))) as engine:
     engine.run(family(1, own=70))
     print("answered", flush=True)

@@ -150,7 +150,7 @@ def test_the_folder_of_a_killed_worker_is_not_in_use(tmp_path: Path) -> None:
     script = f"""
 import time
 from pathlib import Path
-from tests.worker.test_cache_disk_stale import OLD, started, write
+from tests.worker.cache.test_disk_stale import OLD, started, write
 write(started(Path({str(tmp_path)!r}), OLD), 1)
 print("written", flush=True)
 time.sleep(600)

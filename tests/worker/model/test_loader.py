@@ -348,7 +348,7 @@ def cache(home: Path, repository: str, source: Path, *, revision: str = "main") 
 def resolved(repository: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the library reads its environment once, at import."""
     code = (
-        "import sys\nfrom worker.loader import resolve\nfrom worker.errors import LoadFailed\n"
+        "import sys\nfrom worker.model.loader import resolve\nfrom worker.errors import LoadFailed\n"
         "try: print(resolve(sys.argv[1]))\n"
         "except LoadFailed as error: print(error.failure.code.name, error.failure.message)"
     )
