@@ -105,7 +105,9 @@ def _logs(config: Config) -> Logs:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mlxd", description="Serve MLX models over HTTP.")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="instead of mlxd.toml in MLXD_HOME (~/.mlxd)")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="configuration file instead of mlxd.toml in MLXD_HOME (~/.mlxd)"
+    )
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--port", type=int, help="TCP port to listen on")
     parser.add_argument("--log-level", type=str.lower, choices=LEVELS)

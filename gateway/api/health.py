@@ -26,7 +26,7 @@ class Health(Struct, frozen=True):
 
 
 class About(Struct, frozen=True):
-    """What a person sees who opens the address in a browser."""
+    """The answer to `GET /`, for a person who opens the address in a browser."""
 
     version: str
     models: list[str]
@@ -38,16 +38,16 @@ class About(Struct, frozen=True):
 
 
 class Live:
-    """The gateway answers: that is all it says."""
+    """Liveness: the gateway answers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_body(send, 200, msgspec.json.encode(Health("alive")))
 
 
 class Readiness:
-    """Whether traffic should come: not while draining, nor before the models to preload are ready.
+    """Readiness: whether traffic should come. Not while draining, nor before the models to preload are ready.
 
-    Everybody is told the status; names and reasons only of models that the caller may use.
+    Every client gets the status; names and reasons only of models that it may use.
     """
 
     def __init__(self, services: Services) -> None:

@@ -17,16 +17,16 @@ EVENTS: Final = "text/event-stream"
 MEANINGS: Final = {
     400: "The request cannot be served as it is.",
     401: "No API key, or none that is valid.",
-    403: "The caller may not do this.",
-    404: "There is no such model or response, or none that the key may know of.",
+    403: "The client may not do this.",
+    404: "There is no such model or response, or the key may not use it.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    421: "The name in the URL is none that this machine is served as.",
-    429: "A limit of the key, or the model's queue, is full, or too many requests had no valid key.",
+    421: "The URL's host is not a name that mlxd is configured to serve.",
+    429: "A limit of the key is reached, the model's queue is full, or too many requests had no valid key.",
     431: "The headers are too large.",
-    500: "Something failed that should not have.",
+    500: "An internal error.",
     503: "The model or the daemon cannot serve now.",
-    504: "The request's time was up.",
+    504: "The request's deadline was exceeded.",
 }
 _RETRYABLE: Final = frozenset({429, 503})
 _REF: Final = "#/components/schemas/"
@@ -34,7 +34,7 @@ _REF: Final = "#/components/schemas/"
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One in the path, the query or a header."""
+    """A parameter in the path, the query or a header."""
 
     name: str
     place: str
@@ -71,13 +71,13 @@ class Operation:
 
     @property
     def id(self) -> str:
-        """A name that no other operation has."""
+        """The operation's unique id, from its method and path."""
         words = [word.strip("{}") for word in self.path.replace("-", "_").split("/") if word]
         return "_".join([self.method.lower(), *words] if words else [self.method.lower(), "root"])
 
 
 def document(operations: Sequence[Operation], *, version: str, description: str) -> Schema:
-    """The whole document, of nothing but JSON types."""
+    """The OpenAPI document, in JSON types only."""
     components, references = _components(operations)
     paths: dict[str, Schema] = {}
     for operation in operations:
@@ -129,7 +129,7 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
         if operation.is_numbered:
             data |= {"properties": {"sequence_number": {"type": "integer"}}, "required": ["sequence_number"]}
         content[EVENTS] = {"x-itemSchema": _event(data)}
-    always = {"x-request-id": _header("Names this request, also in mlxd's log.", is_required=True)}
+    always = {"x-request-id": _header("Id of this request, as in mlxd's log.", is_required=True)}
     told = {name: _header(text) for name, text in operation.headers.items()}
     made: Schema = {"200": {"description": "The answer.", "headers": always | told, "content": content}}
     for status, text in operation.also.items():
@@ -179,7 +179,7 @@ def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Sche
     for operation in operations:
         if operation.body is not None:
             schemas[_given_name(operation.body, schemas)]["properties"] |= {
-                name: {"description": "Accepted; does nothing here."} for name in sorted(operation.extra)
+                name: {"description": "Accepted, without effect."} for name in sorted(operation.extra)
             }
     final = {name: _qualified(struct) for name, struct in names.items()}
     assert len(set(final.values())) == len(schemas), "two structs would share a name"
@@ -211,7 +211,7 @@ def _structs(shapes: Iterable[Any]) -> dict[type[Struct], types.StructType]:
 
 
 def _given_name(struct: type[Struct], schemas: Mapping[str, Any]) -> str:
-    """What msgspec calls it: with its module only where the plain name is taken."""
+    """msgspec's name of a struct: with its module only where the plain name is taken."""
     return struct.__name__ if struct.__name__ in schemas else f"{struct.__module__}.{struct.__name__}"
 
 

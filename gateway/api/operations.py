@@ -1,4 +1,4 @@
-"""Every operation of the public API, as the published document tells of it. A test holds it against the routes."""
+"""Operations of the public API for the OpenAPI document. A test compares them with the routes."""
 
 from typing import Any, Final
 
@@ -27,31 +27,33 @@ _BODY: Final = (400, 408, 413)
 _TOKENIZE: Final = (*_ALWAYS, *_BODY, 404, 503)
 _GENERATE: Final = (*_TOKENIZE, 504)
 _KEPT: Final = (*_ALWAYS, 400, 404, 503)
-_IGNORED: Final = {"x-mlxd-ignored": "Fields of the request that did nothing."}
+_IGNORED: Final = {"x-mlxd-ignored": "Unknown fields of the request, ignored."}
 _SEED: Final = {
-    "x-mlxd-seed": "With this seed the same answer can be had again.",
-    "x-mlxd-relaxed": "Keywords of a schema that the answer is not held to.",
+    "x-mlxd-seed": "The seed that reproduces this answer.",
+    "x-mlxd-relaxed": "Keywords of a schema that were not enforced on the answer.",
 } | _IGNORED
 _RESPONSE_ID: Final = Parameter("id", "path", {"type": "string", "minLength": 1}, "The id of a response.")
 _MODEL_ID: Final = Parameter(
-    "id", "path", {"type": "string", "minLength": 1}, "A name or an alias, maybe with slashes."
+    "id", "path", {"type": "string", "minLength": 1}, "A model's name or alias; it may contain slashes."
 )
 _PAGE: Final = (
     _RESPONSE_ID,
-    Parameter("order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "The newest first, or last."),
-    Parameter("after", "query", {"type": "string"}, "The id of the item before the first of the page."),
+    Parameter(
+        "order", "query", {"enum": ["asc", "desc"], "default": "desc"}, "Order of the items: `desc` is newest first."
+    ),
+    Parameter("after", "query", {"type": "string"}, "The page starts after the item with this id."),
     Parameter(
         "limit",
         "query",
         {"type": "integer", "minimum": 1, "maximum": ITEMS_MAX, "default": ITEMS_DEFAULT},
-        "How many items at most.",
+        "Most items in a page.",
     ),
 )
 
 DESCRIPTION: Final = """\
 OpenAI's chat completions, completions and Responses, Anthropic's Messages, and a few routes of mlxd's own.
 
-Where mlxd has no key yet, it asks for none on the loopback. Fields that are not named here are ignored, and told in
+While mlxd has no API keys, clients on the loopback need none. Fields that are not named here are ignored and listed in
 the header `x-mlxd-ignored`. Whole numbers are written without a fraction. With the header `anthropic-version` errors
 have Anthropic's shape on every path. An error after the first byte of a stream is an event of the stream.
 """
@@ -61,7 +63,7 @@ _OPENAI: Final = (
     Operation(
         "POST",
         "/v1/chat/completions",
-        "Answer a conversation.",
+        "Create a chat completion.",
         openai_out.ChatCompletion,
         ErrorBody,
         _GENERATE,
@@ -73,7 +75,7 @@ _OPENAI: Final = (
     Operation(
         "POST",
         "/v1/completions",
-        "Go on with a text.",
+        "Create a text completion.",
         openai_out.TextCompletion,
         ErrorBody,
         _GENERATE,
@@ -87,7 +89,7 @@ _ANTHROPIC: Final = (
     Operation(
         "POST",
         "/v1/messages",
-        "Answer a conversation, in Anthropic's words.",
+        "Create a message (Anthropic Messages API).",
         anthropic_out.Message,
         anthropic_out.ErrorBody,
         _GENERATE,
@@ -112,7 +114,7 @@ _RESPONSES: Final = (
     Operation(
         "POST",
         "/v1/responses",
-        "Answer, and keep the answer.",
+        "Create a response and store it.",
         responses_out.Response,
         ErrorBody,
         _GENERATE,
@@ -125,7 +127,7 @@ _RESPONSES: Final = (
     Operation(
         "POST",
         "/v1/responses/compact",
-        "Make a conversation short.",
+        "Compact a conversation.",
         responses_out.Compacted,
         ErrorBody,
         _GENERATE,
@@ -147,28 +149,47 @@ _RESPONSES: Final = (
     *(
         Operation(method, path, summary, answer, ErrorBody, _KEPT, parameters=parameters)
         for method, path, summary, answer, parameters in (
-            ("GET", "/v1/responses/{id}", "A response that was kept.", responses_out.Response, (_RESPONSE_ID,)),
-            ("DELETE", "/v1/responses/{id}", "Forget a response.", responses_out.Deleted, (_RESPONSE_ID,)),
-            ("POST", "/v1/responses/{id}/cancel", "End a response now.", responses_out.Response, (_RESPONSE_ID,)),
-            ("GET", "/v1/responses/{id}/input_items", "What a response answers.", responses_out.ItemList, _PAGE),
+            ("GET", "/v1/responses/{id}", "Get a stored response.", responses_out.Response, (_RESPONSE_ID,)),
+            ("DELETE", "/v1/responses/{id}", "Delete a stored response.", responses_out.Deleted, (_RESPONSE_ID,)),
+            (
+                "POST",
+                "/v1/responses/{id}/cancel",
+                "Cancel a response that is being generated.",
+                responses_out.Response,
+                (_RESPONSE_ID,),
+            ),
+            (
+                "GET",
+                "/v1/responses/{id}/input_items",
+                "List the input items of a response.",
+                responses_out.ItemList,
+                _PAGE,
+            ),
         )
     ),
 )
 _MLXD: Final = (
     Operation(
-        "POST", "/tokenize", "The tokens of a prompt.", Tokens, ErrorBody, _TOKENIZE, TokenizeRequest, headers=_IGNORED
+        "POST", "/tokenize", "Tokenize a prompt.", Tokens, ErrorBody, _TOKENIZE, TokenizeRequest, headers=_IGNORED
     ),
     Operation(
-        "POST", "/detokenize", "The text of tokens.", Text, ErrorBody, _TOKENIZE, DetokenizeRequest, headers=_IGNORED
+        "POST",
+        "/detokenize",
+        "Decode tokens into text.",
+        Text,
+        ErrorBody,
+        _TOKENIZE,
+        DetokenizeRequest,
+        headers=_IGNORED,
     ),
-    Operation("GET", "/v1/models", "The models that the key may use.", ModelList, ErrorBody, _ALWAYS),
-    Operation("GET", "/v1/models/{id}", "One model.", ModelCard, ErrorBody, (*_ALWAYS, 404), parameters=(_MODEL_ID,)),
-    Operation("GET", "/", "What this is.", About, ErrorBody, _ALWAYS),
-    Operation("GET", "/openapi.json", "This document.", dict[str, Any], ErrorBody, _ALWAYS),
+    Operation("GET", "/v1/models", "List the models that the key may use.", ModelList, ErrorBody, _ALWAYS),
+    Operation("GET", "/v1/models/{id}", "Get a model.", ModelCard, ErrorBody, (*_ALWAYS, 404), parameters=(_MODEL_ID,)),
+    Operation("GET", "/", "Get the name, version and entry points of this server.", About, ErrorBody, _ALWAYS),
+    Operation("GET", "/openapi.json", "Get this OpenAPI document.", dict[str, Any], ErrorBody, _ALWAYS),
     Operation(
         "GET",
         "/metrics",
-        "Prometheus' text format. Once there are keys, one of role `metrics` or `admin` is needed.",
+        "Get the metrics in Prometheus' text format. Once there are keys, one of role `metrics` or `admin` is needed.",
         str,
         ErrorBody,
         _ALWAYS,
@@ -177,26 +198,28 @@ _MLXD: Final = (
     ),
 )
 _DEEP: Final = (
-    Parameter("deep", "query", {"enum": ["0", "1"], "default": "0"}, "Ask each loaded model for a token."),
-    Parameter("model", "query", {"type": "string"}, "Ask this one only."),
+    Parameter(
+        "deep", "query", {"enum": ["0", "1"], "default": "0"}, "With 1, generate a token with each loaded model."
+    ),
+    Parameter("model", "query", {"type": "string"}, "Probe only this model."),
 )
 _HEALTH: Final = tuple(
     Operation("GET", path, summary, Health, ErrorBody, (403, 421, 431, 500), needs_key=False, also=also)
     for path, summary, also in (
-        ("/livez", "Whether the daemon answers.", {}),
-        ("/readyz", "Whether it may be asked.", {503: "Not ready."}),
+        ("/livez", "Liveness: whether the daemon answers.", {}),
+        ("/readyz", "Readiness: whether the daemon accepts requests.", {503: "Not ready."}),
     )
 ) + tuple(
     Operation(
         "GET",
         path,
-        "What is wrong. With `deep`, for which an admin key is needed, `models` tells what each model did.",
+        "Health and the reasons of problems. With `deep` (admin keys only), `models` has each model's result.",
         Health,
         ErrorBody,
         (400, 401, 403, 404, 421, 431, 500),
         needs_key=False,
         parameters=_DEEP,
-        also={503: "Nothing can be served, or a model that was asked did not answer."},
+        also={503: "Nothing can be served, or a probed model did not answer."},
     )
     for path in ("/health", "/healthz")
 )
@@ -204,13 +227,13 @@ OPERATIONS: Final = (*_OPENAI, *_ANTHROPIC, *_RESPONSES, *_MLXD, *_HEALTH)
 
 
 class Document:
-    """An ASGI endpoint. The document is made when it is first asked for."""
+    """ASGI endpoint of the OpenAPI document, built at its first request."""
 
     def __init__(self) -> None:
         self._body: bytes | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._body is None:
-            made = openapi.document(OPERATIONS, version=protocol.__version__, description=DESCRIPTION)
-            self._body = msgspec.json.encode(made)
+            document = openapi.document(OPERATIONS, version=protocol.__version__, description=DESCRIPTION)
+            self._body = msgspec.json.encode(document)
         await send_body(send, 200, self._body)

@@ -10,12 +10,12 @@ from gateway.ctl.offline import read_config
 from gateway.ctl.output import Json, console, print_json, tell
 from gateway.failed import Failed
 
-app = typer.Typer(help="Show and empty the prefix cache on disk.", no_args_is_help=True)
+app = typer.Typer(help="Show and clear the prefix cache on disk.", no_args_is_help=True)
 
 
 @app.command()
 def stats(json: Json = False) -> None:
-    """Show what the prefix cache holds on disk, by model.
+    """Show the prefix cache on disk, by model.
 
     Example: mlxctl cache stats
     """
@@ -39,7 +39,7 @@ def stats(json: Json = False) -> None:
 def clear(
     model: Annotated[str | None, a_model("Only what was kept for this model.", "MODEL")] = None, json: Json = False
 ) -> None:
-    """Delete the prefix cache on disk, also while models run: they compute anew what is gone.
+    """Delete the prefix cache on disk, also while models run: they compute the prefixes again.
 
     Example: mlxctl cache clear coder
     """

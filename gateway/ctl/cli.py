@@ -1,4 +1,4 @@
-"""The verbs of `mlxctl`. What a verb needs is imported inside it: `mlxctl version` loads no HTTP client."""
+"""The verbs of `mlxctl`. A verb imports its dependencies itself: `mlxctl version` loads no HTTP client."""
 
 import sys
 from pathlib import Path
@@ -31,10 +31,12 @@ app.add_typer(service.app, name="service")
 
 @app.command()
 def serve(
-    config: Annotated[Path | None, typer.Option(help="Instead of mlxd.toml in MLXD_HOME (~/.mlxd).")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Configuration file instead of mlxd.toml in MLXD_HOME (~/.mlxd).")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="TCP port to listen on.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="Level of the log: debug, info, warning or error.")] = None,
 ) -> None:
     """Run the daemon in the foreground, as `mlxd` does.
 
@@ -77,13 +79,13 @@ app.command("ps")(models.ps)
 @app.command()
 def chat(
     model: Model,
-    prompt: Annotated[str | None, typer.Argument(help="Ask this and exit.", show_default=False)] = None,
-    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="The longest answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 always answers alike.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Prompt to answer before exiting.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens in an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is deterministic.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one answer as JSON, with its reasoning.")] = False,
 ) -> None:
-    """Talk to a model. Without a prompt: a conversation, or what is piped in.
+    """Chat with a model. Without a prompt, hold a conversation, or read the prompt from a pipe.
 
     Example: mlxctl chat demo "Why is the sky blue?"
     """
@@ -111,7 +113,7 @@ def chat(
 
 @app.command()
 def load(model: Model, json: Json = False) -> None:
-    """Load a model now, also one that has failed before.
+    """Load a model now, even after failed attempts.
 
     Example: mlxctl load coder
     """
@@ -120,7 +122,7 @@ def load(model: Model, json: Json = False) -> None:
 
 @app.command()
 def unload(model: Model, json: Json = False) -> None:
-    """Let a model finish what it does, then end its process. The next request loads it again.
+    """Finish a model's running requests, then end its worker. The next request loads the model again.
 
     Example: mlxctl unload coder
     """
@@ -129,7 +131,7 @@ def unload(model: Model, json: Json = False) -> None:
 
 @app.command()
 def restart(model: Model, json: Json = False) -> None:
-    """Start a model's process anew. Its streams pause meanwhile, and go on where they were.
+    """Restart a model's worker. Its streams pause and resume on the new worker.
 
     Example: mlxctl restart coder
     """
@@ -138,7 +140,7 @@ def restart(model: Model, json: Json = False) -> None:
 
 @app.command()
 def pin(model: Model, json: Json = False) -> None:
-    """Never unload a model to make room for another, until the daemon ends or `mlxctl unpin`. Does not load it.
+    """Keep a model from being unloaded for another, until the daemon ends or `mlxctl unpin`. Does not load it.
 
     Example: mlxctl pin coder
     """
@@ -147,7 +149,7 @@ def pin(model: Model, json: Json = False) -> None:
 
 @app.command()
 def unpin(model: Model, json: Json = False) -> None:
-    """Let a model be unloaded again when another needs its memory, also one that the configuration pins.
+    """Allow a model to be unloaded when another needs its memory, even if the configuration pins it.
 
     Example: mlxctl unpin coder
     """
@@ -173,13 +175,15 @@ def parse(context: typer.Context) -> None:
 @app.command()
 def verify(
     model: Model,
-    tokens: Annotated[int, typer.Option(help="Generated for each request.")] = 48,
-    kill: Annotated[bool, typer.Option("--kill", help="Also kill its worker in the daemon, amid streams.")] = False,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate for each request.")] = 48,
+    kill: Annotated[
+        bool, typer.Option("--kill", help="Also kill the daemon's worker of the model during streams.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Check that a model says the same alone, batched, chunked, from its caches, preempted and resumed.
+    """Verify that a model generates the same tokens alone, batched, chunked, from its caches, preempted and resumed.
 
-    Loads the model once more, in a process of its own. Exits with 1 if any token differs.
+    The model is loaded once more, in a process of its own. The exit status is 1 if any token differs.
 
     Example: mlxctl verify demo
     """
@@ -199,7 +203,7 @@ def verify(
 
 @app.command(hidden=True)
 def handover() -> None:
-    """End the daemon, once its requests have finished, and keep its workers and models for the next one.
+    """End the daemon once its requests have finished, and leave its workers and models to the next daemon.
 
     Example: mlxctl handover && mlxctl serve
     """

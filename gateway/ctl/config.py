@@ -17,13 +17,16 @@ BAD_CONFIG: Final = 2
 app = typer.Typer(help="Check and show the configuration.", no_args_is_help=True)
 
 File = Annotated[
-    Path | None, typer.Argument(help="Instead of mlxd.toml in MLXD_HOME (~/.mlxd).", show_default=False, metavar="FILE")
+    Path | None,
+    typer.Argument(
+        help="Configuration file instead of mlxd.toml in MLXD_HOME (~/.mlxd).", show_default=False, metavar="FILE"
+    ),
 ]
 
 
 @app.command()
 def check(file: File = None, json: Json = False) -> None:
-    """Say whether the daemon could start with a file; exit status 2 and the line of what is wrong if not.
+    """Check a configuration file without starting the daemon; exit status 2 and the line of the error if it is invalid.
 
     Example: mlxctl config check mlxd.toml
     """
@@ -66,9 +69,9 @@ def show(file: File = None, json: Json = False) -> None:
 
 @app.command()
 def reload(json: Json = False) -> None:
-    """Let the daemon read its file again and apply what has changed. With a bad file nothing changes; exit status 1.
+    """Reload the configuration file and apply its changes. If it is invalid, nothing changes; exit status 1.
 
-    Streams of a model that is restarted pause, and go on where they were; a removed model finishes its own first.
+    Streams of a restarted model pause and resume; a removed model finishes its streams first.
 
     Example: mlxctl config reload
     """

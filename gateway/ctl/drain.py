@@ -28,7 +28,9 @@ class Result(Struct, frozen=True):
 def drain(
     timeout: Annotated[
         str | None,
-        typer.Option(help="What running requests get, such as 5m. Default: drain of [server].", show_default=False),
+        typer.Option(
+            help="Time that running requests get, such as 5m. Default: drain of [server].", show_default=False
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -18,7 +18,7 @@ from gateway.ctl.output import Json, console, print_json, seconds, tell
 if TYPE_CHECKING:
     from gateway.access.key_file import Key, KeyFile
 
-app = typer.Typer(help="Make, show and end API keys.", no_args_is_help=True)
+app = typer.Typer(help="Create, change, show and revoke API keys.", no_args_is_help=True)
 
 
 class Role(StrEnum):
@@ -39,7 +39,7 @@ def _limit(text: str) -> object:
 
 Models = Annotated[
     list[str] | None,
-    typer.Option(help="Names, aliases or patterns of models; '*' is all of them.", metavar="PATTERN..."),
+    typer.Option(help="Names, aliases or patterns of models; '*' means all.", metavar="PATTERN..."),
 ]
 Rpm = Annotated[int | None, _limit("Requests per minute")]
 Tpm = Annotated[int | None, _limit("Tokens per minute, prompt and completion")]
@@ -52,13 +52,15 @@ MonthRequests = Annotated[int | None, _limit("Requests of a month")]
 MonthTokens = Annotated[int | None, _limit("Tokens of a month")]
 AlertAt = Annotated[
     int | None,
-    typer.Option(min=0, max=100, help="Percent of a budget whose use is told; 0 is never.", show_default=False),
+    typer.Option(
+        min=0, max=100, help="Percent of a budget at which a warning is logged; 0 is never.", show_default=False
+    ),
 ]
 QueueShare = Annotated[
     int | None,
-    typer.Option(min=0, max=100, help="Percent of a model's queue; 0 is the server's.", show_default=False),
+    typer.Option(min=0, max=100, help="Most percent of a model's queue; 0 means the server's.", show_default=False),
 ]
-Expires = Annotated[str | None, typer.Option(help="Ends after this long: 12h, 30d; never.")]
+Expires = Annotated[str | None, typer.Option(help="Expiry after a duration (12h, 30d), or never.")]
 RoleOption = Annotated[
     Role | None,
     typer.Option(
@@ -72,7 +74,7 @@ Priority = Annotated[
     int | None, typer.Option(min=-100, max=100, help="Lower runs first when a model is busy.", show_default=False)
 ]
 ShareCache = Annotated[
-    bool | None, typer.Option("--share-cache/--own-cache", help="Reuse prompts that other such keys have sent.")
+    bool | None, typer.Option("--share-cache/--own-cache", help="Share the prefix cache with other keys that share it.")
 ]
 
 
@@ -99,7 +101,7 @@ def create(
     share_cache: ShareCache = None,
     json: Json = False,
 ) -> None:
-    """Make a key and print its secret, which is shown once.
+    """Create a key and print its secret, which is shown once.
 
     Example: mlxctl keys create alice --models 'qwen*' --rpm 60 --expires 30d
     """
@@ -135,7 +137,7 @@ def set_key(
     share_cache: ShareCache = None,
     json: Json = False,
 ) -> None:
-    """Change a key in place: what is named changes, all else and the secret stay.
+    """Change a key in place: only the given options change; the secret stays.
 
     Example: mlxctl keys set alice --rpm 120 --tokens-per-day 2000000
     """
@@ -147,7 +149,7 @@ def set_key(
 
 @app.command()
 def disable(name: Name, json: Json = False) -> None:
-    """Refuse a key from the next request on, until it is enabled. What it has running goes on.
+    """Disable a key: it is refused from the next request on, until it is enabled. Running requests finish.
 
     Example: mlxctl keys disable alice
     """
@@ -156,7 +158,7 @@ def disable(name: Name, json: Json = False) -> None:
 
 @app.command()
 def enable(name: Name, json: Json = False) -> None:
-    """Let a key that was disabled in again.
+    """Enable a disabled key.
 
     Example: mlxctl keys enable alice
     """
@@ -183,7 +185,7 @@ def list_keys(json: Json = False) -> None:
 
 @app.command()
 def revoke(name: Name, json: Json = False) -> None:
-    """End a key: from the next request on it is refused. What it has running goes on.
+    """Revoke a key: it is refused from the next request on. Running requests finish.
 
     Example: mlxctl keys revoke alice
     """
@@ -203,7 +205,7 @@ def revoke(name: Name, json: Json = False) -> None:
 
 @app.command()
 def rotate(name: Name, json: Json = False) -> None:
-    """Give a key a new secret, which is shown once; the old one ends now. All else stays.
+    """Replace a key's secret. The new one is shown once, the old one is refused from now on; the rest stays.
 
     Example: mlxctl keys rotate alice
     """
@@ -213,7 +215,7 @@ def rotate(name: Name, json: Json = False) -> None:
 
 @app.command()
 def usage(json: Json = False) -> None:
-    """Show what each key has used, over restarts; `mlxctl usage` has it by day and model.
+    """Show the usage of each key, kept over restarts; `mlxctl usage` shows it by day and model.
 
     Example: mlxctl keys usage
     """

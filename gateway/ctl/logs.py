@@ -22,10 +22,11 @@ _AUDIT_HEAD: Final = ("time", "action", "target")
 def logs(
     model: Annotated[str | None, a_model("Only lines about this model.", "MODEL")] = None,
     audit: Annotated[
-        bool, typer.Option("--audit", help="The audit log: changes of keys, orders, reloads, new addresses of keys.")
+        bool,
+        typer.Option("--audit", help="Show the audit log: changes of keys, commands, reloads, new addresses of keys."),
     ] = False,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
-    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines.")] = 50,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the log until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Number of the last lines to show.")] = 50,
     json: Json = False,
 ) -> None:
     """Show the last lines of the daemon's log, or of the audit log.

@@ -43,7 +43,7 @@ def models(json: Json = False) -> None:
 
 
 def ps(
-    interval: Annotated[float, typer.Option(min=0.05, help="Seconds over which tokens are counted.")] = SPAN_S,
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds over which the token rate is measured.")] = SPAN_S,
     json: Json = False,
 ) -> None:
     """Show the models that have a process: what it holds and what it does.

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 def pull(
     repository: Annotated[
         str,
-        typer.Argument(help="A repository of the hub, of main or another revision.", metavar="ORG/NAME[@REVISION]"),
+        typer.Argument(
+            help="Repository of the Hugging Face hub, at main or another revision.", metavar="ORG/NAME[@REVISION]"
+        ),
     ],
     include: Annotated[
         list[str] | None,
-        typer.Option(help="Only files of this pattern; may be given again. Default: all that MLX reads."),
+        typer.Option(help="Download only files of this pattern; may be repeated. Default: all files that MLX reads."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Never ask: also what will not fit or load.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask, even if the model will not fit or load.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Download a model, or the rest of one. Says first whether it fits, in memory and on the disk. No daemon is needed.

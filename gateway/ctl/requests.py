@@ -20,10 +20,10 @@ app = typer.Typer(invoke_without_command=True)
 @app.callback()
 def requests(
     context: typer.Context,
-    captured: Annotated[bool, typer.Option("--captured", help="Those that were captured as well.")] = False,
+    captured: Annotated[bool, typer.Option("--captured", help="Include captured requests that have finished.")] = False,
     json: Json = False,
 ) -> None:
-    """Show the requests that are being served: where each stands, its tokens and its speed.
+    """Show the running requests: phase, tokens and speed of each.
 
     Example: mlxctl requests
     """
@@ -38,7 +38,7 @@ def requests(
 
 @app.command()
 def show(request: Id, json: Json = False) -> None:
-    """Show one request: where it stands, and all that was asked and answered if it was captured.
+    """Show a request: its phase, and its whole prompt and answer if it was captured.
 
     Example: mlxctl requests show req_0123456789abcdef01234567
     """

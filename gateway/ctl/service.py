@@ -17,13 +17,13 @@ from gateway.failed import Failed
 if TYPE_CHECKING:
     from gateway.install.description import Action, Facts, Service, Standing
 
-app = typer.Typer(help="Install mlxd as a service, start and end it.", no_args_is_help=True)
+app = typer.Typer(help="Install mlxd as a service, start and stop it.", no_args_is_help=True)
 app.command("logs")(logs.logs)
 app.command("upgrade")(upgrade.upgrade)
 app.command("rollback")(upgrade.rollback)
 
-RunAs = Annotated[str | None, typer.Option("--run-as", help="The user that the machine's service runs as.")]
-Manager = Annotated[Kind | None, typer.Option("--manager", help="With --dry-run: as on another system.")]
+RunAs = Annotated[str | None, typer.Option("--run-as", help="User that the system service runs as.")]
+Manager = Annotated[Kind | None, typer.Option("--manager", help="With --dry-run: the service manager to show it for.")]
 
 
 @app.command()
@@ -39,7 +39,7 @@ def install(
 
 @app.command()
 def uninstall(system: System = False, dry_run: DryRun = False, manager: Manager = None, json: Json = False) -> None:
-    """End the service and remove it. Its home stays as it is.
+    """Stop the service and remove it. Its home stays.
 
     Example: mlxctl service uninstall
     """
@@ -57,7 +57,7 @@ def start(system: System = False, dry_run: DryRun = False, manager: Manager = No
 
 @app.command()
 def stop(system: System = False, dry_run: DryRun = False, manager: Manager = None, json: Json = False) -> None:
-    """Let running requests finish, end all workers and the service.
+    """Stop the service and all workers, after running requests have finished.
 
     Example: mlxctl service stop
     """
@@ -75,7 +75,7 @@ def restart(system: System = False, dry_run: DryRun = False, manager: Manager = 
 
 @app.command()
 def status(system: System = False, json: Json = False) -> None:
-    """Show what the service manager says. Exit status 3 when the service does not run.
+    """Show the service manager's status. Exit status 3 if the service does not run.
 
     Example: mlxctl service status --json
     """
@@ -114,7 +114,7 @@ def wired_limit(
 ) -> None:
     """Set how much memory the GPU may hold on a Mac, now and at each boot.
 
-    Without a number: the configured memory budget, or the most that leaves the system enough.
+    Without a number, set the configured memory budget, or the most that leaves the system enough.
 
     Example: sudo mlxctl service wired-limit 96
     """

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 Kind = Literal["launchd", "systemd"]
 
-System = Annotated[bool, typer.Option("--system", help="The machine's service, not this user's. Needs root.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print what would be written and run.")]
+System = Annotated[bool, typer.Option("--system", help="The system service instead of this user's. Needs root.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the files and commands without writing or running them.")
+]
 
 
 def carry_out(actions: "list[Action]", dry_run: bool, json: bool) -> None:

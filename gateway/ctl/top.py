@@ -35,9 +35,9 @@ class View(Struct, frozen=True):
 
 
 def top(
-    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two updates.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one look and exit; so does whatever is no terminal.")
+        bool, typer.Option("--once", help="Print once and exit; the default if the output is not a terminal.")
     ] = False,
     json: Json = False,
 ) -> None:

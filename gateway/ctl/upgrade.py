@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 DEADLINE_S: Final = 300.0
 READYZ_TIMEOUT_S: Final = 10.0
 
-Deadline = Annotated[float, typer.Option(min=1, help="Seconds until the new version must be ready, or is given up.")]
+Deadline = Annotated[
+    float, typer.Option(min=1, help="Seconds within which the new version must be ready before it is rolled back.")
+]
 
 
 class Changed(Struct, frozen=True):
@@ -38,17 +40,18 @@ class Changed(Struct, frozen=True):
 def upgrade(
     target: Annotated[
         str | None,
-        typer.Argument(help="A version, a wheel, a checkout or an address; the newest if not given.", metavar="TARGET"),
+        typer.Argument(help="Version, wheel, checkout or address; the newest version by default.", metavar="TARGET"),
     ] = None,
     source: Annotated[
-        str | None, typer.Option("--from", help="A folder of wheels, an index' address, or pypi; remembered.")
+        str | None,
+        typer.Option("--from", help="Source of versions: a folder of wheels, an index' address, or pypi; remembered."),
     ] = None,
     system: System = False,
     deadline: Deadline = DEADLINE_S,
-    keep: Annotated[int, typer.Option(min=1, help="How many versions stay on disk.")] = 3,
+    keep: Annotated[int, typer.Option(min=1, help="Number of versions to keep on disk.")] = 3,
     keep_workers: Annotated[
         bool,
-        typer.Option("--keep-workers", help="Let loaded models go on with the old code until they are loaded anew."),
+        typer.Option("--keep-workers", help="Keep loaded models on the old code until they are loaded again."),
     ] = False,
     dry_run: DryRun = False,
     json: Json = False,

@@ -26,14 +26,14 @@ class Format(StrEnum):
 def usage(
     first: Annotated[
         datetime | None,
-        typer.Option("--from", formats=["%Y-%m-%d"], metavar="DAY", help="The first day; 30 days by default."),
+        typer.Option("--from", formats=["%Y-%m-%d"], metavar="DAY", help="First day; 30 days by default."),
     ] = None,
     last: Annotated[
         datetime | None,
-        typer.Option("--to", formats=["%Y-%m-%d"], metavar="DAY", help="The last day, included; today by default."),
+        typer.Option("--to", formats=["%Y-%m-%d"], metavar="DAY", help="Last day, included; today by default."),
     ] = None,
-    by: Annotated[str, typer.Option(help="One line for each of these: day, key, model.", metavar="LIST")] = "key",
-    output: Annotated[Format, typer.Option("--format", help="table, csv or json.")] = Format.TABLE,
+    by: Annotated[str, typer.Option(help="Group by any of: day, key, model.", metavar="LIST")] = "key",
+    output: Annotated[Format, typer.Option("--format", help="Output format: table, csv or json.")] = Format.TABLE,
     json: Json = False,
 ) -> None:
     """Show what was used from one day to another, by key, model or day.

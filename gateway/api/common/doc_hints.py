@@ -1,5 +1,5 @@
-"""What the published document says of a field beyond its type. Decoding does not look at it: what is refused for its
-value is refused by the lowering, in its own words, and this says beforehand what is not.
+"""Schema hints of the OpenAPI document: constraints on a field beyond its type. Decoding does not look at them: the
+lowering refuses a value, with its own message, and the hints tell clients beforehand which values are accepted.
 
 A struct's own `told`, a class variable, is added to its schema: what its fields mean together.
 """

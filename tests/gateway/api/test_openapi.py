@@ -91,7 +91,7 @@ def test_a_body_has_the_fields_of_the_struct_that_it_is_decoded_to_and_those_tha
         assert set(body["properties"]) == {*one.body.__struct_encode_fields__, *one.extra}
         assert body["required"] == [field.name for field in msgspec.structs.fields(one.body) if field.required]
     chat = document()["components"]["schemas"]["openai.ChatRequest"]["properties"]
-    assert chat["user"] == {"description": "Accepted; does nothing here."}
+    assert chat["user"] == {"description": "Accepted, without effect."}
     assert set(chat) > NO_ACTION
 
 
