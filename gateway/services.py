@@ -18,7 +18,7 @@ from gateway.http.tls import Tls
 from gateway.link.link import Link
 from gateway.pool import Pool
 from gateway.request.admission import Admission
-from gateway.request.bodies import Bodies, memory_bytes
+from gateway.request.bodies import Bodies, memory_bytes, share_bytes
 from gateway.request.in_flight import Requests
 from gateway.request.live import Live
 from gateway.request.record import Record
@@ -66,7 +66,9 @@ class Services(Runtime):
             lambda: live.config.server.usage_months,
         )
         keyring = Keyring(KeyFile(config.keys_path), metrics, ledger=ledger)
-        bodies = Bodies(lambda: memory_bytes(live.config.server))
+        bodies = Bodies(
+            lambda: memory_bytes(live.config.server), lambda: share_bytes(live.config.server, keyring.has_others)
+        )
         metrics.body_numbers = bodies.numbers
         return cls(
             live=live,

@@ -57,6 +57,8 @@ class Keyring:
         self.meters: dict[str, Meter] = {}
         # Whether there has never been a key.
         self.is_open = True
+        # Whether several keys may send requests.
+        self.has_others = False
         self._apply(self._look())
 
     @property
@@ -110,21 +112,21 @@ class Keyring:
         self._stamp = stamp
         keys = self._file.read()
         by_prefix: dict[bytes, list[Account]] = {}
-        has_others = sum(key.is_usable and not key.is_metrics_only for key in keys) > 1
+        self.has_others = sum(key.is_usable and not key.is_metrics_only for key in keys) > 1
         for key in keys:
-            by_prefix.setdefault(key.prefix.encode(), []).append(Account(key, self._make_caller(key, has_others)))
+            by_prefix.setdefault(key.prefix.encode(), []).append(Account(key, self._make_caller(key)))
         self._by_prefix = by_prefix
         self.is_open = stamp is None
         if stamp is None:
             return
-        log.info("%d API keys are in force", sum(key.is_usable for key in keys))
+        log.info("%d of %d API keys are in force", sum(key.is_usable for key in keys), len(keys))
         if unknown := self._file.unknown():
             log.warning("another version of mlxd wrote of the keys what this one ignores: %s", ", ".join(unknown))
         for key in keys:
             if not key.is_usable and not key.is_disabled:
                 log.warning("the key %s is not in force: it requires a later version of mlxd", key.name)
 
-    def _make_caller(self, key: Key, has_others: bool) -> Caller:
+    def _make_caller(self, key: Key) -> Caller:
         limits = Limits(
             rpm=key.rpm,
             tpm=key.tpm,
@@ -152,6 +154,6 @@ class Keyring:
             key.cache_salt,
             meter,
             tenant_of(key.name),
-            key.queue_share if has_others and not key.is_admin else 100,
+            key.queue_share if self.has_others and not key.is_admin else 100,
             key.max_tokens,
         )

@@ -9,10 +9,13 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
+from gateway.request.bodies import LARGE_BYTES
 from gateway.request.record import ClientLeft, Header, Record, record_of
 
 JSON: Final = b"application/json"
 BODY_TIMEOUT_S: Final = 120.0
+# Of a body that is announced, so much has room before it has come: a whole one that is small.
+AHEAD_BYTES: Final = LARGE_BYTES
 _LENGTH_DIGITS: Final = 18
 # What a client that has left is said to have got; nginx's number.
 CLIENT_CLOSED: Final = 499
@@ -46,22 +49,24 @@ class Answer:
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """The whole body, in the room that its request holds.
+    """The whole body, in the room that its request holds: for what has come, and `AHEAD_BYTES` of what is announced.
 
     Raises `BodyTooLarge` as soon as it is known to be, `ClientLeft`, `ApiError` 408, `RateLimited` or `Unavailable`.
     """
     record = record_of(scope)
     length = Headers(scope=scope).get("content-length", "")
+    announced = 0
     if length.isdigit():
         # A thousand digits are no number to Python.
         if len(length) > _LENGTH_DIGITS or int(length) > limit_bytes:
             raise BodyTooLarge(limit_bytes)
-        await reserve(record, int(length))
+        announced = int(length)
+        await reserve(record, min(announced, AHEAD_BYTES))
     meter = record.caller.meter
     with nullcontext() if meter is None else meter.receiving():
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await _receive_all(record, receive, limit_bytes)
+                body = await _receive_all(record, receive, limit_bytes, announced)
         except TimeoutError:
             raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from None
     record.body_bytes = len(body)
@@ -71,7 +76,7 @@ async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     return body.removeprefix(b"\xef\xbb\xbf")
 
 
-async def _receive_all(record: Record, receive: Receive, limit_bytes: int) -> bytes:
+async def _receive_all(record: Record, receive: Receive, limit_bytes: int, announced: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -82,7 +87,8 @@ async def _receive_all(record: Record, receive: Receive, limit_bytes: int) -> by
         size += len(chunk)
         if size > limit_bytes:
             raise BodyTooLarge(limit_bytes)
-        await reserve(record, size)
+        if record.lease is not None and size > record.lease.size_bytes:
+            await reserve(record, max(size, min(announced, size + AHEAD_BYTES)))
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
@@ -91,6 +97,7 @@ async def _receive_all(record: Record, receive: Receive, limit_bytes: int) -> by
 async def reserve(record: Record, size_bytes: int) -> None:
     """Have room for this much of a request's body in all. Raises `Unavailable` or `BodyTooLarge`."""
     if record.lease is not None:
+        record.lease.owner = record.caller.key or ""
         await record.lease.reach(size_bytes)
 
 

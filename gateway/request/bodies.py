@@ -1,7 +1,7 @@
 """Request bodies: the memory that all of them share, and the thread in which large ones are read and lowered."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +31,12 @@ def memory_bytes(server: ServerConfig) -> int:
     return max(psutil.virtual_memory().total // _AUTO_PART, _AUTO_MIN_BYTES, server.max_body_bytes)
 
 
+def share_bytes(server: ServerConfig, has_others: bool) -> int:
+    """What the bodies of one key may take: half while there are other keys, and always two of the largest bodies."""
+    limit = memory_bytes(server)
+    return max(limit // 2, min(limit, 2 * server.max_body_bytes)) if has_others else limit
+
+
 @dataclass(slots=True)
 class BodyNumbers:
     """What is counted of bodies. Written on the event loop."""
@@ -41,17 +47,31 @@ class BodyNumbers:
     offloaded: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """One request that waits for room, and how much more."""
+
+    owner: str
+    size_bytes: int
+    room: asyncio.Future[None]
+
+
 class Bodies:
     """The room for bodies. Everything but `work`'s action happens on the event loop.
 
-    A body counts from its first byte, or from the length it announces, until its request has ended: what was made of
-    it lives as long. Who finds no room waits in order of arrival.
+    A body counts as far as it has come until its request has ended: what was made of it lives as long. Requests that
+    find no room wait in order of arrival, small bodies before large ones. One whose key has its share holds up no
+    other key's.
     """
 
-    def __init__(self, limit_bytes: Callable[[], int]) -> None:
+    def __init__(self, limit_bytes: Callable[[], int], share_bytes: Callable[[], int] | None = None) -> None:
+        """`limit_bytes` is for all, `share_bytes` for one owner."""
         self._limit_bytes = limit_bytes
+        self._share_bytes = share_bytes or limit_bytes
         self._thread = ThreadPoolExecutor(1, "bodies")
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._small: deque[_Wait] = deque()
+        self._large: deque[_Wait] = deque()
+        self._held: Counter[str] = Counter()
         self.numbers = BodyNumbers()
 
     def lease(self) -> "BodyLease":
@@ -71,58 +91,91 @@ class Bodies:
         """Finish what was begun."""
         self._thread.shutdown()
 
-    def take(self, size_bytes: int) -> bool:
+    def take(self, owner: str, size_bytes: int, *, is_small: bool) -> bool:
         """Whether there is room, which is taken then."""
-        has_room = not self._waiting and self.numbers.used_bytes + size_bytes <= self._limit_bytes()
+        must_wait = self._small or (self._large and not is_small)
+        has_room = not must_wait and self._fits(size_bytes) and self._may_hold(owner, size_bytes)
         if has_room:
-            self.numbers.used_bytes += size_bytes
+            self._take(owner, size_bytes)
         return has_room
 
-    async def wait(self, size_bytes: int) -> None:
-        """Take room once there is some. Raises `Unavailable` when there is none in time, or `BodyTooLarge`."""
-        limit = self._limit_bytes()
-        if size_bytes > limit:
-            raise BodyTooLarge(limit)
-        room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (size_bytes, room)
-        self._waiting.append(entry)
+    async def wait(self, owner: str, size_bytes: int, *, is_small: bool) -> None:
+        """Take room once there is some. Raises `Unavailable` when there is none in time."""
+        entry = _Wait(owner, size_bytes, asyncio.get_running_loop().create_future())
+        waiting = self._small if is_small else self._large
+        waiting.append(entry)
+        self._admit()
         try:
             async with asyncio.timeout(ROOM_WAIT_S):
-                await room
+                await entry.room
         except TimeoutError:
-            if not room.cancelled():
+            if not entry.room.cancelled():
                 return  # it was given in the same turn of the loop
             self.numbers.refused += 1
-            message = "The bodies of the requests that run fill the memory set aside for them. Try again later."
-            raise Unavailable(message, RETRY_AFTER_S, "body_memory_full") from None
+            raise self._refusal(entry) from None
         except BaseException:
-            if room.done() and not room.cancelled():
-                self.give_back(size_bytes)
+            if entry.room.done() and not entry.room.cancelled():
+                self.give_back(owner, size_bytes)
             raise
         finally:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
+            if entry in waiting:
+                waiting.remove(entry)
                 self._admit()
 
-    def give_back(self, size_bytes: int) -> None:
+    def check(self, size_bytes: int) -> None:
+        """Raises `BodyTooLarge` for a body that no owner ever has room for."""
+        if size_bytes > (limit := min(self._limit_bytes(), self._share_bytes())):
+            raise BodyTooLarge(limit)
+
+    def give_back(self, owner: str, size_bytes: int) -> None:
         self.numbers.used_bytes -= size_bytes
+        self._held[owner] -= size_bytes
+        if not self._held[owner]:
+            del self._held[owner]
         self._admit()
 
+    def _fits(self, size_bytes: int) -> bool:
+        return self.numbers.used_bytes + size_bytes <= self._limit_bytes()
+
+    def _may_hold(self, owner: str, size_bytes: int) -> bool:
+        return self._held[owner] + size_bytes <= self._share_bytes()
+
+    def _take(self, owner: str, size_bytes: int) -> None:
+        self.numbers.used_bytes += size_bytes
+        self._held[owner] += size_bytes
+
     def _admit(self) -> None:
-        while self._waiting and self.numbers.used_bytes + self._waiting[0][0] <= self._limit_bytes():
-            size, room = self._waiting.popleft()
-            if not room.done():
-                self.numbers.used_bytes += size
-                room.set_result(None)
+        at_share: set[str] = set()
+        for waiting in (self._small, self._large):
+            for entry in list(waiting):
+                if entry.room.done() or entry.owner in at_share:
+                    continue
+                if not self._may_hold(entry.owner, entry.size_bytes):
+                    at_share.add(entry.owner)
+                    continue
+                if not self._fits(entry.size_bytes):
+                    return
+                waiting.remove(entry)
+                self._take(entry.owner, entry.size_bytes)
+                entry.room.set_result(None)
+
+    def _refusal(self, entry: _Wait) -> Unavailable:
+        if self._may_hold(entry.owner, entry.size_bytes):
+            message = "The bodies of the requests that run fill the memory set aside for them. Try again later."
+        else:
+            message = "The bodies of this key's requests fill its share of the memory for bodies. Try again later."
+        return Unavailable(message, RETRY_AFTER_S, "body_memory_full")
 
 
 class BodyLease:
     """The room of one request. Owned by its record; closed when the request has ended."""
 
-    __slots__ = ("_bodies", "size_bytes")
+    __slots__ = ("_bodies", "owner", "size_bytes")
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
+        # The key whose share it is of. Set before the first byte.
+        self.owner = ""
         self.size_bytes = 0
 
     async def reach(self, size_bytes: int) -> None:
@@ -130,11 +183,13 @@ class BodyLease:
         more = size_bytes - self.size_bytes
         if more <= 0:
             return
-        if not self._bodies.take(more):
-            await self._bodies.wait(more)
+        self._bodies.check(size_bytes)
+        is_small = size_bytes <= LARGE_BYTES
+        if not self._bodies.take(self.owner, more, is_small=is_small):
+            await self._bodies.wait(self.owner, more, is_small=is_small)
         self.size_bytes = size_bytes
 
     def close(self) -> None:
         if self.size_bytes:
-            self._bodies.give_back(self.size_bytes)
+            self._bodies.give_back(self.owner, self.size_bytes)
             self.size_bytes = 0

@@ -212,6 +212,71 @@ async def test_who_waits_too_long_is_told_to_come_again_and_holds_nothing(monkey
     room.close()
 
 
+@pytest.mark.anyio
+async def test_a_small_body_passes_large_ones_that_wait() -> None:
+    room = Bodies(lambda: 4 * LARGE_BYTES)
+    held, large, small = room.lease(), room.lease(), room.lease()
+    await held.reach(2 * LARGE_BYTES)
+    waiting = asyncio.create_task(large.reach(3 * LARGE_BYTES))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(0):
+        await small.reach(LARGE_BYTES)
+    assert not waiting.done()
+    held.close()
+    await waiting
+    large.close()
+    small.close()
+    assert room.numbers.used_bytes == 0
+    room.close()
+
+
+@pytest.mark.anyio
+async def test_an_owner_at_its_share_waits_for_itself_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "ROOM_WAIT_S", 0.01)
+    room = Bodies(lambda: 10 * LARGE_BYTES, lambda: 5 * LARGE_BYTES)
+    first, second, other = room.lease(), room.lease(), room.lease()
+    first.owner = second.owner = "alice"
+    other.owner = "bob"
+    await first.reach(4 * LARGE_BYTES)
+    with pytest.raises(ApiError, match="this key's") as caught:
+        await second.reach(2 * LARGE_BYTES)
+    assert (caught.value.status, caught.value.code) == (503, "body_memory_full")
+    monkeypatch.setattr(bodies, "ROOM_WAIT_S", 60.0)
+    waiting = asyncio.create_task(second.reach(2 * LARGE_BYTES))
+    await asyncio.sleep(0)
+    await other.reach(5 * LARGE_BYTES)
+    assert not waiting.done()
+    first.close()
+    await waiting
+    assert room.numbers.used_bytes == 7 * LARGE_BYTES
+    room.close()
+
+
+def test_a_key_has_half_of_the_memory_while_there_are_others() -> None:
+    server = ServerConfig(max_body_bytes=1000, body_memory_bytes=10_000)
+    assert [bodies.share_bytes(server, has_others) for has_others in (True, False)] == [5000, 10_000]
+    assert bodies.share_bytes(ServerConfig(max_body_bytes=4000, body_memory_bytes=10_000), True) == 8000
+
+
+@pytest.mark.anyio
+async def test_large_bodies_that_one_key_announces_cost_another_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "ROOM_WAIT_S", 0.05)
+    file = KeyFile(tmp_path / "keys" / "keys.json")
+    alice, bob = (file.create(Key(name=name, prefix="", salt="", hash=""))[1] for name in ("alice", "bob"))
+    server = ServerConfig(max_body_bytes=16 * LARGE_BYTES, body_memory_bytes=32 * LARGE_BYTES)
+    async with running(tmp_path, ["--step-ms", "1"], server=server) as gateway:
+        numbers = gateway.metrics.body_numbers
+        begun = [await begin(gateway, 16 * LARGE_BYTES, alice) for _ in range(8)]
+        await until(lambda: numbers.used_bytes >= 8 * LARGE_BYTES)
+        answer = await gateway.client.post(PATH, json=chat(), headers={"authorization": f"Bearer {bob}"})
+        assert answer.status_code == 200, answer.text
+        for _, writer in begun:
+            writer.close()
+        await until(lambda: numbers.used_bytes == 0)
+
+
 async def begin(gateway: Gateway, size: int, secret: str = "") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A request whose body has been announced and does not come."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
@@ -288,12 +353,12 @@ async def test_the_body_of_a_request_too_many_is_not_waited_for(tmp_path: Path) 
 async def test_room_that_is_given_as_the_wait_for_it_ends_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "ROOM_WAIT_S", 0.0)
     room = Bodies(lambda: 10)
-    assert room.take(10)
+    assert room.take("", 10, is_small=True)
     lease = room.lease()
 
     waiting = asyncio.create_task(lease.reach(10))
     # After the wait begins, and before its end is noticed.
-    asyncio.get_running_loop().call_soon(room.give_back, 10)
+    asyncio.get_running_loop().call_soon(room.give_back, "", 10)
     await waiting
     lease.close()
 
