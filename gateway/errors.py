@@ -219,9 +219,13 @@ def openai_body(error: ApiError) -> bytes:
 
 
 def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
-    """Retry-After in whole seconds, rounded up, where waiting can help; and how to authenticate, where one must."""
+    """Retry-After in whole seconds, rounded up, where waiting can help; and how to authenticate, where one must.
+
+    SDKs repeat a 429 unless `x-should-retry` denies it: a budget is spent for hours or days.
+    """
     if error.status == 401:
         return [(b"www-authenticate", b'Bearer realm="mlxd"')]
     if error.retry_after_s <= 0:
         return []
-    return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
+    headers = [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
+    return [*headers, (b"x-should-retry", b"false")] if isinstance(error, BudgetSpent) else headers

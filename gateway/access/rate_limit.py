@@ -254,18 +254,15 @@ class Meter:
 
     @contextmanager
     def hold(self, estimate: float, sequences: int = 1) -> Generator[Bill, None, None]:
-        """Be so many of the concurrent sequences, and reserve `estimate` tokens. Raises `BadRequest`, `RateLimited`.
+        """Be so many of the concurrent sequences, and reserve `estimate` tokens.
+
+        Raises `BadRequest`, `RateLimited` and `BudgetSpent`.
 
         What the bill says at the end is booked in place of the estimate.
         """
         self.check(sequences)
         self._check_concurrency(sequences)
-        if self._budget is not None:
-            try:
-                self._budget.check(self._numbers.sequences, sequences, self._reserved)
-            except BudgetSpent:
-                self._reject("budget")
-                raise
+        self._check_budget(self._numbers.sequences, sequences, self._reserved)
         self._check_tokens(estimate)
         # One was booked when the request came in.
         self._admit_requests(sequences - 1)
@@ -284,10 +281,12 @@ class Meter:
 
     @contextmanager
     def question(self, estimate: float) -> Generator[Bill, None, None]:
-        """Ask about so many tokens: a part of them is taken of what a minute has. Raises `RateLimited`.
+        """Ask about so many tokens: a part of them is taken of what a minute has. Raises `RateLimited`, `BudgetSpent`.
 
-        A question that is not answered is charged its estimate: it may have been counted all the same.
+        A question that is not answered is charged its estimate: it may have been counted all the same. It takes nothing
+        of a budget, but a key that has spent one does no more work of any kind.
         """
+        self._check_budget(0, 1, 0.0)
         self._check_tokens(estimate * QUESTION_PART)
         self._take_tokens(estimate * QUESTION_PART)
         bill = Bill(estimate, prompt=int(estimate))
@@ -295,6 +294,15 @@ class Meter:
             yield bill
         finally:
             self._take_tokens((bill.prompt - bill.reserved) * QUESTION_PART)
+
+    def _check_budget(self, running: int, sequences: int, reserved: float) -> None:
+        if self._budget is None:
+            return
+        try:
+            self._budget.check(running, sequences, reserved)
+        except BudgetSpent:
+            self._reject("budget")
+            raise
 
     def _check_tokens(self, amount: float) -> None:
         if self._tokens is not None and (wait_s := self._tokens.wait_s(amount, self._clock())) > 0:

@@ -8,6 +8,7 @@ from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import httpx
+import openai
 import pytest
 
 from gateway.access.ledger import Ledger, Line
@@ -203,6 +204,20 @@ def test_a_budget_ends_with_its_use_and_begins_with_its_period(open_ledger: Call
         use(meter, ledger, 1)
 
 
+@pytest.mark.parametrize("limits", [Limits(tokens_per_day=100), Limits(requests_per_month=1)])
+def test_a_question_costs_no_budget_and_is_refused_once_one_is_spent(
+    open_ledger: Callable[[], Ledger], limits: Limits
+) -> None:
+    ledger, numbers = open_ledger(), KeyMetrics()
+    meter = Meter("k", limits, numbers, ledger=ledger)
+    with meter.hold(100), meter.question(1000), meter.question(1000):
+        pass
+    use(meter, ledger, 100)
+    with pytest.raises(BudgetSpent), meter.question(1):
+        pass
+    assert numbers.rejections == {"budget": 1}
+
+
 def test_what_runs_counts_against_a_budget_before_it_has_ended(open_ledger: Callable[[], Ledger]) -> None:
     ledger = open_ledger()
     meter = Meter("k", Limits(tokens_per_day=100, requests_per_day=10), KeyMetrics(), ledger=ledger)
@@ -297,4 +312,8 @@ async def test_every_way_to_end_is_booked_once_and_a_spent_budget_stops_the_next
         spent = await gateway.client.post("/v1/chat/completions", json=chat(), headers=bearer(secret))
         assert (spent.status_code, spent.json()["error"]["code"]) == (429, "insufficient_quota")
         assert 0 < int(spent.headers["retry-after"]) <= 25 * 3600
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=secret, max_retries=1) as sdk:
+            with pytest.raises(openai.RateLimitError):
+                await sdk.completions.create(model="m", prompt="hi")
+        assert gateway.metrics.keys["k"].rejections["budget"] == 2
     assert json.loads(next((tmp_path / "state" / "usage").iterdir()).read_bytes())[0][3] == 3
