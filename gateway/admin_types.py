@@ -95,7 +95,7 @@ class Drained(Struct, frozen=True):
 
 
 class KeyUsage(Struct, frozen=True):
-    """What one API key has used; `rejections` by reason."""
+    """What one API key has used; `rejections` by reason, `last_used` in seconds since 1970, 0 for never."""
 
     name: str
     requests: int
@@ -103,6 +103,7 @@ class KeyUsage(Struct, frozen=True):
     completion_tokens: int
     running: int
     rejections: dict[str, int]
+    last_used: float = 0.0
 
 
 class UsageReport(Struct, frozen=True):

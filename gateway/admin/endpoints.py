@@ -163,6 +163,7 @@ class Usage:
                 numbers.generation_tokens,
                 numbers.running,
                 dict(numbers.rejections),
+                numbers.last_used,
             )
             for name, numbers in metrics.keys.items()
         ]

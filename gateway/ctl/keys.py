@@ -14,6 +14,7 @@ from gateway.admin_types import UsageReport
 from gateway.config.settings import default_home, keys_path, usage_path
 from gateway.ctl.client import get
 from gateway.ctl.output import Json, console, print_json, seconds, tell
+from gateway.failed import Failed
 
 if TYPE_CHECKING:
     from gateway.access.key_file import Key, KeyFile
@@ -41,14 +42,14 @@ Models = Annotated[
     list[str] | None,
     typer.Option(help="Names, aliases or patterns of models; '*' means all.", metavar="PATTERN..."),
 ]
-Rpm = Annotated[int | None, _limit("Requests per minute")]
+Rpm = Annotated[int | None, _limit("Requests per minute, each counted as its sequences (prompts x n)")]
 Tpm = Annotated[int | None, _limit("Tokens per minute, prompt and completion")]
-Concurrency = Annotated[int | None, _limit("Requests at once")]
+Concurrency = Annotated[int | None, _limit("Sequences (prompts x n) at once, of all requests")]
 MaxSequences = Annotated[int | None, _limit("Sequences (prompts x n) of one request")]
 MaxTokens = Annotated[int | None, _limit("Tokens of one answer")]
-DayRequests = Annotated[int | None, _limit("Requests of a day")]
+DayRequests = Annotated[int | None, _limit("Requests of a day, each counted as its sequences")]
 DayTokens = Annotated[int | None, _limit("Tokens of a day")]
-MonthRequests = Annotated[int | None, _limit("Requests of a month")]
+MonthRequests = Annotated[int | None, _limit("Requests of a month, each counted as its sequences")]
 MonthTokens = Annotated[int | None, _limit("Tokens of a month")]
 AlertAt = Annotated[
     int | None,
@@ -171,10 +172,10 @@ def list_keys(json: Json = False) -> None:
 
     Example: mlxctl keys list
     """
-    from gateway.access.usage import last_used
     from gateway.ctl import tables
 
-    keys, used = _file().read(), last_used(usage_path(default_home()))
+    keys = _file().read()
+    used = _last_used() if keys else {}
     if json:
         print_json([_public(key) | {"last_used": used.get(key.name)} for key in keys])
     elif not keys:
@@ -232,6 +233,18 @@ def _file() -> "KeyFile":
     from gateway.access.key_file import KeyFile
 
     return KeyFile(keys_path(default_home()))
+
+
+def _last_used() -> dict[str, float]:
+    """When each key was used last: of a daemon that runs, or as of the newest write of the usage file."""
+    from gateway.access.usage import last_used
+
+    used = last_used(usage_path(default_home()))
+    try:
+        report = get("/v1/keys/usage", UsageReport)
+    except Failed:  # the keys can be listed without a daemon
+        return used
+    return used | {key.name: key.last_used for key in report.keys if key.last_used}
 
 
 def _asked(options: dict[str, Any]) -> dict[str, Any]:

@@ -125,7 +125,9 @@ def duration(seconds: float) -> str:
 
 def keys(found: Sequence[Key], used: Mapping[str, float], now: float, console: Console) -> None:
     """One row for each API key; what only some have is below."""
-    made = table(("NAME", "KEY", "MODELS"), ("RPM", "TPM", "AT ONCE", "PRIORITY", "EXPIRES", "AGE", "LAST USED"))
+    made = table(
+        ("NAME", "KEY", "MODELS"), ("RPM", "TPM", "AT ONCE", "PRIORITY", "STATE", "EXPIRES", "AGE", "LAST USED")
+    )
     for key in found:
         state = _key_state(key, now)
         last = used.get(key.name)
@@ -135,7 +137,8 @@ def keys(found: Sequence[Key], used: Mapping[str, float], now: float, console: C
             Text(_key_models(key)),
             *(str(limit or "-") for limit in (key.rpm, key.tpm, key.concurrency)),
             str(key.priority),
-            Text(state, style="" if state == "never" or state.startswith("in ") else "red"),
+            Text(state, style="" if state == "active" else "red"),
+            _key_expiry(key, now),
             duration(now - key.created),
             "never" if last is None else f"{duration(max(0.0, now - last))} ago",
         )
@@ -156,7 +159,13 @@ def _key_state(key: Key, now: float) -> str:
         return "expired"
     if not key.is_usable:
         return "disabled" if key.is_disabled else f"needs a later mlxd ({', '.join(key.requires)})"
-    return "never" if key.expires is None else f"in {duration(key.expires - now)}"
+    return "active"
+
+
+def _key_expiry(key: Key, now: float) -> str:
+    if key.expires is None:
+        return "never"
+    return f"{duration(now - key.expires)} ago" if key.is_expired(now) else f"in {duration(key.expires - now)}"
 
 
 def _more_limits(key: Key) -> str:

@@ -162,7 +162,9 @@ def test_keys_hold_at_once_in_a_daemon_that_runs(daemon: DaemonProcess) -> None:
     alice = created(daemon.home, "alice")
     assert (status(None), status(alice)) == (401, 200)
     assert ctl(daemon.home, "keys", "disable", "alice").stdout == "alice is disabled\n"
-    assert (status(alice), "disabled" in ctl(daemon.home, "keys", "list").stdout) == (401, True)
+    head, row = ctl(daemon.home, "keys", "list").stdout.splitlines()
+    assert head.replace("AT ONCE", "AT_ONCE").split()[7:9] == ["STATE", "EXPIRES"]
+    assert (status(alice), row.split()[7:9]) == (401, ["disabled", "never"])
     assert ctl(daemon.home, "keys", "enable", "alice").returncode == 0
     assert status(alice) == 200
     fresh = ctl(daemon.home, "keys", "rotate", "alice").stdout.strip()
@@ -194,6 +196,9 @@ def test_usage_and_chat_need_no_key(daemon: DaemonProcess) -> None:
     [carol] = [key for key in usage["keys"] if key["name"] == "carol"]
 
     assert (carol["requests"], carol["prompt_tokens"], carol["completion_tokens"]) == (2, 3, 4)
+    # Before the file of usage is written for the first time.
+    [last] = [key["last_used"] for key in listed(daemon.home) if key["name"] == "carol"]
+    assert last == carol["last_used"] > time.time() - 60
     assert carol["rejections"] == {"requests": 1}
     assert "requests 1" in ctl(daemon.home, "keys", "usage").stdout
     assert ctl(daemon.home, "chat", "a", "--max-tokens", "2", "hi").stdout == "t0 t1 \n"
