@@ -10,8 +10,8 @@ from gateway.access.audit_log import Entry, Fact, entry
 if TYPE_CHECKING:
     from gateway.access.key_file import Key
 
-# What a secret could be told by, and what follows from other fields.
-_HIDDEN: Final = frozenset({"name", "salt", "hash", "cache_salt", "requires"})
+# What a secret could be told by, and what follows from other fields or from the time of the line.
+_HIDDEN: Final = frozenset({"name", "salt", "hash", "cache_salt", "requires", "created"})
 # Of the secret itself.
 _SECRET: Final = frozenset({"prefix", "hash"})
 
