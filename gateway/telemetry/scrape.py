@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from gateway.errors import SERVER, ApiError
 from gateway.telemetry.metrics import Metrics
 
 # Renderings that may follow one another at once, for several scrapers; beyond them there is one a second.
@@ -22,20 +23,30 @@ class ScrapeText:
         self._metrics = metrics
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._text = b""
+        # None after a rendering that failed.
+        self._text: bytes | None = None
         self._allowance = BURST
         self._at = clock()
         self.renderings = 0
 
     async def read(self) -> bytes:
-        """The text of now, or of less than `PERIOD_S` ago while there are more scrapes than renderings."""
+        """The text of now, or of less than `PERIOD_S` ago while there are more scrapes than renderings.
+
+        Raises what a rendering raises, and `ApiError` until the next one when it has failed.
+        """
         async with self._lock:
             now = self._clock()
             self._allowance = min(BURST, self._allowance + (now - self._at) / PERIOD_S)
             self._at = now
             if self._allowance >= 1.0:
                 self._allowance -= 1.0
-                self._text = await self._render()
+                try:
+                    self._text = await self._render()
+                except Exception:
+                    self._text = None
+                    raise
+            if self._text is None:
+                raise ApiError(500, "The metrics cannot be rendered; the log says why.", type=SERVER, code="internal")
             return self._text
 
     async def _render(self) -> bytes:

@@ -1,7 +1,9 @@
 import asyncio
+from collections.abc import Iterator
 
 import pytest
 
+from gateway.errors import ApiError
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.scrape import BURST, ScrapeText
 
@@ -35,6 +37,25 @@ async def test_twenty_five_scrapes_a_second_are_rendered_once_a_second(metrics: 
         now[0] += 1 / 25
 
     assert text.renderings <= BURST + 4
+
+
+async def test_scrapes_are_errors_until_a_rendering_succeeds(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"# half of it"
+        raise RuntimeError("a family failed")
+
+    now = [100.0]
+    text = ScrapeText(metrics, clock=lambda: now[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics, "families", broken)
+        for _ in range(int(BURST)):
+            with pytest.raises(RuntimeError):
+                await text.read()
+        with pytest.raises(ApiError) as caught:
+            await text.read()
+    assert caught.value.status == 500
+    now[0] += 1.0
+    assert b"mlxd_build_info" in await text.read()
 
 
 async def test_a_scrape_in_time_shows_what_is_counted_now(metrics: Metrics) -> None:
