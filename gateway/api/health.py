@@ -1,5 +1,7 @@
 """`/livez`, `/readyz`, `/health`, `/metrics` and `/`."""
 
+from typing import Final
+
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -7,6 +9,7 @@ from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
 import protocol
+from gateway.access.caller import NOBODY
 from gateway.api import probe
 from gateway.api.probe import BROKEN
 from gateway.errors import BadRequest
@@ -15,6 +18,8 @@ from gateway.request.record import record_of
 from gateway.services import Services
 from gateway.supervisor.state import State, WorkerView
 from gateway.telemetry.scrape import ScrapeText
+
+_STORE_DAMAGED: Final = "the store of responses was damaged: it was set aside, and a new one begun"
 
 
 class Health(Struct, frozen=True):
@@ -90,11 +95,14 @@ class Healthy:
         views = self._services.pool.workers()
         broken = [view for view in views if view.state in BROKEN]
         notes = _notes(views, scope, self._services) or UNSET
-        if not broken:
+        is_store_damaged = self._services.metrics.store_problems["damaged"] > 0
+        if not broken and not is_store_damaged:
             await send_body(send, 200, msgspec.json.encode(Health("healthy", notes=notes)))
             return
-        can_serve = len(broken) < len(views)
+        can_serve = not broken or len(broken) < len(views)
         reasons = _describe(broken, scope, self._services)
+        if is_store_damaged and record_of(scope).caller is not NOBODY:
+            reasons.append(_STORE_DAMAGED)
         body = Health("degraded" if can_serve else "unhealthy", reasons, notes)
         await send_body(send, 200 if can_serve else 503, msgspec.json.encode(body))
 

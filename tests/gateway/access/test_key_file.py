@@ -1,5 +1,6 @@
 import fcntl
 import json
+import logging
 import os
 import stat
 import threading
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from gateway.access.key_file import NAME, Key, KeyFile, KeyRefused, KeysUnusable, digest
+from gateway.access.keyring import Keyring
+from gateway.telemetry.metrics import Metrics
 from tests.support.users import SERVICE, as_root, as_service, assert_untouched, precious, service_home
 
 
@@ -320,3 +323,12 @@ def test_a_service_that_holds_the_lock_does_not_hold_root_for_good(home: Path, m
         file.create(key("b"))
     os.close(holder)
     file.create(key("b"))
+
+
+def test_the_log_tells_how_many_of_the_keys_are_in_force(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = KeyFile(tmp_path / "keys" / "keys.json")
+    file.create(Key(name="k", prefix="", salt="", hash=""))
+    file.change("k", is_disabled=True)
+    with caplog.at_level(logging.INFO):
+        Keyring(file, Metrics())
+    assert "0 of 1 API keys are in force" in caplog.text

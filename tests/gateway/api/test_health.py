@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.settings import ModelConfig
+from gateway.config.settings import Config, ModelConfig, ServerConfig
 from gateway.supervisor.state import State
 from tests.gateway.harness import Gateway, chat, running, until
+from tests.gateway.middleware.test_auth import make
 
 pytestmark = pytest.mark.anyio
 
@@ -98,3 +99,18 @@ async def test_one_broken_model_is_degraded_and_all_broken_are_unhealthy(tmp_pat
     assert (degraded.status_code, degraded.json()["status"]) == (200, "degraded")
     assert degraded.json()["reasons"] == ["model m is failed: cannot be loaded"]
     assert (unhealthy.status_code, unhealthy.json()["status"]) == (503, "unhealthy")
+
+
+async def test_a_store_of_responses_that_was_damaged_is_degraded_and_fails_nothing(tmp_path: Path) -> None:
+    store = Config(tmp_path, ServerConfig(), {}, tmp_path / "mlxd.toml").store_path
+    store.parent.mkdir(parents=True)
+    store.write_bytes(b"no database" * 1000)
+    async with running(tmp_path) as gateway:
+        await until(lambda: gateway.metrics.store_problems["damaged"] == 1)
+        health = await gateway.client.get("/health")
+        make(tmp_path, "k")
+        stranger = await gateway.client.get("/health")
+
+    assert (health.status_code, health.json()["status"]) == (200, "degraded")
+    assert "store of responses" in health.json()["reasons"][0]
+    assert (stranger.status_code, stranger.json()) == (200, {"status": "degraded", "reasons": []})
