@@ -18,7 +18,7 @@ from gateway.memory.broker import Broker
 from gateway.memory.host import Machine, ThisMachine
 from gateway.memory.monitor import MemoryWatch
 from gateway.supervisor.ports import Effects, Process
-from gateway.supervisor.registry import Ledger, Survivor
+from gateway.supervisor.registry import Registry, Survivor
 from gateway.supervisor.spawn import Command, Spawner, default_command
 from gateway.supervisor.state import Events, Limits, MemoryView, ModelUnavailable, State, WorkerView
 from gateway.supervisor.worker import Worker
@@ -72,12 +72,12 @@ class Pool:
 
         The run directory's lock must be held. Loads wait until unwanted leftovers are gone; adoption does not.
         """
-        ledger = Ledger(self._config.run_dir)
-        spawner = Spawner(self._config.home, ledger, self._command)
-        self._effects = _RealEffects(ledger, spawner, self._is_cleared, self._broker)
+        registry = Registry(self._config.run_dir)
+        spawner = Spawner(self._config.home, registry, self._command)
+        self._effects = _RealEffects(registry, spawner, self._is_cleared, self._broker)
         for model in self._config.models.values():
             self._workers[model.name] = self._make(model, self._effects)
-        unwanted = [survivor for survivor in ledger.survivors() if not self._adopt(survivor, spawner)]
+        unwanted = [survivor for survivor in registry.survivors() if not self._adopt(survivor, spawner)]
         self._link.open()
         self._root = asyncio.create_task(self._run([spawner.adopt(survivor) for survivor in unwanted]))
         await self._is_started.wait()
@@ -346,9 +346,9 @@ class Lease:
 class _RealEffects:
     """The real clock, chance and processes."""
 
-    def __init__(self, ledger: Ledger, spawner: Spawner, is_cleared: asyncio.Event, broker: Broker) -> None:
+    def __init__(self, registry: Registry, spawner: Spawner, is_cleared: asyncio.Event, broker: Broker) -> None:
         self._broker = broker
-        self._ledger = ledger
+        self._registry = registry
         self._spawner = spawner
         self._is_cleared = is_cleared
 
@@ -362,7 +362,7 @@ class _RealEffects:
         return random.random()
 
     def next_epoch(self) -> int:
-        return self._ledger.next_epoch()
+        return self._registry.next_epoch()
 
     async def admit(self, spec: WorkerSpec) -> int:
         """Leftovers may still hold the memory that this worker needs."""

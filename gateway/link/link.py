@@ -351,7 +351,7 @@ class Link:
             flight.token_ids.extend(delta.token_ids)
             flight.is_begun = True
             if flight.is_watched and delta.token_ids:
-                self._acquit(flight)
+                self._note_progress(flight)
             collector = flight.collector
             collector.add(delta, now)
             due[collector] = None
@@ -411,11 +411,11 @@ class Link:
             flight.timer.cancel()
         flight.is_over = True
         if flight.is_watched:
-            self._acquit(flight)
+            self._note_progress(flight)
 
-    def _acquit(self, flight: Flight) -> None:
+    def _note_progress(self, flight: Flight) -> None:
         flight.is_watched = False
-        flight.peer.acquit()
+        flight.peer.note_progress()
 
     def _on_pong(self, pong: Pong) -> None:
         peer = self._peers.get(pong.seq >> SEQ_BITS)

@@ -95,6 +95,6 @@ class Peer(Protocol):
         """Keep a sequence that the worker has given up, for the next one."""
         ...
 
-    def acquit(self) -> None:
+    def note_progress(self) -> None:
         """A watched sequence has its first token, or has ended."""
         ...

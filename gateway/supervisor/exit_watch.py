@@ -1,4 +1,4 @@
-"""Waiting for the end of a process that need not be our child."""
+"""Exit watch of a process that need not be our child (pidfd, kqueue, polling)."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ POLL_S: Final = 0.05
 
 
 async def wait_exit(pid: int, is_gone: Callable[[], bool]) -> None:
-    """Return within milliseconds of the exit; where the system cannot tell, `is_gone` is asked every 50 ms."""
+    """Return within milliseconds of the exit; where the system has no such event, `is_gone` is asked every 50 ms."""
     fd = _exit_fd(pid)
     if fd is None:
         while not is_gone():  # noqa: ASYNC110 - nothing else can tell

@@ -1,12 +1,13 @@
-"""Where sequences wait whose worker is gone, until its successor goes on with them.
+"""Failover: sequences that lost their worker, parked until its successor resumes them.
 
-Nobody can see from outside which request kills a worker. So each death is judged by its suspects: the sequences that
-had not had a token from that worker, which were waiting or in their prefill.
+The request that crashes a worker cannot be seen from outside. So each crash has suspects: the sequences that had not
+had a token from that worker, which were waiting or in their prefill.
 
-- Most deaths are nobody's fault: all sequences are sent to the successor at once, but for
-- the suspicious: the only suspect of a death, or one that got nothing from two workers in a row. They are sent last,
-  one after another, each when all before have a token; new requests wait meanwhile. So the next death has one suspect.
-- A request that was the only suspect of two deaths in a row is quarantined.
+- Most crashes are not a request's fault: all sequences are resumed at once, except
+- the suspicious: the only suspect of a crash, or one that had no token from two workers in a row. They are resumed
+  last, one after another, each when all before it have a token; new requests wait until then. So the next crash has
+  one suspect.
+- A request that was the only suspect of two crashes in a row is quarantined.
 """
 
 import logging
@@ -28,33 +29,33 @@ SUSPICIOUS_AFTER: Final = 2
 FORGOTTEN_S: Final = 0.5
 
 
-class Lot:
-    """The parked sequences of one model. Owned by its worker's state machine."""
+class ParkedSequences:
+    """Parked sequences of one model, and which of them may crash its workers. Owned by the worker's state machine."""
 
     def __init__(self, model: str, wire: Wire, events: Events, limits: Limits) -> None:
         self._model = model
         self._wire = wire
         self._events = events
         self._limits = limits
-        # Lost since the last judgement, and judged.
+        # Parked from a worker whose end is not known yet, and queued for the next worker.
         self._lost: list[Flight] = []
         self._lost_at = 0.0
         self._waiting: list[Flight] = []
-        # Sent and without a token yet, while something suspicious waits for them or is among them.
+        # Resumed and without a token yet, while a suspicious one waits for them or is among them.
         self._watched: list[Flight] = []
         self._watch_ends = 0.0
-        # The only suspect of the newest death.
-        self._accused: bytes | None = None
+        # The fingerprint of the only suspect of the newest crash.
+        self._suspect_of_crash: bytes | None = None
         self._quarantine = Quarantine()
 
     @property
     def has_any(self) -> bool:
-        """Whether somebody waits for the next worker."""
+        """Whether a sequence waits for the next worker."""
         return any(not flight.is_over for flights in (self._lost, self._waiting) for flight in flights)
 
     @property
-    def is_trying(self) -> bool:
-        """Whether new requests must wait, so that a death has one suspect."""
+    def is_isolating(self) -> bool:
+        """Whether new requests must wait, so that a crash has one suspect."""
         return bool(self._waiting or self._watched)
 
     def refusal(self, request: Generate, now: float) -> Failure | None:
@@ -64,39 +65,39 @@ class Lot:
         self._lost.extend(flights)
         self._lost_at = now
 
-    def release(self) -> None:
-        """Their worker did not die, or was ended by us: they go on, and none is to blame."""
+    def requeue(self) -> None:
+        """Queue the lost ones for the next worker. Theirs did not crash, or the gateway ended it: none is suspected."""
         self._waiting += [flight for flight in self._lost if not flight.is_over]
         self._lost = []
         self._unwatch()
 
-    def judge(self, death: Failure, now: float) -> None:
-        """Their worker died. Fails those that were resumed often enough, and those that are to blame."""
+    def after_crash(self, failure: Failure, now: float) -> None:
+        """Queue the lost ones for the next worker; fail those that were resumed too often, or crashed two workers."""
         lost = [flight for flight in self._lost if not flight.is_over]
         suspects = [flight for flight in lost if flight.is_fresh]
-        before, self._accused = self._accused, _only(suspects)
+        before, self._suspect_of_crash = self._suspect_of_crash, _only(suspects)
         for flight in lost:
             flight.fruitless = flight.fruitless + 1 if flight.is_fresh else 0
-            is_alone = flight.is_fresh and self._accused is not None
+            is_alone = flight.is_fresh and self._suspect_of_crash is not None
             flight.is_suspicious = is_alone or flight.fruitless >= SUSPICIOUS_AFTER
-        if self._accused is not None and self._accused == before:
-            self._convict(suspects, now)
+        if self._suspect_of_crash is not None and self._suspect_of_crash == before:
+            self._quarantine_request(suspects, now)
         limits = self._limits
-        tired = [f for f in lost if f.fruitless > limits.fruitless_resumes or f.resumes >= limits.resumes]
-        if tired:
-            log.error("model %s: %d sequences were resumed too often", self._model, len(tired))
-            self._wire.fail(tired, death)
-        self.release()
+        exhausted = [f for f in lost if f.fruitless > limits.fruitless_resumes or f.resumes >= limits.resumes]
+        if exhausted:
+            log.error("model %s: %d sequences were resumed too often", self._model, len(exhausted))
+            self._wire.fail(exhausted, failure)
+        self.requeue()
 
-    def send(self, peer: Peer, now: float) -> None:
-        """Give the worker what it may have now."""
+    def resume(self, peer: Peer, now: float) -> None:
+        """Send the worker those that it may have now."""
         waiting = [flight for flight in self._waiting if not flight.is_over]
         # Stable: otherwise in order of arrival.
         waiting.sort(key=lambda flight: (flight.is_suspicious, flight.fruitless))
         sent = 0
         try:
             while waiting and not (waiting[0].is_suspicious and self._watched):
-                sent += self._send_one(peer, waiting[0], now, is_watched=waiting[-1].is_suspicious)
+                sent += self._resume_one(peer, waiting[0], now, is_watched=waiting[-1].is_suspicious)
                 del waiting[0]
         except WorkerGone:
             peer.suspect()
@@ -105,16 +106,16 @@ class Lot:
             log.info("model %s: %d sequences go on at worker #%d, %d wait", self._model, sent, peer.epoch, len(waiting))
             self._events.resumed(self._model, sent)
 
-    def acquit(self) -> None:
-        """One that is watched has its first token, or has ended."""
+    def note_progress(self) -> None:
+        """A watched sequence has its first token, or has ended."""
         self._watched = [flight for flight in self._watched if flight.is_watched]
 
-    def is_forgotten(self, now: float) -> bool:
-        """Whether a worker gave up sequences and then did not die."""
+    def has_stranded(self, now: float) -> bool:
+        """Whether a worker gave up sequences and did not exit afterwards."""
         return bool(self._lost) and now - self._lost_at > FORGOTTEN_S
 
-    def keep(self, now: float) -> None:
-        """Now and then: deadlines hold for parked sequences too, a trial ends, and loading is a sign of life."""
+    def tend(self, now: float) -> None:
+        """Expire deadlines and trials, once per heartbeat. A parked sequence counts as active: its model is loading."""
         if self._watched and now >= self._watch_ends:
             self._unwatch()
         if self._lost or self._waiting:
@@ -123,12 +124,12 @@ class Lot:
                 flight.collector.touch()
 
     def fail(self, failure: Failure) -> None:
-        """There is no next worker."""
+        """End all of them: there is no next worker."""
         self._wire.fail((*self._lost, *self._waiting), failure)
         self._lost, self._waiting = [], []
         self._unwatch()
 
-    def _send_one(self, peer: Peer, flight: Flight, now: float, *, is_watched: bool) -> bool:
+    def _resume_one(self, peer: Peer, flight: Flight, now: float, *, is_watched: bool) -> bool:
         if (refusal := self.refusal(flight.generate, now)) is not None:
             self._wire.fail([flight], refusal)
             return False
@@ -146,13 +147,13 @@ class Lot:
             flight.is_watched = False
         self._watched = []
 
-    def _convict(self, suspects: list[Flight], now: float) -> None:
-        log.error("model %s: request %d was alone at two deaths and is quarantined", self._model, suspects[0].rid)
-        guilty = fingerprint(suspects[0].generate)
-        self._quarantine.add(guilty, now)
+    def _quarantine_request(self, suspects: list[Flight], now: float) -> None:
+        log.error("model %s: request %d was alone at two crashes and is quarantined", self._model, suspects[0].rid)
+        poison = fingerprint(suspects[0].generate)
+        self._quarantine.add(poison, now)
         self._events.quarantined(self._model)
-        self._accused = None
-        self._wire.fail([f for f in (*suspects, *self._waiting) if fingerprint(f.generate) == guilty], REFUSED)
+        self._suspect_of_crash = None
+        self._wire.fail([f for f in (*suspects, *self._waiting) if fingerprint(f.generate) == poison], REFUSED)
 
 
 def _only(flights: list[Flight]) -> bytes | None:

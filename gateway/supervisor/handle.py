@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from gateway.link.sequence import Flight
 from gateway.supervisor import inbox
-from gateway.supervisor.failover import Lot
+from gateway.supervisor.failover import ParkedSequences
 from gateway.supervisor.ports import Effects, Process, Wire
-from gateway.supervisor.restart_policy import Retry
+from gateway.supervisor.restart_policy import RestartPolicy
 from gateway.supervisor.state import Events, Limits, ModelUnavailable, State, WorkerView
 from gateway.supervisor.waiters import Waiter, Waiters
 from protocol.failures import Code, Failure
@@ -58,8 +58,8 @@ class Front:
         self._inbox: asyncio.Queue[inbox.Mail] = asyncio.Queue()
         self._waiters = Waiters()
         self._stoppers = Waiters()
-        self._lot = Lot(spec.name, wire, events, limits)
-        self._retry = Retry(spec.name)
+        self._parked = ParkedSequences(spec.name, wire, events, limits)
+        self._restart = RestartPolicy(spec.name)
         self._process: Process | None = None
         self._is_over = False
         self._is_suspect = False
@@ -71,7 +71,8 @@ class Front:
 
     @property
     def is_ready(self) -> bool:
-        return self.state is State.READY and not self._is_suspect and not self._is_gated and not self._lot.is_trying
+        is_held = self._is_suspect or self._is_gated or self._parked.is_isolating
+        return self.state is State.READY and not is_held
 
     @property
     def is_serving(self) -> bool:
@@ -84,11 +85,11 @@ class Front:
 
     @property
     def last_failure(self) -> Failure | None:
-        return self._retry.last_failure
+        return self._restart.last_failure
 
     @property
     def restarts(self) -> int:
-        return self._retry.restarts
+        return self._restart.restarts
 
     @property
     def pid(self) -> int:
@@ -137,20 +138,20 @@ class Front:
         if self.overload is not None:
             self._events.refused(self.name)
             return self.overload
-        return self._lot.refusal(request, self._effects.now())
+        return self._parked.refusal(request, self._effects.now())
 
     def park(self, flight: Flight) -> None:
         """A sequence that this worker has given up; the next one goes on with it."""
-        self._lot.park([flight], self._effects.now())
+        self._parked.park([flight], self._effects.now())
 
-    def acquit(self) -> None:
+    def note_progress(self) -> None:
         """A watched sequence has its first token, or has ended."""
-        self._inbox.put_nowait(inbox.Acquit(self.epoch))
+        self._inbox.put_nowait(inbox.Progressed(self.epoch))
 
     @property
     def has_parked(self) -> bool:
         """Whether sequences wait for a next worker, or for their turn at this one."""
-        return self._lot.has_any or self._lot.is_trying
+        return self._parked.has_any or self._parked.is_isolating
 
     def close_gate(self) -> None:
         """Let new requests wait. Takes effect at once."""
@@ -196,8 +197,8 @@ class Front:
             total_bytes=loading.total_bytes if loading is not None else 0,
             since_s=now - self._since,
             leases=self.leases,
-            restarts=self._retry.restarts,
-            last_failure=self._retry.last_failure,
+            restarts=self._restart.restarts,
+            last_failure=self._restart.last_failure,
             retry_after_s=self._retry_after_s(),
         )
 
@@ -210,7 +211,7 @@ class Front:
 
     def _retry_after_s(self) -> float:
         is_waiting = self.state in (State.BACKOFF, State.FAILED)
-        return self._retry.wait_s(self._effects.now()) if is_waiting else 0.0
+        return self._restart.wait_s(self._effects.now()) if is_waiting else 0.0
 
     def _forget(self) -> None:
         """What the incarnation before has said."""

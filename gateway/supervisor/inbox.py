@@ -88,7 +88,7 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True)
-class Acquit:
+class Progressed:
     epoch: int
 
 
@@ -104,4 +104,4 @@ class Beat:
 
 Message = Hello | Loading | Ready | Pong | Drained | Goodbye
 Order = Ensure | Load | Restart | Stop | Change | Adopt | Evict | Reopen | Recycle
-Mail = Order | Admitted | Denied | Exited | Suspect | Acquit | Alarm | Beat | Message
+Mail = Order | Admitted | Denied | Exited | Suspect | Progressed | Alarm | Beat | Message

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from gateway.link.link import WorkerGone
 from gateway.supervisor import postmortem
 from gateway.supervisor.handle import SHUTTING_DOWN, Front
-from gateway.supervisor.heartbeat import Pulse
+from gateway.supervisor.heartbeat import Heartbeat
 from gateway.supervisor.ports import Effects, Wire
 from gateway.supervisor.state import Events, Limits, ModelUnavailable, State
-from gateway.supervisor.timers import Chores
+from gateway.supervisor.timers import Timers
 from protocol.failures import Code, Failure
 from protocol.messages import MINOR, Down, Drain, Dump, Goodbye, SetLogLevel, Shutdown, Welcome
 from protocol.spec import WorkerSpec
@@ -41,7 +41,7 @@ class Life(Front):
         self._wire = wire
         self._limits = limits
         self._load_timeout_s = load_timeout_s
-        self._chores = Chores(effects, limits, self._inbox.put_nowait)
+        self._timers = Timers(effects, limits, self._inbox.put_nowait)
         self._goodbye: Goodbye | None = None
         # Why we are ending it ourselves; None while it lives, and when it was asked to stop.
         self._blame: Failure | None = None
@@ -49,14 +49,14 @@ class Life(Front):
         self._is_closing = False
         # Ended to make room: who waits then goes on when there is room again.
         self._is_evicted = False
-        self._pulse = Pulse(self._since, limits.blackout_s)
+        self._heartbeat = Heartbeat(self._since, limits.blackout_s)
 
     # -- beginnings ----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self.loading = None
         self.ready_at = self._effects.now()
-        self._pulse.answered(self.ready_at)
+        self._heartbeat.answered(self.ready_at)
         self._enter(State.READY)
         if self._process is not None and self._process.is_adopted:
             # It was started under another configuration.
@@ -67,20 +67,20 @@ class Life(Front):
         """Those that lost their worker go first, then whoever waits for one."""
         if self.state is not State.READY or self._is_suspect:
             return
-        if self._lot.is_trying:
-            self._lot.send(self, self._effects.now())
+        if self._parked.is_isolating:
+            self._parked.resume(self, self._effects.now())
         if self.is_ready:
             self._wake(None)
 
     def _start(self) -> None:
-        self._retry.started()
+        self._restart.started()
         self.epoch = self._effects.next_epoch()
         self._forget()
         self._goodbye = self._blame = None
         self._is_suspect = self._is_wanted = self._is_evicted = self._is_gated = False
         self.overload = None
         self._enter(State.STARTING)
-        self._chores.admit(replace(self.spec, epoch=self.epoch))
+        self._timers.admit(replace(self.spec, epoch=self.epoch))
 
     def _on_admitted(self, epoch: int, share_bytes: int) -> None:
         if epoch != self.epoch or self.state is not State.STARTING:
@@ -93,13 +93,13 @@ class Life(Front):
             self._wire.detach(epoch)
             self._settle_crashed(Failure(Code.INTERNAL, f"the worker of '{self.name}' cannot be started: {error}"))
             return
-        self._chores.arm(self._load_timeout_s)
-        self._chores.watch(epoch, self._process)
+        self._timers.arm(self._load_timeout_s)
+        self._timers.watch(epoch, self._process)
 
     def _on_denied(self, epoch: int, failure: Failure) -> None:
         """It does not fit, whatever is unloaded. The next request asks again: pins and budgets change."""
         if epoch == self.epoch and self.state is State.STARTING:
-            self._retry.last_failure = failure
+            self._restart.last_failure = failure
             self._give_up(failure)
             self._settle_stopped()
 
@@ -109,7 +109,7 @@ class Life(Front):
         self._enter(State.DRAINING)
         if drain_s > 0 and self._try_send(Drain(drain_s)):
             # The worker keeps the deadline; ours is for a worker that does not.
-            self._chores.arm(drain_s + 1.0)
+            self._timers.arm(drain_s + 1.0)
         else:
             self._terminate()
 
@@ -117,16 +117,16 @@ class Life(Front):
         """End the process gently. `blame` makes it a crash, and waiters are told at once."""
         self._blame = blame
         if blame is not None:
-            self._retry.last_failure = blame
+            self._restart.last_failure = blame
             self._give_up(blame)
-        self._chores.cancel_admission()
+        self._timers.cancel_admission()
         if self._process is None:
             self._settle_stopped()
             return
         self._enter(State.STOPPING)
         term_s = self._limits.term_s if self._try_send(Shutdown()) else 0.0
         kill_s = self._limits.stop_grace_s(self.ready.weights_bytes if self.ready is not None else 0)
-        self._chores.escalate(self._process, ((term_s, signal.SIGTERM), (max(0.0, kill_s - term_s), signal.SIGKILL)))
+        self._timers.escalate(self._process, ((term_s, signal.SIGTERM), (max(0.0, kill_s - term_s), signal.SIGKILL)))
 
     def _abort(self, why: str) -> None:
         """End a stuck process, its stacks first. Its streams wait for the next one."""
@@ -136,9 +136,9 @@ class Life(Front):
         self._blame = Failure(Code.WORKER_DIED, f"the worker of model '{self.name}' was stuck: {why}")
         self._enter(State.STOPPING)
         self._try_send(Dump(0))
-        self._lot.park(self._wire.detach(self.epoch), self._effects.now())
+        self._parked.park(self._wire.detach(self.epoch), self._effects.now())
         limits = self._limits
-        self._chores.escalate(self._process, ((limits.dump_s, signal.SIGABRT), (limits.abort_s, signal.SIGKILL)))
+        self._timers.escalate(self._process, ((limits.dump_s, signal.SIGABRT), (limits.abort_s, signal.SIGKILL)))
 
     def _on_exited(self, epoch: int, status: int | None) -> None:
         process = self._process
@@ -147,7 +147,7 @@ class Life(Front):
         lines = process.last_lines()
         process.close()
         self._process = None
-        self._chores.finish()
+        self._timers.finish()
         report = postmortem.examine(self.name, status, self._goodbye, lines)
         is_clean = report.kind is postmortem.Kind.STOPPED
         is_asked = self.state in (State.DRAINING, State.STOPPING) and (self._blame is None or self._stoppers.has_any())
@@ -157,14 +157,14 @@ class Life(Front):
         else:
             self._events.worker_exit(self.name, UNKNOWN_EXIT if status is None else status)
         is_crash = not is_asked and not (is_clean and self._blame is None and self.ready is not None)
-        self._lot.park(self._wire.detach(epoch), self._effects.now())
+        self._parked.park(self._wire.detach(epoch), self._effects.now())
         if is_asked and not self._is_wanted and not self._is_evicted:
             stopped = Failure(Code.DRAINING, f"model '{self.name}' was stopped")
-            self._lot.fail(stopped if is_clean else report.stream_failure)
+            self._parked.fail(stopped if is_clean else report.stream_failure)
         elif is_crash and self.ready is not None:
-            self._lot.judge(report.stream_failure, self._effects.now())
+            self._parked.after_crash(report.stream_failure, self._effects.now())
         else:
-            self._lot.release()
+            self._parked.requeue()
         if not is_crash:
             log.info("worker %s#%d has stopped", self.name, epoch)
             self._settle_stopped()
@@ -191,14 +191,14 @@ class Life(Front):
             self._start()
 
     def _settle_final(self, state: State, failure: Failure) -> None:
-        self._retry.ended(failure)
+        self._restart.ended(failure)
         self._enter(state)
         self._stoppers.wake()
         self._give_up(failure)
 
     def _settle_crashed(self, failure: Failure) -> None:
         now = self._effects.now()
-        delay_s, is_open = self._retry.crashed(
+        delay_s, is_open = self._restart.crashed(
             failure,
             now,
             self._effects.random(),
@@ -208,7 +208,7 @@ class Life(Front):
         self._stoppers.wake()
         if delay_s > 0:
             self._enter(State.FAILED if is_open else State.BACKOFF)
-            self._chores.arm(delay_s)
+            self._timers.arm(delay_s)
             # Whoever is here waits for the next try, as those who come now do, unless it is too far away.
             if is_open or self._is_closing:
                 self._give_up(failure)
@@ -225,11 +225,11 @@ class Life(Front):
         return self._has_demand() or self.is_preload
 
     def _has_demand(self) -> bool:
-        return self._is_wanted or self._waiters.has_any() or self._lot.has_any
+        return self._is_wanted or self._waiters.has_any() or self._parked.has_any
 
     def _give_up(self, failure: Failure) -> None:
         """Nobody need wait any longer, whether for a worker or for the next one."""
-        self._lot.fail(failure)
+        self._parked.fail(failure)
         self._wake(failure)
 
     def _wake(self, failure: Failure | None) -> None:
@@ -237,7 +237,7 @@ class Life(Front):
             self._waiters.wake()
             return
         retry_after_s = self._retry_after_s()
-        if failure.is_retryable and not self._retry.is_final:
+        if failure.is_retryable and not self._restart.is_final:
             retry_after_s = max(1.0, retry_after_s)
         self._waiters.refuse(lambda: ModelUnavailable(failure, retry_after_s))
 
@@ -246,7 +246,7 @@ class Life(Front):
             log.info("worker %s#%d: %s -> %s", self.name, self.epoch, self.state, state)
         self.state = state
         self._since = self._effects.now()
-        self._chores.disarm()
+        self._timers.disarm()
         self._events.state(self.name, state)
         self._effects.entered(self.name, state)
 

@@ -1,4 +1,4 @@
-"""Why a worker process ended, for its waiters, its clients and the log."""
+"""Post-mortem of a worker process: the kind of its exit, and the failures told to waiters, clients and the log."""
 
 import signal
 import sys
@@ -25,7 +25,7 @@ _REPORTED: Final = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, 
 
 
 class Kind(Enum):
-    """What follows from an exit."""
+    """Kind of an exit, by status and last message."""
 
     STOPPED = auto()
     CRASHED = auto()
@@ -43,8 +43,8 @@ class Postmortem:
 
 
 def examine(name: str, status: int | None, goodbye: Goodbye | None, lines: list[str]) -> Postmortem:
-    """Judge an exit by its status (None: unknown), the worker's last message and the end of its output."""
-    meaning = "nobody saw its exit status" if status is None else EXIT_MEANING.get(status, f"exit status {status}")
+    """Classify an exit by its status (None: unknown), the worker's last message and the end of its output."""
+    meaning = "its exit status is not known" if status is None else EXIT_MEANING.get(status, f"exit status {status}")
     detail = "\n".join(lines)
     said = goodbye.failure if goodbye is not None else None
     died = Failure(Code.WORKER_DIED, f"the worker of model '{name}' died ({meaning})", detail)

@@ -1,4 +1,4 @@
-"""Requests that kill workers: known by a fingerprint, refused for a while."""
+"""Quarantine of requests that crash workers: known by a fingerprint, refused for a while."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def fingerprint(request: Generate) -> bytes:
-    """What two requests share that ask for the same: all but their identity, urgency, position and chance.
+    """Digest of what a request asks for: all of it but its identity, urgency, position and chance.
 
     The seed is chance: a client that comes again with the same prompt is given another one.
     """
@@ -38,7 +38,7 @@ def fingerprint(request: Generate) -> bytes:
 
 @dataclass(slots=True)
 class Quarantine:
-    """Refused fingerprints and when each is free again. Owned by one worker's lot; times are monotonic seconds."""
+    """Refused fingerprints, each with its expiry in monotonic seconds. Owned by one model's `ParkedSequences`."""
 
     _until: dict[bytes, float] = field(default_factory=dict[bytes, float])
 
@@ -50,7 +50,7 @@ class Quarantine:
         self._until[of] = now + EXPIRY_S
 
     def refusal(self, request: Generate, now: float) -> Failure | None:
-        """Why this request is refused, if it is. Costs nothing while the table is empty."""
+        """The reason to refuse this request, if any. Costs nothing while the table is empty."""
         if not self._until:
             return None
         of = fingerprint(request)

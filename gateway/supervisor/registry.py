@@ -1,4 +1,4 @@
-"""Survivors of an earlier gateway: the epoch counter, and a state file for each running worker.
+"""Registry of running workers: a state file for each, by which the next gateway adopts them, and the epoch counter.
 
 State files may be another version's. Each begins with what all versions write and read alike, the worker's process;
 the specification behind it is decoded strictly. A worker whose specification is not understood is stopped and loaded
@@ -57,7 +57,7 @@ class WorkerProcess(Struct, frozen=True, kw_only=True):
         return not self.mismatch()
 
 
-class Record(WorkerProcess, frozen=True, kw_only=True):
+class WorkerRecord(WorkerProcess, frozen=True, kw_only=True):
     """A state file: the process, and the specification that tells whether it is what the configuration wants."""
 
     spec: WorkerSpec
@@ -75,8 +75,8 @@ class Survivor:
     problem: str = ""
 
 
-class Ledger:
-    """The files below `run/` that name workers. Used by the holder of the run directory's lock only."""
+class Registry:
+    """State files and epoch counter below `run/`. Used by the holder of the run directory's lock only."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "workers"
@@ -90,7 +90,7 @@ class Ledger:
         _write(self._counter, str(self._epoch).encode())
         return self._epoch
 
-    def add(self, record: Record) -> None:
+    def add(self, record: WorkerRecord) -> None:
         _write(self._file(record.spec.name), msgspec.json.encode(record))
 
     def remove(self, name: str) -> None:
@@ -140,7 +140,7 @@ def _decode(name: str, content: bytes) -> Survivor:
     """Raises `msgspec.DecodeError` for what does not even name a process."""
     process = msgspec.json.decode(content, type=WorkerProcess)
     try:
-        return Survivor(name, process, msgspec.json.decode(content, type=Record).spec)
+        return Survivor(name, process, msgspec.json.decode(content, type=WorkerRecord).spec)
     except msgspec.DecodeError as error:
         return Survivor(name, process, None, str(error))
 

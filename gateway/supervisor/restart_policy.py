@@ -1,18 +1,69 @@
-"""Whether and when a worker that failed may be started again."""
+"""Restart policy: whether and when a worker that failed may be started again (back-off, circuit breaker)."""
 
-from gateway.supervisor.backoff import HALF_OPEN_S, Breaker
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
 from protocol.failures import Code, Failure
 
+FIRST_DELAY_S: Final = 0.5
+DELAY_CAP_S: Final = 30.0
+HEALTHY_S: Final = 60.0
+WINDOW_S: Final = 600.0
+OPEN_AT: Final = 5
+HALF_OPEN_S: Final = 300.0
+# A model that dies while loading costs minutes and gigabytes each time.
+LOADING_WEIGHT: Final = 2
 
-class Retry:
-    """What is remembered of one model's failures. Owned by its worker's state machine; times are monotonic seconds."""
+
+@dataclass(slots=True)
+class Breaker:
+    """Circuit breaker and back-off of one worker's crashes. Owned by `RestartPolicy`; times are monotonic seconds.
+
+    The first crash after a healthy time costs no delay; the next ones 0.5·2ⁿ s with full jitter. Five crashes in ten
+    minutes, those while loading counted twice, open the breaker; one try every five minutes is allowed then. A worker
+    that has generated something was no part of a crash loop: the count begins again with its crash.
+    """
+
+    _streak: int = 0
+    _crashes: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+
+    def crash(self, now: float, *, is_loading: bool, healthy_s: float, is_useful: bool = False) -> None:
+        """Count a crash of a worker that had been ready for `healthy_s`."""
+        if healthy_s >= HEALTHY_S:
+            self._streak = 0
+        if is_useful:
+            self._crashes.clear()
+        self._streak += 1
+        self._crashes.append((now, LOADING_WEIGHT if is_loading else 1))
+
+    def is_open(self, now: float) -> bool:
+        while self._crashes and self._crashes[0][0] <= now - WINDOW_S:
+            self._crashes.popleft()
+        return sum(weight for _, weight in self._crashes) >= OPEN_AT
+
+    def delay_s(self, random: float) -> float:
+        """How long to wait before the next start; `random` is uniform in [0, 1)."""
+        if self._streak <= 1:
+            return 0.0
+        # The exponent is bounded so that a long streak cannot overflow a float.
+        return random * min(DELAY_CAP_S, FIRST_DELAY_S * 2.0 ** min(self._streak - 2, 10))
+
+    def reset(self) -> None:
+        """Forget all crashes: an operator asked for another try."""
+        self._streak = 0
+        self._crashes.clear()
+
+
+class RestartPolicy:
+    """Restart policy of one model's worker. Owned by the worker's state machine; times are monotonic seconds."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._breaker = Breaker()
         self._at = 0.0
         self.last_failure: Failure | None = None
-        # Starting again cannot help until somebody changes something and says so.
+        # Another start cannot help until the model or its configuration is changed, and an operator asks for it.
         self.is_final = False
         self.has_crashed = False
         # Starts that followed a crash.
@@ -20,14 +71,14 @@ class Retry:
 
     @property
     def reason(self) -> Failure:
-        """Why the model cannot be had."""
+        """The reason why the model is not available."""
         return self.last_failure or Failure(Code.INTERNAL, f"model '{self._model}' is not available")
 
     def may_start(self, now: float) -> bool:
         return not self.is_final and now >= self._at
 
     def wait_s(self, now: float) -> float:
-        """Until the next start is allowed; 0 when none will be by itself."""
+        """Seconds until the next start is allowed; 0 when none is planned."""
         return 0.0 if self.is_final else max(0.0, self._at - now)
 
     def started(self) -> None:
@@ -35,14 +86,14 @@ class Retry:
         self.is_final = self.has_crashed = False
 
     def ended(self, failure: Failure) -> None:
-        """For good."""
+        """Record a failure that a restart cannot mend."""
         self.last_failure = failure
         self.is_final = True
 
     def crashed(
         self, failure: Failure, now: float, random: float, healthy_s: float | None, *, is_useful: bool
     ) -> tuple[float, bool]:
-        """`healthy_s` is None while loading. Returns the delay, and if it is a long one."""
+        """Count a crash; `healthy_s` is None while loading. Returns the delay, and whether the breaker is open."""
         self.last_failure = failure
         self.has_crashed = True
         self._breaker.crash(now, is_loading=healthy_s is None, healthy_s=healthy_s or 0.0, is_useful=is_useful)
@@ -52,7 +103,7 @@ class Retry:
         return delay_s, is_open
 
     def forgive(self) -> None:
-        """Somebody asked for another try."""
+        """Forget the failures: an operator asked for another try."""
         self._breaker.reset()
         self.is_final = False
         self._at = 0.0

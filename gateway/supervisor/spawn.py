@@ -1,4 +1,4 @@
-"""Worker processes of this machine: started by us with a pipe for their output, or adopted."""
+"""Worker processes: spawned with a pipe for their output, or adopted from an earlier gateway."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ import psutil
 
 from gateway.memory.host import start_ticks
 from gateway.supervisor.exit_watch import wait_exit
-from gateway.supervisor.registry import Ledger, Record, Survivor, WorkerProcess
+from gateway.supervisor.registry import Registry, Survivor, WorkerProcess, WorkerRecord
 from protocol.spec import STDIN, WorkerSpec
 
 worker_log = logging.getLogger("worker")
@@ -40,11 +40,11 @@ def default_command(spec: WorkerSpec) -> list[str]:
 
 
 class Spawner:
-    """Starts workers and records them."""
+    """Starts worker processes and records them in the registry."""
 
-    def __init__(self, home: Path, ledger: Ledger, command: Command) -> None:
+    def __init__(self, home: Path, registry: Registry, command: Command) -> None:
         self._home = home
-        self._ledger = ledger
+        self._registry = registry
         self._command = command
 
     def spawn(self, spec: WorkerSpec) -> "Child":
@@ -56,35 +56,35 @@ class Spawner:
         argv = self._command(spec)
         read_fd, write_fd = os.pipe()
         try:
-            # A file without a name, not a pipe: nobody waits until the worker has read it.
+            # A file without a name, not a pipe: no write waits until the worker has read it.
             with tempfile.TemporaryFile(dir=down.parent) as stdin:
                 stdin.write(msgspec.json.encode(spec))
                 stdin.seek(0)
                 popen = subprocess.Popen(
                     argv, stdin=stdin, stdout=write_fd, stderr=write_fd, cwd=self._home, start_new_session=True
                 )
-        except BaseException:  # Whatever it was, it goes on: nobody else knows of this end of the pipe.
+        except BaseException:  # Re-raised: only this function knows of this end of the pipe.
             os.close(read_fd)
             raise
         finally:
             os.close(write_fd)
-        self._ledger.add(_record(popen.pid, spec, argv))
-        return Child(popen, Output(read_fd, f"{spec.name}#{spec.epoch}"), lambda: self._ledger.remove(spec.name))
+        self._registry.add(_record(popen.pid, spec, argv))
+        return Child(popen, Output(read_fd, f"{spec.name}#{spec.epoch}"), lambda: self._registry.remove(spec.name))
 
     def adopt(self, survivor: Survivor) -> "Adopted":
-        return Adopted(survivor.process, lambda: self._ledger.remove(survivor.name))
+        return Adopted(survivor.process, lambda: self._registry.remove(survivor.name))
 
 
-def _record(pid: int, spec: WorkerSpec, argv: list[str]) -> Record:
+def _record(pid: int, spec: WorkerSpec, argv: list[str]) -> WorkerRecord:
     create_time = 0.0
     with contextlib.suppress(psutil.Error):
         create_time = psutil.Process(pid).create_time()
     ticks = start_ticks(pid)
-    return Record(pid=pid, epoch=spec.epoch, argv=argv, start_ticks=ticks, spec=spec, create_time=create_time)
+    return WorkerRecord(pid=pid, epoch=spec.epoch, argv=argv, start_ticks=ticks, spec=spec, create_time=create_time)
 
 
 class Child:
-    """A worker that we started."""
+    """A worker process that this gateway started."""
 
     is_adopted: bool = False
 
@@ -115,7 +115,7 @@ class Child:
 
 
 class Adopted:
-    """A worker that an earlier gateway started. Its output went away with that gateway."""
+    """A worker process that an earlier gateway started. Its output went away with that gateway."""
 
     is_adopted: bool = True
 
@@ -131,7 +131,7 @@ class Adopted:
         await wait_exit(self.pid, lambda: not self._process.is_alive())
 
     def signal(self, signum: int) -> None:
-        # The pid may belong to somebody else by now.
+        # The pid may belong to another process by now.
         if self._process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
@@ -144,7 +144,7 @@ class Adopted:
 
 
 class Output:
-    """What a worker prints, line by line into our log; the last lines explain its death."""
+    """Output of a worker, copied to the log line by line; the last lines explain a crash."""
 
     def __init__(self, fd: int, label: str) -> None:
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)

@@ -1,4 +1,4 @@
-"""The sub-tasks of a worker's state machine: they wait, so that it never has to."""
+"""Timers and watcher tasks of a worker's state machine: they wait, so that it never has to."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -12,7 +12,7 @@ from protocol.spec import WorkerSpec
 GREET_RETRY_S: Final = 0.05
 
 
-class Chores:
+class Timers:
     """Timers and watchers. Each reports to the inbox or signals a process; none touches the machine's state."""
 
     def __init__(self, effects: Effects, limits: Limits, post: Callable[[inbox.Mail], None]) -> None:

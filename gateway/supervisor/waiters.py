@@ -1,4 +1,4 @@
-"""Who waits for a worker: each is woken exactly once, with a result or a reason."""
+"""Futures that wait for a worker: each is woken exactly once, with a result or a reason."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,12 +19,12 @@ class Waiters:
         return any(not future.done() for future in self._futures)
 
     def wake(self) -> None:
-        """They have what they wanted."""
+        """Give each its result."""
         for future in self._take():
             future.set_result(None)
 
     def refuse(self, reason: Callable[[], Exception]) -> None:
-        """They cannot have it. Each gets an exception of its own: one raised in several tasks gathers their frames."""
+        """Give each an exception of its own: one raised in several tasks gathers their frames."""
         for future in self._take():
             future.set_exception(reason())
 

@@ -43,7 +43,7 @@ class Worker(Life):
         """Own the state until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._chores.begin(tasks)
+                self._timers.begin(tasks)
                 while True:
                     item = await self._inbox.get()
                     try:
@@ -108,13 +108,13 @@ class Worker(Life):
                 self._on_exited(epoch, status)
             case inbox.Suspect(epoch):
                 if epoch == self.epoch and self.state is State.READY:
-                    self._chores.arm(self._limits.suspect_s)
-            case inbox.Acquit(epoch):
+                    self._timers.arm(self._limits.suspect_s)
+            case inbox.Progressed(epoch):
                 if epoch == self.epoch:
-                    self._lot.acquit()
+                    self._parked.note_progress()
                     self._serve()
             case inbox.Alarm():
-                if self._chores.is_current(item):
+                if self._timers.is_current(item):
                     self._on_alarm()
             case _:
                 assert_never(item)
@@ -133,15 +133,15 @@ class Worker(Life):
             case State.STOPPED:
                 self._start()
             case State.FAILED | State.INCOMPATIBLE:
-                if self._retry.may_start(self._effects.now()):
+                if self._restart.may_start(self._effects.now()):
                     self._start()
                 else:
-                    self._wake(self._retry.reason)
+                    self._wake(self._restart.reason)
             case State.STARTING | State.LOADING | State.DRAINING | State.STOPPING | State.BACKOFF:
                 pass
 
     def _on_load(self, waiter: Waiter) -> None:
-        self._retry.forgive()
+        self._restart.forgive()
         self._on_ensure(waiter)
         if self.state is State.BACKOFF:
             self._start()
@@ -164,13 +164,13 @@ class Worker(Life):
             case State.READY:
                 self._drain(command.drain_s)
             case State.DRAINING if command.drain_s > 0:
-                self._chores.arm(command.drain_s)
+                self._timers.arm(command.drain_s)
             case State.STARTING | State.LOADING | State.DRAINING:
                 self._terminate()
             case State.STOPPING:
                 pass
             case State.STOPPED | State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
-                self._retry.forgive()
+                self._restart.forgive()
                 self._settle_stopped()
 
     def _on_change(self, command: inbox.Change) -> None:
@@ -185,7 +185,7 @@ class Worker(Life):
                 self._renew()
             case State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
                 # What was wrong may be what was changed.
-                self._retry.forgive()
+                self._restart.forgive()
                 self._enter(State.STOPPED)
                 self._start_on_demand()
             case State.STOPPED | State.STOPPING | State.DRAINING:
@@ -195,7 +195,7 @@ class Worker(Life):
         """End this incarnation; what it does goes on at the next one."""
         self._is_wanted = True
         if self.state is State.READY:
-            self._lot.park(self._wire.detach(self.epoch), self._effects.now())
+            self._parked.park(self._wire.detach(self.epoch), self._effects.now())
         self._terminate()
 
     def _on_adopt(self, process: Process, epoch: int) -> None:
@@ -203,9 +203,9 @@ class Worker(Life):
         self._process = process
         self._wire.attach(self)
         self._enter(State.STARTING)
-        self._chores.arm(self._limits.adopt_s)
-        self._chores.watch(epoch, process)
-        self._chores.greet(self._try_welcome)
+        self._timers.arm(self._limits.adopt_s)
+        self._timers.watch(epoch, process)
+        self._timers.greet(self._try_welcome)
 
     # -- what the worker says ----------------------------------------------------------------------------------------
 
@@ -241,8 +241,8 @@ class Worker(Life):
             self._terminate(Failure(Code.INCOMPATIBLE, why))
         elif self.state is State.STARTING:
             self._enter(State.LOADING)
-            self._chores.arm(self._load_timeout_s)
-            self._chores.greet(self._try_welcome)
+            self._timers.arm(self._load_timeout_s)
+            self._timers.greet(self._try_welcome)
 
     def _on_ready(self, ready: Ready, process: Process) -> None:
         if self.state not in (State.STARTING, State.LOADING):
@@ -252,7 +252,7 @@ class Worker(Life):
         elif self.ready is None:
             # What it still does is for clients that went away with their gateway.
             self._try_send(Drain(0.0))
-            self._chores.arm(self._limits.adopt_s)
+            self._timers.arm(self._limits.adopt_s)
         self.ready = ready
         self._events.lane(self.name, ready.lane)
         if ready.lane_reason:
@@ -267,18 +267,18 @@ class Worker(Life):
         return is_adopted and (self.state is State.STARTING or (self.state is State.LOADING and self.ready is not None))
 
     def _on_pong(self, pong: Pong) -> None:
-        self._pulse.answered(self._effects.now())
+        self._heartbeat.answered(self._effects.now())
         age_s = pong.stats.step_age_ms / 1000
         if self.state in (State.READY, State.DRAINING) and pong.stats.running > 0 and age_s > self._limits.step_s:
             self._abort(f"its newest step is {age_s:.0f} s old")
 
     def _on_beat(self) -> None:
         now = self._effects.now()
-        silence_s = self._pulse.beat(now)
-        self._lot.keep(now)
-        if self.state is State.READY and self._lot.is_forgotten(now):
+        silence_s = self._heartbeat.beat(now)
+        self._parked.tend(now)
+        if self.state is State.READY and self._parked.has_stranded(now):
             # It has lost touch with us for a while and ended what it had.
-            self._lot.release()
+            self._parked.requeue()
         self._serve()
         if self.state is State.STARTING and self._process is None and not self._is_asked_for:
             # Nobody waits any more for the room that others would have to make.

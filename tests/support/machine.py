@@ -303,7 +303,7 @@ class Machine:
         flight.token_ids.append(0)
         if flight.is_watched:
             flight.is_watched = False
-            self.worker.acquit()
+            self.worker.note_progress()
         await settle()
 
     async def succeed(self) -> None:

@@ -54,7 +54,7 @@ class Peer:
         self.suspected = 0
         self.is_serving = True
         self.parked: list[Flight] = []
-        self.acquittals = 0
+        self.progress_notes = 0
         self.refused: Failure | None = None
 
     def post(self, message: object) -> None:
@@ -69,8 +69,8 @@ class Peer:
     def park(self, flight: Flight) -> None:
         self.parked.append(flight)
 
-    def acquit(self) -> None:
-        self.acquittals += 1
+    def note_progress(self) -> None:
+        self.progress_notes += 1
 
 
 class Wire:
@@ -275,7 +275,7 @@ async def test_a_trial_ends_with_a_token_or_an_end(home: Path, end: str) -> None
         flight.is_watched = True
         wire.say(Step(3, 1, [Delta(request.rid, text="no token")]))
         await until(lambda: wire.events.steps == 1)
-        assert wire.peer.acquittals == 0
+        assert wire.peer.progress_notes == 0
         match end:
             case "token":
                 wire.say(
@@ -287,7 +287,7 @@ async def test_a_trial_ends_with_a_token_or_an_end(home: Path, end: str) -> None
                 wire.say(Rejected(request.rid, Failure(Code.INTERNAL, "no")))
             case _:
                 wire.link.abort([request.rid], "client")
-        await until(lambda: wire.peer.acquittals == 1)
+        await until(lambda: wire.peer.progress_notes == 1)
 
 
 async def test_a_refused_request_is_never_sent(home: Path) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from gateway.memory.host import start_ticks
-from gateway.supervisor.registry import Ledger, Record
+from gateway.supervisor.registry import Registry, WorkerRecord
 from gateway.supervisor.spawn import Adopted
 from protocol.spec import WorkerSpec
 
@@ -31,9 +31,9 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def record(process: subprocess.Popen[bytes]) -> Record:
+def record(process: subprocess.Popen[bytes]) -> WorkerRecord:
     ticks, created = start_ticks(process.pid), psutil.Process(process.pid).create_time()
-    return Record(pid=process.pid, epoch=4, argv=ARGV, start_ticks=ticks, spec=spec(), create_time=created)
+    return WorkerRecord(pid=process.pid, epoch=4, argv=ARGV, start_ticks=ticks, spec=spec(), create_time=created)
 
 
 def rewrite(run_dir: Path, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -45,23 +45,23 @@ def rewrite(run_dir: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 
 def test_epochs_go_on_where_an_earlier_gateway_left_them(tmp_path: Path) -> None:
-    assert [Ledger(tmp_path).next_epoch() for _ in range(3)] == [1, 2, 3]
+    assert [Registry(tmp_path).next_epoch() for _ in range(3)] == [1, 2, 3]
 
 
 def test_epochs_survive_a_broken_counter_by_the_workers_that_run(
     tmp_path: Path, process: subprocess.Popen[bytes]
 ) -> None:
-    Ledger(tmp_path).add(record(process))
+    Registry(tmp_path).add(record(process))
     (tmp_path / "epoch").write_text("not a number")
-    assert Ledger(tmp_path).next_epoch() == 5
+    assert Registry(tmp_path).next_epoch() == 5
 
 
 def test_a_running_worker_is_found_again_whatever_its_name(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
-    Ledger(tmp_path).add(record(process))
-    (survivor,) = Ledger(tmp_path).survivors()
+    Registry(tmp_path).add(record(process))
+    (survivor,) = Registry(tmp_path).survivors()
     assert (survivor.name, survivor.process.pid, survivor.spec) == ("org/model", process.pid, spec())
-    Ledger(tmp_path).remove("org/model")
-    assert Ledger(tmp_path).survivors() == []
+    Registry(tmp_path).remove("org/model")
+    assert Registry(tmp_path).survivors() == []
 
 
 def test_a_step_of_the_clock_changes_neither_who_a_worker_is_nor_that_it_can_be_signalled(
@@ -69,9 +69,9 @@ def test_a_step_of_the_clock_changes_neither_who_a_worker_is_nor_that_it_can_be_
 ) -> None:
     # Linux tells creation times by a boot time that moves with the clock.
     stepped = msgspec.structs.replace(record(process), create_time=record(process).create_time + 3600)
-    Ledger(tmp_path).add(stepped)
+    Registry(tmp_path).add(stepped)
 
-    (survivor,) = Ledger(tmp_path).survivors()
+    (survivor,) = Registry(tmp_path).survivors()
     Adopted(survivor.process, lambda: None).signal(signal.SIGTERM)
 
     assert process.wait(10) == -signal.SIGTERM
@@ -89,8 +89,8 @@ def test_another_process_under_a_used_pid_is_not_a_worker_and_is_left_alone(
         caplog.clear()
         assert not other.is_alive()
         Adopted(other, lambda: None).signal(signal.SIGKILL)
-        Ledger(tmp_path).add(other)
-        assert Ledger(tmp_path).survivors() == []
+        Registry(tmp_path).add(other)
+        assert Registry(tmp_path).survivors() == []
         assert reason in caplog.text
         assert f"org/model#4 (pid {process.pid}) is not adopted" in caplog.text
     assert process.poll() is None
@@ -108,10 +108,10 @@ def test_another_process_under_a_used_pid_is_not_a_worker_and_is_left_alone(
 def test_the_state_file_of_another_version_is_understood_as_far_as_it_can_be(
     tmp_path: Path, process: subprocess.Popen[bytes], edit: Callable[[dict[str, Any]], object]
 ) -> None:
-    Ledger(tmp_path).add(record(process))
+    Registry(tmp_path).add(record(process))
     rewrite(tmp_path, edit)
 
-    (survivor,) = Ledger(tmp_path).survivors()
+    (survivor,) = Registry(tmp_path).survivors()
     assert survivor.spec == spec()
     assert survivor.process.is_alive()
 
@@ -127,15 +127,15 @@ def test_the_state_file_of_another_version_is_understood_as_far_as_it_can_be(
 def test_a_worker_whose_specification_is_not_understood_is_still_known_by_its_process(
     tmp_path: Path, process: subprocess.Popen[bytes], edit: Callable[[dict[str, Any]], object], problem: str
 ) -> None:
-    Ledger(tmp_path).add(record(process))
+    Registry(tmp_path).add(record(process))
     rewrite(tmp_path, edit)
     (tmp_path / "epoch").unlink(missing_ok=True)
 
-    ledger = Ledger(tmp_path)
-    (survivor,) = ledger.survivors()
+    registry = Registry(tmp_path)
+    (survivor,) = registry.survivors()
     assert (survivor.name, survivor.spec) == ("org/model", None)
     assert problem in survivor.problem
-    assert ledger.next_epoch() == 5
+    assert registry.next_epoch() == 5
     Adopted(survivor.process, lambda: None).signal(signal.SIGTERM)
     assert process.wait(10) == -signal.SIGTERM
 
@@ -169,12 +169,12 @@ def test_the_file_of_a_dead_worker_and_an_unreadable_one_are_removed_with_the_re
     tmp_path: Path, process: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    Ledger(tmp_path).add(record(process))
+    Registry(tmp_path).add(record(process))
     (tmp_path / "workers" / "broken.json").write_text("{")
     (tmp_path / "workers" / "system.json").write_text('{"pid":1,"epoch":1,"argv":["a","b"]}')
     process.kill()
     process.wait()
-    assert Ledger(tmp_path).survivors() == []
+    assert Registry(tmp_path).survivors() == []
     assert os.listdir(tmp_path / "workers") == []
     assert "is not adopted: it has ended" in caplog.text
     assert caplog.text.count("a state file that cannot be read") == 2

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from gateway.supervisor.registry import Ledger, Record
+from gateway.supervisor.registry import Registry, WorkerRecord
 from gateway.supervisor.spawn import Spawner, default_command
 from protocol.failures import Exit
 from protocol.spec import WorkerSpec
@@ -20,9 +20,9 @@ async def test_a_worker_is_told_its_specification_where_no_list_of_processes_sho
         # That nothing can run is refused before the second that importing MLX takes.
         down = f"ipc://{run_dir}/d.sock"
         spec = WorkerSpec("m", "demo", 7, down, "ipc://u", max_running=0, chat_template=TEMPLATE)
-        child = Spawner(home, Ledger(run_dir), default_command).spawn(spec)
+        child = Spawner(home, Registry(run_dir), default_command).spawn(spec)
         try:
-            record = msgspec.json.decode((run_dir / "workers" / "m.json").read_bytes(), type=Record)
+            record = msgspec.json.decode((run_dir / "workers" / "m.json").read_bytes(), type=WorkerRecord)
             assert record.argv[-5:] == ["m", "--epoch", "7", "--spec", "-"]
             assert record.spec == spec
             assert await child.wait() == Exit.BAD_CONFIG, child.last_lines()
