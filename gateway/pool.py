@@ -147,7 +147,11 @@ class Pool:
 
     def busy(self, model: str) -> "Lease":
         """Hold the model from before `ensure_ready` to the end of the request."""
-        return Lease(self._workers[model], self._broker)
+        return Lease(self._workers[model].name, self._broker)
+
+    def leases(self, model: str) -> int:
+        """The number of requests that hold the model."""
+        return self._broker.leases(model)
 
     def apply(self, config: Config) -> "Applied":
         """Make `config` the one in force. What must be started anew is, and what runs on it pauses meanwhile.
@@ -325,22 +329,20 @@ class Applied:
 class Lease:
     """A request's hold on a model: while one exists, the model is busy."""
 
-    __slots__ = ("_broker", "_worker")
+    __slots__ = ("_broker", "_model")
 
-    def __init__(self, worker: Worker, broker: Broker) -> None:
-        self._worker = worker
+    def __init__(self, model: str, broker: Broker) -> None:
+        self._model = model
         self._broker = broker
 
     def __enter__(self) -> Self:
-        self._worker.leases += 1
-        self._broker.used(self._worker.name)
+        self._broker.hold(self._model)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._worker.leases -= 1
-        self._broker.used(self._worker.name)
+        self._broker.release(self._model)
 
 
 class _RealEffects:
@@ -368,6 +370,9 @@ class _RealEffects:
         """Leftovers may still hold the memory that this worker needs."""
         await self._is_cleared.wait()
         return await self._broker.admit(spec.name)
+
+    def overload(self, model: str) -> Failure | None:
+        return self._broker.overload(model)
 
     def entered(self, model: str, state: State) -> None:
         self._broker.entered(model, state)

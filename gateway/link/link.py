@@ -15,7 +15,7 @@ from gateway.link.aborts import Aborts
 from gateway.link.calls import Questions
 from gateway.link.collector import Collector
 from gateway.link.events import LinkEvents
-from gateway.link.sequence import PARKED, Flight, Peer
+from gateway.link.sequence import PARKED, Connection, Flight, Peer
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, MalformedFrame, Unsendable, decode_up, encode
 from protocol.failures import Code, Failure
@@ -82,7 +82,7 @@ class Link:
         self.aborts = Aborts()
         self.down, self.up = sockets.addresses(run_dir)
         self._events = events
-        self._peers: dict[int, Peer] = {}
+        self._connections: dict[int, Connection] = {}
         self._flights: dict[int, Flight] = {}
         self._questions = Questions()
         # Also for threads that lower requests: the next of a count is one step of the interpreter.
@@ -248,13 +248,14 @@ class Link:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def attach(self, peer: Peer) -> None:
+    def attach(self, peer: Peer) -> Connection:
         """Let the messages of `peer.epoch` in."""
-        self._peers[peer.epoch] = peer
+        connection = self._connections[peer.epoch] = Connection(peer)
+        return connection
 
     def detach(self, epoch: int) -> list[Flight]:
         """Fence an epoch off. Returns its unfinished sequences, parked: the caller resumes or fails each."""
-        self._peers.pop(epoch, None)
+        self._connections.pop(epoch, None)
         self.aborts.forget(epoch)
         self._questions.lost(epoch, _LOST)
         lost = [flight for flight in self._flights.values() if flight.epoch == epoch]
@@ -327,8 +328,8 @@ class Link:
 
     def _on_step(self, step: Step) -> None:
         epoch = step.epoch
-        peer = self._peers.get(epoch)
-        if peer is None:
+        connection = self._connections.get(epoch)
+        if connection is None:
             self._events.stale_message()
             return
         flights, due = self._flights, self._due
@@ -356,10 +357,10 @@ class Link:
             collector.add(delta, now)
             due[collector] = None
         if strangers:
-            self._try_send(peer, Abort(tuple(strangers), "gateway restarted"))
+            self._try_send(connection.peer, Abort(tuple(strangers), "gateway restarted"))
         if step.stats is not None:
-            peer.stats = step.stats
-        self._events.step(peer.name, step)
+            connection.stats = step.stats
+        self._events.step(connection.peer.name, step)
 
     def _on_other(self, message: Up) -> None:
         match message:
@@ -382,8 +383,8 @@ class Link:
             case Hello():
                 self._on_hello(message)
             case Loading() | Ready() | Drained() | Goodbye():
-                if peer := self._peers.get(message.epoch):
-                    peer.post(message)
+                if connection := self._connections.get(message.epoch):
+                    connection.peer.post(message)
                 else:
                     self._events.stale_message()
             case Step():
@@ -418,22 +419,21 @@ class Link:
         flight.peer.note_progress()
 
     def _on_pong(self, pong: Pong) -> None:
-        peer = self._peers.get(pong.seq >> SEQ_BITS)
-        if peer is None:
+        connection = self._connections.get(pong.seq >> SEQ_BITS)
+        if connection is None:
             self._events.stale_message()
             return
-        peer.stats = pong.stats
-        peer.post(pong)
-        self._events.pong(peer.name, pong)
+        connection.stats = pong.stats
+        connection.peer.post(pong)
+        self._events.pong(connection.peer.name, pong)
 
     def _on_hello(self, hello: Hello) -> None:
         # A DEALER's first frame only makes it routable; nothing else ever comes up this way.
         if self._router is not None:
             while sockets.receive_now(self._router) is not None:
                 pass
-        peer = self._peers.get(hello.epoch)
-        if peer is not None and peer.name == hello.worker:
-            peer.post(hello)
+        if self._is_attached(hello):
+            self._connections[hello.epoch].peer.post(hello)
             return
         self._events.stale_message()
         log.warning("refused worker %s#%d (pid %d): not one that is wanted", hello.worker, hello.epoch, hello.pid)
@@ -441,8 +441,7 @@ class Link:
 
     def _dismiss(self, hello: Hello, tries: int) -> None:
         """End a worker that nobody here has started: it holds memory that is not counted."""
-        peer = self._peers.get(hello.epoch)
-        if self._router is None or (peer is not None and peer.name == hello.worker):
+        if self._router is None or self._is_attached(hello):
             return
         try:
             self._post(hello.worker, hello.epoch, encode(Shutdown("not one that is wanted")))
@@ -450,6 +449,10 @@ class Link:
             # Its Hello came before its other socket was connected.
             if tries > 1:
                 asyncio.get_running_loop().call_later(DISMISS_RETRY_S, self._dismiss, hello, tries - 1)
+
+    def _is_attached(self, hello: Hello) -> bool:
+        connection = self._connections.get(hello.epoch)
+        return connection is not None and connection.peer.name == hello.worker
 
     def _note_malformed(self, frame: bytes, error: MalformedFrame) -> None:
         self._events.malformed_frame()

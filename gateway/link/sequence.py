@@ -65,13 +65,22 @@ class Flight:
         )
 
 
+@dataclass(slots=True)
+class Connection:
+    """One attached worker incarnation. Written by the link; it stays readable after the epoch is detached."""
+
+    peer: "Peer"
+    # The newest numbers that the worker has sent.
+    stats: Stats | None = None
+
+
 class Peer(Protocol):
-    """What the link knows of a worker."""
+    """A worker, as the link sees it."""
 
-    name: str
-    epoch: int
-    stats: Stats | None
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
     @property
     def is_ready(self) -> bool:
         """It takes new requests."""

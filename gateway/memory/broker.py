@@ -58,6 +58,7 @@ class Broker:
         self._limits = limits
         self._clock = clock
         self.tenancies: dict[str, Tenancy] = {}
+        self._leases: dict[str, int] = {}
         self._asking: dict[str, Asking] = {}
         self._returns: list[Return] = []
         self._numbers = itertools.count()
@@ -119,8 +120,27 @@ class Broker:
         share = share or need.floor
         self.tenancies[name] = self._tenancy(name, share, need)
 
-    def used(self, name: str) -> None:
-        """A request of a model has come, or has ended."""
+    def overload(self, name: str) -> Failure | None:
+        """The reason to refuse new requests of a loaded model, if its memory has grown too far."""
+        tenancy = self.tenancies.get(name)
+        return tenancy.overload if tenancy is not None else None
+
+    def hold(self, name: str) -> None:
+        """Count a request that holds a model: it is busy until `release`."""
+        self._leases[name] = self.leases(name) + 1
+        self._used(name)
+
+    def release(self, name: str) -> None:
+        self._leases[name] -= 1
+        if not self._leases[name]:
+            del self._leases[name]
+        self._used(name)
+
+    def leases(self, name: str) -> int:
+        """The number of requests that hold a model."""
+        return self._leases.get(name, 0)
+
+    def _used(self, name: str) -> None:
         if (tenancy := self.tenancies.get(name)) is not None:
             tenancy.used_at = self._clock()
         if self._asking:
@@ -248,7 +268,7 @@ class Broker:
 
     def is_busy(self, worker: Worker) -> bool:
         """Behind a closed gate only what runs counts: who waits there holds a lease, too."""
-        is_asked_for = worker.leases > 0 and self.tenancies[worker.name].gated_at is None
+        is_asked_for = self.leases(worker.name) > 0 and self.tenancies[worker.name].gated_at is None
         return is_asked_for or worker.has_parked or self._link.is_busy(worker.epoch)
 
     def _carry_out(self, made: Plan, now: float) -> None:
@@ -311,7 +331,6 @@ class Broker:
             self._link.send(worker, SetMemory(share, measure.kv_part, measure.cache_part))
         except WorkerGone:
             return False
-        worker.share_bytes = share
         return True
 
     def _shrink(self, tenancy: Tenancy, share: int, now: float) -> None:

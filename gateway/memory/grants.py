@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gateway.memory.estimate import Need
 from gateway.memory.policy import Claim
 from gateway.memory.pressure import Pressure
+from protocol.failures import Failure
 
 
 @dataclass(slots=True)
@@ -43,6 +44,8 @@ class Tenancy:
     # What its worker was told to shrink to, and until when that may take.
     shrinking_to: int | None = None
     shrink_ends: float = 0.0
+    # The reason for which new requests are refused.
+    overload: Failure | None = None
     # Why it was told to go.
     leaving: str = ""
     pid: int = 0

@@ -102,7 +102,7 @@ class MemoryWatch:
             self._broker.order(tenancy, tenancy.shrinking_to or tenancy.share)
             if pressure.level:
                 self._events.trimmed(tenancy.name)
-        worker.overload = _OVERLOAD if pressure.measure.is_refusing else None
+        tenancy.overload = _OVERLOAD if pressure.measure.is_refusing else None
         if pressure.is_hopeless(now) and self._may_recycle(tenancy.name, now):
             self._recycled[tenancy.name] = now
             log.warning("model %s is started anew: its memory has grown past its share", tenancy.name)

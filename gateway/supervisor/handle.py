@@ -5,7 +5,7 @@ import logging
 import signal
 from collections.abc import Callable
 
-from gateway.link.sequence import Flight
+from gateway.link.sequence import Connection, Flight
 from gateway.supervisor import inbox
 from gateway.supervisor.failover import ParkedSequences
 from gateway.supervisor.ports import Effects, Process, Wire
@@ -41,17 +41,11 @@ class Front:
         self.state = State.STOPPED
         self.epoch = 0
         self.ready: Ready | None = None
-        self.stats: Stats | None = None
         self.loading: Loading | None = None
-        # Requests that hold this worker: counted by `Pool.busy`.
-        self.leases = 0
-        # Its share of the memory, 0 without a limit; and since when it has been ready.
-        self.share_bytes = 0
+        # Since when it has been ready.
         self.ready_at = 0.0
         # It was unloaded for others, or by its time to live: from then on no preload is missing when it is not there.
         self.has_left = False
-        # Why new requests are refused although it is ready: there is no memory for more.
-        self.overload: Failure | None = None
 
         self._effects = effects
         self._events = events
@@ -61,6 +55,7 @@ class Front:
         self._parked = ParkedSequences(spec.name, wire, events, limits)
         self._restart = RestartPolicy(spec.name)
         self._process: Process | None = None
+        self._connection: Connection | None = None
         self._is_over = False
         self._is_suspect = False
         # Another model is to have its memory: what runs goes on, what comes waits.
@@ -90,6 +85,15 @@ class Front:
     @property
     def restarts(self) -> int:
         return self._restart.restarts
+
+    @property
+    def overload(self) -> Failure | None:
+        """The reason to refuse new requests although it is ready: there is no memory for more."""
+        return self._effects.overload(self.name)
+
+    @property
+    def stats(self) -> Stats | None:
+        return self._connection.stats if self._connection is not None else None
 
     @property
     def pid(self) -> int:
@@ -135,9 +139,9 @@ class Front:
 
     def refusal(self, request: Generate) -> Failure | None:
         """Why this request must not be sent: it is known to kill workers, or there is no memory for it."""
-        if self.overload is not None:
+        if (overload := self.overload) is not None:
             self._events.refused(self.name)
-            return self.overload
+            return overload
         return self._parked.refusal(request, self._effects.now())
 
     def park(self, flight: Flight) -> None:
@@ -196,7 +200,6 @@ class Front:
             loaded_bytes=loading.done_bytes if loading is not None else 0,
             total_bytes=loading.total_bytes if loading is not None else 0,
             since_s=now - self._since,
-            leases=self.leases,
             restarts=self._restart.restarts,
             last_failure=self._restart.last_failure,
             retry_after_s=self._retry_after_s(),
@@ -215,4 +218,4 @@ class Front:
 
     def _forget(self) -> None:
         """What the incarnation before has said."""
-        self.ready = self.stats = self.loading = None
+        self.ready = self.loading = self._connection = None

@@ -78,15 +78,13 @@ class Life(Front):
         self._forget()
         self._goodbye = self._blame = None
         self._is_suspect = self._is_wanted = self._is_evicted = self._is_gated = False
-        self.overload = None
         self._enter(State.STARTING)
         self._timers.admit(replace(self.spec, epoch=self.epoch))
 
     def _on_admitted(self, epoch: int, share_bytes: int) -> None:
         if epoch != self.epoch or self.state is not State.STARTING:
             return
-        self.share_bytes = share_bytes
-        self._wire.attach(self)
+        self._connection = self._wire.attach(self)
         try:
             self._process = self._effects.spawn(replace(self.spec, epoch=epoch, memory_bytes=share_bytes))
         except OSError as error:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from gateway.link.sequence import Flight, Peer
+from gateway.link.sequence import Connection, Flight, Peer
 from gateway.supervisor.state import State
 from protocol.failures import Failure
 from protocol.messages import Down
@@ -48,6 +48,10 @@ class Effects(Protocol):
         """
         ...
 
+    def overload(self, model: str) -> Failure | None:
+        """The reason to refuse new requests of a ready model: there is no memory for more."""
+        ...
+
     def entered(self, model: str, state: State) -> None:
         """A worker is in another state. In a settled one but `ready` it has no process."""
         ...
@@ -62,7 +66,7 @@ class Wire(Protocol):
 
     boot: int
 
-    def attach(self, peer: Peer) -> None: ...
+    def attach(self, peer: Peer) -> Connection: ...
     def detach(self, epoch: int) -> list[Flight]: ...
     def resume(self, worker: Peer, flight: Flight) -> None: ...
     def fail(self, flights: Iterable[Flight], failure: Failure) -> None: ...

@@ -52,7 +52,6 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     loaded_bytes: int = 0
     total_bytes: int = 0
     since_s: float = 0.0
-    leases: int = 0
     restarts: int = 0
     last_failure: Failure | None = None
     retry_after_s: float = 0.0

@@ -201,7 +201,7 @@ class Worker(Life):
     def _on_adopt(self, process: Process, epoch: int) -> None:
         self.epoch = epoch
         self._process = process
-        self._wire.attach(self)
+        self._connection = self._wire.attach(self)
         self._enter(State.STARTING)
         self._timers.arm(self._limits.adopt_s)
         self._timers.watch(epoch, process)

@@ -53,7 +53,7 @@ async def test_a_client_that_leaves_frees_its_place_in_every_phase(
 
         assert gateway.link.in_flight == 0
         assert gateway.app.services.admission.inside("m") == 0
-        assert gateway.pool.worker("m").leases == 0
+        assert gateway.pool.leases("m") == 0
         assert gateway.metrics.model("m").finished == {"abort": 1}
 
 

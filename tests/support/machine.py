@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from gateway.link.collector import Collector
 from gateway.link.link import WorkerGone
-from gateway.link.sequence import PARKED, Flight, Peer
+from gateway.link.sequence import PARKED, Connection, Flight, Peer
 from gateway.supervisor.state import Limits, MemoryView, ModelUnavailable, State
 from gateway.supervisor.worker import Worker
 from protocol.failures import Code, Failure
@@ -66,6 +66,7 @@ class FakeWorld:
         self.is_unreachable = False
         self.spawn_error: OSError | None = None
         self.share_bytes = 0
+        self.lack_of_memory: Failure | None = None
         self.denial: Failure | None = None
         self.entries: list[State] = []
         self.specs: list[WorkerSpec] = []
@@ -97,6 +98,9 @@ class FakeWorld:
             raise ModelUnavailable(self.denial)
         return self.share_bytes
 
+    def overload(self, model: str) -> Failure | None:
+        return self.lack_of_memory
+
     def entered(self, model: str, state: State) -> None:
         self.entries.append(state)
 
@@ -110,8 +114,9 @@ class FakeWorld:
 
     # Wire
 
-    def attach(self, peer: Peer) -> None:
+    def attach(self, peer: Peer) -> Connection:
         self.attached.append(peer.epoch)
+        return Connection(peer)
 
     def detach(self, epoch: int) -> list[Flight]:
         self.detached.append(epoch)

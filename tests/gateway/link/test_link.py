@@ -48,7 +48,6 @@ class Peer:
     def __init__(self, epoch: int = 3) -> None:
         self.name = "m"
         self.epoch = epoch
-        self.stats: Stats | None = None
         self.is_ready = True
         self.posted: list[object] = []
         self.suspected = 0
@@ -84,7 +83,7 @@ class Wire:
 
     async def __aenter__(self) -> "Wire":
         self.link.open()
-        self.link.attach(self.peer)
+        self.connection = self.link.attach(self.peer)
         self.down: Any = sockets.connect_dealer(self.context, self.link.down, b"m#3")
         self.up: Any = sockets.connect_push(self.context, self.link.up)
         self.down.send(b"")
@@ -135,7 +134,7 @@ async def test_what_a_worker_says_reaches_the_collector_of_its_request(home: Pat
         wire.say(Accepted(rid, 9), Progress(rid, 4, 9), Step(3, 1, [Delta(rid, text="a", token_ids=(1,))], STATS))
         assert await collector.next(5.0) == [Delta(rid, text="a", token_ids=(1,))]
         assert (collector.accepted, collector.progress) == ({rid: 9}, (4, 9))
-        assert wire.peer.stats == STATS
+        assert wire.connection.stats == STATS
         assert wire.events.steps == 1
         wire.say(Step(3, 2, [Delta(rid, finish=Finish.STOP)]))
         assert [d.finish for d in await collector.next(5.0)] == [Finish.STOP]
@@ -316,7 +315,7 @@ async def test_stale_messages_are_dropped_and_counted(home: Path) -> None:
         assert await collector.next(5.0) == [Delta(request.rid, text="real")]
         assert wire.events.stale == 5
         assert wire.peer.posted == []
-        assert wire.peer.stats is None
+        assert wire.connection.stats is None
 
 
 async def test_a_worker_that_nobody_here_has_started_is_told_to_end_once_it_can_be_reached(home: Path) -> None:
@@ -406,7 +405,7 @@ async def test_a_pong_finds_its_worker_by_the_epoch_in_its_number(home: Path) ->
         assert isinstance(ping, Ping)
         wire.say(Pong(ping.seq, ping.t_ns, STATS))
         await until(lambda: wire.events.pongs == 1)
-        assert wire.peer.stats == STATS
+        assert wire.connection.stats == STATS
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x00", b"\x92\x25\x01", encode(Step(3, 1, []))[:-1], b"\xdd" * 9])

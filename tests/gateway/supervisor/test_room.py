@@ -20,7 +20,6 @@ async def test_a_worker_is_started_with_the_share_that_it_was_given() -> None:
         m.world.share_bytes = 123
         await m.bring_up()
         assert [spec.memory_bytes for spec in m.world.specs] == [123]
-        assert m.worker.share_bytes == 123
         assert m.world.entries == [State.STARTING, State.LOADING, State.READY]
 
 
@@ -113,13 +112,12 @@ async def test_an_overload_refuses_new_requests_but_no_resumed_ones() -> None:
     async with Machine() as m:
         await m.bring_up()
         flight = m.run(tokens=3)
-        m.worker.overload = NO_MEMORY
+        m.world.lack_of_memory = NO_MEMORY
         assert m.worker.refusal(flight.generate) == NO_MEMORY
         assert m.events.refusals == ["m"]
         await m.crash(-9)
         await m.succeed()
         assert m.world.resumed == [(2, flight.rid)]
-        assert m.worker.overload is None, "another process, another memory"
 
 
 async def test_room_is_no_longer_asked_for_when_nobody_waits() -> None:
