@@ -183,7 +183,7 @@ class Daemon:
 
     async def _hand_over(self) -> None:
         drain_s = self._app.services.config.server.drain_s
-        log.info("handing over within %g s: no new requests, and the workers stay; a signal ends the wait", drain_s)
+        log.info("handing over within %g s: no new requests, workers keep running; a signal ends the wait", drain_s)
         self._app.drain()
         impatience = asyncio.create_task(self._next_end())
         try:

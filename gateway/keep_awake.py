@@ -82,7 +82,7 @@ class Awake:
             try:
                 self._holder = self._hold()
             except OSError as error:
-                log.warning("the machine may fall asleep amid requests: no caffeinate (%s)", error.strerror)
+                log.warning("the machine may sleep during requests: no caffeinate (%s)", error.strerror)
                 return False
         return True
 

@@ -86,7 +86,7 @@ async def _serve(config: Config, read: Callable[[], Config], command: Command) -
     try:
         await daemon.run()
     except Exception:  # The root of the process. Workers that still run outlive us, and the next daemon adopts them.
-        log.exception("mlxd ends after a fault of its own")
+        log.exception("mlxd ends after an internal error")
         return Status.FAULT
     return Status.OK
 

@@ -47,7 +47,7 @@ class Reloader:
             try:
                 wanted = await asyncio.to_thread(self._read)
             except ConfigError as error:
-                log.error("the configuration stays as it was: %s", error)
+                log.error("configuration not reloaded, the previous one stays in force: %s", error)
                 raise
             if self._app.services.admission.is_draining:
                 # What is started now would outlive us.
@@ -72,7 +72,7 @@ class Reloader:
         )
         log.info("%s: %s", wanted.config_path, describe(done))
         if done.needs_restart:
-            log.warning("in force only after a restart of mlxd: %s", ", ".join(done.needs_restart))
+            log.warning("applied only after a restart of mlxd: %s", ", ".join(done.needs_restart))
         return done
 
 

@@ -50,7 +50,7 @@ class Frames:
             case Tokenized(rid) | Rejected(rid):
                 yield codec.encode(Rejected(rid, _TOO_LARGE))
             case _:
-                log.error("it is about no request, and was dropped")
+                log.error("the message belongs to no request and was dropped")
 
     def _encode(self, message: Up) -> bytes | None:
         """None for what is too large, or no message even when all of its text is."""
@@ -83,7 +83,7 @@ class Frames:
 
     def _note(self, message: Up, error: codec.Unsendable) -> None:
         self._gauges.repaired_messages += 1
-        log.warning("a %s could not be sent as it is: %s", type(message).__name__, error)
+        log.warning("a %s could not be sent unchanged: %s", type(message).__name__, error)
 
 
 def _readable(message: Up) -> Up:

@@ -119,7 +119,7 @@ class Link:
             try:
                 self._dispatch(codec.decode_down(socket.recv()))
             except codec.MalformedFrame as error:
-                log.warning("malformed frame dropped: %s", error)
+                log.warning("dropped a malformed frame: %s", error)
         socket.close()
 
     def _dispatch(self, message: Down) -> None:
@@ -146,7 +146,7 @@ class Link:
         if level.upper() in logging.getLevelNamesMapping():
             log.setLevel(level.upper())
         else:
-            log.warning("there is no log level %r", level)
+            log.warning("unknown log level %r", level)
 
     def _introduce(self) -> None:
         """Tell a restarted gateway who is here."""

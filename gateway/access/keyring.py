@@ -76,7 +76,7 @@ class Keyring:
         except KeysUnusable as error:
             # There is a key by now, whichever it is: a door that was open is not left so.
             self.is_open = False
-            log.error("the keys stay as they were: %s", error)
+            log.error("API keys not reloaded, the previous ones stay in force: %s", error)
 
     def caller(self, secret: bytes) -> Caller | None:
         """Whoever holds `secret`. Raises `Unauthorized` when it has expired or is disabled."""
@@ -121,7 +121,7 @@ class Keyring:
             return
         log.info("%d of %d API keys are in force", sum(key.is_usable for key in keys), len(keys))
         if unknown := self._file.unknown():
-            log.warning("another version of mlxd wrote of the keys what this one ignores: %s", ", ".join(unknown))
+            log.warning("fields of the keys that another version of mlxd wrote are ignored: %s", ", ".join(unknown))
         for key in keys:
             if not key.is_usable and not key.is_disabled:
                 log.warning("the key %s is not in force: it requires a later version of mlxd", key.name)

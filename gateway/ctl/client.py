@@ -74,7 +74,7 @@ def _deltas(lines: Iterator[str]) -> Generator[dict[str, Any], None, None]:
             raise Failed(chunk["error"]["message"])
         for choice in chunk["choices"]:
             yield choice["delta"]
-    raise Failed("the answer ended early")
+    raise Failed("the answer ended before it was complete")
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def _read(response: "httpx.Response", kind: type[T], good: tuple[int, ...] = (20
     try:
         return msgspec.json.decode(response.content, type=kind)
     except msgspec.DecodeError as error:
-        raise Failed(f"mlxd answered something else; is it of another version? ({error})") from None
+        raise Failed(f"mlxd's answer was not understood; is it of another version? ({error})") from None
 
 
 def _message(response: "httpx.Response") -> str:

@@ -60,6 +60,6 @@ def _drain(timeout_s: float | None, *, is_quiet: bool) -> Result:
     deadline = time.monotonic() + STOP_S
     while is_running(status.pid):
         if time.monotonic() > deadline:
-            raise Failed(f"mlxd (pid {status.pid}) has finished its requests, and does not end")
+            raise Failed(f"mlxd (pid {status.pid}) has finished its requests but does not exit")
         time.sleep(POLL_S)
     return Result(status.pid, round(time.monotonic() - began, 2), done.cut_off)

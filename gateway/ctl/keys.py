@@ -198,7 +198,7 @@ def revoke(name: Name, json: Json = False) -> None:
     typer.echo(f"{name} is revoked")
     if not left:
         typer.echo(
-            f"No key is left, and every request is refused until there is one. To open the loopback to everybody "
+            f"No key is left, and every request is refused until there is one. To open the loopback to every client "
             f"again, remove {file.path}",
             err=True,
         )

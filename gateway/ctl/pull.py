@@ -59,7 +59,7 @@ def pull(
 
 
 def _consider(name: str, include: list[str] | None) -> "tuple[Plan, Info | None, list[str]]":
-    """What there is to download, what it needs, and what speaks against it. Raises `Failed`."""
+    """The download plan, the model's needs, and the obstacles to loading it. Raises `Failed`."""
     from gateway.model_files import hub
     from gateway.model_files.download import plan
 
@@ -90,7 +90,7 @@ def _check_space(plan: "Plan", *, is_quiet: bool) -> None:
 
 
 def _confirm(plan: "Plan", found: "Info | None", obstacles: list[str], yes: bool) -> None:
-    """Downloading what cannot be used is worth a question."""
+    """Ask before downloading a model that cannot be used."""
     doubts = [f"{plan.repository.id} cannot be loaded: {obstacle}" for obstacle in obstacles]
     if found is not None and not found.fits:
         doubts.append(f"{plan.repository.id} {found.verdict}")
@@ -99,8 +99,8 @@ def _confirm(plan: "Plan", found: "Info | None", obstacles: list[str], yes: bool
     if not doubts or yes:
         return
     if not sys.stdin.isatty():
-        raise Failed("not downloaded; --yes does it all the same")
-    if not typer.confirm("Download it all the same?", err=True):
+        raise Failed("not downloaded; --yes downloads it anyway")
+    if not typer.confirm("Download it anyway?", err=True):
         raise typer.Exit(1)
 
 
@@ -111,9 +111,9 @@ def _fetch(plan: "Plan", arrived: Callable[[int], None]) -> Path:
     try:
         return fetch(plan, arrived)
     except HubFailed as error:
-        raise Failed(f"{error}\nWhat has come so far is kept: the same command goes on with it.") from None
+        raise Failed(f"{error}\nThe partial download is kept: the same command resumes it.") from None
     except KeyboardInterrupt:
-        raise Failed("stopped; the same command goes on where it was", 130) from None
+        raise Failed("stopped; the same command resumes the download", 130) from None
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def _result(plan: "Plan", found: "Info | None", obstacles: list[str], path: Path
 
 
 def _tell(plan: "Plan", path: Path, took_s: float) -> None:
-    """Where it is and how it is served."""
+    """Print the model's folder and how it is served."""
     from gateway.ctl.tables import duration, size
 
     if plan.missing_bytes:

@@ -49,7 +49,7 @@ def _find(config: Config, name: str) -> str:
 
     path = model_of(config, name).path
     if path == "demo":
-        raise Failed("the demo model is a part of mlxd, and cannot be removed")
+        raise Failed("the demo model is part of mlxd and cannot be removed")
     if repository := _repository(path):
         if not is_cached(repository):
             raise Failed(f"{repository} is not in the Hugging Face cache ({cache_dir()})")

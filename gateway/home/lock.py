@@ -69,6 +69,6 @@ def _make_private(home: Path) -> None:
             raise HomeUnusable(f"{home} is a folder that users share; set MLXD_HOME to a folder of mlxd's own")
         if found.st_mode & 0o077:
             os.fchmod(folder, 0o700)
-            log.warning("others could enter %s (mode %04o): it is 0700 now", home, stat.S_IMODE(found.st_mode))
+            log.warning("other users could enter %s (mode %04o): changed to 0700", home, stat.S_IMODE(found.st_mode))
     finally:
         os.close(folder)

@@ -41,7 +41,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
         # Port 0 is chosen by the system for the first address, and kept for the others.
         port = one.getsockname()[1]
     if not sockets:
-        raise CannotListen(f"no address of {host!r} can be used on this machine")
+        raise CannotListen(f"no address of {host!r} is available on this machine")
     return sockets
 
 

@@ -56,15 +56,17 @@ class Tls:
                 self._certificate = await asyncio.to_thread(self._load)
             except CertificateUnusable as error:
                 self._metrics.certificate_loads["failed"] += 1
-                log.error("the TLS certificate stays as it was: %s", error)
+                log.error("TLS certificate not reloaded, the previous one stays in force: %s", error)
             else:
                 self._metrics.certificate_loads["ok"] += 1
-                log.info("new connections get the new TLS certificate, valid until %s", date(self._certificate.expires))
+                log.info(
+                    "TLS certificate reloaded for new connections, valid until %s", date(self._certificate.expires)
+                )
 
     def _load(self) -> Certificate:
         certificate = load(self._certificate_path, self._key_path)
         if is_exposed(self._key_path):
-            log.warning("every user of this machine may read the TLS key: chmod 600 %s", self._key_path)
+            log.warning("TLS key is readable by every user of this machine: chmod 600 %s", self._key_path)
         return certificate
 
     def _look(self) -> tuple[Stamp, Stamp]:

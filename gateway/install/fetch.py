@@ -56,7 +56,9 @@ def source(target: str | None, find: str | None, remembered: str, extra: str) ->
     find = find or remembered
     if not find:
         # Whoever owns that name on some index would run as this user, or as root.
-        raise NoSource("from where? Name a wheel or a folder with mlxd, or an index with --from (--from pypi for PyPI)")
+        raise NoSource(
+            "no source is given: name a wheel or a folder with mlxd, or an index with --from (--from pypi for PyPI)"
+        )
     find = _place(find)
     lock = Path(find) / LOCK
     name = f"{PACKAGE}[{extra}]" if extra else PACKAGE

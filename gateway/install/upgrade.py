@@ -101,7 +101,7 @@ class Upgrade:
         with locked(self._service.prefix):
             env = self._releases.previous
             if env is None or not version_of(env):
-                raise ServiceFailed(f"there is no version to go back to ({self._releases.previous_link})")
+                raise ServiceFailed(f"there is no version to roll back to ({self._releases.previous_link})")
             self._switch(env, deadline_s, keep_workers=False)
             return env
 
@@ -112,7 +112,7 @@ class Upgrade:
             carry_out(install(env, wanted.source, wanted.base, wanted.uv), self._machine)
             version = version_of(env)
             if not version:
-                raise ServiceFailed(f"{wanted.source.what} has no mlxd in it")
+                raise ServiceFailed(f"{wanted.source.what} does not contain mlxd")
             if wanted.source.version not in ("", version):
                 raise ServiceFailed(f"{wanted.source.find} has mlxd {version}, not {wanted.source.version}")
             carry_out(check(env, self._service), self._machine)
@@ -138,9 +138,11 @@ class Upgrade:
             self._roll(before, env, keep_workers=keep_workers)
         except (Failed, KeyboardInterrupt) as error:
             why = str(error) or "interrupted"
-            self._tell(f"{version_of(env)} does not do: {why}; going back to {version_of(before)}")
+            self._tell(f"{version_of(env)} failed its checks: {why}; rolling back to {version_of(before)}")
             self._undo(before, deadline_s)
-            raise ServiceFailed(f"{version_of(before)} runs again, for {version_of(env)} did not do: {why}") from None
+            raise ServiceFailed(
+                f"rolled back to {version_of(before)}: {version_of(env)} failed its checks: {why}"
+            ) from None
         carry_out([Link(self._releases.previous_link, before)], self._machine)
 
     def _roll(self, before: Path, env: Path, *, keep_workers: bool) -> None:
@@ -194,7 +196,7 @@ def locked(prefix: Path) -> Generator[None, None, None]:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise ServiceFailed("another upgrade or rollback is under way") from None
+        raise ServiceFailed("another upgrade or rollback is in progress") from None
     else:
         yield
     finally:

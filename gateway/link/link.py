@@ -206,7 +206,7 @@ class Link:
         try:
             self.send(worker, flight.continuation(now))
         except Unsendable as error:
-            log.error("worker %s: sequence %d cannot go on: %s", worker.name, flight.rid, error)
+            log.error("worker %s: sequence %d cannot be resumed: %s", worker.name, flight.rid, error)
             self.fail([flight], UNSENDABLE)
             return
         flight.epoch = worker.epoch
@@ -436,7 +436,7 @@ class Link:
             self._connections[hello.epoch].peer.post(hello)
             return
         self._events.stale_message()
-        log.warning("refused worker %s#%d (pid %d): not one that is wanted", hello.worker, hello.epoch, hello.pid)
+        log.warning("refused worker %s#%d (pid %d): not an expected incarnation", hello.worker, hello.epoch, hello.pid)
         self._dismiss(hello, DISMISSALS)
 
     def _dismiss(self, hello: Hello, tries: int) -> None:

@@ -203,7 +203,7 @@ class Broker:
             try:
                 wake_at = self._settle()
             except Exception:  # The root of the task: what runs must go on, and the next look may be luckier.
-                log.exception("a fault of ours while memory was shared out")
+                log.exception("internal error while memory was granted")
                 wake_at = self._clock() + FAULT_PAUSE_S
 
     def _delay_s(self, wake_at: float | None) -> float | None:
@@ -278,7 +278,7 @@ class Broker:
             self.evict(name, "memory")
         for name, tenancy in self.tenancies.items():
             if name in made.gated and tenancy.gated_at is None:
-                log.info("model %s takes no new requests until it has made room", name)
+                log.info("model %s takes no new requests until it is unloaded", name)
                 tenancy.gated_at = now
                 self._workers[name].close_gate()
             elif name not in made.gated and tenancy.gated_at is not None and not tenancy.leaving:
@@ -296,7 +296,7 @@ class Broker:
         tenancy, worker = self.tenancies[name], self._workers[name]
         if self.is_busy(worker) or not worker.evict():
             return False
-        log.info("model %s is unloaded: %s", name, reason)
+        log.info("unloading model %s: %s", name, reason)
         tenancy.leaving = reason
         tenancy.pid, tenancy.available = worker.pid, self.machine.available()
         # What must come back is what it has now.
@@ -311,7 +311,7 @@ class Broker:
         asking.answer.set_result(share)
         reason = "swap" if asking.is_swap else "room"
         self._events.granted(asking.name, now - asking.since, reason)
-        log.info("model %s gets %d MiB (%s)", asking.name, share >> 20, reason)
+        log.info("model %s is granted %d MiB (%s)", asking.name, share >> 20, reason)
 
     def _tenancy(self, name: str, share: int, need: Need) -> Tenancy:
         return Tenancy(name, share, min(share, need.floor), need.most, self._clock(), Pressure(self._limits))
@@ -353,7 +353,7 @@ class Broker:
                 return
         if now >= tenancy.shrink_ends:
             held = max(target, tenancy.footprint) if stats is not None and stats.share_bytes == target else tenancy.held
-            log.warning("model %s keeps %d MiB, %d were asked for", tenancy.name, held >> 20, target >> 20)
+            log.warning("model %s holds %d MiB, above its target of %d", tenancy.name, held >> 20, target >> 20)
             tenancy.share = tenancy.floor = held
             tenancy.shrinking_to = None
 

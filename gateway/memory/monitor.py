@@ -51,7 +51,7 @@ class MemoryWatch:
             try:
                 await self.look()
             except Exception:  # The root of the task: the next look may be luckier.
-                log.exception("a fault of ours while memory was looked at")
+                log.exception("internal error while memory was measured")
 
     async def look(self) -> None:
         """One round."""
@@ -105,7 +105,7 @@ class MemoryWatch:
         tenancy.overload = _OVERLOAD if pressure.measure.is_refusing else None
         if pressure.is_hopeless(now) and self._may_recycle(tenancy.name, now):
             self._recycled[tenancy.name] = now
-            log.warning("model %s is started anew: its memory has grown past its share", tenancy.name)
+            log.warning("model %s is restarted: its memory has grown past its share", tenancy.name)
             self._events.recycled(tenancy.name)
             worker.recycle()
 

@@ -96,9 +96,9 @@ class Patient(SpanExporter):
         if is_failing:
             self._resume_at = self._clock() + PAUSE_S
         if is_failing and not self._is_failing:
-            log.warning("traces do not arrive at %s; those of now are lost", self._url)
+            log.warning("traces cannot be exported to %s; new ones are dropped", self._url)
         elif self._is_failing and not is_failing:
-            log.info("traces arrive again at %s", self._url)
+            log.info("traces are exported again to %s", self._url)
         self._is_failing = is_failing
         return result
 

@@ -131,7 +131,7 @@ def _transfer(repository: Repository, file: RemoteFile, arrived: Callable[[int],
                 return
             if _sha256(part) != file.sha256:
                 part.unlink()
-                raise HubFailed(f"{file.name} was damaged on its way and has been thrown away; pull it again")
+                raise HubFailed(f"{file.name} was damaged in transit and has been deleted; pull it again")
             part.replace(blob)
 
 

@@ -165,7 +165,7 @@ def speaking_of(repository: str, revision: str = MAIN) -> Generator[None, None, 
     except RemoteEntryNotFoundError:
         raise HubFailed(f"a file of {repository} is gone from the hub; try again") from None
     except OfflineModeIsEnabled:
-        raise HubFailed("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so the hub is not asked") from None
+        raise HubFailed("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, so the hub is not contacted") from None
     except HFValidationError:
         raise HubFailed(f"{repository!r} is not the name of a repository; write ORG/NAME") from None
     except HfHubHTTPError as error:
@@ -175,7 +175,7 @@ def speaking_of(repository: str, revision: str = MAIN) -> Generator[None, None, 
     except httpx2.TimeoutException:
         raise HubFailed(f"{endpoint} does not answer in time") from None
     except LocalEntryNotFoundError:
-        raise HubFailed(f"{endpoint} cannot be reached any more; what has come so far stays") from None
+        raise HubFailed(f"{endpoint} cannot be reached any more; the partial download is kept") from None
     except httpx2.HTTPError as error:
         raise HubFailed(f"{endpoint} cannot be reached: {error}") from None
 

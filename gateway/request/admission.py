@@ -75,7 +75,9 @@ class Admission:
         if asked.total() >= QUESTIONS_MAX or (key is not None and asked[key] >= QUESTIONS_OF_KEY):
             self._reject(model, "questions")
             whose = "all" if key is None or asked[key] < QUESTIONS_OF_KEY else "this key's"
-            raise Overloaded(f"Too many questions about tokens at once, of {whose}. Try again.", RETRY_AFTER_MIN_S)
+            raise Overloaded(
+                f"Too many concurrent requests to count or decode tokens, of {whose}. Try again.", RETRY_AFTER_MIN_S
+            )
         name = key or ""
         # How long it takes tells nothing about sequences.
         with self._inside(self._admit(model, 1, name, share), 1, name):

@@ -111,7 +111,7 @@ def upgrade_and_back(worker: int, daemon: int) -> None:
     say("upgrade 9.9.2", f"daemon {daemon} -> {main_pid()}, worker still {first}: its code is the same")
 
     said = upgrade("9.9.3", "--deadline", "10", expect=1)
-    assert "9.9.2 runs again" in said, said
+    assert "rolled back to 9.9.2" in said, said
     ask()
     assert (running(), only_worker()) == ("9.9.2", first)
     say("upgrade 9.9.3, which is broken", f"{running()} runs again, worker still {first}")

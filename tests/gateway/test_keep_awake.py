@@ -106,5 +106,5 @@ async def test_a_machine_without_caffeinate_is_warned_of_once(caplog: pytest.Log
     await asyncio.wait_for(Awake(lambda: "always", lambda: False, hold=missing).run(), DEADLINE_S)
 
     assert [record.message for record in caplog.records] == [
-        "the machine may fall asleep amid requests: no caffeinate (No such file or directory)"
+        "the machine may sleep during requests: no caffeinate (No such file or directory)"
     ]

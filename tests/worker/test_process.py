@@ -130,7 +130,7 @@ def test_the_log_level_changes_without_a_restart(gateway: Gateway) -> None:
     gateway.send(SetLogLevel("info"))
     gateway.send(SetLogLevel("loud"))
 
-    assert "there is no log level 'quiet'" not in gateway.wait_for_stderr("there is no log level 'loud'")
+    assert "unknown log level 'quiet'" not in gateway.wait_for_stderr("unknown log level 'loud'")
 
 
 def test_a_request_that_cannot_be_served_is_rejected_and_the_next_one_is_served(gateway: Gateway) -> None:

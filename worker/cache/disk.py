@@ -328,5 +328,5 @@ class CacheDisk:
             return
         with self._mutex:
             self.counts.quarantined += 1
-        log.warning("disk cache: %s is not used and set aside: %s", path.name, error)
+        log.warning("disk cache: %s is set aside: %s", path.name, error)
         self._folder.set_aside(path)

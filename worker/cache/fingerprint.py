@@ -51,7 +51,7 @@ def open_disk(spec: WorkerSpec, loaded: Loaded, layout: Layout, wake: Callable[[
     caches = layout.make()
     unknown = sorted({type(leaf).__name__ for leaf in leaves(caches) if not is_known(leaf)})
     if unknown:
-        log.warning("the disk cache is off for this model: %s has no form on disk", ", ".join(unknown))
+        log.warning("disk cache is off for this model: %s cannot be written to disk", ", ".join(unknown))
         return None
     kinds = [type(leaf).__name__ for leaf in leaves(caches)]
     form = model_form(loaded, kinds, runs_code=spec.trust_remote_code)

@@ -212,7 +212,7 @@ class Batch:
             except Exception as error:  # the row is out, often to make room, and must not be lost for what it leaves
                 if not is_allocation_failure(error):
                     raise
-                log.warning("no memory to keep the KV of a row; all cached prefixes go: %s", error)
+                log.warning("no memory to cache a row's KV; the prefix cache is cleared: %s", error)
                 self._cache.clear()
         return tokens
 

@@ -234,7 +234,7 @@ class Engine:
 
     def _enqueue(self, row: Row) -> None:
         if row.rid in self._rows:  # its one terminal event belongs to the row that is already here
-            log.error("request %d came twice; the second was dropped", row.rid)
+            log.error("request %d arrived twice; the second was dropped", row.rid)
             return
         if self._drain_until is not None or row.arrived <= self._drained_at:
             self._send(Rejected(row.rid, Failure(Code.DRAINING, "the model is being stopped; try again")))
@@ -294,7 +294,7 @@ class Engine:
     def _make_room(self) -> None:
         """Put rows back into the queue, their KV into the prefix cache, while the next step would not fit."""
         while (row := self._kv.surplus(self._batch.rows)) is not None:
-            log.info("row %d makes room for older ones", row.rid)
+            log.info("row %d is preempted for older ones", row.rid)
             self._batch.remove(row)
             self._queue.push(row)
             self._gauges.preemptions += 1
@@ -402,7 +402,9 @@ class Engine:
         now = time.monotonic()
         if is_allocation_failure(error) and self._share.shrink(now):
             self._gauges.allocation_failures += 1
-            log.warning("a step found no memory for %d rows, and KV gets half: %s", len(self._batch), error)
+            log.warning(
+                "a step of %d rows failed to allocate memory; the KV budget is halved: %s", len(self._batch), error
+            )
             traceback.clear_frames(error.__traceback__)  # they hold what the step had computed
             self._cache.clear()
             self._rebuild()

@@ -143,7 +143,7 @@ class ToolRules:
             compiled = self._try(written)
         except RequestInvalid as error:
             # Where it was not asked for, a schema that no grammar can hold must not keep a client from its tools.
-            log.warning("tools are called without their schemas: %s", error)
+            log.warning("tool calls are not constrained by their schemas: %s", error)
             loose = tuple(name for name in map(_name, calls.tools) if name not in strict)
             compiled = self._try(write(replace(calls, loose_names=loose)))
         with self._lock:

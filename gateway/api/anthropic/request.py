@@ -133,7 +133,7 @@ _count = Schema(CountRequest, NO_ACTION | frozenset(MessagesRequest.__struct_fie
 
 
 def decode_messages(body: bytes) -> tuple[MessagesRequest, list[str]]:
-    """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
+    """The request, and the names of its unknown fields. Raises `BadRequest`."""
     request, unknown = _messages.decode(body)
     return request, unknown + _skipped_tools(request)
 

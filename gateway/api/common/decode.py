@@ -61,7 +61,7 @@ class Schema(Generic[T]):
         self._item_parts = None if item_fields is None else _parts(item_fields)
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
+        """The request, and the names of its unknown fields. Raises `BadRequest`."""
         try:
             # msgspec skips over fields that the struct lacks without decoding them.
             body.decode("utf-8")
@@ -142,7 +142,7 @@ def _fields(parts: msgspec.json.Decoder[Any], text: bytes, what: str) -> dict[st
     found = parts.decode(text)
     known_bytes = sum(len(bytes(getattr(found, name))) for name in found.__struct_fields__)
     if len(text) - known_bytes > UNKNOWN_BYTES_MAX:
-        raise BadRequest(f"{what} has more than {UNKNOWN_BYTES_MAX} bytes of fields that nobody knows.")
+        raise BadRequest(f"{what} has more than {UNKNOWN_BYTES_MAX} bytes of unknown fields.")
     return {name: bytes(value) for name, value in _keys.decode(text).items()}
 
 

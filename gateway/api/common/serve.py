@@ -34,7 +34,7 @@ async def read(
     receive: Receive,
     decode: Callable[[bytes], tuple[T, list[str]]],
 ) -> tuple[T, list[str]]:
-    """The request's body, decoded, and the fields that nobody knows. Raises `ApiError`."""
+    """The request's decoded body, and its unknown fields. Raises `ApiError`."""
     body = await read_body(scope, receive, services.config.server.max_body_bytes)
     return await services.bodies.work(record.body_bytes, decode, body)
 

@@ -118,7 +118,7 @@ class Store:
             return
         if not self._enter(about_bytes):
             self._problems["dropped"] += 1
-            log.error("a response was not kept: the disk does not keep up")
+            log.error("response not stored: the disk does not keep up")
             return
         self._thread.submit(self._keep_or_log, about_bytes, make)
 
@@ -183,7 +183,7 @@ class Store:
             return await asyncio.wrap_future(call)
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1
-            log.error("the store of responses cannot be read: %s", error)
+            log.error("response store cannot be read: %s", error)
             raise StoreBroken from error
 
     # In the thread.
@@ -238,7 +238,7 @@ class Store:
     def _set_aside(self, error: Exception) -> None:
         self._problems["damaged"] += 1
         aside = self._path.with_suffix(".damaged")
-        log.error("the store of responses is damaged (%s): it is now %s, and a new one is begun", error, aside)
+        log.error("response store is damaged (%s): it is set aside as %s, and a new one is created", error, aside)
         self._close()
         self._path.replace(aside)
         for suffix in ("-wal", "-shm"):
@@ -255,7 +255,7 @@ class Store:
             self._open().execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._has_traces = False
         except (sqlite3.Error, OSError) as error:
-            log.error("the write-ahead log of the store of responses cannot be emptied: %s", error)
+            log.error("write-ahead log of the response store cannot be emptied: %s", error)
 
     def _keep_or_log(self, size: int, make: Callable[[], Stored]) -> None:
         try:
@@ -267,10 +267,10 @@ class Store:
             self._carry_out(lambda: self._keep(self._open(), stored), size)
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1
-            log.error("a response could not be kept: %s", error)
+            log.error("response not stored: %s", error)
         except Exception:  # The root of a call in this thread.
             self._problems["failed"] += 1
-            log.exception("a response could not be kept")
+            log.exception("response not stored")
 
     def _shrink_or_log(self) -> None:
         try:
@@ -279,7 +279,7 @@ class Store:
                 self._truncate()
         except (sqlite3.Error, OSError) as error:
             self._problems["failed"] += 1
-            log.error("the store of responses could not be made smaller: %s", error)
+            log.error("response store could not be shrunk: %s", error)
 
     def _shrink(self) -> None:
         database = self._open()

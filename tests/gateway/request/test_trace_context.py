@@ -172,7 +172,7 @@ async def test_a_trace_is_named_in_the_log_also_where_none_is_made(tmp_path: Pat
 async def test_a_collector_that_is_not_there_harms_nothing(tmp_path: Path) -> None:
     log = await ask(tmp_path, ServerConfig(otlp_endpoint="http://127.0.0.1:1"))
 
-    assert "traces do not arrive at http://127.0.0.1:1/v1/traces" in log
+    assert "traces cannot be exported to http://127.0.0.1:1/v1/traces" in log
 
 
 @pytest.mark.parametrize(
