@@ -1,4 +1,4 @@
-"""What a constrained row costs the rows beside it.
+"""Cost of a constrained row for the rows beside it.
 
     python -m benchmarks.constrain                       # 5m model, 8 free rows
     python -m benchmarks.constrain 50m --rows 4,16

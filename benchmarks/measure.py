@@ -1,4 +1,4 @@
-"""How much rounds differ, and CPU time of process trees. Percentiles are in `gateway.ctl.bench.measure`."""
+"""Variation between rounds, and CPU time of process trees. Percentiles are in `gateway.ctl.bench.measure`."""
 
 import statistics
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What a known beginning of a prompt is worth: time to first token cold, from memory, from disk, after a restart.
+"""Savings by a cached prefix of a prompt: time to first token cold, from memory, from disk, after a restart.
 
     python -m benchmarks.prefix                                  # 50m; 1k, 4k and 16k tokens, over HTTP
     python -m benchmarks.prefix --tokens 1024,4096 --engines mlxd

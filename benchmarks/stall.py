@@ -1,4 +1,4 @@
-"""How much a long prompt disturbs those who are already served, and a short request that comes after it.
+"""Delay that a long prompt causes to running streams, and to a short request that arrives after it.
 
     python -m benchmarks.stall                       # mlxd, 5m model
     python -m benchmarks.stall --bare-chunk 2048     # and the bare batch loop with that prefill chunk

@@ -1,4 +1,4 @@
-"""What can go wrong in a worker.
+"""Errors of a worker.
 
 WorkerError
 ├── LoadFailed        the model cannot be served; ends the process with the status that says why

@@ -158,7 +158,7 @@ class Broker:
         return self._pins.get(name, model is not None and model.pin)
 
     def ttl_s(self, name: str) -> float:
-        """How long a model may stay without being asked for; 0 is for ever."""
+        """Seconds that a model stays loaded without a request; 0 is forever."""
         model = self._models.get(name)
         return 0.0 if model is None or self.is_pinned(name) else model.ttl_s
 

@@ -37,7 +37,7 @@ class Need:
 
 
 def estimate(model: ModelConfig, lendable: int) -> Need:
-    """What `model` needs; `lendable` is the most that anybody can be lent. Of unreadable files, only the overhead."""
+    """Memory that `model` needs; `lendable` is the largest possible loan. Unreadable files: only the overhead."""
     try:
         info = inspect(find(model.path), model.dtype, model.context, 0)
     except (Unreadable, OSError, ValueError, TypeError, KeyError, ArithmeticError):

@@ -1,4 +1,4 @@
-"""What the broker remembers of each model that asks for memory, has it, or has just given it back."""
+"""Records of the broker: a model's claim to memory, its tenancy, and memory that it has just given back."""
 
 import asyncio
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class Tenancy:
 
     @property
     def held(self) -> int:
-        """What counts: its share, or what was measured if that is more."""
+        """Bytes that count against the budget: its share, or the measured footprint if that is more."""
         return max(self.share, self.footprint)
 
 

@@ -21,7 +21,7 @@ _CGROUP_USES: Final = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/m
 
 
 class Machine(Protocol):
-    """What the broker looks at; a test may have a smaller machine."""
+    """The machine's memory as the broker sees it; a test may have a smaller machine."""
 
     def budget(self) -> int:
         """Bytes that all models may take together when the operator does not say."""

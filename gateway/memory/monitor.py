@@ -120,7 +120,7 @@ class MemoryWatch:
             self._broker.evict(tenancy.name, "ttl")
 
     def _lend(self, now: float) -> None:
-        """What became free goes to those who have little more than their floor, the newest used first."""
+        """Lend free memory to models with little more than their floor, the most recently used first."""
         broker = self._broker
         spare = min(broker.budget - broker.granted, broker.machine.available())
         for tenancy in sorted(broker.tenancies.values(), key=lambda tenancy: -tenancy.used_at):

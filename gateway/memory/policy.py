@@ -1,4 +1,4 @@
-"""Who gets memory, and who must give it back: decided from a picture of one moment, without doing anything.
+"""Memory policy: plans grants and evictions from a snapshot, without carrying them out.
 
 The promises, which hold for every plan:
 
@@ -67,7 +67,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """Why a claim cannot be served, whoever leaves."""
+    """A claim that cannot be served whatever is unloaded, and the reason."""
 
     name: str
     need: int
@@ -79,7 +79,7 @@ class Never:
 
 @dataclass(slots=True)
 class Plan:
-    """What to do now. `wake_at` is when the same picture would give another plan."""
+    """Actions to take now. `wake_at` is when the same snapshot would give another plan."""
 
     grants: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     never: list[Never] = field(default_factory=list[Never])
@@ -123,7 +123,7 @@ def plan(claims: Sequence[Claim], tenants: Sequence[Tenant], terms: Terms, now: 
 
 
 def relieve(tenants: Sequence[Tenant], terms: Terms, now: float) -> Plan:
-    """What is to be given back when the operator has lowered a limit and nobody asks for anything."""
+    """Evictions and reclaims due because the operator lowered a limit, without a waiting claim."""
     made = Plan()
     missing = sum(tenant.share for tenant in tenants) + terms.returning - terms.budget
     places = len(tenants) + terms.leaving - terms.max_loaded if terms.max_loaded else 0
@@ -141,7 +141,7 @@ def _floor(claim: Claim, tenants: Sequence[Tenant], terms: Terms) -> int:
 
 
 def _cap(tenants: Sequence[Tenant], terms: Terms) -> int:
-    """What is left when all have gone who may be sent away."""
+    """Memory available once every evictable model is unloaded."""
     return terms.budget - sum(tenant.floor for tenant in tenants if tenant.is_pinned)
 
 

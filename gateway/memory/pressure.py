@@ -1,4 +1,4 @@
-"""What is asked of a worker whose memory grows past its share, step by step, and when it is asked for less again."""
+"""Escalating memory-pressure levels for a worker above its share, with hysteresis."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -64,5 +64,5 @@ class Pressure:
         return self.level != before
 
     def is_hopeless(self, now: float) -> bool:
-        """Whether only another process can help."""
+        """Whether only a restart of the process can help."""
         return self._creeps_since is not None and self.level > 0 and now - self._creeps_since >= self.limits.creep_s

@@ -1,4 +1,4 @@
-"""How an answer is judged."""
+"""Scoring of the demo model's answers."""
 
 from typing import Any
 

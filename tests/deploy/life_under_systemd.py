@@ -1,4 +1,4 @@
-"""What an operator does to the service under systemd, step by step, with what it saw. Inside of systemd_box.sh only."""
+"""An operator's actions on the service under systemd, step by step, with results. Inside of systemd_box.sh only."""
 
 import json
 import os

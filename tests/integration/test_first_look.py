@@ -1,4 +1,4 @@
-"""What somebody sees who is new to mlxd and mistypes: the words of `mlxctl`, also after a crash."""
+"""Messages of `mlxctl` to a new user who mistypes, also after a crash."""
 
 import json
 import os

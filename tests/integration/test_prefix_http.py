@@ -1,4 +1,4 @@
-"""What prefix caches are worth and what they must never do, over HTTP, on real workers: counted cached tokens."""
+"""Prefix caches over HTTP, on real workers: what they save, in counted cached tokens, and what they must never do."""
 
 import asyncio
 import os

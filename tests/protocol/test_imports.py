@@ -1,4 +1,4 @@
-"""Who may import whom: by what the files say, and by what a process that imports them has loaded."""
+"""Rules of imports between packages: by what the files say, and by what a process that imports them has loaded."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""What the gateway knows of the worker's parsers without importing them."""
+"""The gateway's list of the worker's parsers, which it does not import."""
 
 import pytest
 

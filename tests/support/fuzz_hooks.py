@@ -1,4 +1,4 @@
-"""What schemathesis does not know of this API."""
+"""Hooks of schemathesis for rules of this API that its document cannot express."""
 
 import os
 from typing import Any

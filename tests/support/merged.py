@@ -1,4 +1,4 @@
-"""What a client makes of a stream's events, and that they come in an order in which it can."""
+"""Merging of a stream's events as a client does it, with checks of their order."""
 
 import json
 from typing import Any

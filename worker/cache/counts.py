@@ -1,11 +1,11 @@
-"""What the prefix cache has done; free of MLX, so that the IO threads can hold it before the model is loaded."""
+"""Counters of the prefix cache; free of MLX, so that the IO threads can hold them before the model is loaded."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Counts:
-    """What happened since the worker started."""
+    """Counts since the worker started."""
 
     queries: int = 0
     hits: int = 0

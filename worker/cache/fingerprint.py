@@ -1,4 +1,4 @@
-"""Which files of the disk cache a worker may use: those of the same weights, computed in the same way.
+"""Fingerprint of the files of the disk cache that a worker may use: same weights, computed in the same way.
 
 The KV of some token ids follows from the weights, the configuration, the arithmetic and the form of the caches. The
 tokenizer is in the key because ids mean something else with another one. The chat template is not: it decides which

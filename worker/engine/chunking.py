@@ -1,4 +1,4 @@
-"""How much prompt a tick may process beside the running streams."""
+"""Prefill chunk size: the tokens of prompts that a tick may process beside the running streams."""
 
 import math
 from typing import Final

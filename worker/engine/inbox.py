@@ -1,4 +1,4 @@
-"""What the other threads want of the engine's."""
+"""The engine's inbox: messages from the other threads to the engine's thread."""
 
 import time
 from collections import deque
@@ -24,7 +24,7 @@ _MOST_ANSWERED: Final = 1024
 
 
 class Wake(Enum):
-    """What another thread did may let a row go on."""
+    """A wake-up: another thread has finished something that a row may be waiting for."""
 
     UP = auto()
 

@@ -1,4 +1,4 @@
-"""How much KV memory rows take, and how much they may.
+"""The KV budget: memory that rows take, and the limit for it.
 
 A batch is padded to its longest row, so the cost of a set of rows is that of as many rows of the longest.
 """

@@ -1,4 +1,4 @@
-"""How tokens are chosen.
+"""Sampling of tokens: temperature, top-p, penalties, logit bias and seeds.
 
 Every row of a batch shares one `RowSampler`, so that sampling is a handful of operations on `[rows, vocab]` however
 many parameters differ. The token at output position p of a request is drawn with a key made of (seed, p) alone:

@@ -1,4 +1,4 @@
-"""What this process holds, and the limits it lives within: its share of the memory, divided."""
+"""Memory of this process: measured use, and the limits that its share is divided into."""
 
 import ctypes
 import logging
@@ -46,7 +46,7 @@ class Memory:
 
     @property
     def host(self) -> int:
-        """What is not MLX's: Python, the tokenizer, libraries."""
+        """Memory outside of MLX: Python, the tokenizer, libraries."""
         return max(0, self.footprint - self.active - self.cache)
 
 
@@ -77,7 +77,7 @@ def divide(order: SetMemory, weights: int, host: int, *, kv: int = -1, prefixes:
 
 
 class Device(Protocol):
-    """Where memory limits are set: MLX, or a test's record of what it was told."""
+    """Port for memory limits: MLX, or a test's record of them."""
 
     def wirable(self) -> int:
         """The most that may be wired; 0 where that is not Metal's to say."""
@@ -152,7 +152,7 @@ class Share:
 
     @property
     def wired_limit(self) -> int:
-        """What Metal was told that it may wire; 0 where it is not Metal's to say."""
+        """Metal's wired limit in bytes; 0 without Metal."""
         return self._wired
 
     def change(self, order: SetMemory) -> Limits:
@@ -229,13 +229,13 @@ def prepare_load() -> None:
 
 
 def give_back() -> None:
-    """What nobody uses goes to the system: MLX's free buffers, and what the C library keeps for later."""
+    """Return unused memory to the system: MLX's free buffers and the C library's free heap."""
     mx.clear_cache()
     give_back_heap()
 
 
 def give_back_heap() -> None:
-    """What the C library keeps for later goes to the system. For any thread."""
+    """Return the C library's free heap to the system. Callable from any thread."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # a C library that is not glibc
             ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What all tool formats share: announcing a call, its arguments, and giving up on it."""
+"""Base of all tool-call formats: announcing a call, its arguments, and abandoning it."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _NAME = re.compile(r"[\w.\-:/@$]+")
 
 @dataclass(slots=True)
 class Context:
-    """What a format works on; one per parser."""
+    """State that a format works on; one per parser."""
 
     r: Reader
     out: Output

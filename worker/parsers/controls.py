@@ -1,4 +1,4 @@
-"""Which markup a tokenizer writes as single tokens: the same characters spelled by ordinary tokens are text."""
+"""Control tokens: markup that a tokenizer writes as single tokens. Spelled by ordinary tokens it is text."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class Controls:
         return bool(self._tokens)
 
     def offsets(self, marker: str) -> tuple[int, ...]:
-        """Where tokens begin in `marker`."""
+        """Offsets at which tokens begin in `marker`."""
         found = self._found.get(marker)
         if found is None:
             found = self._found[marker] = tuple(hit.start() for hit in self._pattern.finditer(marker))

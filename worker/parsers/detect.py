@@ -1,4 +1,4 @@
-"""Which family a model belongs to, and whether its prompt leaves the reasoning open."""
+"""Detection of a model's family, and of prompts that leave the reasoning open."""
 
 import re
 from collections.abc import Container
@@ -110,7 +110,7 @@ def detect_family(chat_template: str | None, vocab: Container[str], model_type: 
 
 
 def reasoning_end(family: str) -> str:
-    """What closes the reasoning in the model's own way, to be written when a budget is spent; "" if nothing does."""
+    """Text that closes the reasoning in the model's own markup, written when a budget is spent; "" if there is none."""
     grammar = FAMILIES[resolve(family)].grammar
     if isinstance(grammar, Channels):
         return grammar.reasoning_end

@@ -1,4 +1,4 @@
-"""What a parser says: merges neighbours, numbers calls, and decides which white space is markup."""
+"""Events of a parser: merges neighbours, numbers calls, and decides which white space is markup."""
 
 import json
 import re

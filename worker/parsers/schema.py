@@ -1,4 +1,4 @@
-"""What the tools' JSON schemas say about arguments, and text turned into the JSON that they ask for."""
+"""Arguments by the tools' JSON schemas: the expected types, and text converted to them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -76,13 +76,13 @@ class Parameters:
         return Parameters(mapping(schema.get("items")) or schema, self._root)
 
 
-def mapping(found: Any) -> Schema:
-    """What should be a JSON object, if it is one."""
-    return cast(Schema, found) if isinstance(found, Mapping) else {}
+def mapping(value: Any) -> Schema:
+    """`value` if it is a JSON object, else an empty one."""
+    return cast(Schema, value) if isinstance(value, Mapping) else {}
 
 
 def referred(ref: str, root: Schema) -> Schema:
-    """What a `$ref` into the same document leads to (RFC 6901); empty, and so anything, if nothing is there."""
+    """Target of a `$ref` into the same document (RFC 6901); empty, and so any value, if there is none."""
     found = root
     for step in unquote(ref).removeprefix("#").split("/")[1:]:
         found = mapping(found.get(step.replace("~1", "/").replace("~0", "~")))

@@ -1,4 +1,4 @@
-"""How one model writes reasoning and tool calls: which parser reads it, and which control tokens that parser sees."""
+"""Markup of a model's family: the parser of its reasoning and tool calls, and the control tokens for that parser."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass

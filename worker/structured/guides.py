@@ -1,4 +1,4 @@
-"""What one request may say: its grammar, and the reasoning that may come before it."""
+"""Constraint of one request's output: its grammar, and the reasoning that may come before it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,7 +81,7 @@ class Guide:
                 self._release()
 
     def allowed(self) -> Allowed | None:
-        """Which tokens may come next; None when any may. Raises `GrammarFailed`."""
+        """Allowed next tokens; None when any may come. Raises `GrammarFailed`."""
         rule = self._rule
         if self._is_over:
             return None

@@ -1,4 +1,4 @@
-"""Whether a JSON schema is one (draft 2020-12): compilers skip what has the wrong type, and so would not enforce it."""
+"""Validation of JSON schemas (draft 2020-12): compilers skip what has the wrong type, and so would not enforce it."""
 
 import math
 from collections.abc import Iterator, Mapping

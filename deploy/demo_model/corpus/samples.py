@@ -1,4 +1,4 @@
-"""What the generator makes: one turn of a skill, and one whole conversation."""
+"""Samples of the generator: one turn of a skill, and one whole conversation."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""What tools return, and how it is told."""
+"""Results of tools, and the answers that report them."""
 
 import json
 from typing import Any, Final

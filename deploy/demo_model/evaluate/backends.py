@@ -1,4 +1,4 @@
-"""Who answers when the demo model is measured: mlx-lm, transformers, or a running server."""
+"""Backends that answer when the demo model is measured: mlx-lm, transformers, or a running server."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What every dialect says in its own words, in one: turns, tools, the choice among them, and how much to think.
+"""Dialect-independent parts of a request: turns, tools, tool choice and thinking budget.
 
 Each dialect's lowering builds these; from here to `protocol.Generate` there is one way.
 """
@@ -59,7 +59,7 @@ class Tool(Struct, frozen=True):
 
 
 class Choice(StrEnum):
-    """Whether tools may be, must not be, or must be called."""
+    """Tool choice: whether tools may, must not or must be called."""
 
     AUTO = "auto"
     NONE = "none"
@@ -77,7 +77,7 @@ class ToolUse(Struct, frozen=True):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """What the model is shown: nothing when it must not call."""
+        """Tools that the prompt offers to the model: none when it must not call."""
         return () if self.choice is Choice.NONE else self.tools
 
     def check(self, param: str) -> "ToolUse":
@@ -93,7 +93,7 @@ class ToolUse(Struct, frozen=True):
 
 
 class Thinking(Struct, frozen=True):
-    """How much to think: None is for the model to decide. `budget` is in tokens."""
+    """Thinking effort and budget of a request: None leaves it to the model. `budget` is in tokens."""
 
     is_enabled: bool | None = None
     effort: str = ""
@@ -125,7 +125,7 @@ def with_thinking(prompt: ChatPrompt, thinking: Thinking) -> ChatPrompt:
 
 
 def sendable(value: T, param: str) -> T:
-    """What a client has sent as it likes, if a worker can be told it. Raises `BadRequest`."""
+    """Free-form JSON of a client, if it can be sent to a worker. Raises `BadRequest`."""
     if not _is_sendable(value):
         raise BadRequest(f"'{param}' is too deep or holds too large a number.", param, "invalid_value")
     return value
@@ -164,7 +164,7 @@ def assistant(content: str, calls: Sequence[Call] = (), reasoning: str | None = 
 
 
 def tool_result(call_id: str, name: str, content: str) -> dict[str, Any]:
-    """What a tool answered. `name` is that of the call it belongs to; some templates want it."""
+    """The result of a tool call. `name` is that of the call it belongs to; some templates want it."""
     turn = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**turn, "name": name} if name else turn
 

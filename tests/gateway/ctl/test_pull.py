@@ -131,7 +131,7 @@ def test_what_was_damaged_on_its_way_is_thrown_away(hub: Hub, cache: Path, tmp_p
     done = ctl(tmp_path, "pull", "org/tiny")
 
     assert done.returncode == 1
-    assert "model.safetensors was damaged on its way" in done.stderr
+    assert "model.safetensors was damaged in transit" in done.stderr
     assert not part.exists()
     assert ctl(tmp_path, "pull", "org/tiny").returncode == 0
 

@@ -1,4 +1,4 @@
-"""What a model needs before it is loaded."""
+"""Estimates of a model's memory before it is loaded."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a machine has for models: the pure parts, and this Linux for real."""
+"""Memory that a machine has for models: the pure parts, and this Linux for real."""
 
 import os
 import subprocess

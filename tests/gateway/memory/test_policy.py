@@ -1,4 +1,4 @@
-"""Who gets memory: single decisions, and promises that hold in every story."""
+"""The memory policy: single decisions, and invariants that hold in every generated history."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What is asked of a worker that grows, in which order and how long."""
+"""Memory-pressure levels of a growing worker: order and duration."""
 
 from gateway.memory.pressure import MEASURES, Pressure
 from gateway.supervisor.state import Limits

@@ -1,4 +1,4 @@
-"""What a model left on disk in another form is set aside; what others have, and what is in use, is left alone."""
+"""Stale files of a model in another form are set aside; files of other models, and files in use, are left alone."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""What tells two models apart for the disk cache: their content, wherever and whenever their files were written."""
+"""Fingerprints of models for the disk cache depend on content, not on where or when the files were written."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the batch says of itself."""
+"""The batch's own statistics."""
 
 from collections.abc import Callable
 from pathlib import Path

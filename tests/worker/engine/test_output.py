@@ -1,4 +1,4 @@
-"""What becomes of tokens: whatever a model writes, a client can read its calls or is told that they are not whole."""
+"""Output of tokens: whatever a model writes, a client can read its calls or is told that they are not whole."""
 
 import json
 import random

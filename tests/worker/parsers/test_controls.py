@@ -1,4 +1,4 @@
-"""Where a tokenizer has markup as tokens of its own, these are markup and their characters are not."""
+"""Control tokens: where a tokenizer has markup as tokens of its own, these are markup and their characters are not."""
 
 import random
 import re

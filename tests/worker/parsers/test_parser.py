@@ -1,4 +1,4 @@
-"""What a caller of a parser can rely on."""
+"""Guarantees of a parser to its caller."""
 
 import pytest
 

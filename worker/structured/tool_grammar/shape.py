@@ -1,4 +1,4 @@
-"""What every format's grammar consists of."""
+"""Parts of every tool-call format's grammar."""
 
 from dataclasses import dataclass
 from typing import Final

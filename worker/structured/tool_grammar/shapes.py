@@ -1,4 +1,4 @@
-"""How each format's calls look, as grammars: the counterpart of `worker.parsers`, on the same format objects."""
+"""Grammars of each format's tool calls: the counterpart of `worker.parsers`, on the same format objects."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What clients send as they like, in every dialect: a worker can be told it, or it is refused."""
+"""Free-form JSON of clients, in every dialect: it can be sent to a worker, or it is refused."""
 
 import json
 from collections.abc import Callable
