@@ -89,13 +89,13 @@ class DrainOrder(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Drained(Struct, frozen=True):
-    """How many requests had not finished when the time was over."""
+    """Number of requests that had not finished at the drain's deadline."""
 
     cut_off: int
 
 
 class KeyUsage(Struct, frozen=True):
-    """What one API key has used; `rejections` by reason, `last_used` in seconds since 1970, 0 for never."""
+    """Usage of one API key; `rejections` by reason, `last_used` in seconds since 1970, 0 for never."""
 
     name: str
     requests: int
@@ -203,13 +203,13 @@ class RequestDetail(Struct, frozen=True):
 
 
 class Cleared(Struct, frozen=True):
-    """How many captured requests were deleted."""
+    """Number of captured requests that were deleted."""
 
     captured: int
 
 
 class Probe(Struct, frozen=True):
-    """What one model did when it was asked for a token. `busy`: it did not come to it, and served others meanwhile."""
+    """Result of probing a model for one token. `busy`: the probe was not served because other requests were."""
 
     model: str
     ok: bool
@@ -226,9 +226,9 @@ class DeepHealth(Struct, frozen=True):
 
 
 class Reload(Struct, frozen=True):
-    """What a reload did: names of models, and keys such as `server.drain` and `models.NAME.sampling`.
+    """Changes of a reload: names of models, and keys such as `server.drain` and `models.NAME.sampling`.
 
-    A model that was restarted goes on with its streams where they were; one that was removed finishes them first.
+    A restarted model resumes its streams; a removed model finishes them first.
     """
 
     added: list[str]

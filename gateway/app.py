@@ -66,7 +66,7 @@ class App:
 
 
 def _guarded(app: ASGIApp, services: Services) -> ASGIApp:
-    """What every public request passes before it meets a route."""
+    """Middleware of every public request: authentication and CORS."""
     # Where we listen is settled for good.
     is_local = is_loopback(services.config.server.host)
     live, keyring = services.live, services.keyring

@@ -246,7 +246,7 @@ def _has_terminal() -> bool:
 
 
 def _settle_garbage_collector() -> None:
-    """What exists now lives as long as the daemon: no collection need look at it, and few are needed."""
+    """Exempt present objects from garbage collection, for they live as long as the daemon, and collect rarely."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, 20, 20)

@@ -59,7 +59,7 @@ class ApiError(Exception):
 
     @property
     def outcome(self) -> str:
-        """How the request ended, for the logs."""
+        """The request's outcome, for the logs."""
         return self.code or "error"
 
 
@@ -100,7 +100,7 @@ class RateLimited(ApiError):
 
 
 class BudgetSpent(ApiError):
-    """What a key may use in a day or a month is used: OpenAI's words for it."""
+    """The daily or monthly budget of a key is spent, in OpenAI's terms."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         kind = "insufficient_quota"
@@ -145,7 +145,7 @@ class Unavailable(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How a failure code looks over HTTP. `retry_after_s` is the least that is asked of a client that comes again."""
+    """HTTP form of a failure code. `retry_after_s` is the least wait before a client retries."""
 
     status: int
     type: str
@@ -178,7 +178,7 @@ TABLE: Final[dict[Code, Answer]] = {
 
 
 def from_failure(failure: Failure, retry_after_s: float = 0.0) -> ApiError:
-    """What the client hears of a worker's failure. `detail` stays here: it is for the log."""
+    """A worker's failure as an error for the client. `detail` is not sent: it is for the log."""
     answer = TABLE[failure.code]
     return ApiError(
         answer.status,

@@ -2,7 +2,7 @@
 
 
 class Failed(Exception):
-    """What cannot be done, in a sentence for the operator; `status` is what `mlxctl` exits with then."""
+    """A failed command, with a sentence for the operator; `status` is the exit status of `mlxctl`."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)

@@ -23,7 +23,7 @@ FIXED: Final = ("host", "port", "tls", "log_format", "log_file", "log_max_bytes"
 
 
 class App(Protocol):
-    """What a configuration is given to."""
+    """Port to the app, which a new configuration is applied to."""
 
     @property
     def services(self) -> Services: ...
@@ -109,7 +109,7 @@ def describe(done: Reload) -> str:
 
 
 def facts_of(done: Reload) -> dict[str, Fact]:
-    """What a reload did, for the audit log."""
+    """Facts of a reload, for the audit log."""
     lists: dict[str, list[str]] = msgspec.to_builtins(done)
     return {name: names for name, names in lists.items() if names}
 

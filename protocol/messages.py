@@ -61,7 +61,7 @@ Prompt = ChatPrompt | TextPrompt | TokensPrompt
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How tokens are chosen. The gateway validates ranges; the worker validates ids against its vocabulary.
+    """Sampling parameters. The gateway validates ranges; the worker validates ids against its vocabulary.
 
     Order: bias and penalties on logits, then temperature, min_p, top_k, and top_p over what those left, as vLLM does.
     `repetition_penalty` looks at prompt and output (CTRL, arXiv:1909.05858); `presence_penalty` and
@@ -82,7 +82,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ConstraintKind(IntEnum):
-    """How the text of a `Constraint` is to be read."""
+    """Language of a `Constraint`'s text."""
 
     JSON_OBJECT = 0
     JSON_SCHEMA = 1
@@ -94,7 +94,7 @@ class ConstraintKind(IntEnum):
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):
-    """What the answer must match. `after_reasoning` leaves a reasoning block that comes before the answer free.
+    """Constraint on the answer's text. `after_reasoning` leaves a reasoning block that comes before the answer free.
 
     `param` is what the client calls it, for the message of a refusal. A schema that is not `is_strict` is held as far
     as it can be.
@@ -218,7 +218,7 @@ Down = Welcome | Generate | Abort | Detokenize | Tokenize | Ping | Drain | Shutd
 
 
 class Kind(IntEnum):
-    """What the text of a `Delta` is."""
+    """Kind of a `Delta`'s text."""
 
     TEXT = 0
     REASONING = 1
@@ -228,7 +228,7 @@ class Kind(IntEnum):
 
 
 class Finish(IntEnum):
-    """Why a sequence ended."""
+    """Finish reason of a sequence."""
 
     STOP = 0
     LENGTH = 1
@@ -302,7 +302,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one sequence cost. Times are milliseconds spent queued, prefilling and decoding."""
+    """Usage of one sequence. Times are milliseconds spent queued, prefilling and decoding."""
 
     prompt: int
     cached: int
@@ -314,7 +314,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Tool(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Which tool call a TOOL_* delta belongs to. `name` is set on TOOL_BEGIN only."""
+    """The tool call that a TOOL_* delta belongs to. `name` is set on TOOL_BEGIN only."""
 
     index: int
     call_id: str = ""

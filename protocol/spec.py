@@ -10,7 +10,7 @@ STDIN: Final = "-"
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a worker is started with: JSON on its standard input. Arguments have too little room, and no secrecy.
+    """Specification of a worker: JSON on its standard input. Arguments have too little room, and no secrecy.
 
     A field that has its default is not written: so the version before reads every specification that uses nothing new.
     New fields come last, with a default that means what the version before did; a default is never changed.

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check(spec: WorkerSpec) -> None:
-    """What the types do not say. Raises ValueError."""
+    """Check constraints that the types do not express. Raises ValueError."""
     if spec.max_running < 1 or spec.prefill_chunk < 1:
         raise ValueError("max_running and prefill_chunk are at least 1")
     if spec.log_level.upper() not in logging.getLevelNamesMapping():

@@ -68,7 +68,7 @@ WORDS: Final = (
 
 @dataclass(slots=True)
 class Output:
-    """What was said of one request."""
+    """Output of one request."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -228,7 +228,7 @@ def _check(name: str, outputs: Sequence[Output], expected: Sequence[Output]) -> 
 
 
 def _drifts(outputs: Sequence[Output], expected: Sequence[Output]) -> Generator[float]:
-    """How far the log-probability of each token is from what it was alone, as long as the tokens are those.
+    """Deviation of each token's log-probability from its value alone, as long as the tokens agree.
 
     A resumed row has them only for what is new: those are compared from the end.
     """

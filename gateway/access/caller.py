@@ -56,11 +56,11 @@ class Caller:
 
 
 def tenant_of(key: str) -> str:
-    """What a worker knows a key by."""
+    """The tenant of a key: its name, hashed, as workers see it."""
     return hashlib.blake2b(key.encode(), digest_size=8, person=b"mlxd-tenant").hexdigest()
 
 
-# Whoever can open the unix socket; and on the loopback everybody, as long as there is no key.
+# A client of the unix socket; and every client on the loopback, as long as there is no key.
 OWNER: Final = Caller(is_admin=True)
-# Whoever shows no key at the few places that need none.
+# A client without a key at the few places that need none.
 NOBODY: Final = Caller(models=())

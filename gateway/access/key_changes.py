@@ -33,7 +33,7 @@ def key_changes(before: "Iterable[Key]", after: "Iterable[Key]") -> Iterator[Ent
 
 
 def _made(key: "Key") -> dict[str, Fact]:
-    """What the key may, where that is not the default."""
+    """Facts of a new key: the fields that differ from the defaults."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(key)}
     shown = [name for name in defaults if name not in _HIDDEN and getattr(key, name) != defaults[name]]
     facts: dict[str, Fact] = {name: _fact(getattr(key, name)) for name in shown}

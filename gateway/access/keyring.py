@@ -79,7 +79,7 @@ class Keyring:
             log.error("API keys not reloaded, the previous ones stay in force: %s", error)
 
     def caller(self, secret: bytes) -> Caller | None:
-        """Whoever holds `secret`. Raises `Unauthorized` when it has expired or is disabled."""
+        """The caller with the key `secret`. Raises `Unauthorized` when the key has expired or is disabled."""
         account = self._account(secret)
         if account is None:
             return None

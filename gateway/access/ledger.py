@@ -99,17 +99,17 @@ class Ledger:
             _spend(spent, line)
 
     def day(self, key: str) -> Spent:
-        """What a key has used today."""
+        """Usage of a key today."""
         self._roll()
         return self._by_day.get(key) or Spent()
 
     def month(self, key: str) -> Spent:
-        """What a key has used this month."""
+        """Usage of a key this month."""
         self._roll()
         return self._by_month.get(key) or Spent()
 
     def left_s(self, period: str) -> float:
-        """How long the `day` or the `month` still lasts."""
+        """Seconds until the `day` or the `month` ends."""
         self._roll()
         first = next_day(self._day) if period == "day" else next_month(self._day)
         return max(1.0, begin_of(first, self._zone()) - self._clock())

@@ -54,7 +54,7 @@ class Limits:
 
 
 class Budget:
-    """What a key may use in a day and in a month, against what the ledger has of it."""
+    """Daily and monthly budgets of a key, compared with its usage in the ledger."""
 
     def __init__(self, name: str, limits: Limits, ledger: Ledger) -> None:
         self._name = name
@@ -122,7 +122,7 @@ class Bucket:
         return self._level
 
     def wait_s(self, amount: float, now: float) -> float:
-        """How long until `amount` is there, 0 if it is. What is more than the bucket holds needs a full one."""
+        """Seconds until `amount` is available, 0 if it is. An amount above the capacity needs a full bucket."""
         missing = min(amount, self.capacity) - self.level(now)
         return missing / self._rate if missing > 0 else 0.0
 
@@ -182,13 +182,13 @@ class Meter:
             self._budget.limits = limits
 
     def missing(self) -> dict[str, float]:
-        """What is missing from the buckets that are not full."""
+        """Amounts missing from the buckets that are not full."""
         now = self._clock()
         missing = {kind: bucket.capacity - bucket.level(now) for kind, bucket in self._buckets()}
         return {kind: amount for kind, amount in missing.items() if amount > 0}
 
     def restore(self, missing: dict[str, float], ago_s: float) -> None:
-        """Go on from what was missing so long ago."""
+        """Restore the levels from the amounts that were missing `ago_s` seconds ago."""
         now = self._clock()
         for kind, bucket in self._buckets():
             bucket.take(max(0.0, missing.get(kind, 0.0) - ago_s * bucket.capacity / 60), now)

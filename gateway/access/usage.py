@@ -43,7 +43,7 @@ class Totals(Struct, frozen=True):
 
 
 def last_used(path: Path) -> dict[str, float]:
-    """When each key was used last, as of the newest write of the file; empty when nothing is kept."""
+    """Time of each key's last use, as of the newest write of the file; empty when usage is not kept."""
     try:
         totals = msgspec.json.decode(path.read_bytes(), type=Totals)
     except (OSError, msgspec.DecodeError):

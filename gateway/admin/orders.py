@@ -18,7 +18,7 @@ KEY: Final = "mlxd.order"
 
 @dataclass(slots=True)
 class Order:
-    """What a request orders. Noted by its endpoint before it obeys; `facts` may follow."""
+    """An admin command of a request, recorded by its endpoint before it is executed; `facts` may follow."""
 
     action: Action
     target: str = ""

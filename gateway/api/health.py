@@ -130,13 +130,13 @@ class Root:
 
 
 def _describe(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
-    """What is wrong with these, as far as the caller may know of them."""
+    """Reasons why models are not healthy, for those that the caller may use."""
     caller = record_of(scope).caller
     return [_reason(view) for view in views if caller.may_use(services.config.models[view.name])]
 
 
 def _notes(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
-    """What models gave up to be exact, as far as the caller may know of them."""
+    """Restrictions of models' lanes to stay exact, for those that the caller may use."""
     caller = record_of(scope).caller
     told = [(view.name, view.ready.lane_reason) for view in views if view.ready is not None]
     return [f"{name}: {why}" for name, why in told if why and caller.may_use(services.config.models[name])]

@@ -74,7 +74,7 @@ async def _probe(services: Services, worker: Worker, deadline_s: float) -> Probe
 
 
 async def _one_token(services: Services, worker: Worker) -> str:
-    """What went wrong, or nothing. Raises `WorkerGone`."""
+    """Generate one token; returns the error, or an empty string. Raises `WorkerGone`."""
     link = services.link
     request = Generate(
         link.next_rid(),

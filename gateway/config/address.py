@@ -106,7 +106,7 @@ def bad_proxy(address: str) -> str | None:
 
 
 def _last_hops(scope: Scope) -> list[str]:
-    """What each proxy says it was asked by, the nearest first."""
+    """Client addresses as reported by each proxy, the nearest first."""
     lines = [value for name, value in scope["headers"] if name == FORWARDED]
     if not lines:
         return []

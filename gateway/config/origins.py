@@ -56,7 +56,7 @@ def is_own(origin: str) -> bool:
 
 
 def bad_origin(origin: str) -> str | None:
-    """What is wrong with an origin in the configuration."""
+    """The error of an origin in the configuration, if any."""
     if "*" in origin:
         return "must not contain '*': list the origins"
     if not _ORIGIN.fullmatch(origin):

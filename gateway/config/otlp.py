@@ -8,7 +8,7 @@ PACKAGES: Final = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto
 
 
 def bad_endpoint(endpoint: str) -> str | None:
-    """Why traces cannot be sent there, if so."""
+    """The error of an OTLP endpoint, if any."""
     if not endpoint:
         return None
     try:

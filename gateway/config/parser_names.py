@@ -23,7 +23,7 @@ PARSERS: Final = frozenset({
 
 
 def bad_parser(name: str) -> str | None:
-    """What is wrong with the name of a parser; empty is the model's own."""
+    """The error of a parser's name, if any; an empty name is the model's own parser."""
     plain = name.strip().lower().replace("-", "_")
     if not plain or plain in PARSERS or plain.replace(".", "_") in PARSERS:
         return None

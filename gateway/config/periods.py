@@ -20,7 +20,7 @@ def day_of(now: float, zone: tzinfo | None) -> date:
 
 
 def begin_of(day: date, zone: tzinfo | None) -> float:
-    """When a day begins, in seconds since 1970: a day with a change of the clock is as long as it is."""
+    """Start of a day, in seconds since 1970; correct for days on which the clock changes."""
     return datetime(day.year, day.month, day.day, tzinfo=zone).timestamp()
 
 

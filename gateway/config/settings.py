@@ -103,7 +103,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request uses where it is silent; None leaves the model's own default, and then the API's."""
+    """Sampling of requests that do not set it; None leaves the model's own default, and then the API's."""
 
     temperature: Temperature | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -116,7 +116,7 @@ class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ThinkingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
-    """How much a request that says nothing of it lets the model think; None leaves it to the API and the model."""
+    """Thinking of requests that do not set it; None leaves it to the API and the model."""
 
     enabled: bool | None = None
     effort: Effort | None = None
@@ -247,12 +247,12 @@ def default_home(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def run_dir(home: Path) -> Path:
-    """Where the daemon of a home has its sockets and its lock."""
+    """The folder of a daemon's sockets and lock."""
     return home / "run"
 
 
 def admin_socket(home: Path) -> Path:
-    """Where the daemon of a home listens to mlxctl."""
+    """The unix socket on which a home's daemon listens to mlxctl."""
     return run_dir(home) / "admin.sock"
 
 
@@ -264,12 +264,12 @@ def url_of(server: ServerConfig, host: str = "", port: int = 0) -> str:
 
 
 def keys_path(home: Path) -> Path:
-    """Where the API keys of a home are."""
+    """The file of a home's API keys."""
     return home / "keys" / "keys.json"
 
 
 def usage_path(home: Path) -> Path:
-    """Where it is kept what the keys of a home have used."""
+    """The file of the usage of a home's API keys."""
     return home / "state" / "usage.json"
 
 

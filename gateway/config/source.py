@@ -125,7 +125,7 @@ class Source:
         return self.path.absolute().parent / Path(path).expanduser()
 
     def text(self, path: str, where: tuple[str, ...]) -> str:
-        """What a file holds that a key names, relative to this one. Raises `ConfigError`."""
+        """Content of a file that a key names, relative to this one. Raises `ConfigError`."""
         file = self.path_of(path)
         try:
             return file.read_text(encoding="utf-8")
@@ -145,7 +145,7 @@ class Source:
 
 
 def _hint(key: str, known: tuple[str, ...]) -> str:
-    """What somebody may have meant with a key that is not known where it stands."""
+    """Suggestion for a key that is unknown in its table."""
     homes = [
         f"[{table}]"
         for table, struct in _TABLES.items()

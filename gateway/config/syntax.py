@@ -68,7 +68,7 @@ class Locator:
 
     @staticmethod
     def syntax_error(error: tomllib.TOMLDecodeError) -> tuple[str, int | None]:
-        """What `tomllib` says, and the line apart from it."""
+        """The message of `tomllib` and its line, apart."""
         text = str(error)
         match = _AT_LINE.search(text)
         return (text[: match.start()], int(match[1])) if match else (text, None)

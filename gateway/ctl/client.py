@@ -26,7 +26,7 @@ PROBE_TIMEOUT_S: Final = 30.0
 
 
 def admin_socket() -> Path:
-    """Where the daemon of this home listens."""
+    """The admin socket of this home's daemon."""
     return settings.admin_socket(settings.default_home())
 
 
@@ -37,7 +37,7 @@ def get(path: str, kind: type[T]) -> T:
 
 
 def status() -> Status:
-    """What the daemon says of itself."""
+    """The daemon's status."""
     return get("/v1/status", Status)
 
 

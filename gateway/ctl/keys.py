@@ -292,7 +292,7 @@ def _show_secret(key: "Key", secret: str, json: bool) -> None:
 
 
 def _public(key: "Key") -> dict[str, object]:
-    """What may be shown of a key."""
+    """The public fields of a key."""
     fields: dict[str, object] = msgspec.to_builtins(key)
     return {name: value for name, value in fields.items() if name not in ("salt", "hash", "cache_salt")} | {
         "shares_cache": not key.cache_salt

@@ -39,7 +39,7 @@ def model_of(config: Config, name: str) -> ModelConfig:
 
 
 def folder_of(path: str) -> Path:
-    """Where a model is. Raises `Unreadable`, and advises a download only for what the hub may have."""
+    """The folder of a model. Raises `Unreadable`, and advises a download only for names that the hub may have."""
     from gateway.model_files.metadata import Unreadable, find
 
     try:
@@ -51,7 +51,7 @@ def folder_of(path: str) -> Path:
 
 
 def daemon() -> "Status | None":
-    """What it says of itself; None when it does not run."""
+    """The daemon's status; None when it does not run."""
     try:
         return client.status()
     except Failed:
@@ -59,7 +59,7 @@ def daemon() -> "Status | None":
 
 
 def running_models() -> "list[ModelStatus] | None":
-    """What the daemon serves; None when it does not run."""
+    """Models that the daemon serves; None when it does not run."""
     status = daemon()
     return None if status is None else status.models
 
@@ -75,7 +75,7 @@ def is_running(pid: int) -> bool:
 
 
 def budget_bytes(status: "Status | None") -> int:
-    """What all models may take together: the daemon's word, or what it would be."""
+    """The memory budget of all models: the daemon's, or the one that it would have."""
     from gateway.memory.host import ThisMachine
 
     if status is not None and status.memory is not None:
@@ -86,7 +86,7 @@ def budget_bytes(status: "Status | None") -> int:
 
 
 def available_bytes() -> int:
-    """What a model could take if those of the daemon made room for it."""
+    """Memory for one model if the daemon unloaded its models for it."""
     from gateway.memory.host import ThisMachine
 
     status = daemon()

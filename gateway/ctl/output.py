@@ -17,7 +17,7 @@ def print_json(value: object) -> None:
 
 
 def tell(value: object, text: str, json: bool) -> None:
-    """What was done: `value` for programs, `text` for people."""
+    """Print a result: `value` for programs, `text` for people."""
     if json:
         print_json(value)
     else:

@@ -31,7 +31,7 @@ class Folder(Struct, frozen=True):
 
 
 class Cleared(Struct, frozen=True):
-    """What was deleted."""
+    """Counts of deleted files."""
 
     files: int
     size_bytes: int

@@ -61,7 +61,7 @@ def take(look: Callable[[], Status], span_s: float) -> Sample:
 
 
 def compare(before: Status, after: Status, span_s: float) -> Sample:
-    """What happened between two looks."""
+    """Rates between two samples."""
     old = {model.name: model for model in before.models}
     models = [_model(old.get(model.name), model, span_s) for model in after.models if model.pid]
     return Sample(

@@ -60,7 +60,7 @@ def _find(config: Config, name: str) -> str:
 
 
 def _repository(path: str) -> str | None:
-    """What a model's path names, directly or by the folder of a snapshot."""
+    """The repository of a model's path, named directly or by the folder of a snapshot."""
     from gateway.model_files.hub_cache import cache_dir, repository_of
 
     folder, hub = Path(path).expanduser(), cache_dir()

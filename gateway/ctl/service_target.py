@@ -84,7 +84,7 @@ def needs_root(verb: str) -> None:
 
 
 def _drain_s(home: Path) -> float:
-    """What the configuration says, if it can be read by now."""
+    """The configured drain deadline, if the configuration can be read by now."""
     from gateway.access.key_file import has_keys
     from gateway.config.load import load_config
 

@@ -44,7 +44,7 @@ def status(status: Status, console: Console) -> None:
 
 
 def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None:
-    """What models had to give up to be exact."""
+    """Print the restrictions of models' lanes to stay exact."""
     for model in models:
         if model.lane_reason:
             console.print(f"{model.name}: {model.lane_reason}", style="yellow", highlight=False, markup=False)

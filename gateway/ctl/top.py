@@ -27,7 +27,7 @@ STREAMS_MAX: Final = 20
 
 
 class View(Struct, frozen=True):
-    """What `top` shows at one moment."""
+    """One update of `top`."""
 
     budget_bytes: int
     sample: Sample

@@ -30,7 +30,7 @@ Deadline = Annotated[
 
 
 class Changed(Struct, frozen=True):
-    """What `--json` prints."""
+    """The output of `--json`."""
 
     version: str
     previous: str
@@ -158,7 +158,7 @@ def _wanted(
 
 
 def _missing(status: Status) -> str:
-    """Why it is not ready, as its own port says."""
+    """Reason why the daemon is not ready, from its own port."""
     import httpx
 
     if status.is_draining:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Whoever reads sees the old content or the new one, also after a power cut. Raises `OSError`."""
+    """Write a file atomically: readers see the old content or the new one, also after a power cut. Raises `OSError`."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         write_private_in(folder, path.name, data)

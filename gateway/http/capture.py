@@ -145,7 +145,7 @@ class Captures:
             self._note_failure("the disk does not keep up")
 
     async def lines(self) -> list[CapturedLine]:
-        """What is kept, the oldest first."""
+        """Captured lines, oldest first."""
         return await self._call(lambda: [kept.line for kept in self._swept()])
 
     async def find(self, request_id: str) -> Captured | None:
@@ -214,7 +214,7 @@ class Captures:
         return count
 
     def _swept(self) -> list[_Kept]:
-        """What is kept, once what must not be any longer is deleted."""
+        """Captured requests, after expired ones are deleted."""
         settings = self._settings()
         kept = self._load()
         oldest = self._now() - settings.capture_age_s

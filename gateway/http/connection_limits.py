@@ -224,7 +224,7 @@ def admin_connections(live: Live, metrics: Metrics) -> Connections:
 
 
 def room_for_clients(files: int, models: int) -> int:
-    """What a limit of open files leaves for clients."""
+    """Connections that a limit of open files leaves for clients."""
     return files - max(FILES_OWN + FILES_PER_WORKER * min(models, WORKERS_COUNTED), files // FILES_PART)
 
 

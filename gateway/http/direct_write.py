@@ -16,9 +16,9 @@ SO_NWRITE: Final = 0x1024
 
 
 class Outlet:
-    """What ASGI's `send` does with a piece of a chunked body, as a plain call. Made by the connection's protocol.
+    """Plain call that writes a piece of a chunked body as ASGI's `send` does. Made by the connection's protocol.
 
-    Only while nobody waits in `send`, and after the first piece has gone through it.
+    Only while no task waits in `send`, and after the first piece has gone through it.
     """
 
     __slots__ = ("_cycle", "_flow", "_transport")

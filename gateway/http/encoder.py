@@ -11,11 +11,11 @@ class StreamEncoder(Protocol):
     """Server-sent events of one request. Never sees a delta that ended in ERROR or ABORT: those come as `error`."""
 
     def bind(self, rids: Sequence[int]) -> None:
-        """Which rid is which choice. Called before `encode`, again when a request moves to another worker."""
+        """Map rids to choices. Called before `encode`, again when a request moves to another worker."""
         ...
 
     def begin(self, prompt_tokens: int) -> bytes:
-        """What comes first. `prompt_tokens` is 0 while that is not known."""
+        """Events before the first delta. `prompt_tokens` is 0 while it is not known."""
         ...
 
     def encode(self, deltas: Sequence[Delta]) -> bytes:
@@ -31,7 +31,7 @@ class StreamEncoder(Protocol):
         ...
 
     def end(self) -> bytes:
-        """What comes last: usage, if asked for, and the end mark."""
+        """Events after the last delta: usage, if requested, and the end mark."""
         ...
 
 
@@ -39,7 +39,7 @@ class Fold(Protocol):
     """The same events as one answer."""
 
     def bind(self, rids: Sequence[int]) -> None:
-        """Which rid is which choice."""
+        """Map rids to choices."""
         ...
 
     def add(self, deltas: Sequence[Delta]) -> None:

@@ -68,7 +68,7 @@ def close_all(sockets: list[socket.socket]) -> None:
 
 
 def file_limit() -> int:
-    """How many files this process may have open."""
+    """Limit of this process's open files."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

@@ -26,8 +26,8 @@ HEADERS: Final[tuple[Header, ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long the status line may wait for the first event, so that a refusal is a status and not an event; and how
-    long a client hears nothing."""
+    """Timing of a stream: the longest wait of the status line for the first event, so that a refusal is a status and
+    not an event, and the interval of keep-alives."""
 
     hold_s: float = 1.0
     keepalive_s: float = 10.0

@@ -19,7 +19,7 @@ PATH: Final = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 
 
 class Scope(StrEnum):
-    """Who the service belongs to: the machine (before anybody logs in), or the user who is logged in."""
+    """Owner of the service: the machine (runs before any login), or the user who is logged in."""
 
     SYSTEM = "system"
     USER = "user"
@@ -43,7 +43,7 @@ class Service(Struct, frozen=True):
 
     @property
     def prefix(self) -> Path:
-        """Where its versions are."""
+        """The folder of installed versions."""
         return SYSTEM_PREFIX if self.scope is Scope.SYSTEM else self.home
 
     @property
@@ -102,7 +102,7 @@ Action = Write | Folder | Remove | RemoveTree | Link | Run | Wait
 
 
 class Facts(Struct, frozen=True):
-    """What the service manager says, as it was observed."""
+    """State of the service, as observed from the service manager."""
 
     is_installed: bool
     state: str

@@ -33,7 +33,7 @@ class ServiceFailed(Failed):
 
 
 class Machine(Protocol):
-    """What the actions need; tests have one of their own, for there is no launchd here."""
+    """Port of the install actions to the machine; tests have one of their own, for there is no launchd here."""
 
     def run(self, argv: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S, user: str = "") -> tuple[int, str]:
         """Exit status, and what was printed. Root runs it as `user`, if one is given."""

@@ -28,7 +28,7 @@ class NoSource(Failed):
 
 
 class Source(Struct, frozen=True):
-    """What to install, in pip's words, and where pip looks for it: a folder, an index' address, or `pypi`.
+    """Source of a version: pip's requirement, and where pip looks for it (a folder, an index' address, or `pypi`).
 
     `lock` is the folder's file of versions with their hashes, empty without one. `is_built` says that mlxd itself is
     given as source; its dependencies are in no case.

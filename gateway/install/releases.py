@@ -34,7 +34,7 @@ class Release(Struct, frozen=True):
 
 
 class Owner(Struct, frozen=True):
-    """Whose service was installed at a prefix, for the verbs that come after `install`."""
+    """Owner of the service installed at a prefix, for the verbs that come after `install`."""
 
     home: str
     user: str
@@ -73,7 +73,7 @@ class Releases:
         ]
 
     def forget(self) -> list[Action]:
-        """What `adopt` and upgrades made, but for the environments."""
+        """Remove the links of `adopt` and upgrades, but not the environments."""
         return [Remove(self.current_link), Remove(self.previous_link), Remove(self.prefix / SERVICE_FILE)]
 
     def fresh(self) -> Path:
@@ -104,7 +104,7 @@ def python(env: Path) -> Path:
 
 
 def launcher(prefix: Path) -> tuple[str, ...]:
-    """What a service manager starts: the current environment's own python, by its real path.
+    """The program that a service manager starts: the current environment's own python, by its real path.
 
     By the link itself, a process of one version would find the next one's modules once the link has moved on. Without
     the link it is a bad configuration, which is not started again.
@@ -181,7 +181,7 @@ def check_writers(env: Path, uid: int) -> str:
 
 
 def foreign(prefix: Path) -> str:
-    """How to upgrade an environment that a package manager keeps; empty when it is ours to replace."""
+    """Advice for upgrading an environment that a package manager owns; empty when mlxd may replace it."""
     parts = prefix.resolve().parts
     if ("Cellar", PACKAGE) in pairwise(parts):
         return f"this mlxd belongs to Homebrew: brew upgrade {PACKAGE}, then mlxctl service install"

@@ -30,7 +30,7 @@ class Seen(Struct, frozen=True):
 
 
 class Observer(Protocol):
-    """What an upgrade must know of the running daemon, and have it do. Raises `Failed`."""
+    """Port of an upgrade to the running daemon. Raises `Failed`."""
 
     def look(self) -> Seen | None:
         """None when nobody answers."""
@@ -51,7 +51,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to install and how: `base` is the Python to make environments with, `uv` the program if there is one."""
+    """Version to install and how: `base` is the Python to make environments with, `uv` the program if there is one."""
 
     source: Source
     base: Path

@@ -56,7 +56,7 @@ class Flight:
         return len(self.token_ids) == self.given
 
     def continuation(self, now: float) -> Generate:
-        """What the next worker is sent."""
+        """The message that resumes the sequence on its next worker."""
         return replace(
             self.generate,
             resume=tuple(self.token_ids),
@@ -97,7 +97,7 @@ class Peer(Protocol):
         ...
 
     def refusal(self, request: Generate) -> Failure | None:
-        """Why it must not have this request, if so."""
+        """Reason why the worker must not get this request, if any."""
         ...
 
     def park(self, flight: Flight) -> None:

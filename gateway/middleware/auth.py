@@ -168,7 +168,7 @@ class Trusted:
 
 
 def _secrets(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
-    """What was presented as a key, either way."""
+    """Secrets that the request presents as keys, in either header."""
     found: list[bytes] = []
     for name, value in headers:
         if name == b"x-api-key":

@@ -35,7 +35,7 @@ _PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Plan(Struct, frozen=True):
-    """What is to be done. `here_bytes` are those of files that are there already, in whole or in part."""
+    """Plan of a download. `here_bytes` are those of files that are present already, in whole or in part."""
 
     repository: Repository
     files: tuple[RemoteFile, ...]
@@ -61,7 +61,7 @@ class Space(Struct, frozen=True):
 
 
 def plan(repository: Repository, patterns: Sequence[str]) -> Plan:
-    """What of a repository is wanted, and what of that the cache lacks. Raises `HubFailed`."""
+    """Files of a repository that are wanted, and those that the cache lacks. Raises `HubFailed`."""
     files = repository.matching(patterns)
     if not files:
         raise HubFailed(f"no file of {repository.id} matches {', '.join(patterns)}")

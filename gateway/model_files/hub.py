@@ -84,7 +84,7 @@ def split(name: str) -> tuple[str, str]:
 
 
 def look(repository: str, revision: str = MAIN) -> Repository:
-    """What a repository holds. Raises `HubFailed`."""
+    """Fetch a repository's file list and configuration. Raises `HubFailed`."""
     with speaking_of(repository, revision):
         info = HfApi(token=token()).model_info(repository, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
     files = (
@@ -131,7 +131,7 @@ def read_weights(repository: Repository, dtype: str) -> Weights:
 
 
 def inspect(repository: Repository, dtype: str, context: int, available_bytes: int) -> Info | None:
-    """What it needs and whether it fits; None without what tells that: see `obstacles`. Raises `HubFailed`."""
+    """Memory that a model needs, and whether it fits; None if unknown: see `obstacles`. Raises `HubFailed`."""
     config = read_config(repository)
     if config is None or not any(is_weights(file.name) for file in repository.files):
         return None
@@ -141,7 +141,7 @@ def inspect(repository: Repository, dtype: str, context: int, available_bytes: i
 
 
 def obstacles(repository: Repository) -> list[str]:
-    """Why it cannot be loaded. Raises `HubFailed`."""
+    """Reasons why it cannot be loaded. Raises `HubFailed`."""
     return _obstacles(repository, read_config(repository))
 
 

@@ -37,7 +37,7 @@ def is_cached(repository: str) -> bool:
 
 
 def repository_bytes(repository: str) -> int:
-    """What a repository takes on the disk, with what is left of broken downloads."""
+    """Bytes of a repository on the disk, with remains of broken downloads."""
     return sum(_blobs(repository).values())
 
 
@@ -61,7 +61,7 @@ def remove(repository: str) -> int:
 
 
 def _blobs(repository: str) -> dict[Path, int]:
-    """Where the bytes of a repository really are, and how many."""
+    """Blob files of a repository, and their sizes."""
     found = (path.resolve() for path in folder_of(repository).glob("blobs/*"))
     return {path: path.stat().st_size for path in found if path.is_file()}
 

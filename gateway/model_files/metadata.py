@@ -23,7 +23,7 @@ _DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class Unreadable(Exception):
-    """Why nothing can be said about a model, for the operator."""
+    """A model's files cannot be read; the reason, for the operator."""
 
 
 class Tensor(Struct, frozen=True):
@@ -49,12 +49,12 @@ class Attention(Struct, frozen=True):
     window_bytes: int = 0
 
     def tokens(self, budget: int) -> int | None:
-        """How many fit; None when the budget does not limit them."""
+        """Tokens that fit; None when the budget does not limit them."""
         return max(0, budget - self.window_bytes) // self.token_bytes if self.token_bytes else None
 
 
 class Info(Struct, frozen=True):
-    """What `mlxctl info` prints. `kv_1k_bytes` is None for attention that is not computed here."""
+    """The output of `mlxctl info`. `kv_1k_bytes` is None for attention that is not computed here."""
 
     path: str
     model_type: str
@@ -131,7 +131,7 @@ def read_weights(folder: Path, dtype: str) -> Weights:
 
 
 def measure(tensors: Iterable[Tensor], dtype: str) -> Weights:
-    """What tensors take, of all files of a model."""
+    """Sizes of tensors in all files of a model."""
     target = _target(dtype)
     disk = loaded = 0
     floats: Counter[str] = Counter()
@@ -184,7 +184,7 @@ def _gib(count: int) -> str:
 
 
 def _target(dtype: str) -> str | None:
-    """What floating-point weights become; None as they are. MLX on a CPU computes in float32."""
+    """Target dtype of floating-point weights; None keeps theirs. MLX on a CPU computes in float32."""
     if dtype == "auto":
         return "F32" if sys.platform != "darwin" and not _has_cuda() else None
     return _DTYPES[dtype]

@@ -12,7 +12,7 @@ _QUANT_METHODS: Final = frozenset({"awq", "bitnet", "compressed-tensors", "fp8",
 
 
 def obstacles(config: dict[str, Any] | None, files: Sequence[str]) -> list[str]:
-    """Why a repository cannot be loaded, as clauses; empty when nothing speaks against it. `files` by name."""
+    """Reasons why a repository cannot be loaded, as clauses; empty when it can. `files` by name."""
     if config is None:
         return ["it holds no config.json"]
     found: list[str] = []

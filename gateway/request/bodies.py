@@ -25,7 +25,7 @@ _AUTO_MIN_BYTES: Final = 256 * 1024 * 1024
 
 
 def memory_bytes(server: ServerConfig) -> int:
-    """What bodies may take together."""
+    """Memory limit of all bodies together."""
     if server.body_memory_bytes != "auto":
         return server.body_memory_bytes
     return max(psutil.virtual_memory().total // _AUTO_PART, _AUTO_MIN_BYTES, server.max_body_bytes)
@@ -39,7 +39,7 @@ def share_bytes(server: ServerConfig, has_others: bool) -> int:
 
 @dataclass(slots=True)
 class BodyNumbers:
-    """What is counted of bodies. Written on the event loop."""
+    """Counters of request bodies. Written on the event loop."""
 
     used_bytes: int = 0
     # Requests that found no room in time, and actions that were carried out in the thread.
@@ -78,7 +78,7 @@ class Bodies:
         return BodyLease(self)
 
     async def work(self, size_bytes: int, action: Callable[..., T], *arguments: Any) -> T:
-        """What `action` returns; carried out in the thread when it works on a large body, one after the other.
+        """Run `action` and return its result; in the thread when it works on a large body, one after the other.
 
         The interpreter is handed over between two calls into native code: none of them may take long.
         """

@@ -211,7 +211,7 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        """What is known so far of the prompts' lengths."""
+        """Prompt tokens known so far."""
         return sum(self._collector.accepted.values()) if self._collector is not None else 0
 
     @property
@@ -222,7 +222,7 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """What is known so far of how much of the prompts was cached."""
+        """Cached prompt tokens known so far."""
         return sum(self._collector.cached.values()) if self._collector is not None else 0
 
     @property
@@ -260,7 +260,7 @@ class Generation:
         return self._note(await self._opened().next(timeout_s, relay))
 
     def take(self) -> list[Delta]:
-        """What is new, for a relay."""
+        """New deltas, for a relay."""
         return self._note(self._opened().take())
 
     def _note(self, deltas: list[Delta]) -> list[Delta]:

@@ -23,7 +23,7 @@ class Phases:
     decode: float = 0.0
 
     def add(self, usage: Usage) -> None:
-        """What the worker says of a sequence that has ended."""
+        """Add the worker's timings of a finished sequence."""
         self.queue = max(self.queue, usage.queue_ms / 1000)
         self.prefill = max(self.prefill, usage.prefill_ms / 1000)
         self.decode = max(self.decode, usage.decode_ms / 1000)

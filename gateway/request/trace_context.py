@@ -12,7 +12,7 @@ _PARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Where a request stands in its client's trace."""
+    """Position of a request in its client's trace (W3C Trace Context)."""
 
     trace_id: int
     span_id: int
@@ -25,7 +25,7 @@ class TraceContext:
 
 
 def read_context(parents: Sequence[str], states: Sequence[str] = ()) -> TraceContext | None:
-    """What the `traceparent` and `tracestate` headers say; None when there is none, or none that is valid."""
+    """Parse the `traceparent` and `tracestate` headers; None when they are missing or invalid."""
     match = _PARENT.fullmatch(parents[0].strip()) if len(parents) == 1 else None
     if match is None:
         return None

@@ -112,7 +112,7 @@ class _Reader:
             os.lseek(self._fd, 0, os.SEEK_END)
 
     def lines(self) -> Iterator[str]:
-        """What has been written in whole lines."""
+        """Whole lines written so far."""
         while self._fd >= 0 and (data := os.read(self._fd, _READ_BYTES)):
             *lines, self._rest = (self._rest + data).split(b"\n")
             yield from (line.decode(errors="replace") for line in lines)

@@ -58,7 +58,7 @@ class ConsoleFormatter(logging.Formatter):
 
 
 class Sink(Protocol):
-    """Where lines go."""
+    """Destination of log lines."""
 
     def write(self, text: str, /) -> object: ...
     def flush(self) -> None: ...
@@ -102,7 +102,7 @@ class LogWriter(logging.Handler):
 
 
 def dropped_records() -> int:
-    """How many lines were lost because stderr or the file did not keep up, since the logs were configured."""
+    """Lines lost because stderr or the file did not keep up, since the logs were configured."""
     handlers = logging.getLogger(OURS[0]).handlers
     return sum(handler.dropped for handler in handlers if isinstance(handler, LogWriter))
 
@@ -165,7 +165,7 @@ def _is_life_or_death(record: logging.LogRecord) -> bool:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What a caller passed as `extra={"fields": …}`."""
+    """Fields that a caller passed as `extra={"fields": …}`."""
     return getattr(record, "fields", None) or {}
 
 

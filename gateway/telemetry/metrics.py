@@ -194,7 +194,7 @@ class Metrics:
         self.model(model).load.observe(s)
 
     def lane(self, model: str, lane: str) -> None:
-        """How rows share a forward pass, as the worker of the model said when it was ready."""
+        """Record the lane of a worker that is ready: how its rows share a forward pass."""
         self.model(model).lane = lane
 
     def stale_message(self) -> None:
@@ -232,15 +232,15 @@ class Metrics:
         self.model(model).swap.observe(s)
 
     def evicted(self, model: str, reason: str) -> None:
-        """A model was unloaded without anybody having ordered it."""
+        """A model was unloaded automatically."""
         self.model(model).evictions[reason] += 1
 
     def memory_returned(self, model: str, part: float, s: float) -> None:
-        """What a process held is back, or what of it came back in time."""
+        """Record the part of an ended process's memory that came back in time."""
         self.model(model).returned_part = part
 
     def trimmed(self, model: str) -> None:
-        """A worker was told to do with less."""
+        """A worker was told to use less memory."""
         self.model(model).trims += 1
 
     def refused(self, model: str) -> None:
@@ -248,11 +248,11 @@ class Metrics:
         self.rejected(model, "memory")
 
     def recycled(self, model: str) -> None:
-        """A worker was started anew because its memory had grown."""
+        """A worker was restarted because its memory had grown."""
         self.model(model).recycles += 1
 
     def memory(self, view: MemoryView) -> None:
-        """How the memory is shared out now."""
+        """Record the current grants of memory."""
         self.memory_view = view
 
     # Requests.

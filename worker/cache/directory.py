@@ -36,7 +36,7 @@ _STALE_TEMP_S: Final = 3600.0
 
 
 class Form(msgspec.Struct, frozen=True):
-    """What the KV of given token ids depends on, each part as a digest; files of another form are of no use."""
+    """Form of cached KV: digests of all parts that it depends on. Files of another form cannot be used."""
 
     libraries: str
     layout: str
@@ -50,7 +50,7 @@ class Form(msgspec.Struct, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """Whose files a folder holds: those of a served model of one daemon, whatever form it has now.
+    """Owner of a folder's files: a served model of one daemon, whatever form it has now.
 
     A daemon has one model of a name and a root of its own, so that what differs on purpose differs in `name` or, where
     daemons share a folder through links, in `root` as each of them names it. Two models of one form share a folder,
@@ -74,7 +74,7 @@ class Claim(msgspec.Struct, frozen=True):
         return self.owner + ".".join(part[:_PART_DIGITS] for part in msgspec.structs.astuple(self.form))
 
     def differences(self, mark: str) -> str:
-        """What another form of this owner has that is not as it is now."""
+        """Names of the fingerprint parts that differ from `mark`."""
         parts, own = (name.removeprefix(self.owner).split(".") for name in (mark, self.mark))
         names = Form.__struct_fields__ if len(parts) == len(own) else ()
         differing = [name for name, part, now in zip(names, parts, own, strict=False) if part != now]

@@ -53,7 +53,7 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """What becomes of a wish to read. `span` is None until then, and when the file turned out to be of no use."""
+    """A pending read. `span` stays None until it completes, or if the file was unusable."""
 
     entry: Entry
     with_state: bool
@@ -117,7 +117,7 @@ class CacheDisk:
 
     @property
     def queued_bytes(self) -> int:
-        """What waits to be written."""
+        """Bytes that wait to be written."""
         return self._queued_bytes
 
     def entry(
@@ -212,7 +212,7 @@ class CacheDisk:
         self._folder.release()
 
     def _retire(self) -> None:
-        """What this model left in another form is of no use to anybody."""
+        """Set aside stale files, which this model left in another form and no worker can use."""
         for stale in self._folder.retire():
             with self._mutex:
                 self.counts.quarantined += stale.files

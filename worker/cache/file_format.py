@@ -72,7 +72,7 @@ class Leaf(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What a file says of itself. `parent` is the file whose tokens include the one before `begin`; "" at a root."""
+    """Header of a file. `parent` is the file whose tokens include the one before `begin`; "" at a root."""
 
     format: int
     key: str

@@ -32,7 +32,7 @@ layers have those of its last tokens only: no more than a window."""
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which kind each layer of a model is; `make` builds an empty cache of one sequence.
+    """Kinds of a model's layers; `make` builds an empty cache of one sequence.
 
     `windows` are the sizes of windows, each with the place of one such layer in a span.
     """

@@ -101,7 +101,7 @@ class PrefixCache:
         return self._disk
 
     def longest(self, tokens: Tokens, salt: str = "") -> int:
-        """How many leading tokens could be reused from memory."""
+        """Number of leading tokens that could be reused from memory."""
         return self._usable(self._tree.walk(tokens, salt_key(salt)))[0]
 
     def fetch(self, tokens: Tokens, salt: str = "", ticket: Ticket | None = None) -> tuple[int, list[Any]]:
@@ -313,7 +313,7 @@ class PrefixCache:
 
 
 def _part(ticket: Ticket, node: Node) -> Span | None:
-    """What the ticket has for a node, which may have been split since."""
+    """The ticket's span of a node, which may have been split since."""
     span, size = ticket.held.get(node, (None, 0))
     if span is not None and size == len(node.tokens):
         return span

@@ -225,7 +225,7 @@ class Tree:
         self.prune()
 
     def drop_useless(self, node: Node) -> None:
-        """Where checkpoints are needed, an edge without one is only a way to others; at the end of a path, to none."""
+        """Drop edges at the end of a path that have no checkpoint, where checkpoints are needed: they lead nowhere."""
         while self.layout.needs_checkpoints and node.is_held and node.state is None and not _has_held_children(node):
             parent = node.parent
             assert parent is not None

@@ -45,7 +45,7 @@ class Token:
 
 @dataclass(slots=True, frozen=True)
 class Tick:
-    """What one tick did."""
+    """Results of one tick."""
 
     tokens: list[Token]
     progress: list[tuple[Row, int, int]]
@@ -301,7 +301,7 @@ class Batch:
         return [part.tolist() for part in np.split(tokens[reused:], [at - reused for at in cuts])]
 
     def _shareable(self, other: Row, common: int) -> int:
-        """How much of `common` leading tokens `other` will leave in the cache: all, or up to its last checkpoint, as
+        """Number of `common` leading tokens that `other` will leave in the cache: all, or up to its last checkpoint, as
         far as there is room."""
         if not self._cache.needs_checkpoints:
             return min(common, self.kv_cost.storable(self._cache.budget)) if self.kv_cost is not None else common

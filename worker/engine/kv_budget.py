@@ -55,8 +55,8 @@ class KvCost:
         return rows * (self.token_bytes * padded + windows + self.fixed_bytes)
 
     def transient(self, rows: int, tokens: int) -> int:
-        """What a join, or growth by a step, takes beside `bytes` while it is under way: mlx-lm makes the KV of all rows
-        anew, layer by layer, and lets go of a layer's old KV when its new one is there."""
+        """Bytes that a join, or growth by a step, takes beside `bytes` for a moment: mlx-lm makes the KV of all rows
+        again, layer by layer, and frees a layer's old KV once its new one exists."""
         return rows * self.widest * (-(-tokens // STEP_TOKENS) * STEP_TOKENS)
 
     def stored(self, tokens: int, checkpoints: int) -> int:

@@ -13,7 +13,7 @@ from worker.text.stops import StopScanner
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """What one token added. Its text is safe to send: no part of it can still become a stop string or markup."""
+    """Output added by one token. Its text is safe to send: no part of it can still become a stop string or markup."""
 
     events: list[Event]
     logprobs: tuple[TokenLogprob, ...] | None
@@ -117,5 +117,5 @@ class Writer:
 
 
 def _first_end(events: Sequence[Event]) -> int | None:
-    """Where the first tool call ends."""
+    """Index of the event that ends the first tool call."""
     return next((at for at, event in enumerate(events) if event.kind is Kind.TOOL_END), None)

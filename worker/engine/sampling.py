@@ -50,7 +50,7 @@ class RowSampler:
 
     @contextmanager
     def rows(self, uids: Sequence[int]) -> Generator[None]:
-        """Which requests, in order, the calls inside are for."""
+        """Set the requests, in order, that the calls inside are for."""
         before, self._uids = self._uids, tuple(uids)
         try:
             yield
@@ -220,7 +220,7 @@ class Guard:
 
 
 def _like(processed: object, logits: mx.array) -> mx.array:
-    """What a processor returned, if it can stand in for `logits`. Raises TypeError."""
+    """A processor's result, if it has the shape and type of `logits`. Raises TypeError."""
     if not isinstance(processed, mx.array):
         raise TypeError(f"a processor returned {type(processed).__name__} instead of logits")
     if processed.shape != logits.shape or processed.dtype != logits.dtype:

@@ -186,7 +186,7 @@ class _Check:
 
 
 def _drift(said: Sequence[_Said], expected: Sequence[_Said]) -> float:
-    """How far the likeliest tokens are from where they should be, at the worst step; nan where one is not a number."""
+    """Largest deviation of the likeliest tokens' log-probabilities over all steps; nan where one is not a number."""
     drifts = [0.0]
     for one, other in zip(said, expected, strict=True):
         for step, wanted in enumerate(other.logprobs):

@@ -6,7 +6,7 @@ from typing import Final
 
 
 class Lane(StrEnum):
-    """How rows share a forward pass."""
+    """Lane of a model: how its rows share a forward pass."""
 
     # Prompts of any lengths together, padded to the longest.
     TOGETHER = "together"

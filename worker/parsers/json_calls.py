@@ -128,7 +128,7 @@ class JsonCalls:
 
 @dataclass(slots=True)
 class _Call:
-    """What is known of the call that is being read."""
+    """State of the call that is being read."""
 
     name: str = ""
     call_id: str = ""

@@ -166,7 +166,7 @@ def _brace(r: Reader, char: str, emit: Emit, open_: list[tuple[str, str]], diale
 
 
 def _levels(dialect: Dialect, open_: list[tuple[str, str]]) -> str:
-    """What closes the brackets of a Python call, from its own on; "" where quotes are always escaped."""
+    """Closing brackets of a Python call, from its own on; "" where quotes are always escaped."""
     return ")" + "".join(source for source, _ in open_) if dialect.is_python else ""
 
 

@@ -62,7 +62,7 @@ class Parser:
 
     @property
     def malformed(self) -> int:
-        """How many calls broke."""
+        """Number of malformed calls."""
         return self._out.malformed
 
     def note_control(self, at: int) -> None:

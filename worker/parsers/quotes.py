@@ -112,12 +112,12 @@ def _char(r: Reader, at: int) -> Steps[str]:
 
 
 def _skip(r: Reader, at: int) -> Steps[tuple[int, str]]:
-    """Where white space ends, and the character there; "" at the end of the text or beyond the limit."""
+    """End of the white space, and the character there; "" at the end of the text or beyond the limit."""
     return _run(r, at, _SPACE)
 
 
 def _word(r: Reader, at: int) -> Steps[tuple[int, str]]:
-    """Where a word ends, and the word."""
+    """End of a word, and the word."""
     end, _ = yield from _run(r, at, _WORD)
     return end, r.buf[r.at + at : r.at + end]
 

@@ -45,7 +45,7 @@ class Markers:
         self.longest = len(self.words[0]) if self.words else 0
 
     def held(self, text: str, start: int) -> int:
-        """Where the longest suffix of `text` begins that may still become a marker."""
+        """Start of the longest suffix of `text` that may still become a marker."""
         at = max(start, len(text) - self.longest + 1)
         if self.first.isdisjoint(text[at:]):
             return len(text)
@@ -161,7 +161,7 @@ class Reader:
             yield
 
     def _find(self, words: Markers) -> tuple[int, str]:
-        """Where the first of `words` is, and which."""
+        """Position of the first of `words`, and the word."""
         found = words.pattern.search(self.buf, self.at)
         while found:
             if word := self._genuine(words, found):

@@ -19,7 +19,7 @@ _END_OF_TURN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """How reasoning is marked. `prefix` is a line that may follow the start marker and belongs to it.
+    """Markup of reasoning. `prefix` is a line that may follow the start marker and belongs to it.
 
     `is_explicit`: the model always writes the start itself, so that an end without it is noise.
     """
@@ -32,7 +32,7 @@ class Think:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """How a family writes. `drop` is markup without a meaning of its own; `opening` is tried where content begins.
+    """Markup of a family. `drop` is markup without a meaning of its own; `opening` is tried where content begins.
 
     `tool_ends_think`: a call inside of reasoning ends it `always`, if it begins a `line`, or `never` (it is a thought).
     """

@@ -47,7 +47,7 @@ class Encoder:
         return list(encoding.ids)
 
     def slices(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
-        """What `encode` gives, in parts. Of a tokenizer that does not take words apart, there is one part."""
+        """Token ids of `encode`, in parts. A tokenizer that does not take words apart gives one part."""
         around = self._around() if add_special_tokens else ([], [])
         if self._skip is None or around is None or len(text) <= self._slice_chars:
             yield self.encode(text, add_special_tokens=add_special_tokens)

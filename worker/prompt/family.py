@@ -66,7 +66,7 @@ class Dialect:
         return structs.replace(prompt, effort=least) if least else prompt
 
     def thinking_budget(self, prompt: ChatPrompt, wanted: int | None) -> int | None:
-        """How long it may think. Whose template cannot keep it from thinking has its block closed at once.
+        """Thinking budget in tokens. If the template cannot disable thinking, the block is closed at once.
 
         Not where a message of thoughts may come before one to a tool: closing it would choose between them.
         """
@@ -92,7 +92,7 @@ class Dialect:
         return parser, is_reasoning
 
     def _closing(self) -> str:
-        """What ends a reasoning block and begins the answer, in the family's own markup; empty if it never reasons."""
+        """Text that ends a reasoning block and begins the answer, in the family's markup; empty if it never reasons."""
         end = reasoning_end(self.family)
         is_message = isinstance(FAMILIES[self.family].grammar, Channels)
         return end if is_message or not end else f"\n{end}\n\n"
@@ -110,7 +110,7 @@ class Dialect:
 
 
 def _ids(loaded: Loaded, text: str) -> tuple[int, ...]:
-    """What writes `text`; nothing where the model cannot read an id of its tokenizer's: MLX checks no bounds."""
+    """Token ids of `text`; none where one is beyond the model's vocabulary: MLX checks no bounds."""
     ids = tuple(loaded.tokenizer.encode(text, add_special_tokens=False))
     return ids if max(ids, default=0) < loaded.vocab_size else ()
 

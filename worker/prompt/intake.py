@@ -238,7 +238,7 @@ class Intake:
             raise RequestInvalid(Code.INVALID_REQUEST, "max_tokens is negative", param="max_tokens")
 
     def _room(self, prompt_tokens: int, request: Generate) -> int:
-        """How many tokens may be generated: what is asked for, or what is left of the context."""
+        """Most tokens to generate: as requested, or the rest of the context."""
         left = self.max_context - prompt_tokens
         if left < 1:
             raise self._too_long(prompt_tokens, request.prompt)

@@ -131,7 +131,7 @@ class Renderer:
         return (opened, closed) if opened.startswith(closed) else ("", "")
 
     def _try(self, messages: Messages, tools: Sequence[dict[str, Any]] = ()) -> str | None:
-        """What comes out of exactly these messages, before an answer; None where the template refuses them."""
+        """Render exactly these messages, before an answer; None where the template refuses them."""
         with suppress(*_REFUSALS):
             return self._render(messages, ChatPrompt(messages, list(tools)), opens_answer=True)
         return None
@@ -172,7 +172,7 @@ class Renderer:
         )
 
     def _choose_calls(self) -> Callable[[Messages], Messages]:
-        """How this template is given earlier calls so that they come out as JSON and are not lost."""
+        """Choose a rewrite of earlier calls that the template renders as JSON, without losing them."""
         ways = (unchanged, arguments_as_json, calls_in_text)
         if not self._templates or not self.knows_tools:
             return ways[0]
@@ -190,7 +190,7 @@ class Renderer:
         return not (is_lost or is_python or is_quoted_twice)
 
     def _choose_shape(self) -> Callable[[Messages], Messages]:
-        """How this template is given turns of several calls, so that none is refused or lost."""
+        """Choose a shape of turns with several calls that the template neither refuses nor loses."""
         if not self._templates or not self.knows_tools:
             return CALL_SHAPES[0]
         for words in (("word1", "word2", "said"), ("word1", "word2")):

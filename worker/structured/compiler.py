@@ -84,7 +84,7 @@ class Grammar:
 
 
 class Walk:
-    """Where one sequence is in its grammar. Used by one thread at a time; the GIL is free while it works."""
+    """Position of one sequence in its grammar. Used by one thread at a time; the GIL is free while it works."""
 
     __slots__ = ("_matcher", "_table", "_vocab_size", "_words")
 
@@ -117,7 +117,7 @@ class Walk:
         self.take(self._table.tokenize_bytes(text))
 
     def allowed(self) -> Allowed:
-        """Which tokens may come next, at least one. Raises `GrammarFailed`."""
+        """Allowed next tokens, at least one. Raises `GrammarFailed`."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():
             raise GrammarFailed(_reason(self._matcher.get_error()))
@@ -236,7 +236,7 @@ def _serialized(tokenizer: Any) -> str:
 
 
 def _source(constraint: Constraint) -> str:
-    """What llguidance compiles. Raises `GrammarFailed` for what is wrong on the face of it."""
+    """Source for llguidance. Raises `GrammarFailed` for constraints that are visibly invalid."""
     text = constraint.text
     if len(text) > MAX_BYTES or len(text.encode(errors="surrogatepass")) > MAX_BYTES:
         raise GrammarFailed(f"it is larger than {MAX_BYTES} bytes")
@@ -268,7 +268,7 @@ def _either(calls: str, answer: str) -> str:
 
 
 def lark_json(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
-    """What stands for a JSON value in a Lark grammar: spaced as sparingly as a `JSON_SCHEMA`.
+    """Rule for a JSON value in a Lark grammar: spaced as sparingly as a `JSON_SCHEMA`.
 
     `is_lenient` skips keywords that cannot be enforced instead of refusing them.
     """
@@ -319,7 +319,7 @@ def _json_schema(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
 
 @contextmanager
 def _refusing() -> Generator[None]:
-    """What a schema makes its readers raise, as `GrammarFailed`."""
+    """Translate errors of reading a schema to `GrammarFailed`."""
     try:
         yield
     except SchemaInvalid as error:
@@ -388,7 +388,7 @@ def _has_surrogate(text: str) -> bool:
 
 
 def _reason(error: str) -> str:
-    """What llguidance says, without the state and stack that it appends."""
+    """Error message of llguidance, without the state and stack that it appends."""
     for end in ("\n<state>", "<non-verbose/>", "\n<backtrace>", "<backtrace>"):
         error = error.partition(end)[0]
     if error.startswith("panic"):

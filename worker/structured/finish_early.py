@@ -18,7 +18,7 @@ _SLACK: Final = 24
 
 
 class Haste:
-    """How to end early in one vocabulary; shared by all rows of a grammar.
+    """Ways to finish early in one vocabulary; shared by all rows of a grammar.
 
     `value_ends` are texts that end a value beside JSON's, `ends` those that end more, tried in order. What `encode`
     writes with ids from `vocab_size` on, the model cannot say.

@@ -15,7 +15,7 @@ from worker.structured.finish_early import Haste, Hurried
 
 @dataclass(frozen=True, slots=True)
 class Prologue:
-    """What may come before the constrained text.
+    """Text allowed before the constrained text.
 
     `ends`: the markers after which the answer begins. `is_open`: the answer begins only after one of them; until then
     the row is free, but may not end. `openers`: tokens that open such a block as the very first token.
@@ -126,7 +126,7 @@ class Guide:
         self._walk, self._is_free, self._tail = self._rule.grammar.walk(), True, b""
 
     def _is_gap(self, token: int) -> bool:
-        """Whether this is the space that a template, or whoever closes a block for the model, writes after it."""
+        """Whether this is the space that follows a block closed by a template or for the model."""
         return self._rule.token_bytes(token).isspace() and not self._walk.fits(token)
 
 

@@ -58,7 +58,7 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What one value must fit at once."""
+    """Number of schemas and patterns that one value must fit at once."""
 
     schemas: int
     patterns: int
@@ -66,7 +66,7 @@ class _Size:
 
 @dataclass(slots=True)
 class Exact:
-    """What became of a schema. With `has_loose_keys`, a key that is named could be written a second time, escaped."""
+    """A schema as it can be enforced. With `has_loose_keys`, a named key could be written a second time, escaped."""
 
     schema: dict[str, Any]
     has_loose_keys: bool
@@ -154,13 +154,13 @@ class _Walk:
         return made
 
     def check_references(self) -> None:
-        """What lies where no schema is would be compiled unseen: its numbers are not bounded, nor its types."""
+        """Refuse references to places without a schema: they would be compiled unchecked, without bounds on numbers."""
         for ref in self.references:
             if "/" in ref.partition("#")[2] and self._target(ref) is None:
                 raise SchemaInvalid(f"$ref {ref[:100]!r} points to no schema in it")
 
     def check_merges(self) -> None:
-        """What an allOf refers to is copied into it, and what that refers to: 2^n copies of n levels."""
+        """Bound the copies made by allOf: each reference is copied into it with its own: 2^n copies of n levels."""
         sizes: dict[Path, _Size] = {}
         merged = [self._size(path, sizes) for path, fields in self.places.items() if "allOf" in fields]
         if sum(size.schemas for size in merged) > MERGED_MAX:
@@ -169,7 +169,7 @@ class _Walk:
             raise SchemaInvalid(f"more than {PATTERNS_MAX} patterns or formats in it are for the same text")
 
     def _size(self, path: Path, sizes: "dict[Path, _Size]") -> "_Size":
-        """How much stands for the same value with all references replaced; what holds itself is counted once."""
+        """Size of a schema with all references replaced; a recursive one is counted once."""
         if path not in sizes:
             sizes[path] = _Size(1, 0)
             fields = self.places[path]
@@ -187,7 +187,7 @@ class _Walk:
         return sizes[path]
 
     def _target(self, ref: str) -> Path | None:
-        """Where a reference by path leads; None for one by name, and for what is not there."""
+        """Target of a reference by path; None for a reference by name, and for a missing target."""
         _, _, fragment = ref.partition("#")
         if ref != "#" and "/" not in fragment:
             return None

@@ -95,7 +95,7 @@ class ToolRules:
         return replace(rule, haste=compiled.haste, room=room, reserve=compiled.reserve)
 
     def _strict(self, prompt: ChatPrompt) -> Rule | None:
-        """What follows once a call has begun; the tools that are not strict take any arguments."""
+        """Rule for calls of strict tools once a call has begun; other tools take any arguments."""
         marks = self._known_marks()
         loose = tuple(name for name in map(_name, prompt.tools) if name not in prompt.strict_tools)
         calls = Calls(prompt.tools, is_parallel=not prompt.one_call, loose_names=loose)
@@ -114,7 +114,7 @@ class ToolRules:
         return replace(rule, is_lazy=True, by_marker=by_marker)
 
     def _by_head(self, tools: Sequence[Mapping[str, Any]], strict: Sequence[str]) -> dict[bytes, Grammar]:
-        """What follows each head that a call may have."""
+        """Grammar after each possible head of a call."""
         marks, family = self._known_marks(), self._family
         by_marker: dict[bytes, Grammar] = {}
         for tool in tools:

@@ -29,12 +29,12 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """What is left: an incomplete character becomes U+FFFD."""
+        """The rest of the text: an incomplete character becomes U+FFFD."""
         ...
 
 
 class Vocabulary:
-    """What one tokenizer's ids mean; makes a `Detokenizer` for each sequence.
+    """Text of one tokenizer's ids; makes a `Detokenizer` for each sequence.
 
     `hidden` ids (control tokens such as `<|im_start|>`) have no text.
     """
@@ -136,7 +136,7 @@ class Vocabulary:
 
 
 def _length(lead: int) -> int:
-    """How many bytes the UTF-8 character has that begins with this one; 0 where none does."""
+    """Length in bytes of the UTF-8 character that begins with this one; 0 where none does."""
     ends = ((0x80, 1), (0xC2, 0), (0xE0, 2), (0xF0, 3), (0xF5, 4))
     return next((length for end, length in ends if lead < end), 0)
 

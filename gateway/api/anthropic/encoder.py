@@ -154,7 +154,7 @@ class MessageFold:
 
 
 def ending(delta: Delta) -> out.Ending:
-    """Why the message ended, in Anthropic's words."""
+    """Stop reason and stop sequence of a message, in Anthropic's terms."""
     assert delta.finish is not None
     if delta.finish is Finish.STOP and delta.stop:
         return out.Ending("stop_sequence", delta.stop)

@@ -369,7 +369,7 @@ def _thinking(request: CountRequest, default: Thinking) -> Thinking:
 
 
 def _constraint(request: CountRequest) -> Constraint | None:
-    """What the answer must match."""
+    """The constraint on the answer's text."""
     wanted = request.output_format or (request.output_config.format if request.output_config else None)
     if wanted is None or not wanted.type:
         return None

@@ -38,7 +38,7 @@ _ITEM_PATH: Final = re.compile(r" - at `\$\[(\d+)\]")
 
 
 class Schema(Generic[T]):
-    """How the bodies of one endpoint are decoded.
+    """Decoder of one endpoint's bodies.
 
     `no_action` names fields that are taken and do nothing. `listed` is the field that holds the conversation, as a
     list of `item`s or anything else; with `item_fields` what its items hold beside these is named too.

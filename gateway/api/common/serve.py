@@ -40,7 +40,7 @@ async def read(
 
 
 async def lower(services: Services, record: Record, action: Callable[[], Generate | list[Generate]]) -> list[Generate]:
-    """What `action` makes of a decoded request, as it goes to the worker. Raises `ApiError`."""
+    """Lower a decoded request with `action` to messages for the worker. Raises `ApiError`."""
 
     def packed() -> list[Generate]:
         made = action()

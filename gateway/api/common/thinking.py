@@ -49,7 +49,7 @@ class Wishes(Protocol):
 
 
 def of_config(defaults: ThinkingDefaults | None) -> Thinking:
-    """What is configured, as a wish."""
+    """Thinking as configured."""
     if defaults is None:
         return Thinking()
     wish = Thinking(defaults.enabled, budget=defaults.budget)
@@ -76,7 +76,7 @@ def lower_thinking(request: Wishes, default: ThinkingDefaults | None = None) -> 
 
 
 def _of_template(kwargs: Mapping[str, Any]) -> Thinking:
-    """What the template is told anyway; words that only it knows stay its own."""
+    """Thinking given in the template's arguments; values that only the template knows are left to it."""
     switches = [kwargs.get("enable_thinking"), kwargs.get("thinking")]
     is_enabled = next((switch for switch in switches if isinstance(switch, bool)), None)
     budget, effort = kwargs.get("thinking_budget"), kwargs.get("reasoning_effort")

@@ -55,7 +55,7 @@ def _reason(finish: Finish, heading: Heading) -> str:
 
 
 def _piece(delta: Delta, is_legacy: bool) -> ChatDelta | None:
-    """What of a message this delta adds; None for what clients are not told."""
+    """Message fields of a delta; None for a delta that is not sent to clients."""
     match delta.kind:
         case Kind.TEXT:
             return ChatDelta(content=delta.text) if delta.text else None
@@ -103,7 +103,7 @@ class _Partial(Partial):
 
 
 class ChatFold(ChoiceFold[ChatChoice, _Partial]):
-    """What `ChatStream` would have sent."""
+    """A whole chat completion, with the same content as `ChatStream`."""
 
     def __init__(self, heading: Heading) -> None:
         super().__init__(heading, ChatCompletion, _Partial)

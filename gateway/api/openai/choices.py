@@ -26,7 +26,7 @@ _TEXT: Final = Kind.TEXT
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What every chunk and the whole answer say alike. `is_legacy`: calls have the shape of the time before tools."""
+    """Fields common to every chunk and the whole answer. `is_legacy`: calls have the shape from before tools."""
 
     id: str
     created: int
@@ -99,7 +99,7 @@ class ChoiceStream(ABC, Generic[C]):
 
     @abstractmethod
     def _said(self, index: int, delta: Delta) -> C | None:
-        """What a delta adds to its choice; None for what clients are not told."""
+        """The chunk's choice for a delta; None for a delta that is not sent to clients."""
 
     @abstractmethod
     def _ended(self, index: int, finish: Finish) -> C:

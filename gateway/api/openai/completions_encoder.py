@@ -40,7 +40,7 @@ class _Partial(Partial):
 
 
 class TextFold(ChoiceFold[TextChoice, _Partial]):
-    """What `TextStream` would have sent."""
+    """A whole text completion, with the same content as `TextStream`."""
 
     def __init__(self, heading: Heading) -> None:
         super().__init__(heading, TextCompletion, _Partial)

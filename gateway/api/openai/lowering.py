@@ -211,7 +211,7 @@ def _text_prompt(text: str, param: str) -> TextPrompt:
 
 
 def template_kwargs(asked: dict[str, Any] | None) -> dict[str, Any]:
-    """What a template is told besides the conversation. Raises `BadRequest`."""
+    """Arguments of the chat template besides the conversation. Raises `BadRequest`."""
     kwargs = dict(asked or {})
     if reserved := sorted(RESERVED_KWARGS & kwargs.keys()):
         raise BadRequest(f"'chat_template_kwargs' must not set {reserved[0]!r}.", "chat_template_kwargs")

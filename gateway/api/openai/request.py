@@ -118,7 +118,7 @@ class Message(Struct, frozen=True):
 
 
 class SamplingFields(Struct, frozen=True, kw_only=True):
-    """What both bodies say about how tokens are chosen."""
+    """Sampling fields of both bodies."""
 
     # Empty is `[server] default`, as on all routes.
     model: str = ""
@@ -196,7 +196,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def sequences(self) -> int:
-        """How many answers this asks for."""
+        """Number of sequences that the request generates."""
         is_one = isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
         return (1 if is_one else len(self.prompt)) * (self.n or 1)
 

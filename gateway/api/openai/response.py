@@ -218,7 +218,7 @@ def _token_text(token: bytes) -> str:
 
 
 def _split_utf8(data: bytes) -> tuple[str, bytes]:
-    """What of `data` is whole characters, and the start of a character that is not whole yet."""
+    """Split `data` into whole characters and the start of an incomplete one."""
     try:
         return data.decode("utf-8"), b""
     except UnicodeDecodeError as error:

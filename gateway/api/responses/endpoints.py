@@ -173,7 +173,7 @@ class InputItems:
 
 
 def _limit(query: QueryParams) -> int:
-    """How many items a page has. Raises `BadRequest`."""
+    """Items in a page. Raises `BadRequest`."""
     given = query.get("limit", str(ITEMS_DEFAULT))
     limit = int(given) if given.isascii() and given.isdigit() and len(given) <= len(str(ITEMS_MAX)) else 0
     if not 1 <= limit <= ITEMS_MAX:

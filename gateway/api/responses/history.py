@@ -154,7 +154,7 @@ class History:
         return [found.get(item.id, item) if item.kind == "item_reference" else item for item in items]
 
     def inputs(self, stored: Stored) -> list[Item]:
-        """What the client had sent for a response."""
+        """The client's input of a response."""
         return _items.decode(stored.inputs)
 
     def _too_large(self, param: str) -> BadRequest:
@@ -167,12 +167,12 @@ class NotContinued(Exception):
 
 
 def tenant_of(record: Record) -> str:
-    """Who may come back to what this request leaves behind."""
+    """The tenant that owns the responses stored for this request."""
     return record.caller.key or ""
 
 
 def _turns(stored: Stored) -> list[Item]:
-    """What a conversation goes on from. In the store's thread."""
+    """Items with which a conversation continues. Runs in the store's thread."""
     answer = _output.decode(stored.body)
     if answer.status == "failed":
         raise NotContinued
@@ -180,12 +180,12 @@ def _turns(stored: Stored) -> list[Item]:
 
 
 def _all_items(stored: Stored) -> list[Item]:
-    """What can be referred to. In the store's thread."""
+    """Items that a request can refer to. Runs in the store's thread."""
     return [*_items.decode(stored.inputs), *_output.decode(stored.body).output]
 
 
 async def _note(record: Record, size_bytes: int) -> None:
-    """What is read again is part of the request from here on."""
+    """Count stored items that are read again as part of the request's body."""
     record.body_bytes += size_bytes
     await reserve(record, record.body_bytes)
 

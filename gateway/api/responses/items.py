@@ -49,7 +49,7 @@ class Output:
         self.usage: Usage | None = None
 
     def take(self, delta: Delta) -> Events:
-        """What this delta adds."""
+        """Events for a delta."""
         events = self._take(delta)
         if delta.finish is not None:
             self.finish, self.usage = delta.finish, delta.usage

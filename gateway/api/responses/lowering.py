@@ -59,7 +59,7 @@ def seal(reasoning: str) -> str:
 
 
 def unseal(sealed: str | None) -> str | None:
-    """What `seal` was given; None for what it has not made, or what was damaged on its way."""
+    """Reverse of `seal`; None for a text that it has not made, or that was damaged in transit."""
     if sealed is None or not sealed.startswith(SEAL):
         return None
     try:
@@ -251,7 +251,7 @@ def _call(item: Item, where: str) -> Call:
 
 
 def _reasoning(item: Item) -> str:
-    """What was thought: in full, as we have sealed it, or at least its summary."""
+    """Text of a reasoning item: in full, as sealed by us, or at least its summary."""
     content = item.content if isinstance(item.content, list) else []
     if text := "".join(part.text or "" for part in content):
         return text

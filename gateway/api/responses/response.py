@@ -113,7 +113,7 @@ class ReasoningEcho(Struct, frozen=True):
 
 
 class FormatEcho(Struct, frozen=True):
-    """What of `text.format` was asked."""
+    """Echo of the request's `text.format`."""
 
     type: str = "text"
     name: str | UnsetType = UNSET

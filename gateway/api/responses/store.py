@@ -66,11 +66,11 @@ class StoreBroken(Exception):
 
 
 class TooMuchSaid(Exception):
-    """What is to be read again is larger than the caller takes."""
+    """The stored items to read again exceed the caller's limit."""
 
 
 class Store:
-    """Calls are carried out in the order in which they are made, so what was kept is there for whoever asks next.
+    """Calls are carried out in the order in which they are made, so a stored response is visible to the next call.
 
     Each tenant has `max_bytes`: the oldest of its own make room. What is used again counts as new, with the whole
     conversation before it. A damaged file is set aside, and a new one begun. `problems` counts what went wrong.
@@ -129,7 +129,7 @@ class Store:
     async def conversation(
         self, tenant: str, response_id: str, most_bytes: int, read: Callable[[Stored], list[T]]
     ) -> tuple[int, list[T]] | None:
-        """How large a response and all before it are, and what `read` makes of each in the thread, the oldest first.
+        """Size of a response and all before it, and the results of `read` for each, oldest first. Reads in the thread.
 
         None when any of them is gone. Raises `TooMuchSaid` before any is read.
         """
@@ -138,7 +138,7 @@ class Store:
     async def owners(
         self, tenant: str, item_ids: Sequence[str], most_bytes: int, read: Callable[[Stored], list[T]]
     ) -> list[T]:
-        """What `read` makes, in the thread, of the newest response that holds an item of each of these ids.
+        """Results of `read`, in the thread, for the newest response that holds an item of each of these ids.
 
         Each response is read once. Raises `TooMuchSaid` before any is read.
         """

@@ -1,4 +1,4 @@
-"""The tools of a Responses request: what the model is shown of them, and how its calls are told to the client."""
+"""Tools of a Responses request: as the prompt offers them, and as their calls are returned to the client."""
 
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -38,7 +38,7 @@ _CHOICES: Final = {"auto": Choice.AUTO, "none": Choice.NONE, "required": Choice.
 
 
 class Grammar(Struct, frozen=True):
-    """What the input of a custom tool looks like: told to the model, not enforced."""
+    """Format of a custom tool's input: described to the model, not enforced."""
 
     type: str = "text"
     syntax: str = ""
@@ -69,7 +69,7 @@ class ChoiceSpec(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the client knows a tool."""
+    """A tool's identity for the client."""
 
     name: str
     namespace: str = ""

@@ -55,7 +55,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Reply:
-    """What came back for one request. Times are `time.perf_counter` seconds; owned by the connection until `ended`."""
+    """The answer to one request. Times are `time.perf_counter` seconds; owned by the connection until `ended`."""
 
     sent: float = 0.0
     ended: float = 0.0
@@ -82,7 +82,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to send to: a unix socket if there is one, else a host and a port."""
+    """Address of the server: a unix socket if there is one, else a host and a port."""
 
     host: str
     port: int

@@ -27,7 +27,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent, where and how. `extra` is added to each body as it is."""
+    """Load of a measurement: target, model and requests. `extra` is added to each body unchanged."""
 
     target: Target
     model: str

@@ -16,7 +16,7 @@ TOKENS_PER_WORD: Final = 1.5
 
 
 class Encoder(Protocol):
-    """What is used of a tokenizer."""
+    """The tokenizer's method that is used here."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool = ...) -> list[int]: ...
 

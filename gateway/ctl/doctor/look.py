@@ -48,7 +48,7 @@ def examine(home: Path, say: Say) -> Iterator[Finding]:
 
 
 def machine(home: Path, say: Say, platform: str = sys.platform) -> Iterator[Finding]:
-    """What needs no daemon."""
+    """Findings about the machine; they need no daemon."""
     facts = _stat(home)
     mode = stat.S_IMODE(facts.st_mode) if facts else None
     yield doctor.home(home, mode, facts.st_uid if facts else -1, os.getuid())
@@ -62,7 +62,7 @@ def machine(home: Path, say: Say, platform: str = sys.platform) -> Iterator[Find
 
 
 def daemon(server: ServerConfig) -> Iterator[Finding]:
-    """Whether it runs, and if so, whether it works."""
+    """Findings about the daemon: whether it runs, and whether it works."""
     status = offline.daemon()
     # The command line, or a file that has changed since, may say another port than the configuration.
     number = (urlsplit(status.url).port if status else None) or server.port

@@ -24,7 +24,7 @@ from worker.structured.tool_grammar.values import whole_json
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What may be called: these tools, in OpenAI's shape. Those of `loose_names` take any arguments."""
+    """Tools that may be called, in OpenAI's shape. Those of `loose_names` take any arguments."""
 
     tools: Sequence[Mapping[str, Any]]
     is_parallel: bool = True
@@ -83,7 +83,7 @@ def strict_grammar(family: str, calls: Calls, marks: Marks) -> CallGrammar | Non
 
 
 def rest_of_call(family: str, calls: Calls, marks: Marks) -> CallGrammar:
-    """What follows the head of a call of the one tool among `calls`, in a family of `HEADS`."""
+    """Grammar of the text after the head of a call of the one tool in `calls`, in a family of `HEADS`."""
     lark = Lark(marks)
     [tool] = calls.checked()
     return CallGrammar(lark.source(HEADS[family].rest(lark, tool)), unheld=frozenset(lark.unheld))
@@ -170,7 +170,7 @@ def _message(lark: Lark, channels: Channels, family: str, tools: Sequence[Tool],
 
 
 def next_message(family: str) -> str:
-    """What ends a message of reasoning and begins the next, where outputs are messages; "" where they are not."""
+    """Text that ends a message of reasoning and begins the next, where outputs are messages; "" where they are not."""
     grammar = FAMILIES[family].grammar
     if not isinstance(grammar, Channels):
         return ""

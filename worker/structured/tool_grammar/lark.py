@@ -12,7 +12,7 @@ _PUNCTUATION: Final = frozenset("\\.+*?()|[]{}^$#&-~/")
 
 
 class Marks:
-    """How one model's vocabulary spells markup: control tokens can only be named by their ids.
+    """Spelling of markup in one model's vocabulary: control tokens can only be named by their ids.
 
     `specials` are the tokens that a grammar cannot spell. One in `eos_ids` ends the answer, so it is never asked for.
     """

@@ -152,7 +152,7 @@ def count(schema: Schema, key: str) -> int | None:
 
 
 def quantifier(schema: Schema) -> str:
-    """How many characters a text may have, in a regex."""
+    """Regex quantifier for a text's number of characters."""
     low, high = count(schema, "minLength") or 0, count(schema, "maxLength")
     return f"{{{low},{'' if high is None else high}}}" if low or high is not None else "*"
 

@@ -17,7 +17,7 @@ from worker.structured.tool_grammar.values import PYTHON, Style, Values, whole_j
 
 @dataclass(frozen=True, slots=True)
 class JsonShape:
-    """How a family writes calls as JSON objects.
+    """Shape of a family's calls as JSON objects.
 
     `many` is a `list` in brackets, objects between the same markers, or markers around `each`. `gap` stands inside of
     the markers; `before` are fields in front of the name, with `{index}` for the call's number.

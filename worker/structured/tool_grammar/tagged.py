@@ -15,7 +15,7 @@ from worker.structured.tool_grammar.values import JSON, Values
 
 @dataclass(frozen=True, slots=True)
 class XmlShape:
-    """What stands between a format's markers: `{name}`, `{key}`, `{index}`, `{type}` and `{is_string}` are filled in.
+    """Text between a format's markers: `{name}`, `{key}`, `{index}`, `{type}` and `{is_string}` are filled in.
 
     `head` follows the marker that ends the head, `value` what opens a value, `after` each parameter, `end` a call.
     """
@@ -160,7 +160,7 @@ def parameter(lark: Lark, tool: Tool, key: str, schema: Any, end: str, banned: S
 
 
 def _options(fields: Schema) -> list[Any]:
-    """What a value may be, one level deep."""
+    """Alternatives for a value, one level deep."""
     for keyword in ("anyOf", "oneOf"):
         if isinstance(options := fields.get(keyword), list) and only(fields, keyword):
             return cast("list[Any]", options)

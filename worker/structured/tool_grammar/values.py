@@ -32,7 +32,7 @@ _TYPES: Final = ("string", "number", "boolean", "null", "array", "object")
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How values are written: JSON, unless `delimiter` quotes strings (Gemma) or `words` are Python's."""
+    """Notation of values: JSON, unless `delimiter` quotes strings (Gemma) or `words` are Python's."""
 
     delimiter: str = ""
     space: str = " "
@@ -192,6 +192,6 @@ class Values:
         return self._any
 
     def _foreign(self, schema: Schema) -> str:
-        """What llguidance knows better: as JSON."""
+        """Rule for a value as JSON, compiled by llguidance from the schema."""
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         return self._lark.rule(lark_json({**definitions, **schema}, is_lenient=True))
