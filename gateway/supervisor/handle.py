@@ -1,4 +1,4 @@
-"""What everyone may ask of a worker and see of it: orders go into its inbox, answers come by future."""
+"""A worker's public API: commands go to its inbox, results come back as futures."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What arrives in a worker's inbox besides messages: commands from others, and what its own chores report."""
+"""Inbox messages of a worker's state machine: commands of callers, and events of its own timers and watchers."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a worker's state machine does to the world, as seams: the real ones are in spawn.py, link.py and pool.py."""
+"""Ports of a worker's state machine to the outside: the real ones are in spawn.py, link.py and pool.py."""
 
 from collections.abc import Iterable
 from typing import Protocol
