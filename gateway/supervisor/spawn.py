@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +39,10 @@ def default_command(spec: WorkerSpec) -> list[str]:
     return [sys.executable, "-P", "-m", "worker", spec.name, "--epoch", str(spec.epoch), "--spec", STDIN]
 
 
+# Bytes that a pipe takes before a reader has come, on every system: macOS's number.
+PIPE_BYTES: Final = 16 * 1024
+
+
 class Spawner:
     """Starts worker processes and records them in the registry."""
 
@@ -56,10 +60,7 @@ class Spawner:
         argv = self._command(spec)
         read_fd, write_fd = os.pipe()
         try:
-            # A file without a name, not a pipe: no write waits until the worker has read it.
-            with tempfile.TemporaryFile(dir=down.parent) as stdin:
-                stdin.write(msgspec.json.encode(spec))
-                stdin.seek(0)
+            with _input(msgspec.json.encode(spec), down.parent) as stdin:
                 popen = subprocess.Popen(
                     argv, stdin=stdin, stdout=write_fd, stderr=write_fd, cwd=self._home, start_new_session=True
                 )
@@ -73,6 +74,27 @@ class Spawner:
 
     def adopt(self, survivor: Survivor) -> "Adopted":
         return Adopted(survivor.process, lambda: self._registry.remove(survivor.name))
+
+
+@contextlib.contextmanager
+def _input(data: bytes, folder: Path) -> Generator[int, None, None]:
+    """A descriptor that a process reads `data` from, without a wait for that process.
+
+    A pipe where it holds all of it, so that a model starts although the disk is full; else a file without a name.
+    """
+    if len(data) > PIPE_BYTES:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(data)
+            file.seek(0)
+            yield file.fileno()
+        return
+    read_fd, write_fd = os.pipe()
+    try:
+        os.write(write_fd, data)
+        os.close(write_fd)
+        yield read_fd
+    finally:
+        os.close(read_fd)
 
 
 def _record(pid: int, spec: WorkerSpec, argv: list[str]) -> WorkerRecord:

@@ -59,4 +59,4 @@ def test_the_formulas_service_is_that_of_our_own_description() -> None:
     assert '"-P", "-m", "gateway.main", "--launchd"' in text
     assert "keep_alive successful_exit: false" in text
     assert "<key>SuccessfulExit</key>" in plist
-    assert f"process_type :{'standard' if '<string>Standard</string>' in plist else '?'}" in text
+    assert f"process_type :{'interactive' if '<string>Interactive</string>' in plist else '?'}" in text

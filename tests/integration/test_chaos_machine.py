@@ -73,7 +73,8 @@ def fill(daemon: DaemonProcess, count: int) -> list[socket.socket]:
     return [socket.create_connection(address, timeout=DEADLINE_S) for _ in range(count)]
 
 
-@pytest.mark.parametrize("files", [256, 1024])
+# Three times as many and 200 are less than the 2,048 that importing mlx-lm leaves this process.
+@pytest.mark.parametrize("files", [256, 512])
 def test_clients_cannot_take_the_descriptors_that_workers_and_mlxctl_need(home: Path, files: int) -> None:
     write_config(home, server="max_connections_per_address = 100000")
     admin = httpx.HTTPTransport(uds=str(home / "run" / "admin.sock"))
@@ -167,7 +168,7 @@ async def test_an_aborted_process_leaves_its_stacks_in_the_log_and_its_stream_go
             assert text_of(begun + await read_all(stream)) == whole
         assert running.events.exits == [-signal.SIGABRT]
         assert "Fatal Python error: Aborted" in caplog.text
-        assert "engine.py" in caplog.text
+        assert "worker/engine/loop.py" in caplog.text
 
 
 async def test_a_long_prefill_is_no_stuck_step(home: Path, model_folder: ModelFolder) -> None:

@@ -48,10 +48,12 @@ def test_every_answer_is_one_that_the_document_tells_of(module: str) -> None:
         pytest.skip("the embedded model is asked by `make fuzz`")
     with short_home() as home:
         (home / "mlxd.toml").write_text(CONFIG)
-        key = KeyFile(home / "keys" / "keys.json").create(Key(name="fuzz", prefix="", salt="", hash=""))[1]
+        keys = KeyFile(home / "keys" / "keys.json")
+        key = keys.create(Key(name="fuzz", prefix="", salt="", hash=""))[1]
+        scraper = keys.create(Key(name="scraper", prefix="", salt="", hash="", is_metrics_only=True))[1]
         with DaemonProcess(home, *(SCRIPTED if is_scripted else ()), module=module) as daemon:
             daemon.client.headers["x-api-key"] = key
             fuzz(daemon, key, *(AMOUNT if FUZZ_S is None else LONG))
-            metrics = daemon.client.get("/metrics").text
+            metrics = daemon.client.get("/metrics", headers={"x-api-key": scraper}).text
 
     assert "mlxd_unhandled_errors_total 0.0" in metrics
