@@ -1,7 +1,6 @@
-"""HTTP that all endpoints share: a body within a limit, one whole answer, headers that name what was ignored."""
+"""HTTP that all endpoints share: a body within a limit and one whole answer."""
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Final
 
@@ -19,8 +18,6 @@ AHEAD_BYTES: Final = LARGE_BYTES
 _LENGTH_DIGITS: Final = 18
 # What a client that has left is said to have got; nginx's number.
 CLIENT_CLOSED: Final = 499
-IGNORED_NAMES_MAX: Final = 20
-IGNORED_NAME_CHARS: Final = 40
 
 
 class Answer:
@@ -108,28 +105,3 @@ async def send_body(
     sent: list[Header] = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *(headers or [])]
     await send({"type": "http.response.start", "status": status, "headers": sent})
     await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def ignored_header(names: Sequence[str]) -> list[Header]:
-    """`x-mlxd-ignored`: fields of the request that did nothing."""
-    return _names_header(b"x-mlxd-ignored", names)
-
-
-def relaxed_header(names: Sequence[str]) -> list[Header]:
-    """`x-mlxd-relaxed`: what of a schema the answer is not held to."""
-    return _names_header(b"x-mlxd-relaxed", names)
-
-
-def _names_header(header: bytes, names: Sequence[str]) -> list[Header]:
-    """Bounded, and with nothing of a client's in it that a header cannot hold."""
-    if not names:
-        return []
-    shown = [_header_safe(name) for name in names[:IGNORED_NAMES_MAX]]
-    if len(names) > IGNORED_NAMES_MAX:
-        shown.append(f"+{len(names) - IGNORED_NAMES_MAX}")
-    return [(header, ", ".join(shown).encode())]
-
-
-def _header_safe(name: str) -> str:
-    cut = name[:IGNORED_NAME_CHARS]
-    return "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "_" for c in cut) or "_"

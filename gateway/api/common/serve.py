@@ -13,11 +13,12 @@ from starlette.types import Receive, Scope, Send
 from gateway.config.settings import ModelConfig
 from gateway.errors import Unavailable, from_failure, from_unsendable
 from gateway.http.encoder import Fold, StreamEncoder
-from gateway.http.exchange import ignored_header, read_body
+from gateway.http.exchange import read_body
 from gateway.http.sse import respond_stream, respond_whole
 from gateway.link.calls import Refused
 from gateway.link.link import WorkerGone
 from gateway.request.generation import BYTES_PER_TOKEN, Generation
+from gateway.request.headers import ignored_header
 from gateway.request.record import Record
 from gateway.services import Services
 from gateway.supervisor.state import ModelUnavailable

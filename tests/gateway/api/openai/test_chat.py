@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gateway.config.settings import ModelConfig, ServerConfig
-from gateway.http.exchange import ignored_header
 from gateway.http.listen import raise_file_limit
+from gateway.request.headers import ignored_header
 from gateway.supervisor.state import Limits, State
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.support.pool import tokens

@@ -1,0 +1,34 @@
+"""Headers of an answer that name what of the request was ignored or relaxed."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from gateway.request.record import Header
+
+IGNORED_NAMES_MAX: Final = 20
+IGNORED_NAME_CHARS: Final = 40
+
+
+def ignored_header(names: Sequence[str]) -> list[Header]:
+    """`x-mlxd-ignored`: fields of the request that did nothing."""
+    return _names_header(b"x-mlxd-ignored", names)
+
+
+def relaxed_header(names: Sequence[str]) -> list[Header]:
+    """`x-mlxd-relaxed`: what of a schema the answer is not held to."""
+    return _names_header(b"x-mlxd-relaxed", names)
+
+
+def _names_header(header: bytes, names: Sequence[str]) -> list[Header]:
+    """Bounded, and with nothing of a client's in it that a header cannot hold."""
+    if not names:
+        return []
+    shown = [_header_safe(name) for name in names[:IGNORED_NAMES_MAX]]
+    if len(names) > IGNORED_NAMES_MAX:
+        shown.append(f"+{len(names) - IGNORED_NAMES_MAX}")
+    return [(header, ", ".join(shown).encode())]
+
+
+def _header_safe(name: str) -> str:
+    cut = name[:IGNORED_NAME_CHARS]
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "_" for c in cut) or "_"
