@@ -1,12 +1,13 @@
 """Memory of this machine, and what a process holds of it. Darwin's calls were not run here."""
 
-import ctypes
 import subprocess
 import sys
 from pathlib import Path
 from typing import Final, Protocol
 
 import psutil
+
+from gateway.supervisor.os_process import darwin_rusage
 
 GIB: Final = 1 << 30
 # For the system and everything that is not a model: this part, within these bounds.
@@ -15,7 +16,6 @@ RESERVE_MIN: Final = GIB
 RESERVE_MAX: Final = 16 * GIB
 # What a Mac's GPU may wire unless somebody has said otherwise (max_recommended_working_set_size).
 WORKING_SET_PART: Final = 0.75
-_RUSAGE_INFO_V2: Final = 2
 _CGROUP_LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USES: Final = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
@@ -141,29 +141,4 @@ def _linux_footprint(pid: int) -> int:
 
 def _darwin_footprint(pid: int) -> int:
     """`ri_phys_footprint`: 8 bytes at offset 72 of rusage_info_v2."""
-    return int.from_bytes(_darwin_rusage(pid)[72:80], "little")
-
-
-def start_ticks(pid: int) -> int:
-    """The start of a process in ticks since the boot, which no step of the system's clock changes; 0 if unknown."""
-    if sys.platform == "darwin":
-        return darwin_start_ticks(_darwin_rusage(pid))
-    return linux_start_ticks(_read(f"/proc/{pid}/stat") or "")
-
-
-def linux_start_ticks(stat: str) -> int:
-    """`stat`: of /proc/PID; its field 22. The second field may hold spaces and brackets."""
-    fields = stat.rpartition(")")[2].split()
-    return int(fields[19]) if len(fields) > 19 else 0
-
-
-def darwin_start_ticks(rusage: bytes) -> int:
-    """`ri_proc_start_abstime`: 8 bytes at offset 80 of rusage_info_v2, by the clock that counts from the boot."""
-    return int.from_bytes(rusage[80:88], "little")
-
-
-def _darwin_rusage(pid: int) -> bytes:
-    """proc_pid_rusage's rusage_info_v2 (libproc.h); empty when there is no such process."""
-    buffer = ctypes.create_string_buffer(512)
-    libproc = ctypes.CDLL("/usr/lib/libproc.dylib")
-    return buffer.raw if libproc.proc_pid_rusage(pid, _RUSAGE_INFO_V2, buffer) == 0 else b""
+    return int.from_bytes(darwin_rusage(pid)[72:80], "little")

@@ -17,7 +17,7 @@ import msgspec
 import psutil
 from msgspec import Meta, Struct
 
-from gateway.memory.host import start_ticks
+from gateway.supervisor.os_process import start_ticks
 from protocol.spec import WorkerSpec
 
 log = logging.getLogger(__name__)

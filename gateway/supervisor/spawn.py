@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 import psutil
 
-from gateway.memory.host import start_ticks
 from gateway.supervisor.exit_watch import wait_exit
+from gateway.supervisor.os_process import start_ticks
 from gateway.supervisor.registry import Registry, Survivor, WorkerProcess, WorkerRecord
 from protocol.spec import STDIN, WorkerSpec
 

@@ -10,10 +10,7 @@ from gateway.memory.host import (
     GIB,
     ThisMachine,
     darwin_budget,
-    darwin_start_ticks,
     linux_budget,
-    linux_start_ticks,
-    start_ticks,
 )
 
 NONE: list[str | None] = [None, None]
@@ -72,13 +69,3 @@ def test_a_footprint_is_what_ends_with_a_process() -> None:
     assert machine.footprint(child.pid) == 0
     assert machine.unreturned(child.pid, before, 0) == 0
     assert machine.footprint(os.getpid()) > 0
-
-
-def test_a_process_is_known_by_its_start_since_the_boot() -> None:
-    fields = " ".join(str(number) for number in range(4, 53))
-    assert linux_start_ticks(f"7 (a) b (c) R {fields}") == 22
-    assert linux_start_ticks("") == 0
-    assert darwin_start_ticks(bytes(80) + (123456789).to_bytes(8, "little") + bytes(8)) == 123456789
-    assert darwin_start_ticks(b"") == 0
-    assert 0 < start_ticks(1) <= start_ticks(os.getpid()) == start_ticks(os.getpid())
-    assert start_ticks(2**30) == 0

@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 
-from gateway.memory.host import start_ticks
+from gateway.supervisor.os_process import start_ticks
 from gateway.supervisor.registry import Registry, WorkerRecord
 from gateway.supervisor.spawn import Adopted
 from protocol.spec import WorkerSpec
