@@ -11,6 +11,7 @@ import psutil
 
 from gateway.config.settings import ServerConfig
 from gateway.errors import BodyTooLarge, Unavailable
+from gateway.telemetry.metrics import BodyNumbers
 
 T = TypeVar("T")
 
@@ -35,16 +36,6 @@ def share_bytes(server: ServerConfig, has_others: bool) -> int:
     """What the bodies of one key may take: half while there are other keys, and always two of the largest bodies."""
     limit = memory_bytes(server)
     return max(limit // 2, min(limit, 2 * server.max_body_bytes)) if has_others else limit
-
-
-@dataclass(slots=True)
-class BodyNumbers:
-    """Counters of request bodies. Written on the event loop."""
-
-    used_bytes: int = 0
-    # Requests that found no room in time, and actions that were carried out in the thread.
-    refused: int = 0
-    offloaded: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from gateway.request.bodies import BodyNumbers
 from gateway.supervisor.state import MemoryView
 from gateway.telemetry.histogram import BATCH_BUCKETS, ITL_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
 from gateway.telemetry.prometheus import Exposition
@@ -96,6 +95,16 @@ class KeyMetrics:
     last_used: float = 0.0
     # The period, the kind and the used part of each of its budgets; read when scraped.
     budget: Callable[[], list[tuple[str, str, float]]] = list
+
+
+@dataclass(slots=True)
+class BodyNumbers:
+    """Counters of request bodies. Written on the event loop."""
+
+    used_bytes: int = 0
+    # Requests that found no room in time, and actions that were carried out in the thread.
+    refused: int = 0
+    offloaded: int = 0
 
 
 class Metrics:
