@@ -1,16 +1,11 @@
-"""Metrics as plain numbers that cost nothing to add to. `exposition.py` turns them into Prometheus series."""
+"""Metrics as plain numbers that cost nothing to add to. `prometheus.py` turns them into Prometheus series."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from gateway.supervisor.state import MemoryView
 from gateway.telemetry.histogram import BATCH_BUCKETS, ITL_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
-from gateway.telemetry.prometheus import Exposition
 from protocol.messages import Pong, Step, Usage
 from protocol.stats import Stats
 
@@ -142,9 +137,6 @@ class Metrics:
         self.audit_lines_lost: Callable[[], int] = int
         # As configured.
         self.has_vllm_names: Callable[[], bool] = bool
-        self.registry = CollectorRegistry()
-        self.registry.register(Exposition(self))
-        ProcessCollector(registry=self.registry)
 
     def model(self, name: str) -> ModelMetrics:
         """The numbers of a model, by its resolved name."""
@@ -158,15 +150,6 @@ class Metrics:
         """Let the series of these models exist from the start."""
         for name in names:
             self.model(name)
-
-    def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
-        return b"".join(self.families())
-
-    def families(self) -> Iterator[bytes]:
-        """The same, a family at a time."""
-        for family in self.registry.collect():
-            yield generate_latest(_Family(family))
 
     # Events: called by the pool and the link.
 
@@ -276,13 +259,3 @@ class Metrics:
     def rejected(self, model: str, reason: str) -> None:
         """Admission turned a request away."""
         self.model(model).rejections[reason] += 1
-
-
-class _Family(Collector):
-    """A collector of one family."""
-
-    def __init__(self, family: Metric) -> None:
-        self._family = family
-
-    def collect(self) -> Iterable[Metric]:
-        return (self._family,)

@@ -1,20 +1,19 @@
 """Prometheus exposition of `Metrics`: names, help and labels. vLLM's suffixes and units under `mlxd_`."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import protocol
+from gateway.supervisor.state import MemoryView
 from gateway.telemetry.histogram import Histogram
 from gateway.telemetry.logs import dropped_records
+from gateway.telemetry.metrics import KeyMetrics, Metrics, ModelMetrics
 from gateway.telemetry.vllm_names import with_vllm_names
 from protocol.stats import Stats
-
-if TYPE_CHECKING:
-    from gateway.supervisor.state import MemoryView
-    from gateway.telemetry.metrics import KeyMetrics, Metrics, ModelMetrics
 
 # The values of a family's labels, and the number.
 Samples = Iterable[tuple[list[str], float]]
@@ -150,10 +149,28 @@ _WORKER_MEMORY: Final[tuple[tuple[str, Callable[[Stats], int]], ...]] = (
 )
 
 
-class Exposition(Collector):
+class Exposition:
+    """The text of `/metrics`: one registry of the gateway's numbers and its process's. Keeps no numbers."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_OfMetrics(metrics))
+        ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return b"".join(self.families())
+
+    def families(self) -> Iterator[bytes]:
+        """The same, a family at a time."""
+        for family in self._registry.collect():
+            yield generate_latest(_Family(family))
+
+
+class _OfMetrics(Collector):
     """A collector of the registry; reads `Metrics` when scraped and keeps nothing."""
 
-    def __init__(self, metrics: "Metrics") -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
@@ -182,7 +199,17 @@ class Exposition(Collector):
             yield family
 
 
-def _of_gateway(metrics: "Metrics") -> Iterator[Metric]:
+class _Family(Collector):
+    """A collector of one family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        return (self._family,)
+
+
+def _of_gateway(metrics: Metrics) -> Iterator[Metric]:
     yield _gauge("build_info", "Version of the running daemon.", ["version"], [([protocol.__version__], 1)])
     for name, text, value in (
         ("stale_messages", "Messages of earlier worker incarnations, dropped.", metrics.stale_messages),
@@ -213,7 +240,7 @@ def _of_gateway(metrics: "Metrics") -> Iterator[Metric]:
     yield _counter("requests", "API requests by HTTP status.", ["model", "status"], requests)
 
 
-def _of_connections(metrics: "Metrics") -> Iterator[Metric]:
+def _of_connections(metrics: Metrics) -> Iterator[Metric]:
     count = [([listener], read()) for listener, read in metrics.connections.items()]
     yield _gauge("connections", "Open client connections.", ["listener"], count)
     most = [([listener], read()) for listener, read in metrics.connections_max.items()]
@@ -229,7 +256,7 @@ def _of_connections(metrics: "Metrics") -> Iterator[Metric]:
     )
 
 
-def _of_tls(metrics: "Metrics") -> Iterator[Metric]:
+def _of_tls(metrics: Metrics) -> Iterator[Metric]:
     if metrics.certificate_expiry is None:
         return
     text = "Expiry of the TLS certificate, in seconds since 1970."
@@ -238,7 +265,7 @@ def _of_tls(metrics: "Metrics") -> Iterator[Metric]:
     yield _counter("tls_certificate_loads", "Reloads of changed TLS certificate files.", ["outcome"], loads)
 
 
-def _of_keys(keys: "Mapping[str, KeyMetrics]") -> Iterator[Metric]:
+def _of_keys(keys: Mapping[str, KeyMetrics]) -> Iterator[Metric]:
     requests = [([key, status], count) for key, k in keys.items() for status, count in k.requests.items()]
     yield _counter("key_requests", "API requests of a key.", ["key", "status"], requests)
     rejections = [([key, reason], count) for key, k in keys.items() for reason, count in k.rejections.items()]
@@ -256,7 +283,7 @@ def _of_keys(keys: "Mapping[str, KeyMetrics]") -> Iterator[Metric]:
     yield _counter("key_generation_tokens", "Tokens generated for a key.", ["key"], generated)
 
 
-def _of_models(models: "Mapping[str, ModelMetrics]") -> Iterator[Metric]:
+def _of_models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
     for name, text, read in _COUNTERS:
         yield _counter(name, text, ["model"], [([model], read(m)) for model, m in models.items()])
     for name, text, label, read_many in _LABELLED:
@@ -291,7 +318,7 @@ def _of_workers(workers: Mapping[str, Stats]) -> Iterator[Metric]:
     yield _gauge("worker_memory_bytes", "A worker's memory.", ["model", "kind"], memory)
 
 
-def _of_memory(view: "MemoryView") -> Iterator[Metric]:
+def _of_memory(view: MemoryView) -> Iterator[Metric]:
     """Memory metrics, as of the broker's newest look, about a second ago at most."""
     for name, text, value in (
         ("budget", "Memory budget of all models together.", view.budget_bytes),

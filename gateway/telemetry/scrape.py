@@ -7,6 +7,7 @@ from typing import Final
 
 from gateway.errors import SERVER, ApiError
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.prometheus import Exposition
 
 # Renderings that may follow one another at once, for several scrapers; beyond them there is one a second.
 BURST: Final = 5.0
@@ -20,7 +21,7 @@ class ScrapeText:
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
-        self._metrics = metrics
+        self._exposition = Exposition(metrics)
         self._clock = clock
         self._lock = asyncio.Lock()
         # None after a rendering that failed.
@@ -52,7 +53,7 @@ class ScrapeText:
     async def _render(self) -> bytes:
         self.renderings += 1
         families: list[bytes] = []
-        for family in self._metrics.families():
+        for family in self._exposition.families():
             families.append(family)
             await asyncio.sleep(0)
         return b"".join(families)

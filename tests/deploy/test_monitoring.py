@@ -11,6 +11,7 @@ import yaml
 
 from gateway.supervisor.state import MemoryView, ModelMemory
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.prometheus import Exposition
 from protocol.stats import Stats
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -31,7 +32,7 @@ def exposition() -> str:
     metrics.certificate_expiry = lambda: 1.0
     memory = ModelMemory(share_bytes=3, floor_bytes=1, footprint_bytes=2, idle_s=0.0, is_gated=False)
     metrics.memory(MemoryView(4, 3, 2, (), {"m": memory}))
-    return metrics.text().decode()
+    return Exposition(metrics).text().decode()
 
 
 def exported() -> set[str]:

@@ -19,6 +19,7 @@ from gateway.config.settings import Config, ConfigError, ModelConfig, SamplingDe
 from gateway.reload import FIXED, Reloader, changes, with_fixed
 from gateway.supervisor.state import State
 from gateway.telemetry.logs import OURS
+from gateway.telemetry.prometheus import Exposition
 from tests.gateway.harness import Gateway, chat, events, running, until
 
 pytestmark = pytest.mark.anyio
@@ -246,7 +247,7 @@ async def test_a_removed_model_finishes_its_streams_and_is_gone_for_new_requests
         text, ends = words(await stream)
         assert (len(text.split()), ends) == (200, ["length"])
         await until(lambda: not (tmp_path / "run" / "workers" / "b.json").exists())
-        await until(lambda: b'model="b"' not in r.gateway.metrics.text())
+        await until(lambda: b'model="b"' not in Exposition(r.gateway.metrics).text())
         assert (await r.answer("a")).status_code == 200
 
 

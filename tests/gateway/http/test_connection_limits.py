@@ -12,6 +12,7 @@ from gateway.config.settings import Config, ServerConfig
 from gateway.http.connection_limits import CLIENTS_MIN, FILES_OWN, TooFewFiles, public_connections, room_for_clients
 from gateway.request.live import Live
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.prometheus import Exposition
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until
 
 pytestmark = pytest.mark.anyio
@@ -94,7 +95,7 @@ async def test_a_connection_with_a_request_never_gives_way_and_the_new_one_is_to
         async with peers(gateway, 1) as (again,):
             assert b" 200 " in await again.ask()
         assert gateway.metrics.connections_refused == {("public", "address"): 1}
-        text = gateway.metrics.text().decode()
+        text = Exposition(gateway.metrics).text().decode()
         assert 'mlxd_connections_max{listener="public"} 2.0' in text
         assert 'mlxd_connections_refused_total{listener="public",reason="address"} 1.0' in text
 

@@ -25,6 +25,7 @@ from gateway.config.settings import ConfigError, ServerConfig
 from gateway.ctl.doctor import look as doctor
 from gateway.http.connection import PIPELINED_MAX
 from gateway.reload import Reloader
+from gateway.telemetry.prometheus import Exposition
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, events, running, until
 from tests.support.certificates import HOST, Authority
 from tests.support.daemon import DaemonProcess, write_config
@@ -180,7 +181,7 @@ async def test_plain_http_to_a_tls_port_ends_at_once_and_is_not_logged(
             writer.close()
         await until(lambda: gateway.metrics.connections_dropped["handshake"] == 3)
         await until(lambda: gateway.metrics.connections["public"]() == 0)
-        assert 'mlxd_connections_dropped_total{reason="handshake"} 3.0' in gateway.metrics.text().decode()
+        assert 'mlxd_connections_dropped_total{reason="handshake"} 3.0' in Exposition(gateway.metrics).text().decode()
 
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -209,7 +210,7 @@ async def test_a_renewed_certificate_is_shown_to_new_connections_while_a_stream_
         found = events("\n\n".join(line for line in [first, *rest] if line))
         assert found[-1] == "[DONE]"
         assert found[-2]["choices"][0]["finish_reason"] == "length"
-        text = gateway.metrics.text().decode()
+        text = Exposition(gateway.metrics).text().decode()
         assert 'mlxd_tls_certificate_loads_total{outcome="ok"} 1.0' in text
         expiry = float(text.partition("\nmlxd_tls_certificate_expiry_timestamp_seconds ")[2].split("\n")[0])
         assert 59 < (expiry - old.expires) / 86400 < 61

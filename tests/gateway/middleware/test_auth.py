@@ -13,6 +13,7 @@ from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.errors import Unauthorized
 from gateway.middleware.auth import HEALTH
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.prometheus import Exposition
 from tests.gateway.harness import Gateway, chat, running, until
 
 pytestmark = pytest.mark.anyio
@@ -486,7 +487,7 @@ async def test_the_use_of_a_key_is_in_the_metrics_by_name(gateway: Gateway, home
     for _ in range(2):
         await gateway.client.post("/v1/chat/completions", headers=bearer(secret), json=chat(max_tokens=4))
     await gateway.client.get("/v1/models", headers=bearer("wrong"))
-    text = gateway.metrics.text().decode()
+    text = Exposition(gateway.metrics).text().decode()
 
     assert 'mlxd_key_requests_total{key="counted",status="200"} 1.0' in text
     assert 'mlxd_key_requests_total{key="counted",status="429"} 1.0' in text

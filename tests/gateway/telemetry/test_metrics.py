@@ -6,6 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.supervisor.state import Events, State
 from gateway.telemetry.histogram import Histogram
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.prometheus import Exposition
 from gateway.telemetry.vllm_names import NAMES
 from protocol.messages import Delta, Pong, Step, Usage
 from protocol.stats import Stats
@@ -15,7 +16,7 @@ STATS = Stats(2, 3, 1, 500, 10, 20, 30, 40, 50)
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    return parsed(metrics.text().decode())
+    return parsed(Exposition(metrics).text().decode())
 
 
 def parsed(text: str) -> dict[str, float]:
@@ -47,7 +48,7 @@ def test_an_observation_on_a_bound_belongs_to_that_bucket() -> None:
 def test_every_series_has_help_and_counters_end_with_total() -> None:
     metrics = Metrics()
     metrics.declare(["m"])
-    families = list(text_string_to_metric_families(metrics.text().decode()))
+    families = list(text_string_to_metric_families(Exposition(metrics).text().decode()))
 
     names = {family.name for family in families}
     for wanted in (
@@ -119,7 +120,7 @@ def test_the_series_that_vllm_has_are_shown_under_its_names_where_that_is_wanted
     metrics = Metrics()
     metrics.model("m").sequence_ended("stop", Usage(10, 4, 5, queue_ms=1000, prefill_ms=2000, decode_ms=4000))
     metrics.step("m", Step(1, 1, [Delta(1, token_ids=(1, 2))], STATS))
-    assert "vllm:" not in metrics.text().decode()
+    assert "vllm:" not in Exposition(metrics).text().decode()
     metrics.has_vllm_names = lambda: True
     found = values(metrics)
 

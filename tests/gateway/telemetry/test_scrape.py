@@ -5,6 +5,7 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.prometheus import Exposition
 from gateway.telemetry.scrape import BURST, ScrapeText
 
 pytestmark = pytest.mark.anyio
@@ -100,7 +101,7 @@ async def test_the_loop_has_its_turn_after_each_family(metrics: Metrics) -> None
         text = await ScrapeText(metrics).read()
         streaming.cancel()
 
-    assert names_in(text) == names_in(metrics.text())
+    assert names_in(text) == names_in(Exposition(metrics).text())
     assert turns >= text.count(b"# TYPE ") > 50
 
 

@@ -13,6 +13,7 @@ from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.http.listen import raise_file_limit
 from gateway.request.headers import ignored_header
 from gateway.supervisor.state import Limits, State
+from gateway.telemetry.prometheus import Exposition
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.support.pool import tokens
 
@@ -281,7 +282,7 @@ async def test_a_worker_killed_amid_a_stream_is_a_pause(tmp_path: Path) -> None:
         numbers = gateway.metrics.model("m")
         assert (numbers.resumes, numbers.restarts["-9"], numbers.finished["length"]) == (1, 1, 1)
         assert numbers.generation_tokens == 60
-        assert b'mlxd_request_resumes_total{model="m"} 1.0' in gateway.metrics.text()
+        assert b'mlxd_request_resumes_total{model="m"} 1.0' in Exposition(gateway.metrics).text()
 
 
 async def test_a_stream_that_may_not_be_resumed_ends_with_an_error_event_and_no_end_mark(tmp_path: Path) -> None:
