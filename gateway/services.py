@@ -20,8 +20,8 @@ from gateway.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.bodies import Bodies, memory_bytes, share_bytes
 from gateway.request.in_flight import Requests
-from gateway.request.live import Live
 from gateway.request.record import Record
+from gateway.request.routing import Live
 from gateway.request.runtime import Runtime
 from gateway.telemetry.metrics import Metrics
 

@@ -1,14 +1,12 @@
 """Changes of API keys, as lines of the audit log: told from the keys before and after, so that none is left out."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from gateway.access.audit_log import Entry, Fact, entry
-
-if TYPE_CHECKING:
-    from gateway.access.key_file import Key
+from gateway.access.key import Key
 
 # What a secret could be told by, and what follows from other fields or from the time of the line.
 _HIDDEN: Final = frozenset({"name", "salt", "hash", "cache_salt", "requires", "created"})
@@ -16,7 +14,7 @@ _HIDDEN: Final = frozenset({"name", "salt", "hash", "cache_salt", "requires", "c
 _SECRET: Final = frozenset({"prefix", "hash"})
 
 
-def key_changes(before: "Iterable[Key]", after: "Iterable[Key]") -> Iterator[Entry]:
+def key_changes(before: Iterable[Key], after: Iterable[Key]) -> Iterator[Entry]:
     """One line for each key that was made, changed, given a new secret or revoked."""
     old, new = ({key.name: key for key in keys} for keys in (before, after))
     for name, key in new.items():
@@ -32,7 +30,7 @@ def key_changes(before: "Iterable[Key]", after: "Iterable[Key]") -> Iterator[Ent
         yield entry("key.revoke", name, facts={"prefix": old[name].prefix})
 
 
-def _made(key: "Key") -> dict[str, Fact]:
+def _made(key: Key) -> dict[str, Fact]:
     """Facts of a new key: the fields that differ from the defaults."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(key)}
     shown = [name for name in defaults if name not in _HIDDEN and getattr(key, name) != defaults[name]]
@@ -40,7 +38,7 @@ def _made(key: "Key") -> dict[str, Fact]:
     return facts | ({} if key.cache_salt else {"shares_cache": True})
 
 
-def _changed(was: "Key", key: "Key") -> dict[str, Fact]:
+def _changed(was: Key, key: Key) -> dict[str, Fact]:
     """Each field that differs, as it was and as it is."""
     names = [name for name in was.__struct_fields__ if name not in _HIDDEN | _SECRET]
     facts: dict[str, Fact] = {

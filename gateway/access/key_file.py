@@ -5,8 +5,6 @@ it. The salt keeps two files from being compared. The file is replaced as a whol
 it before or after a change and never in between.
 """
 
-import hashlib
-import hmac
 import logging
 import re
 import secrets
@@ -15,12 +13,13 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from gateway.access.audit_log import Audit, AuditUnwritable
+from gateway.access.key import KNOWN, Key, digest
 from gateway.access.key_changes import key_changes
 from gateway.failed import Failed
 from gateway.home.folder import FolderRefused, HomeFolder
@@ -37,85 +36,9 @@ SECRET_CHARS_MAX: Final = 256
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 FILE_VERSION: Final = 1
 
-Limit = Annotated[int, Meta(ge=0, le=10**12)]
-Percent = Annotated[int, Meta(ge=0, le=100)]
-
-
-class Key(Struct, frozen=True, kw_only=True):
-    """One key. `models` empty means all; limits of 0 mean none; times are seconds since 1970.
-
-    A request is counted as its sequences: prompts times choices. Requests of a lower `priority` run first. `cache_salt`
-    keeps the prefix cache of one key from the others, who could otherwise tell by the time of an answer what has been
-    asked before; empty means the common cache.
-
-    Fields that a later mlxd has written are ignored here and kept on every change. Where ignoring one would let the key
-    do more than it may, that mlxd names it in `requires`: a key that requires what is unknown here opens nothing.
-    """
-
-    name: str
-    prefix: str
-    salt: str
-    hash: str
-    models: tuple[str, ...] = ()
-    rpm: Limit = 0
-    tpm: Limit = 0
-    concurrency: Limit = 0
-    expires: float | None = None
-    is_admin: bool = False
-    # May read `/metrics`, and nothing else.
-    is_metrics_only: bool = False
-    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    cache_salt: str = ""
-    created: float = 0.0
-    is_disabled: bool = False
-    # Sequences of one request, and tokens of one answer.
-    max_sequences: Limit = 0
-    max_tokens: Limit = 0
-    # How much of a model's queue the key may fill while there are others, in percent; 0 is the server's.
-    queue_share: Percent = 0
-    requests_per_day: Limit = 0
-    tokens_per_day: Limit = 0
-    requests_per_month: Limit = 0
-    tokens_per_month: Limit = 0
-    # The part of a day's or a month's budget, in percent, from which on its use is told; 0 is never.
-    alert_at: Percent = 80
-    # Names of fields without which the key must not be used.
-    requires: tuple[str, ...] = ()
-
-    def is_expired(self, now: float) -> bool:
-        return self.expires is not None and now >= self.expires
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it opens anything, its expiry aside."""
-        return not self.is_disabled and _KNOWN.issuperset(self.requires)
-
-    @property
-    def is_limited(self) -> bool:
-        return any(getattr(self, name) for name in LIMITS)
-
-    def is_opened_by(self, secret: bytes) -> bool:
-        """Whether this is the key's secret; takes the same time whatever the answer."""
-        return hmac.compare_digest(digest(self.salt, secret), self.hash)
-
-
-_KNOWN: Final = frozenset(Key.__struct_fields__)
 _DEFAULTS: Final[dict[str, Any]] = msgspec.to_builtins(Key(name="", prefix="", salt="", hash=""))
 # A mlxd that does not know these would let the key do more.
 _RESTRICTIONS: Final = frozenset({"is_disabled", "is_metrics_only"})
-# What an admin key has none of.
-LIMITS: Final = (
-    "rpm",
-    "tpm",
-    "concurrency",
-    "max_sequences",
-    "max_tokens",
-    "queue_share",
-    "requests_per_day",
-    "tokens_per_day",
-    "requests_per_month",
-    "tokens_per_month",
-)
 
 
 class _Contents(Struct, frozen=True):
@@ -143,10 +66,6 @@ class KeyRefused(Failed):
 Stamp = tuple[int, int, int]
 
 _decoder = msgspec.json.Decoder(_Contents)
-
-
-def digest(salt: str, secret: bytes) -> str:
-    return hashlib.blake2b(secret, digest_size=32, salt=bytes.fromhex(salt), person=b"mlxd-key").hexdigest()
 
 
 def has_keys(path: Path) -> bool:
@@ -178,7 +97,7 @@ class KeyFile:
     def unknown(self) -> list[str]:
         """The names of fields that another version has written and this one ignores. Raises `KeysUnusable`."""
         raw = self._read().raw or {}
-        return sorted((_fields(raw, "keys") - _KNOWN) | (raw.keys() - set(_Contents.__struct_fields__)))
+        return sorted((_fields(raw, "keys") - KNOWN) | (raw.keys() - set(_Contents.__struct_fields__)))
 
     def _read(self, folder: int | None = None) -> _Read:
         """From the open folder, or from one that is opened for it."""
@@ -276,7 +195,7 @@ def _decode(data: bytes) -> tuple[Key, ...]:
 
 def _encode(keys: Iterable[Key], before: dict[str, Any]) -> bytes:
     """The file with these keys, and with what others than this version have written of them and beside them."""
-    others = {raw["name"]: {name: raw[name] for name in raw.keys() - _KNOWN} for raw in before.get("keys", ())}
+    others = {raw["name"]: {name: raw[name] for name in raw.keys() - KNOWN} for raw in before.get("keys", ())}
     made = [_written(key) | others.get(key.name, {}) for key in keys]
     whole = before | {"keys": made, "version": FILE_VERSION}
     return msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n"

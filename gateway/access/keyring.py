@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.access.caller import Caller, tenant_of
-from gateway.access.key_file import PREFIX_CHARS, SECRET_CHARS_MAX, Key, KeyFile, KeysUnusable, Stamp, digest
+from gateway.access.key import Key, digest
+from gateway.access.key_file import PREFIX_CHARS, SECRET_CHARS_MAX, KeyFile, KeysUnusable, Stamp
 from gateway.access.ledger import Ledger
 from gateway.access.rate_limit import Limits, Meter
 from gateway.config.patterns import Pattern

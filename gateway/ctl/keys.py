@@ -17,7 +17,8 @@ from gateway.ctl.output import Json, console, print_json, seconds, tell
 from gateway.failed import Failed
 
 if TYPE_CHECKING:
-    from gateway.access.key_file import Key, KeyFile
+    from gateway.access.key import Key
+    from gateway.access.key_file import KeyFile
 
 app = typer.Typer(help="Create, change, show and revoke API keys.", no_args_is_help=True)
 
@@ -106,7 +107,7 @@ def create(
 
     Example: mlxctl keys create alice --models 'qwen*' --rpm 60 --expires 30d
     """
-    from gateway.access.key_file import Key
+    from gateway.access.key import Key
 
     asked = _asked(locals())
     made, secret = _file().create(
@@ -249,7 +250,7 @@ def _last_used() -> dict[str, float]:
 
 def _asked(options: dict[str, Any]) -> dict[str, Any]:
     """The fields of a key that these options of a verb set."""
-    from gateway.access.key_file import Key
+    from gateway.access.key import Key
 
     models, more, expires, role = (options[name] for name in ("models", "more", "expires", "role"))
     if options["admin"] and role not in (None, Role.ADMIN):

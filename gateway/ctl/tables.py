@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.access.key_file import Key
+from gateway.access.key import Key
 from gateway.admin_types import MemoryStatus, ModelStatus, Status, UsageLine, UsageLines, UsageReport
 from gateway.ctl.prefix_files import Folder
 from gateway.ctl.rates import ModelSample, Sample, waiting

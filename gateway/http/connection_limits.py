@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from gateway.config.address import Address
 from gateway.config.settings import ServerConfig
-from gateway.request.live import Live
+from gateway.request.routing import Live
 from gateway.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from gateway.access.strangers import Throttle
 from gateway.config.address import Address
 from gateway.config.origins import is_own, is_served
 from gateway.errors import Forbidden, Misdirected, RateLimited, Unauthorized
-from gateway.request.live import Live
 from gateway.request.record import Record, record_of
+from gateway.request.routing import Live
 from gateway.telemetry.metrics import Metrics
 
 HEALTH: Final = frozenset({"/livez", "/readyz", "/health", "/healthz"})

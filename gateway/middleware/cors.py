@@ -9,8 +9,8 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.request.live import Live
 from gateway.request.record import Header, record_of
+from gateway.request.routing import Live
 
 METHODS: Final = b"GET, POST, DELETE"
 MAX_AGE_S: Final = b"600"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from gateway.access.caller import Caller
+from gateway.config.address import Proxies
 from gateway.config.names import Found, Names
 from gateway.config.settings import Config, ModelConfig
 from gateway.request.defaults import Defaults
@@ -31,3 +32,20 @@ class Router:
     def locate(self, name: str, caller: Caller) -> Found:
         """Like `resolve`, with the model as it is configured."""
         return self._names.locate(name, caller.may_use)
+
+
+class Live:
+    """The configuration in force, with its names. A reload replaces it as a whole, between two steps of the event loop.
+
+    Whoever serves a request takes from it once what that request needs, so that what runs keeps what it began with.
+    """
+
+    __slots__ = ("config", "proxies", "router")
+
+    def __init__(self, config: Config) -> None:
+        self.apply(config)
+
+    def apply(self, config: Config) -> None:
+        self.config = config
+        self.router = Router.of(config)
+        self.proxies = Proxies(config.server.trusted_proxies)

@@ -8,8 +8,7 @@ from gateway.link.link import Link
 from gateway.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.in_flight import Requests
-from gateway.request.live import Live
-from gateway.request.routing import Router
+from gateway.request.routing import Live, Router
 from gateway.telemetry.metrics import Metrics
 
 

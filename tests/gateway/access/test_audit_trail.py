@@ -11,8 +11,9 @@ import pytest
 
 from gateway.access.audit_log import Audit, Entry, entry
 from gateway.access.audit_trail import AuditTrail
+from gateway.access.key import Key
 from gateway.access.key_addresses import ADDRESSES_MAX, KeyAddresses
-from gateway.access.key_file import Key, KeyFile
+from gateway.access.key_file import KeyFile
 from gateway.admin.peer import from_ucred, from_xucred
 from gateway.config.address import Address
 from gateway.config.settings import audit_path

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.access.key_file import NAME, Key, KeyFile, KeyRefused, KeysUnusable, digest
+from gateway.access.key import Key, digest
+from gateway.access.key_file import NAME, KeyFile, KeyRefused, KeysUnusable
 from gateway.access.keyring import Keyring
 from gateway.telemetry.metrics import Metrics
 from tests.support.users import SERVICE, as_root, as_service, assert_untouched, precious, service_home

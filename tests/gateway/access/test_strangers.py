@@ -7,7 +7,8 @@ import httpx
 import pytest
 from msgspec import structs
 
-from gateway.access.key_file import Key, KeyFile
+from gateway.access.key import Key
+from gateway.access.key_file import KeyFile
 from gateway.access.strangers import ADDRESSES_MAX, COUNTED_MAX, LINES, LINES_IN_ALL, TOLD_MAX, Sample, Throttle
 from gateway.config.address import Address
 from gateway.config.settings import ServerConfig

@@ -9,7 +9,8 @@ import pytest
 
 import gateway.access.usage
 import gateway.home.snapshot
-from gateway.access.key_file import Key, KeyFile
+from gateway.access.key import Key
+from gateway.access.key_file import KeyFile
 from gateway.access.usage import UsageFile
 from gateway.home.private_file import write_private
 from gateway.telemetry.metrics import Metrics

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.access.key_file import Key, KeyFile
+from gateway.access.key import Key
+from gateway.access.key_file import KeyFile
 from gateway.config.settings import ModelConfig, ProfileConfig, SamplingDefaults, ServerConfig
 from tests.gateway.harness import Gateway, running
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gateway.access.key_file import Key, KeyFile
+from gateway.access.key import Key
+from gateway.access.key_file import KeyFile
 from gateway.api import probe as deep
 from gateway.config.settings import ModelConfig
 from tests.gateway.harness import Gateway, chat, running

@@ -5,7 +5,8 @@ from typing import get_args
 
 import pytest
 
-from gateway.access.key_file import Key, KeyFile, has_keys
+from gateway.access.key import Key
+from gateway.access.key_file import KeyFile, has_keys
 from gateway.api.common.canonical import EFFORTS
 from gateway.config.load import load_config
 from gateway.config.settings import ConfigError, Effort, default_home

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.config.settings import Config, ServerConfig
 from gateway.http.connection_limits import CLIENTS_MIN, FILES_OWN, TooFewFiles, public_connections, room_for_clients
-from gateway.request.live import Live
+from gateway.request.routing import Live
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until

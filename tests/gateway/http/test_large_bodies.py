@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.key_file import Key, KeyFile
+from gateway.access.key import Key
+from gateway.access.key_file import KeyFile
 from gateway.api.common.decode import BIAS_BYTES_MAX, PIECE_BYTES, UNKNOWN_BYTES_MAX
 from gateway.api.common.structure import CONTAINERS_MAX, KEYS_MAX, VALUES_MAX, count_structure
 from gateway.api.openai.request import ChatRequest, decode_chat, decode_completion

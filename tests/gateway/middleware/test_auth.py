@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.access.key_file import Key, KeyFile, KeysUnusable
+from gateway.access.key import Key
+from gateway.access.key_file import KeyFile, KeysUnusable
 from gateway.access.keyring import Keyring
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.errors import Unauthorized
