@@ -108,16 +108,16 @@ class Process:
 
     def _load_and_serve(self) -> int:
         # Imported here so that the gateway hears from this process before the second that these take.
+        from worker.checked_model import load_checked
         from worker.engine.loop import Engine
         from worker.errors import LoadFailed, WorkerError
         from worker.model import memory
-        from worker.model.loader import load
 
         started = time.monotonic()
         engine: Engine | None = None
         try:
             memory.prepare_load()
-            loaded = load(self._spec, self._report_progress)
+            loaded = load_checked(self._spec, self._report_progress)
             memory.give_back()
             engine = self._start(loaded, started)
             engine.run()

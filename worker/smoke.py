@@ -9,8 +9,8 @@ from typing import Final
 from protocol.failures import Exit
 from protocol.messages import Generate, Sampling, TextPrompt
 from protocol.spec import WorkerSpec
+from worker.checked_model import load_checked
 from worker.errors import LoadFailed
-from worker.model.loader import load
 from worker.prompt.intake import Intake
 from worker.verify import Session
 
@@ -21,7 +21,7 @@ SPEC: Final = WorkerSpec(name="demo", path="demo", epoch=1, down="", up="", cach
 def main(spec: WorkerSpec = SPEC) -> int:
     """Load, generate, say so; returns the exit status."""
     try:
-        loaded = load(spec, lambda _stage, _done, _total: None)
+        loaded = load_checked(spec, lambda _stage, _done, _total: None)
     except LoadFailed as error:
         print(error.failure.message, file=sys.stderr)
         return error.exit_status

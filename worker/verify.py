@@ -35,13 +35,14 @@ from protocol.messages import (
 )
 from protocol.spec import WorkerSpec, read_spec
 from protocol.verify import Check, Difference
+from worker.checked_model import load_checked
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Inbox
 from worker.engine.kv_budget import KvCost
 from worker.engine.loop import Engine
 from worker.errors import LoadFailed, RequestInvalid
 from worker.model import memory
-from worker.model.loader import Loaded, load
+from worker.model.loader import Loaded
 from worker.prompt.intake import Intake
 
 DIFFERENT: Final = 1
@@ -295,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bad --spec: {error}", file=sys.stderr)
         return Exit.BAD_CONFIG
     try:
-        loaded = load(spec, lambda _stage, _done, _total: None)
+        loaded = load_checked(spec, lambda _stage, _done, _total: None)
         share = memory.Share(spec, loaded.weights_bytes)
         share.enforce(share.limits())
         status = 0

@@ -25,12 +25,12 @@ from protocol.messages import (
     Usage,
 )
 from protocol.spec import WorkerSpec
+from worker.checked_model import load_checked
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Command, Inbox
 from worker.engine.loop import Engine
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
-from worker.model.loader import load
 from worker.prompt.intake import Intake
 
 TIMEOUT_S = 60.0
@@ -89,7 +89,7 @@ class EngineHarness:
 
     def _main(self) -> None:
         try:
-            loaded = load(self.spec, lambda *_: None)
+            loaded = load_checked(self.spec, lambda *_: None)
             self.loaded = replace(loaded, model=self._wrap(loaded.model))
             self.intake = Intake(self.loaded, self.spec.parser)
             self.engine = Engine(self.loaded, self.spec, self._inbox, self._receive, self.gauges, self.intake.writer)

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.verify import Check
 from tests.support.engine import spec
-from worker.model.loader import load
+from worker.checked_model import load_checked
 from worker.verify import Verifier, main
 
 NAMES = [
@@ -46,7 +46,7 @@ class Wobbly:
 
 def test_a_model_that_is_not_exact_in_a_batch_is_found(model_folder: Callable[[str], Path]) -> None:
     wanted = spec(model_folder("qwen3"))
-    loaded = load(wanted, lambda *_: None)
+    loaded = load_checked(wanted, lambda *_: None)
     checks = Verifier(replace(loaded, model=Wobbly(loaded.model)), wanted, 4, 32).checks()
     assert next(checks).is_good
     batched = next(checks)

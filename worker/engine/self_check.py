@@ -34,8 +34,9 @@ LONG: Final = 11
 CHUNK: Final = 5
 # Of the longer one, what another prompt leaves in the prefix cache.
 SHARED: Final = 8
-# Tokens that a check needs.
+# Tokens that a check needs, and the text that they are of.
 SAMPLE: Final = SHORT + LONG
+_TEXT: Final = "The river was low that summer, and the people of the town walked across it on stones to the market."
 # Tokens that each row generates: the shorter one's third is decoded beside the longer one in every lane.
 OUTPUT: Final = 3
 _WHOLE: Final = 16
@@ -93,6 +94,12 @@ def choose(model: Any, ids: Sequence[int], batching: str) -> Plan:
     if plan.reason:
         log.warning("%s", plan.reason)
     return plan
+
+
+def sample(tokenizer: Any, vocab_size: int) -> list[int]:
+    """Tokens of an ordinary text for the self-check, and others where that is too short."""
+    ids = [token for token in tokenizer.encode(_TEXT) if token < vocab_size]
+    return ids + [(20 + 7 * at) % vocab_size for at in range(SAMPLE - len(ids))]
 
 
 def refusal(error: Exception) -> LoadFailed:

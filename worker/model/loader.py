@@ -4,7 +4,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,10 +22,8 @@ from mlx_lm.utils import load_model, load_tokenizer
 from protocol.context import CONTEXT_KEYS, context_of
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
-from worker.engine.self_check import SAMPLE, choose
 from worker.errors import LoadFailed, is_allocation_failure
-from worker.model.lanes import DETERMINISTIC, Plan
-from worker.prompt.templates import check_template
+from worker.model.lanes import Plan
 
 DEMO: Final = "demo"
 DEMO_DIR: Final = Path(__file__).parents[1] / "demo_model"
@@ -35,14 +33,12 @@ _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.b
 _DEFAULT_CONTEXT: Final = 8192
 # A tokenizer without a limit names a number such as 1e30.
 _NO_LIMIT: Final = 1_000_000_000
-# What the self-check reads.
-_TEXT: Final = "The river was low that summer, and the people of the town walked across it on stones to the market."
 _LFS_POINTER: Final = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that can be batched, with its tokenizer (mlx-lm's wrapper) and the facts requests are checked against."""
+    """A model with its tokenizer (mlx-lm's wrapper), the facts requests are checked against, and its lane."""
 
     model: Any
     tokenizer: Any
@@ -52,13 +48,11 @@ class Loaded:
     max_context: int
     eos_ids: tuple[int, ...]
     weights_bytes: int
-    plan: Plan
+    plan: Plan = field(default_factory=Plan)
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
     """Load what `spec` names. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
-    if spec.chat_template:
-        check_template(spec.chat_template)
     path = resolve(spec.path)
     config = _read_config(path)
     total = check_weights(path)
@@ -95,7 +89,6 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
         max_context=_context(config, model, tokenizer, spec.context),
         eos_ids=eos_ids,
         weights_bytes=weights_bytes,
-        plan=DETERMINISTIC if spec.deterministic else choose(model, _sample(tokenizer, vocab_size), spec.batching),
     )
 
 
@@ -231,12 +224,6 @@ def _check_eos(eos_ids: Sequence[int], vocab_size: int) -> None:
             Code.MODEL_CORRUPT,
             f"the model's files give {beyond[0]} as an end-of-sequence token, beyond its {vocab_size} tokens",
         )
-
-
-def _sample(tokenizer: Any, vocab_size: int) -> list[int]:
-    """Tokens of an ordinary text for the self-check, and others where that is too short."""
-    ids = [token for token in tokenizer.encode(_TEXT) if token < vocab_size]
-    return ids + [(20 + 7 * at) % vocab_size for at in range(SAMPLE - len(ids))]
 
 
 def _vocab_size(config: dict[str, Any], tokenizer: Any) -> int:

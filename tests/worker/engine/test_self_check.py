@@ -12,10 +12,10 @@ from protocol.failures import Code, Exit
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import ARCHITECTURES, LANES
+from worker.checked_model import load_checked
 from worker.engine.self_check import SAMPLE, choose
 from worker.errors import LoadFailed
 from worker.model.lanes import Lane, Plan
-from worker.model.loader import load
 
 IDS = [20 + 7 * at for at in range(SAMPLE)]
 
@@ -92,14 +92,14 @@ class WrongAfterOthers(Wrapped):
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *LANES])
 def test_each_model_gets_the_fastest_lane_that_is_exact(architecture: str, model_folder: Callable[[str], Path]) -> None:
-    plan = load(spec(model_folder(architecture)), nothing).plan
+    plan = load_checked(spec(model_folder(architecture)), nothing).plan
     assert plan.lane == LANES.get(architecture, "together")
     assert plan.reuses_prefixes
     assert bool(plan.reason) == (architecture in LANES)
 
 
 def test_a_plan_says_what_is_given_up_and_why(model_folder: Callable[[str], Path]) -> None:
-    reasons = {name: load(spec(model_folder(name)), nothing).plan.reason for name in LANES}
+    reasons = {name: load_checked(spec(model_folder(name)), nothing).plan.reason for name in LANES}
     assert reasons["mamba"].startswith(
         "prompts are prefilled in chunks of equal length, because beside a longer one a prompt's log-probabilities are"
     )
@@ -115,26 +115,26 @@ def test_a_lane_of_one_row_runs_one_request_and_keeps_the_others_waiting(model_f
 
 @pytest.mark.parametrize("batching", ["together", "equal", "single"])
 def test_the_operators_lane_is_taken_unchecked(batching: str, model_folder: Callable[[str], Path]) -> None:
-    assert load(spec(model_folder("mamba"), batching=batching), nothing).plan == Plan(Lane(batching))
+    assert load_checked(spec(model_folder("mamba"), batching=batching), nothing).plan == Plan(Lane(batching))
 
 
 def test_a_model_that_cannot_be_batched_is_refused_another_lane_than_its_own(
     model_folder: Callable[[str], Path],
 ) -> None:
     with pytest.raises(LoadFailed, match="use 'single'") as caught:
-        load(spec(model_folder("llama4"), batching="together"), nothing)
+        load_checked(spec(model_folder("llama4"), batching="together"), nothing)
     assert caught.value.exit_status is Exit.BAD_CONFIG
 
 
 def test_a_model_that_is_wrong_even_alone_is_refused(model_folder: Callable[[str], Path]) -> None:
-    model = load(spec(model_folder("qwen3")), nothing).model
+    model = load_checked(spec(model_folder("qwen3")), nothing).model
     with pytest.raises(LoadFailed, match="in chunks, a prompt's log-probabilities are off by") as caught:
         choose(WrongInChunks(model), IDS, "auto")
     assert caught.value.exit_status is Exit.MODEL_UNUSABLE
 
 
 def test_a_forward_pass_that_raises_is_a_refusal_with_its_reason(model_folder: Callable[[str], Path]) -> None:
-    model = load(spec(model_folder("qwen3")), nothing).model
+    model = load_checked(spec(model_folder("qwen3")), nothing).model
     with pytest.raises(LoadFailed, match=r"mlx-lm cannot run this model: ValueError: .* broadcast$") as caught:
         choose(Raising(model), IDS, "auto")
     assert caught.value.exit_status is Exit.MODEL_UNUSABLE
@@ -143,7 +143,7 @@ def test_a_forward_pass_that_raises_is_a_refusal_with_its_reason(model_folder: C
 
 
 def test_a_check_that_finds_no_memory_says_so_and_chooses_no_lane(model_folder: Callable[[str], Path]) -> None:
-    model = load(spec(model_folder("qwen3")), nothing).model
+    model = load_checked(spec(model_folder("qwen3")), nothing).model
     whole = Short(model)
     choose(whole, IDS, "auto")
     for fails_at in (1, whole.passes // 2, whole.passes):
@@ -153,14 +153,14 @@ def test_a_check_that_finds_no_memory_says_so_and_chooses_no_lane(model_folder: 
 
 
 def test_weights_that_give_no_numbers_are_refused(model_folder: Callable[[str], Path]) -> None:
-    model = load(spec(model_folder("qwen3")), nothing).model
+    model = load_checked(spec(model_folder("qwen3")), nothing).model
     with pytest.raises(LoadFailed, match="not finite") as caught:
         choose(Endless(model), IDS, "auto")
     assert caught.value.failure.code is Code.MODEL_CORRUPT
 
 
 def test_a_model_that_is_wrong_after_cached_prefixes_reuses_none(model_folder: Callable[[str], Path]) -> None:
-    model = load(spec(model_folder("qwen3")), nothing).model
+    model = load_checked(spec(model_folder("qwen3")), nothing).model
     plan = choose(WrongAfterOthers(model), IDS, "auto")
     assert plan.lane is Lane.TOGETHER
     assert not plan.reuses_prefixes

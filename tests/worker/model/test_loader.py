@@ -21,8 +21,9 @@ from protocol.failures import Code, Exit
 from protocol.messages import ChatPrompt, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, build
+from worker.checked_model import load_checked
 from worker.errors import LoadFailed
-from worker.model.loader import Loaded, check_weights, load, resolve
+from worker.model.loader import Loaded, check_weights, resolve
 from worker.prompt.templates import Renderer
 
 
@@ -35,7 +36,7 @@ def folder(tmp_path: Path, model_folder: Callable[[str], Path]) -> Path:
 
 
 def loaded(path: Path, **settings: Any) -> Loaded:
-    return load(spec(path, **settings), lambda *_: None)
+    return load_checked(spec(path, **settings), lambda *_: None)
 
 
 def refused(path: Path, code: Code, **settings: Any) -> str:
@@ -65,7 +66,7 @@ def dtypes(model: Any) -> set[mx.Dtype]:
 
 def test_a_good_model_is_loaded_with_the_facts_requests_are_checked_against(folder: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    model = load(spec(folder), lambda stage, done, total: seen.append((stage, done, total)))
+    model = load_checked(spec(folder), lambda stage, done, total: seen.append((stage, done, total)))
     assert (model.vocab_size, model.max_context, model.model_type) == (VOCAB, 4096, "qwen3")
     assert model.eos_ids == (2,)
     assert model.path == folder.resolve()
