@@ -37,7 +37,7 @@ class Router:
 class Live:
     """The configuration in force, with its names. A reload replaces it as a whole, between two steps of the event loop.
 
-    Whoever serves a request takes from it once what that request needs, so that what runs keeps what it began with.
+    A request takes from it once what it needs, so that it keeps what it began with.
     """
 
     __slots__ = ("config", "proxies", "router")
