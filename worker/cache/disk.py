@@ -135,7 +135,7 @@ class CacheDisk:
             if not is_full:
                 self._queued_bytes += nbytes
         if is_full:
-            self._drop(entry)
+            self.drop(entry)
             return
         self._to_write.put(_Write(entry, span, state, nbytes))
 
@@ -205,7 +205,7 @@ class CacheDisk:
             try:
                 self._write_one(write)
             except Exception as error:  # the root of the thread
-                self._drop(write.entry)
+                self.drop(write.entry)
                 self._complain(error)
             with self._mutex:
                 self._queued_bytes -= write.nbytes
@@ -230,14 +230,14 @@ class CacheDisk:
     def _write_one(self, write: _Write) -> None:
         entry = write.entry
         if entry.parent is not None and not entry.parent.is_live:
-            self._drop(entry)
+            self.drop(entry)
             return
         parent = entry.parent.key if entry.parent else ""
         record = Record(FORMAT, entry.key, parent, entry.salt, entry.begin, len(entry.tokens), 0, 0, 0, None)
         encoded = encode(record, entry.tokens, write.span, write.state)
         room = self._folder.reserve(entry.key, encoded.size)
         if room is None:
-            self._drop(entry)
+            self.drop(entry)
             return
         if room.is_counted:
             self._forget()
@@ -318,7 +318,8 @@ class CacheDisk:
             self.lost += entry.status is not Status.LOST
             entry.status = Status.LOST
 
-    def _drop(self, entry: Entry) -> None:
+    def drop(self, entry: Entry) -> None:
+        """Give up an entry that is not written yet."""
         self._lose(entry)
         with self._mutex:
             self.counts.dropped += 1

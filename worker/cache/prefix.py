@@ -215,13 +215,24 @@ class PrefixCache:
             above = node.extent.entry
 
     def hand_over(self) -> None:
-        """Give the writer what `persist` chose a tick ago; called once a tick. By now its arrays have been computed."""
+        """Give the writer what `persist` chose a tick ago; called once a tick. By now its arrays have been computed.
+
+        Raises what computing them raises; what was not handed over then is given up.
+        """
         if self._disk is None:
             return
         due, self._due, self._chosen = self._due, self._chosen, []
-        for entry, span, state in due:
-            mx.eval(arrays_of(span, state or []))
-            self._disk.write(entry, span, state)
+        handed_over = 0
+        try:
+            for entry, span, state in due:
+                mx.eval(arrays_of(span, state or []))
+                self._disk.write(entry, span, state)
+                handed_over += 1
+        finally:
+            if handed_over < len(due):
+                for entry, _, _ in (*due[handed_over:], *self._due):
+                    self._disk.drop(entry)
+                self._due = []
         if self._disk.lost - self._lost > _PRUNE_EVERY:
             self._lost = self._disk.lost
             self._tree.prune()

@@ -6,7 +6,8 @@ Every row that enters leaves through `_finish`, exactly once.
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Final, assert_never
 
 from mlx_lm.models.cache import make_prompt_cache
@@ -37,7 +38,7 @@ from worker.cache.prefix import PrefixCache
 from worker.engine.batch import Batch, Tick, Token
 from worker.engine.chunking import ChunkPolicy
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import Inbox, Wake
+from worker.engine.inbox import Command, Inbox, Wake
 from worker.engine.kv_budget import KvBudget, KvCost
 from worker.engine.logprobs import LogprobReader
 from worker.engine.output import Piece, Writer
@@ -125,15 +126,15 @@ class Engine:
         """Serve until told to shut down. Raises `StepFailed` when the loop cannot go on."""
         while not self._is_stopping:
             self._take_commands()
-            self._enforce_deadlines()
+            self._recovering(self._enforce_deadlines)
             self._recovering(self._admit)
-            self._make_room()
+            self._recovering(self._make_room)
             if self._batch:
-                self._tick()
+                self._recovering(self._tick)
             self._flush()
             self._recovering(self._batch.settle)
-            self._cache.hand_over()
-            self._tend_share()
+            self._recovering(self._cache.hand_over)
+            self._recovering(self._tend_share)
         self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
         self._flush()
         self._cache.close()
@@ -198,21 +199,25 @@ class Engine:
         commands = self._inbox.take(is_idle=is_idle, is_waiting=self._is_waiting)
         self._gauges.busy_since = time.monotonic()
         for command in sorted(commands, key=lambda command: not isinstance(command, Abort)):
-            match command:
-                case Abort():
-                    self._abort(command.rids)
-                case Row():
-                    self._enqueue(command)
-                case Drain():
-                    self._drain_until = time.monotonic() + command.deadline_s
-                case Shutdown():
-                    self._is_stopping = True
-                case SetMemory():
-                    self._apply(self._share.change(command))
-                case Wake.UP:
-                    pass
-                case _:
-                    assert_never(command)
+            self._recovering(partial(self._obey, command))
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Abort():
+                for rid in command.rids:
+                    self._recovering(partial(self._abort, rid))
+            case Row():
+                self._enqueue(command)
+            case Drain():
+                self._drain_until = time.monotonic() + command.deadline_s
+            case Shutdown():
+                self._is_stopping = True
+            case SetMemory():
+                self._apply(self._share.change(command))
+            case Wake.UP:
+                pass
+            case _:
+                assert_never(command)
 
     def _idle(self) -> None:
         self._gauges.running = self._gauges.waiting = 0
@@ -220,15 +225,14 @@ class Engine:
         self._gauges.kv_bytes = 0
         self._gauges.measure_memory()
         self._gauges.observe_cache(self._cache)
-        self._cache.flush()
+        self._recovering(self._cache.flush)
 
-    def _abort(self, rids: Iterable[int]) -> None:
-        for rid in rids:
-            row = self._rows.get(rid)
-            if row is None:
-                self._tombstones[rid] = None
-            else:
-                self._finish(row, Finish.ABORT)
+    def _abort(self, rid: int) -> None:
+        row = self._rows.get(rid)
+        if row is not None:
+            self._finish(row, Finish.ABORT)
+            return
+        self._tombstones[rid] = None
         while len(self._tombstones) > _MOST_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
 
@@ -263,7 +267,7 @@ class Engine:
         if self._drain_until is None:
             return
         if self._rows and now >= self._drain_until:
-            self._aborted_by_drain = len(self._rows)
+            self._aborted_by_drain = max(self._aborted_by_drain, len(self._rows))
             self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
         if not self._rows:
             self._flush()
@@ -303,11 +307,7 @@ class Engine:
         prefilling, decoding = self._batch.prefilling, self._batch.decoding
         chunk = self._policy.chunk(prefilling, decoding, self._batch.longest_prefill)
         started = time.monotonic()
-        try:
-            tick = self._batch.tick(chunk)
-        except Exception as error:  # the root of the step loop
-            self._recover(error)
-            return
+        tick = self._batch.tick(chunk)
         now = time.monotonic()
         self._policy.observe(now - started, tick.prefilled, decoding)
         self._gauges.step_seq += 1
@@ -316,8 +316,11 @@ class Engine:
         self._emit(tick, now)
 
     def _recovering(self, act: Callable[[], None]) -> None:
+        """Act, and begin again with all rows if that raises: whatever touches a row's KV may find no memory."""
         try:
             act()
+        except StepFailed:
+            raise
         except Exception as error:  # the root of the step loop
             self._recover(error)
 
@@ -408,8 +411,6 @@ class Engine:
             traceback.clear_frames(error.__traceback__)  # they hold what the step had computed
             self._cache.clear()
             self._rebuild()
-            for row in self._unplaced():
-                self._queue.push(row)
             return
         is_fault = any(sign in str(error) for sign in GPU_FAULTS)
         if is_fault or now - self._recovered_at < _RECOVERY_S:
@@ -417,18 +418,17 @@ class Engine:
         log.exception("a step failed; rebuilding the batch of %d rows", len(self._batch))
         self._recovered_at = now
         self._rebuild()
-        for row in self._unplaced():
-            self._batch.insert(row)
 
     def _rebuild(self) -> None:
+        """A new batch. The rows of the old one wait to be admitted again; those too that its failed step had let go of,
+        and told nobody."""
         self._batch.abandon()
         self._batch.close()
         self._batch = self._new_batch()
         self._apply(self._share.limits())
-
-    def _unplaced(self) -> list[Row]:
-        """The rows of a batch that is no more; those too that its failed step had let go of, and told nobody."""
-        return [row for row in self._rows.values() if row not in self._queue]
+        for row in self._rows.values():
+            if row not in self._queue:
+                self._queue.push(row)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -439,12 +439,13 @@ class Engine:
         del self._rows[row.rid]
         if finish in (Finish.STOP, Finish.LENGTH):
             self._inbox.answered(time.monotonic())
-        self._batch.remove(row)
         self._queue.remove(row)
         if row.parser is not None:
             self._gauges.malformed_tool_calls += row.parser.malformed
         piece = piece or Piece([], None, finish)
         self._say(row, piece, row.usage(time.monotonic()), failure)
+        # Last: it may find no memory for the KV that it keeps, and the row has ended all the same.
+        self._batch.remove(row)
 
     def _fail_all(self, failure: Failure) -> None:
         for row in list(self._rows.values()):

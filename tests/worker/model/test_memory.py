@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from protocol.messages import Abort, Finish, Generate, Sampling, SetMemory, Step, TextPrompt, TokensPrompt
 from protocol.spec import WorkerSpec
+from tests.support import disk
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import Breakable
 from tests.support.process import Gateway
+from worker.cache.disk import CacheDisk
 from worker.cache.prefix import PrefixCache
+from worker.engine.generator import Generator
+from worker.engine.logprobs import LogprobReader
 from worker.errors import StepFailed
 from worker.model.memory import Limits, Share, divide
 
@@ -261,6 +265,47 @@ def test_a_row_that_joins_or_leaves_without_memory_for_a_prefix_costs_no_other_i
     assert [result.terminals for result in results] == [1, 1, 1, 1]
     assert results.pop().finish is Finish.ABORT
     assert [result.ids for result in results] == alone
+
+
+@pytest.mark.parametrize(
+    ("part", "act"), [(Generator, "remove"), (LogprobReader, "read"), (CacheDisk, "write"), (PrefixCache, "resize")]
+)
+def test_what_finds_no_memory_beside_the_step_ends_no_worker_and_changes_no_token(
+    part: type, act: str, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def request(rid: int, max_tokens: int) -> Generate:
+        prompt = TokensPrompt(tuple(range(20 * rid, 20 * rid + 90)))
+        return Generate(rid, prompt, Sampling(temperature=0.0, ignore_eos=True), max_tokens, top_logprobs=1)
+
+    batch, short, leaving = [request(1, 80), request(2, 80)], request(3, 4), request(4, 3000)
+    settings = {"disk_cache_dir": str(tmp_path), "disk_cache_bytes": GIB, "disk_cache_tokens": 64, "memory_bytes": GIB}
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        alone = [engine.run([each])[0].ids for each in (*batch, short)]
+    with EngineHarness(spec(model_folder("qwen3"), **settings)) as engine:
+        original, calls = getattr(part, act), 0
+
+        def failing_once(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise RuntimeError("[malloc] Unable to allocate 1073741824 bytes.")
+            return original(*args, **options)
+
+        results = [engine.submit(each) for each in (*batch, short, leaving)]
+        engine.wait(lambda: all(result.ids for result in results), "all rows to run")
+        monkeypatch.setattr(part, act, failing_once)
+        engine.command(SetMemory(GIB, 0.5, 0.25))
+        engine.command(Abort((leaving.rid,)))
+        engine.wait(lambda: engine.error is not None or all(result.terminals for result in results), "all ends")
+        assert engine.error is None
+        # What could not be handed to the disk then can be later.
+        again = engine.run([request(1, 80)])[0]
+        assert engine.error is None
+    assert calls > 0
+    assert disk.files(tmp_path)
+    assert [result.terminals for result in results] == [1, 1, 1, 1]
+    assert results.pop().finish is Finish.ABORT
+    assert [*(result.ids for result in results), again.ids] == [*alone, alone[0]]
 
 
 def test_a_smaller_share_makes_running_rows_wait_for_each_other_and_changes_no_token(
