@@ -1,0 +1,1 @@
+"""Access of clients: API keys, callers, rate limits, budgets and the audit log."""

@@ -1,0 +1,1 @@
+"""Admin API of the control socket: status, requests and commands."""

@@ -1,0 +1,1 @@
+"""Configuration: its file, its settings and the names that clients use."""

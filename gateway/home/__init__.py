@@ -1,0 +1,1 @@
+"""Home of a daemon: its lock and its private files."""

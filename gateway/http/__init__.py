@@ -1,0 +1,1 @@
+"""HTTP under all endpoints: connections, bodies, answers, event streams, TLS and captures."""

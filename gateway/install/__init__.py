@@ -1,0 +1,1 @@
+"""Installation as a service of the system, and its upgrades."""

@@ -1,0 +1,1 @@
+"""Link to the workers: sockets, sequences in flight and pending calls."""

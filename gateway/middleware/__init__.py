@@ -1,0 +1,1 @@
+"""Middleware around every endpoint: records, keys, CORS, access log and traces."""

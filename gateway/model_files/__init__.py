@@ -1,0 +1,1 @@
+"""Files of models: the Hugging Face hub, its cache, downloads and metadata."""

@@ -1,0 +1,1 @@
+"""Requests: names to models, admission, defaults, bodies and generation."""

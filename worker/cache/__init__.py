@@ -1,0 +1,1 @@
+"""Cache of prefixes: KV in memory, as a radix tree, and on disk."""

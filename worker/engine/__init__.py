@@ -1,0 +1,1 @@
+"""Engine: the step loop, its batch, queue, sampling and self-check."""

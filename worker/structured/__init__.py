@@ -1,0 +1,1 @@
+"""Structured output: grammars, their masks and the rules of tool calls."""

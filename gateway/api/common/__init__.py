@@ -1,0 +1,1 @@
+"""Parts of every dialect: decoding, constraints, reasoning, and the way of a generating request."""

@@ -1,0 +1,1 @@
+"""OpenAI's dialect: chat and text completions."""

@@ -1,0 +1,1 @@
+"""OpenAI's Responses dialect, with the store of responses."""

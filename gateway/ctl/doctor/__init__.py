@@ -1,0 +1,1 @@
+"""`mlxctl doctor`: checks of an installation."""

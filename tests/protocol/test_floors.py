@@ -1,0 +1,165 @@
+"""Floors: the folders that each folder may import, with type-only and lazy imports."""
+
+import ast
+from collections import defaultdict
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[2]
+FILES_MAX: Final = 25
+DIALECTS: Final = {"common", "openai", "anthropic", "responses"}
+
+# Each folder, or module that stands beside folders, with those of its own package that it may import.
+# `memory` takes from `config` only the settings, as plain structs.
+GATEWAY: Final = {
+    "wall_clock": "",
+    "link": "",
+    "errors": "",
+    "failed": "",
+    "admin_types": "",
+    "supervisor": "link",
+    "model_files": "failed",
+    "home": "failed",
+    "telemetry": "errors supervisor",
+    "config": "errors failed model_files",
+    "install": "failed home",
+    "keep_awake": "config",
+    "access": "errors failed home telemetry config",
+    "memory": "link supervisor model_files config",
+    "pool": "link supervisor config memory",
+    "request": "link errors admin_types supervisor model_files telemetry config access pool",
+    "http": "wall_clock errors admin_types telemetry config request",
+    "services": "link telemetry config access pool request http",
+    "reload": "errors admin_types telemetry config access pool services",
+    "api.common": "link errors supervisor config request http services",
+    "admin": "errors admin_types supervisor config access request http services reload",
+    "api.openai": "errors config request services api.common",
+    "api.anthropic": "errors config request http services api.common api.openai",
+    "api.responses": "wall_clock errors config request http services api.common api.openai",
+    "middleware": "errors telemetry config access request http services api.anthropic",
+    "api": "link errors admin_types supervisor telemetry config access request http services "
+    "api.common api.openai api.anthropic api.responses",
+    "app": "link telemetry config pool services reload admin api.openai api.anthropic api.responses middleware api",
+    "daemon": "link errors supervisor telemetry config keep_awake access pool http reload app",
+    "main": "supervisor home telemetry config access http daemon",
+    "ctl": "errors failed admin_types model_files telemetry config install access memory main",
+}
+WORKER: Final = {
+    "text": "",
+    "errors": "text",
+    "parsers": "text",
+    "model": "errors",
+    "structured": "text errors parsers",
+    "cache": "errors model",
+    "engine": "text errors parsers model structured cache",
+    "frames": "text engine",
+    "prompt": "text errors parsers model structured engine",
+    "link": "engine frames",
+    "checked_model": "model engine prompt",
+    "main": "errors model engine prompt link checked_model",
+    "verify": "errors model engine prompt checked_model",
+    "__main__": "main",
+    "smoke": "errors prompt checked_model verify",
+}
+
+# Stems that two modules share, because they are the same thing on two sides.
+SHARED_STEMS: Final = {
+    "request": "a dialect's", "response": "a dialect's", "encoder": "a dialect's, and their protocol",
+    "endpoints": "a dialect's or the admin app's", "lowering": "a dialect's", "tools": "a dialect's",
+    "messages": "a chat's in OpenAI's dialect, and the protocol's",
+    "chat": "its endpoint and its verb", "models": "their endpoint and their verb", "logs": "they and their verb",
+    "requests": "their endpoint and their verb", "upgrade": "it and its verb", "usage": "it and its verb",
+    "verify": "its verb, its program and its messages", "verb": "of a verb with a folder of its own",
+    "client": "the verbs' and the benchmarks'", "load": "of the configuration, and of a benchmark",
+    "link": "the two ends of the sockets", "main": "of a process", "errors": "of a process", "cli": "of a program",
+    "inbox": "messages for a loop: the supervisor's, the engine's",
+    "events": "the link's and the parsers'", "output": "of mlxctl, and of the engine",
+}  # fmt: skip
+
+
+@cache
+def modules() -> dict[str, Path]:
+    files = [file for package in ("gateway", "worker", "protocol") for file in (ROOT / package).rglob("*.py")]
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+
+
+def folder(module: str) -> str:
+    """The folder of a module below its package, the module's own name beside folders, or `protocol`."""
+    package, *rest = module.split(".")
+    if package == "protocol" or not rest:
+        return package
+    return "api." + rest[1] if rest[0] == "api" and len(rest) > 1 and rest[1] in DIALECTS else rest[0]
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Everything that a module imports anywhere in it: our modules in full, others as written."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(modules()[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules() else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return frozenset(found)
+
+
+@pytest.mark.parametrize(("package", "allowed"), [("gateway", GATEWAY), ("worker", WORKER)])
+def test_a_folder_imports_only_the_floors_below_it(package: str, allowed: dict[str, str]) -> None:
+    ours = {module: folder(module) for module in modules() if module.startswith(f"{package}.")}
+    assert set(ours.values()) <= allowed.keys(), "a folder has no floor yet: add it to the table"
+    climbing = [
+        f"{module} imports {other}"
+        for module, here in ours.items()
+        for other in imports(module) & ours.keys()
+        if ours[other] not in {here, *allowed[here].split()}
+    ]
+    assert climbing == []
+    graph = TopologicalSorter({here: set(below.split()) for here, below in allowed.items()})
+    graph.prepare()  # raises CycleError
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {module: (imports(module) & modules().keys()) - {module} for module in modules()}
+    TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize("here", ["link", "supervisor", "memory"])
+def test_supervision_knows_neither_http_nor_the_configuration_file(here: str) -> None:
+    forbidden = ("starlette", "uvicorn", "http", "tomllib", "gateway.errors", "gateway.api", "gateway.http")
+    for module in modules():
+        if module.startswith(f"gateway.{here}"):
+            ours = {name for name in imports(module) if name.startswith("gateway.config")}
+            assert ours <= ({"gateway.config.settings"} if here == "memory" else set()), module
+            assert not {name for name in imports(module) if name.startswith(forbidden)}, module
+
+
+def test_only_a_few_folders_import_mlx() -> None:
+    allowed = {"engine", "cache", "model"}
+    importers = {
+        module for module in modules() if any(name.split(".")[0].startswith("mlx") for name in imports(module))
+    }
+    # The mask of a grammar is applied to the logits, where they are.
+    assert {module for module in importers if folder(module) not in allowed} <= {"worker.structured.masks"}
+
+
+def test_a_folder_has_few_files_and_says_what_it_is() -> None:
+    count: defaultdict[Path, int] = defaultdict(int)
+    for module, file in modules().items():
+        if file.name != "__init__.py":
+            count[file.parent] += 1
+        else:
+            assert ast.get_docstring(ast.parse(file.read_text())), f"{module} has no docstring"
+    assert {str(path.relative_to(ROOT)): files for path, files in count.items() if files > FILES_MAX} == {}
+
+
+def test_no_two_modules_share_a_stem_but_for_a_reason() -> None:
+    stems: defaultdict[str, list[str]] = defaultdict(list)
+    for module, file in modules().items():
+        if not file.name.startswith("__"):
+            stems[file.stem].append(module)
+    assert {stem: names for stem, names in stems.items() if len(names) > 1 and stem not in SHARED_STEMS} == {}
