@@ -42,7 +42,7 @@ class ModelStatus(Struct, frozen=True):
     floor_bytes: int = 0
     footprint_bytes: int = 0
     is_pinned: bool = False
-    # Since anybody asked for it; None while it is not loaded.
+    # Since its newest request; None while it is not loaded.
     idle_s: float | None = None
     # It takes no new requests until it has made room, or room is being made for it.
     is_gated: bool = False
@@ -219,7 +219,7 @@ class Probe(Struct, frozen=True):
 
 
 class DeepHealth(Struct, frozen=True):
-    """`status` is `healthy` when all did what they should, `draining` when nobody was asked."""
+    """`status` is `healthy` when all did what they should, `draining` when no model was probed."""
 
     status: str
     models: list[Probe] = []

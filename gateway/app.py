@@ -132,7 +132,7 @@ def create_admin_app(
     url: str | None = None,
     drain: Callable[[float | None], Awaitable[int]] | None = None,
 ) -> App:
-    """The admin app. Whoever can open its socket may do everything. It shows the queues of `public`, and `url`, where
+    """The admin app. Clients of its socket may do everything. It shows the queues of `public`, and `url`, where
     that really listens."""
     services = public.services if public is not None else _services(config, pool, link, metrics)
     reload = [] if reloader is None else [Route("/v1/config/reload", admin.ReloadConfig(reloader), methods=["POST"])]

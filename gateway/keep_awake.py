@@ -1,6 +1,6 @@
 """Keeping a Mac awake while it has something to do: a `caffeinate` that runs as long as there is.
 
-On other systems nothing is held: whoever runs mlxd there on a machine that sleeps sets that in the system.
+On other systems nothing is held: an operator of mlxd on a machine that sleeps configures that in the system.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class Awake:
         self._poll_s = poll_s
         self._holder: Holder | None = None
         self._busy_at: float | None = None
-        # Those that were told to end, until they have: nobody else reaps them.
+        # Processes that were told to end, until they have: they are reaped here only.
         self._leaving: list[Holder] = []
 
     @property

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The console script: never returns."""
     options = _parser().parse_args(argv)
     status = run(options.config, options.host, options.port, options.log_level)
-    # launchd starts again whatever failed, for ever; a bad file does not get better by that.
+    # launchd restarts a failed job forever; that does not repair a bad file.
     sys.exit(Status.OK if options.launchd and status == Status.BAD_CONFIG else status)
 
 

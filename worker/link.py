@@ -169,7 +169,7 @@ class Link:
             case Drain():
                 self.send(Drained(self._spec.epoch, 0))  # nothing has been accepted yet
             case Abort() | SetMemory():
-                pass  # the gateway shares out anew among those that are ready
+                pass  # the gateway divides memory again among those that are ready
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class Link:
         while (message := self._outbox.get()) is not None:
             for frame in self._frames.of(message):
                 while not _try_send(socket, frame):
-                    if self._is_closing.is_set():  # nobody will ever take it
+                    if self._is_closing.is_set():  # no reader will ever take it
                         socket.close(linger=0)
                         return
         socket.close()

@@ -15,7 +15,7 @@ from gateway.telemetry.log_file import last_lines
 
 log = logging.getLogger(__name__)
 
-# Of one secret. Whoever has it must not fill the audit log.
+# Of one secret. Its holder must not be able to fill the audit log.
 ADDRESSES_MAX: Final = 256
 # Lines that are read at the start.
 _LINES_MAX: Final = 100_000

@@ -35,7 +35,7 @@ class Account:
 class Keyring:
     """The keys in force. Looks at the file's stamp before each request: a change holds from the next one on.
 
-    A file that cannot be read leaves the last good one in force; without one nobody comes in.
+    A file that cannot be read leaves the last good one in force; without one every request is refused.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ class Sample:
         self._seen, self._more, self._shown, self._others = {}, {}, 0, 0
 
     async def run(self) -> None:
-        """Tell at the end of each period, also while nobody comes, until cancelled."""
+        """Tell at the end of each period, also without new requests, until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             self.tell()

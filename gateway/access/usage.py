@@ -79,7 +79,7 @@ class UsageFile:
             return
         self.since = totals.since
         for name, kept in totals.keys.items():
-            # A key that is gone takes its counters with it, so that the file does not grow for ever.
+            # A key that is gone takes its counters with it, so that the file does not grow forever.
             if (numbers := self._metrics.keys.get(name)) is not None:
                 numbers.requests += Counter(kept.requests)
                 numbers.rejections += Counter(kept.rejections)

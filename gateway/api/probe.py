@@ -25,7 +25,7 @@ POLL_S: Final = 0.05
 PRIORITY: Final = -1_000_000
 # In one of these a model is broken; one that is stopped is merely not asked for.
 BROKEN: Final = frozenset({State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
-# Shares no cached prefix with anybody.
+# Shares no cached prefix with any key.
 SALT: Final = "health"
 
 

@@ -71,7 +71,7 @@ class Proxies:
     def client(self, scope: Scope) -> Address:
         """The client of a request: its connection's other end; behind trusted proxies the last address before them.
 
-        A header of anybody else is ignored. With anything that is no address where one is needed, the client is hidden.
+        Headers of other clients are ignored. With a value that is no address in it, the client is hidden.
         """
         peer = scope.get("client")
         if peer is None:

@@ -134,7 +134,7 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`cache` of a model: bytes of prefix cache in memory and on disk; 0 is off, None a part of its share of memory.
 
     On disk all models share one folder, whose cap is the largest that any of them names. Prefixes of fewer tokens than
-    `disk_min_tokens` are not written: computing them anew takes no longer, and every write wears the disk.
+    `disk_min_tokens` are not written: computing them again takes no longer, and every write wears the disk.
     """
 
     ram_bytes: Annotated[int, Meta(ge=0)] | None = None
@@ -176,7 +176,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     memory_bytes: Bytes = "auto"
     # Never unloaded to make room.
     pin: bool = False
-    # Unloaded when nobody has asked for it for this long; 0 is never.
+    # Unloaded after this long without a request; 0 is never.
     ttl_s: Seconds = 0.0
 
 
@@ -186,7 +186,7 @@ class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     budget_bytes: Bytes = "auto"
     # Models in memory at once; 0 is no limit.
     max_loaded: Annotated[int, Meta(ge=0, le=10_000)] = 0
-    # A loaded model stays at least this long, whoever else is asked for.
+    # A loaded model stays at least this long, whatever other models are requested.
     min_residency_s: Seconds = 10.0
 
 

@@ -95,7 +95,7 @@ def schema() -> None:
 
 
 def _absent(config: Config) -> dict[str, str]:
-    """Models that are not on this machine, and why. No error: they may come before somebody asks for them."""
+    """Models that are not on this machine, and why. No error: they may be downloaded before the first request."""
     from gateway.model_files.metadata import Unreadable
 
     absent: dict[str, str] = {}

@@ -83,7 +83,7 @@ def plain_audit(line: str) -> str:
 
 
 def is_about(line: str, model: str) -> bool:
-    """A request for the model, or a line of its worker or of whoever watches over that."""
+    """A request for the model, or a line of its worker or of its supervisor."""
     fields = _read(line)
     if fields is None:
         return False

@@ -65,7 +65,7 @@ def running_models() -> "list[ModelStatus] | None":
 
 
 def is_running(pid: int) -> bool:
-    """One that has ended, and that nobody has asked about yet, does not run."""
+    """Whether a process runs. One that has ended but was not reaped yet does not run."""
     import psutil
 
     try:

@@ -23,7 +23,7 @@ class Folder(Struct, frozen=True):
     """The files of one model in one form: another version of mlx or other weights have a folder of their own."""
 
     key: str
-    # The path that the model was loaded from; empty when nobody wrote it down.
+    # The path that the model was loaded from; empty when it was not recorded.
     model: str
     files: int
     size_bytes: int

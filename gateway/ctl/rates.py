@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from gateway.admin_types import ModelStatus, Status
 
-# Between the two looks, where nobody says otherwise.
+# Default time between the two samples.
 SPAN_S: Final = 0.5
 
 

@@ -38,7 +38,7 @@ def rm(
         print_json({"repository": repository, "freed_bytes": freed})
         return
     typer.echo(f"{repository} is removed: {size(freed)} are free again")
-    # Read anew: a model that was served because the cache held it is in no file.
+    # Read again: a model that was served because the cache held it is in no file.
     if named := [one.name for one in read_config().models.values() if one.path == repository]:
         typer.echo(f"{config.config_path} still has it as {', '.join(named)}", err=True)
 
@@ -71,7 +71,7 @@ def _repository(path: str) -> str | None:
 
 
 def _refuse_loaded(repository: str) -> None:
-    """Raises `Failed`. Its files are mapped, and read again when it is loaded anew."""
+    """Raises `Failed`. Its files are mapped, and read again at its next load."""
     for model in running_models() or ():
         if model.pid and _repository(model.path) == repository:
             raise Failed(f"{repository} is loaded as {model.name}; first: mlxctl unload {model.name}")

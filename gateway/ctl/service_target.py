@@ -78,7 +78,7 @@ def find(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":
 
 
 def needs_root(verb: str) -> None:
-    """Raises `Failed` for anybody else."""
+    """Raises `Failed` for any other user."""
     if os.geteuid() != 0:
         raise Failed(f"--system needs root: sudo mlxctl service {verb} --system")
 

@@ -105,7 +105,7 @@ def _streams(requests: list[RequestView]) -> "Table":
 
 
 def _live(interval: float) -> None:
-    """Until somebody ends it. Raises `Failed` when the daemon ends, or does not run."""
+    """Update until interrupted. Raises `Failed` when the daemon ends, or does not run."""
     from rich.live import Live
 
     before, began = client.status(), time.monotonic()

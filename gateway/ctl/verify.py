@@ -100,7 +100,7 @@ def _answer(name: str, index: int, begun: Event) -> str:
             if text:
                 begun.set()
     finally:
-        # Also when it failed: nobody waits for it any longer.
+        # Also when it failed: no caller waits for it any longer.
         begun.set()
     return text
 

@@ -1,8 +1,8 @@
 """Folders of a home, opened so that root, who works in the homes of services, follows nothing of the service's user.
 
-The user of a service may be somebody else's program by now. Root therefore goes through no symbolic link of that user,
+The user of a service may be an attacker's program by now. Root therefore goes through no symbolic link of that user,
 opens the folder once and works in what it has opened, changes the owner of nothing but what it has just made, and
-touches no file that has another name elsewhere. Everybody else works with their own rights, and links are their affair.
+touches no file that has another name elsewhere. Every other user works with its own rights, and links are its affair.
 """
 
 import contextlib

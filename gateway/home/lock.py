@@ -58,7 +58,7 @@ class RunDir:
 
 
 def _make_private(home: Path) -> None:
-    """Let nobody else enter a home that another program has made. Raises `HomeUnusable`, `OSError`."""
+    """Let no other user enter a home that another program has made. Raises `HomeUnusable`, `OSError`."""
     folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         found = os.fstat(folder)

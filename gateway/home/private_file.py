@@ -18,7 +18,7 @@ def write_private(path: Path, data: bytes) -> None:
 def write_private_in(folder: int, name: str, data: bytes) -> None:
     """The same in a folder that is open: a link that is put in its place meanwhile leads nowhere. Raises `OSError`."""
     new = f".{name.partition('.')[0]}-{secrets.token_hex(8)}"
-    # Born private: between open and chmod anybody could read it.
+    # Created private: between open and chmod any user could read it.
     file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         with open(file, "wb") as out:

@@ -153,7 +153,7 @@ class Captures:
         return await self._call(lambda: self._find(request_id))
 
     async def run(self) -> None:
-        """Delete what is too old also while nobody comes, until cancelled."""
+        """Delete expired captures also without new requests, until cancelled."""
         while True:
             await self.sweep()
             await asyncio.sleep(SWEEP_S)

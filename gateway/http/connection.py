@@ -26,7 +26,7 @@ from gateway.http.connection_limits import Connections, Opening
 from gateway.http.direct_write import KEY, CloseDelimited, Outlet, queued_bytes
 
 log = logging.getLogger(__name__)
-# uvicorn warns of each malformed request: anybody who can connect could fill the log.
+# uvicorn warns of each malformed request: any client that can connect could fill the log.
 log.setLevel(logging.ERROR)
 
 # Claude Code and Codex send about 4 KiB.

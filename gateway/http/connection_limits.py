@@ -69,7 +69,7 @@ class Opening(Connection, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Connections in all and of one address, and how long a client may take nothing of an answer (0: for ever)."""
+    """Connections in all and of one address, and how long a client may take nothing of an answer (0: forever)."""
 
     total: int
     per_address: int

@@ -48,7 +48,7 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
 def listen_unix(path: Path) -> socket.socket:
     """A socket file of mode 0600, in place of a stale one. The home's lock must be held. Raises `CannotListen`."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # Born private: between bind and chmod anybody could connect.
+    # Created private: between bind and chmod any user could connect.
     mask = os.umask(0o177)
     try:
         path.unlink(missing_ok=True)

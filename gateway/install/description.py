@@ -26,7 +26,7 @@ class Scope(StrEnum):
 
 
 class Service(Struct, frozen=True):
-    """One installation. No secrets: what is rendered from it can be read by everybody."""
+    """One installation. No secrets: what is rendered from it can be read by every user."""
 
     program: tuple[str, ...]
     home: Path
@@ -53,7 +53,7 @@ class Service(Struct, frozen=True):
 
 
 class Write(Struct, frozen=True, tag=True):
-    """A file for everybody to read."""
+    """A file that every user can read."""
 
     path: Path
     content: str

@@ -55,7 +55,7 @@ def source(target: str | None, find: str | None, remembered: str, extra: str) ->
         raise NoSource(f"there is no {target}")
     find = find or remembered
     if not find:
-        # Whoever owns that name on some index would run as this user, or as root.
+        # The owner of that name on an index would run code as this user, or as root.
         raise NoSource(
             "no source is given: name a wheel or a folder with mlxd, or an index with --from (--from pypi for PyPI)"
         )
@@ -108,7 +108,7 @@ def _is_address(text: str) -> bool:
 
 
 def _place(find: str) -> str:
-    """Raises `NoSource` for what is neither `pypi`, a folder nor an address that nobody on the way can change."""
+    """Raises `NoSource` for what is neither `pypi`, a folder nor an address that is safe in transit."""
     if find == PYPI:
         return find
     if _is_address(find):

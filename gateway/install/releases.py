@@ -86,7 +86,7 @@ class Releases:
         return [path for path in self._folders() if (path / RELEASE_FILE).exists()]
 
     def stale(self, keep: int, in_use: Collection[Path]) -> list[Path]:
-        """Those that nobody needs: not linked, not run from, not of the newest `keep`; and what was never completed."""
+        """Unneeded versions: not linked, not run from, not of the newest `keep`; and what was never completed."""
         kept = {*self.complete()[-keep:], *in_use, self.current, self.previous}
         return [path for path in self._folders() if path not in kept]
 
@@ -138,7 +138,7 @@ def fingerprint(env: Path) -> str:
     digest = hashlib.sha256()
     site = found[-1].parent
     for path in sorted(path for package in _OF_WORKERS for path in (site / package).rglob("*.py")):
-        # The version's own number is no reason to load a model anew.
+        # The version's own number is no reason to load a model again.
         lines = (line for line in path.read_bytes().splitlines() if not line.startswith(b"__version__"))
         digest.update(f"{path.relative_to(site)}\0".encode() + b"\n".join(lines))
     # Distributions change by version; ours was looked into.
@@ -148,7 +148,7 @@ def fingerprint(env: Path) -> str:
 
 
 def writers(env: Path) -> set[int]:
-    """The users but root who can change what runs from an environment; `EVERYBODY` where anybody can."""
+    """The users but root who can change what runs from an environment; `EVERYBODY` where every user can."""
     program = python(env).resolve()
     sites = env.glob("lib*/python3*/site-packages")
     found: set[int] = set()
@@ -172,7 +172,7 @@ def check_writers(env: Path, uid: int) -> str:
     """
     others = writers(env)
     if others & {uid, EVERYBODY}:
-        who = "everybody" if EVERYBODY in others else f"the service's user ({uid})"
+        who = "every user" if EVERYBODY in others else f"the service's user ({uid})"
         raise Failed(f"{env} can be changed by {who}, and root runs it: install mlxd where only root can write")
     if not others:
         return ""

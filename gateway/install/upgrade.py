@@ -33,7 +33,7 @@ class Observer(Protocol):
     """Port of an upgrade to the running daemon. Raises `Failed`."""
 
     def look(self) -> Seen | None:
-        """None when nobody answers."""
+        """None when no daemon answers."""
         ...
 
     def complete(self) -> None:
@@ -41,7 +41,7 @@ class Observer(Protocol):
         ...
 
     def roll(self, env: Path) -> list[str]:
-        """Start anew, one after the other and the idle first, the workers that run from elsewhere than `env`."""
+        """Restart, one after the other and the idle first, the workers that run from elsewhere than `env`."""
         ...
 
     def in_use(self) -> set[Path]:

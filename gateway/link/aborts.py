@@ -13,7 +13,7 @@ class Aborts:
         self._open.setdefault(epoch, set()).update(rids)
 
     def ended(self, epoch: int, rid: int) -> None:
-        """A sequence that nobody waits for has ended."""
+        """A sequence without a waiting client has ended."""
         if rids := self._open.get(epoch):
             rids.discard(rid)
 

@@ -132,7 +132,7 @@ class Collector:
         """All unread deltas, waiting for the first. Empty on timeout, and at once when `is_done`.
 
         While this waits, `relay` is called with anything but an end, in the callback that brought it, and takes it:
-        no task's turn for each token. Then the timeout begins anew. What it cannot take is returned; what it raises
+        no task's turn for each token. Then the timeout begins again. What it cannot take is returned; what it raises
         is raised here.
         """
         if not self._unread and self._open:

@@ -74,7 +74,7 @@ class Link:
     """Sends to workers, and tells each collector what was said about its sequences.
 
     `run` owns the sockets; everything here runs on its loop. An epoch belongs to one worker incarnation of this
-    home, for ever: messages of an epoch that is not attached are dropped and counted.
+    home, forever: messages of an epoch that is not attached are dropped and counted.
     """
 
     def __init__(self, run_dir: Path, events: LinkEvents, *, boot: int | None = None) -> None:
@@ -341,7 +341,7 @@ class Link:
             if flight is None or flight.epoch != epoch:
                 if delta.finish is not None:
                     self.aborts.ended(epoch, rid)
-                # Just aborted, or begun by an earlier gateway: then nobody else will ever stop it.
+                # Just aborted, or begun by an earlier gateway: then nothing else will ever stop it.
                 if rid >> RID_BITS != self.boot and delta.finish is None:
                     strangers = [*(strangers or ()), rid]
                 continue
@@ -398,7 +398,7 @@ class Link:
         """Whether this end is not the sequence's but its worker's: then it goes on at the next one."""
         if failure is None:
             return False
-        # A worker that drains though nobody told it to was sent a signal by somebody else, or lost touch with us.
+        # A worker that drains without our command got a signal from outside, or lost its connection to us.
         is_unasked = failure.code is Code.DRAINING and flight.peer.is_serving
         if failure.code is not Code.WORKER_DIED and not is_unasked:
             return False
@@ -440,7 +440,7 @@ class Link:
         self._dismiss(hello, DISMISSALS)
 
     def _dismiss(self, hello: Hello, tries: int) -> None:
-        """End a worker that nobody here has started: it holds memory that is not counted."""
+        """End a worker that was not started here: it holds memory that is not counted."""
         if self._router is None or self._is_attached(hello):
             return
         try:

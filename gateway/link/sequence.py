@@ -88,7 +88,7 @@ class Peer(Protocol):
 
     @property
     def is_serving(self) -> bool:
-        """It is loaded, and nobody has asked it to end."""
+        """It is loaded and was not told to end."""
         ...
 
     def post(self, message: Hello | Loading | Ready | Pong | Drained | Goodbye) -> None: ...

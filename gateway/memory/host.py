@@ -14,7 +14,7 @@ GIB: Final = 1 << 30
 RESERVE_PART: Final = 0.1
 RESERVE_MIN: Final = GIB
 RESERVE_MAX: Final = 16 * GIB
-# What a Mac's GPU may wire unless somebody has said otherwise (max_recommended_working_set_size).
+# Part of a Mac's memory that its GPU may wire by default (max_recommended_working_set_size).
 WORKING_SET_PART: Final = 0.75
 _CGROUP_LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USES: Final = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
@@ -60,7 +60,7 @@ class ThisMachine:
         for limit_path, use_path in zip(_CGROUP_LIMITS, _CGROUP_USES, strict=True):
             limit, use = _number(_read(limit_path)), _number(_read(use_path))
             if limit is not None and use is not None:
-                # The kernel drops file pages before anybody is refused memory.
+                # The kernel drops file pages before it refuses memory.
                 free = min(free, limit - use + _reclaimable(Path(use_path).parent / "memory.stat"))
         self._free = max(0, free)
         return self._free

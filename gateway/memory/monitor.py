@@ -1,4 +1,4 @@
-"""Looks at the memory about once a second: pressure, models that nobody asks for, loans that nobody needs."""
+"""Memory monitor, about once a second: pressure, idle models, unused loans."""
 
 import asyncio
 import logging

@@ -6,14 +6,14 @@ The promises, which hold for every plan:
 - Nothing busy, pinned or within its minimum residency is evicted. A busy model's gate may be closed once its residency
   has passed: what runs finishes, what comes waits, and when nothing runs it is idle.
 - The claim that has waited longest is served first. Others pass it only with memory that it could not use.
-- What was lent beyond a model's floor is taken back before anybody is evicted.
+- What was lent beyond a model's floor is taken back before any model is evicted.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-# Of what nobody needs, this part is lent to the newest: the rest is for those who come next.
+# Part of the unneeded memory that is lent to the newest model: the rest is for the next ones.
 LENT_PART: Final = 0.5
 # How long a model behind a closed gate may go on before another one is asked to make room in its place.
 PATIENCE_S: Final = 30.0
@@ -188,7 +188,7 @@ def _make_room(missing: int, places: int, tenants: Sequence[Tenant], terms: Term
 def _victims(
     missing: int, places: int, tenants: Sequence[Tenant], kept: dict[str, int], terms: Terms, now: float, made: Plan
 ) -> list[Tenant]:
-    """Those to evict: idle ones first, in order of last use, then busy ones in order of arrival. Enough, or nobody.
+    """Models to evict: idle ones first, in order of last use, then busy ones in order of arrival. Enough, or none.
 
     One whose gate was closed for long and that still runs something is the last choice: others may be quicker.
     """

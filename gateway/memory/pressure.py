@@ -7,7 +7,7 @@ from gateway.supervisor.state import Limits
 
 # Pages are not returned the moment that they are free.
 TOLERANCE: Final = 0.02
-# A worker that stays this much above its share, in spite of all measures, is started anew.
+# A worker that stays this much above its share, in spite of all measures, is restarted.
 CREEP_PART: Final = 0.1
 
 
@@ -48,7 +48,7 @@ class Pressure:
         before = self.level
         if is_short or footprint > share * (1 + TOLERANCE):
             self._well_since = None
-            # It may keep a few bytes too many for ever, but not turn away those whom there is memory for.
+            # It may keep a few bytes too many forever, but not refuse requests that there is memory for.
             most = len(MEASURES) - 1 if is_short else len(MEASURES) - 2
             if self.level < most and now - self._changed_at >= self.limits.squeeze_s:
                 self.level += 1

@@ -2,7 +2,7 @@
 
 | keys | asked without a valid key |
 |---|---|
-| never one | on the loopback everybody is the owner, web pages excepted; elsewhere as below |
+| never one | on the loopback every client is the owner, web pages excepted; elsewhere as below |
 | one, now or once | only the daemon's health, without names, and `/metrics` where the configuration says so |
 """
 
@@ -38,7 +38,7 @@ _CROSS_SITE: Final = ("cross-site", "same-site")
 _REASONS: Final = {None: "missing", INVALID: "invalid", EXPIRED: "expired", DISABLED: "disabled"}
 _SCRAPERS: Final = (
     "Metrics name every model and key: they need a key made with 'mlxctl keys create prometheus --role metrics', sent "
-    "as 'Authorization: Bearer KEY'. [server] metrics_auth = false shows them to everybody."
+    "as 'Authorization: Bearer KEY'. [server] metrics_auth = false shows them to every client."
 )
 
 
@@ -157,7 +157,7 @@ class Auth:
 
 
 class Trusted:
-    """In place of `Auth` on the unix socket: whoever can open it is the owner."""
+    """In place of `Auth` on the unix socket: a client that can open it is the owner."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -100,7 +100,7 @@ class Entry:
         tracer = services.tracer
         trace_id = tracer.export(record) if tracer is not None and record.model is not None else ""
         access_log.write(record, services.config.server.slow_request_s, services.sample, trace_id)
-        # Whoever may not come in must not push out what is kept of the others.
+        # Unauthenticated requests must not evict captured ones.
         if tape is not None and record.caller is not NOBODY:
             services.captures.put(tape.captured(record))
 

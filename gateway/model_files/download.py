@@ -1,8 +1,8 @@
 """Into the Hugging Face cache, and on from where an earlier attempt stopped.
 
-The hub's own library begins each file anew in the next process, which is hours for a large model. So large files are
+The hub's own library begins each file again in the next process, which is hours for a large model. So large files are
 fetched here, to where that library would put them (`blobs/SHA256`), and are compared with their checksum; it then finds
-them there and does the rest: small files, links, references. Until then nobody sees a model that is not whole.
+them there and does the rest: small files, links, references. Until then no process sees an incomplete model.
 """
 
 import fcntl
@@ -93,7 +93,7 @@ def fetch(plan: Plan, arrived: Callable[[int], None]) -> Path:
         for transfer in done:
             transfer.result()
     finally:
-        # Also for whoever is tired of waiting: what has come so far stays.
+        # Also when the user interrupts: the partial download stays.
         stop.set()
         pool.shutdown(cancel_futures=True)
     return _complete(plan)
@@ -165,7 +165,7 @@ def _stream(url: str, size: int, out: BinaryIO, arrived: Callable[[int], None], 
     with get_session().stream("GET", url, headers=headers, timeout=timeout_s, follow_redirects=True) as response:
         hf_raise_for_status(response)
         if have and response.status_code != 206:
-            # Whoever answers here does not know ranges.
+            # The server does not support ranges.
             _empty(out)
             arrived(-have)
         for chunk in response.iter_bytes():
@@ -223,7 +223,7 @@ def _size_so_far(repository: Repository, file: RemoteFile) -> int:
         size = _part(_blob(repository, file)).stat().st_size
     except OSError:
         return 0
-    # What is too long is begun anew.
+    # A file that is too long is begun again.
     return size if size <= file.size_bytes else 0
 
 

@@ -1,6 +1,6 @@
 """Repositories of the Hugging Face hub: what one holds and needs, before anything of it is downloaded.
 
-The token is that of `HF_TOKEN` and no other; it is sent to the hub and never told to anybody.
+The token is that of `HF_TOKEN` and no other; it is sent to the hub and nowhere else.
 """
 
 import json

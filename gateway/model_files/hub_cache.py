@@ -43,7 +43,7 @@ def repository_bytes(repository: str) -> int:
 
 def remove(repository: str) -> int:
     """Delete all of a repository, broken downloads too. Returns the bytes that are free again."""
-    # Slow to import, and nobody else here needs it.
+    # Slow to import, and needed here only.
     from huggingface_hub import DeleteCacheStrategy
 
     blobs, nothing = _blobs(repository), frozenset[Path]()

@@ -243,7 +243,7 @@ class Generation:
         return "queued" if self._collector is None or self._collector.progress is None else "prefill"
 
     def cancel(self) -> None:
-        """End it as an operator: whoever waits for it is told so."""
+        """Cancel it as an operator: its client gets an error that says so."""
         if self.is_done or self._cancelled is not None:
             return
         self._cancelled = Cancelled()

@@ -92,7 +92,7 @@ def _follow(reader: "_Reader", wait: Callable[[], None]) -> Iterator[str]:
             if reader.is_newest():
                 wait()
                 continue
-            # What was written between our last look and the renaming; after it, nobody writes to that file.
+            # What was written between our last look and the renaming; after it, no process writes to that file.
             yield from reader.lines()
             if not reader.go_on():
                 wait()

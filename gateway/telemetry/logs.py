@@ -84,7 +84,7 @@ class LogWriter(logging.Handler):
             self.dropped += 1
 
     def stop(self, timeout_s: float = FLUSH_S) -> None:
-        """Write what is queued, and give up on a pipe that nobody reads after `timeout_s`."""
+        """Write what is queued, and give up on a pipe without a reader after `timeout_s`."""
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
@@ -114,7 +114,7 @@ class Logs:
         self, level: str = "info", *, json: bool | None = None, stream: TextIO | None = None, file: Sink | None = None
     ) -> None:
         """`level` in any case; `json` None means JSON unless stderr is a terminal. With a `file`, all goes there, and
-        to stderr as well if somebody looks at it. Raises ValueError."""
+        to stderr as well if it is a terminal. Raises ValueError."""
         if level.lower() not in LEVELS:
             raise ValueError(f"unknown log level {level!r}; one of {', '.join(LEVELS)}")
         target = stream or sys.stderr

@@ -172,7 +172,7 @@ class Folder:
         label.touch(mode=0o600)
         label.write_text(f"{self._claim.path}\n", encoding="utf-8")
         self._lease = os.open(self._here / self._claim.mark, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lease, fcntl.LOCK_SH | fcntl.LOCK_NB)  # nobody else locks it without the ledger
+        fcntl.flock(self._lease, fcntl.LOCK_SH | fcntl.LOCK_NB)  # no process locks it without the ledger
 
     # -- the cap -----------------------------------------------------------------------------------------------------
 
@@ -331,6 +331,6 @@ def _is_stale(temp: Path, modified: float) -> bool:
 
 
 def _read_total(ledger: int) -> int:
-    """More than any cap where there is no number, so that whoever finds none counts."""
+    """More than any cap where there is no number, so that a worker that finds none counts the files."""
     text = os.pread(ledger, 20, 0)
     return int(text) if text.isdigit() else sys.maxsize

@@ -1,4 +1,4 @@
-"""The disk cache's books and its two threads: one writes behind, one reads ahead. Nobody waits for either."""
+"""The disk cache: its index and its two threads, one for write-behind, one for read-ahead. No step waits for them."""
 
 import logging
 import os
@@ -278,7 +278,7 @@ class CacheDisk:
                 self._end(read)
 
     def _read_one(self, read: Read) -> None:
-        """Whatever is wrong with a file, it is not used, and whoever waits for it is told at once."""
+        """Read one file. With any error it is not used, and rows that wait for it are told at once."""
         path = self._folder.path(read.entry.key)
         try:
             span, read.state = load(path, read.entry.key, with_state=read.with_state)

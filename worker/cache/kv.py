@@ -67,7 +67,7 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
 def extract(caches: Sequence[Any], row: int) -> list[Any]:
     """One row of a batch's caches, or the caches of the one row of a lane of one, as they are now.
 
-    KV comes as views: whoever keeps a part copies that part, not all of it.
+    KV comes as views: a caller that keeps a part copies that part, not all of it.
     """
     flat = leaves(caches)
     # Together: one wait for the device, not one for each layer.

@@ -316,7 +316,7 @@ class Batch:
 
         The checkpoint before the last token serves: a cached prompt must leave one to run, and the row is not among the
         decoding ones yet. A copy of its KV out of theirs would keep all of theirs twice until it is made. Where caches
-        can be cut, a short prompt is stored when somebody asks for it.
+        can be cut, a short prompt is stored when a request needs it.
         """
         assert row.uid is not None
         is_lazy = not self._cache.needs_checkpoints and len(row.tokens()) <= EARLY_TOKENS

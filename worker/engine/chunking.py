@@ -9,7 +9,7 @@ MIN_CHUNK: Final = 8
 FIRST_CHUNK: Final = 32
 # A tick that also prefills may last this many times a plain decode step …
 STALL_RATIO: Final = 2.2
-# … unless that step is so short that nobody notices.
+# … unless that step is so short that it is not noticeable.
 MIN_STALL_S: Final = 0.003
 # A short prompt may stall longer: once or twice, and a full batch is worth more than it costs. Not so the end of a long
 # one: it would be the worst for those who have waited in small steps all along.

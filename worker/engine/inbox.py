@@ -18,7 +18,7 @@ RETURN_S: Final = 0.1
 QUIET_S: Final = 0.01
 # … for no longer than this in all.
 GATHER_S: Final = 0.025
-# Requests of clients that nobody has heard of come in one burst while one follows the other within this time.
+# Requests of new clients come in one burst while one follows the other within this time.
 BURST_S: Final = 0.001
 _MOST_ANSWERED: Final = 1024
 

@@ -34,7 +34,7 @@ class Writer:
         self.token_bytes = vocabulary.token_bytes
 
     def silent_row(self, prompt: list[int]) -> Row:
-        """A row for warming up: two greedy tokens that nobody reads."""
+        """A row for warming up: two greedy tokens that no client reads."""
         return Row(
             rid=0,
             prompt=prompt,
@@ -73,7 +73,7 @@ class Writer:
             # What comes after the call is not wanted, and neither is what this token may have said of it.
             events, finish = events[: at + 1], Finish.STOP
         if finish is Finish.STOP and row.parser is not None and row.parser.saw_tool_call:
-            # A call that nobody can read must not look like one that is whole.
+            # A malformed call must not look like one that is whole.
             finish = Finish.LENGTH if row.parser.is_broken else Finish.TOOL_CALLS
         return Piece(events, self._release(row, is_stopped), finish)
 

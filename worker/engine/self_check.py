@@ -1,4 +1,4 @@
-"""The self-check of a load: which lane gives every row its own tokens, whoever runs beside it.
+"""The self-check of a load: which lane gives every row its own tokens, whatever rows run beside it.
 
 Some of mlx-lm's architectures compute a padded row wrongly, or raise beside a second one. So a few short prompts run
 alone on the model's own caches, which is the reference, and then as the engine would run them: together, cut into
@@ -67,7 +67,7 @@ class _Said:
 
 
 class _NoText:
-    """The detokenizer of rows that nobody reads."""
+    """The detokenizer of rows without a reader."""
 
     def add(self, token: int) -> str:
         return ""

@@ -104,7 +104,7 @@ def resolve(path: str) -> Path:
     try:
         return Path(snapshot_download(path, local_files_only=True))
     except IncompleteSnapshotError as error:
-        # Whoever downloads takes what MLX reads, never all files; what is wanting of that is found out below.
+        # Only the files that MLX reads are downloaded, never all; missing ones are found out below.
         return Path(error.snapshot_path)
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
         raise LoadFailed(

@@ -190,7 +190,7 @@ class Share:
         return Limits(kv, prefixes, _most_buffers())
 
     def enforce(self, limits: Limits) -> None:
-        """Give MLX its limits, and the system the buffers that nobody uses.
+        """Give MLX its limits, and the system the unused buffers.
 
         To be called when what is above them has been let go of, and after whatever may have set them otherwise, as each
         `BatchGenerator` does with the wired one.

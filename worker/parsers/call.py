@@ -70,7 +70,7 @@ def attempt(ctx: Context, form: Format, hit: str, text: Emit) -> Steps[bool]:
 
 
 def _break_off(ctx: Context, form: Format, is_unclosed: bool) -> Steps[None]:
-    """Give up on a call that was announced. What is left of it is dropped: arguments are never put together anew.
+    """Give up on a call that was announced. What is left of it is dropped: arguments are never put together again.
 
     Arguments that the model itself left without their last brackets, and with nothing in their place, get those.
     """

@@ -33,7 +33,7 @@ class Parser:
 
     A call that breaks before its name and arguments are certain becomes TEXT, as it was written. One that breaks after
     it was announced gets the brackets that it lacks, if nothing else is missing and the model itself has ended it. If
-    not, its arguments stay unclosed, so that they are no JSON and nobody runs half a command, and the output is
+    not, its arguments stay unclosed, so that they are no JSON and no client runs half a command, and the output is
     `is_broken`. Either way it counts as `malformed`.
     """
 

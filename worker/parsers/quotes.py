@@ -47,7 +47,7 @@ def ends_string(r: Reader, levels: str, is_key: bool) -> Steps[bool]:
 
 
 def _refuse_expression(r: Reader, at: int, char: str) -> Steps[None]:
-    """`"a" + b`, `"%s" % x` and `"a".join(b)` are values that nobody can know."""
+    """`"a" + b`, `"%s" % x` and `"a".join(b)` are values that cannot be known."""
     if char != ".":
         if (yield from _char(r, at + 1)).isspace():
             raise Malformed

@@ -322,7 +322,7 @@ def _shown(request: CountRequest) -> list[ToolSpec]:
     specs = [spec for spec in request.tools or () if not _is_skipped(spec)]
     waiting = {spec.name: spec for spec in specs if spec.defer_loading}
     if len(specs) < len(request.tools or ()) or not waiting:
-        # Nobody finds them where the search itself is one of the tools left out.
+        # The model cannot find them where the search itself is one of the tools left out.
         return specs
     found = dict.fromkeys(name for message in request.messages for name in _found_tools(message))
     if request.tool_choice is not None and request.tool_choice.name:

@@ -1,4 +1,4 @@
-"""Bodies to structs, alike for every dialect: what is wrong is a `BadRequest`, what nobody knows is named.
+"""Decoding of bodies to structs, alike for every dialect: errors are a `BadRequest`, unknown fields are named.
 
 The interpreter belongs to one thread for as long as a call into the decoder lasts, and a large body is decoded while
 streams run: it is decoded in pieces, once its structure is known to be no larger than any conversation's.
@@ -19,7 +19,7 @@ T = TypeVar("T", bound=Struct)
 
 # Bodies up to this are decoded in one call, larger ones in pieces of about this.
 PIECE_BYTES: Final = 128 * 1024
-# Of one object: the names of what nobody knows must be looked at, and there may be as many as bytes.
+# Of one object: the names of unknown fields must be looked at, and there may be as many as bytes.
 UNKNOWN_BYTES_MAX: Final = 256 * 1024
 # Of a field whose entries are none of a conversation's.
 _BIAS: Final = "logit_bias"

@@ -223,14 +223,14 @@ _completion = Schema(CompletionRequest, NO_ACTION)
 
 
 def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
-    """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
+    """The request, and the names of its unknown fields. Raises `BadRequest`."""
     request, unknown = _chat.decode(body)
     _refuse_unserved_chat(request)
     return request, unknown
 
 
 def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
-    """The request, and the names of the fields that nobody knows. Raises `BadRequest`."""
+    """The request, and the names of its unknown fields. Raises `BadRequest`."""
     request, unknown = _completion.decode(body)
     if request.suffix:
         raise Unsupported("'suffix' is not supported: this server does not fill in the middle.", "suffix")

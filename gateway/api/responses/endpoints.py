@@ -33,7 +33,7 @@ ITEMS_MAX: Final = 100
 ITEMS_DEFAULT: Final = 20
 SEALED: Final = "reasoning.encrypted_content"
 
-# Streams that are being written, with their tenants: nobody else can know the id.
+# Streams that are being written, with their tenants: no other tenant can know the id.
 Running = dict[str, tuple[str, Run]]
 
 _encode = msgspec.json.Encoder().encode

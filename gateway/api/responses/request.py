@@ -187,7 +187,7 @@ _count = Schema(CountRequest, NO_ACTION | frozenset(ResponsesRequest.__struct_fi
 
 
 def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
-    """The request, and the names of the fields that nobody knows or that do nothing here. Raises `BadRequest`."""
+    """The request, and the names of fields that are unknown or without effect. Raises `BadRequest`."""
     request, unknown = _responses.decode(body)
     if request.background:
         raise Unsupported("'background' is not supported: ask with 'stream' for a long answer.", "background")

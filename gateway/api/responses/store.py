@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Of one conversation: what is longer is most likely a loop in somebody's program.
+# Of one conversation: what is longer is most likely a loop in a client's program.
 CHAIN_MAX: Final = 10_000
 # Calls, and bytes of responses, that wait for the disk; what comes while there are as many is not kept, or refused.
 PENDING_MAX: Final = 512
@@ -301,7 +301,7 @@ class Store:
             self._evict(database, stored.tenant)
 
     def _evict(self, database: sqlite3.Connection, tenant: str) -> None:
-        """The oldest of everybody go, and the least used of this tenant, until what is left is small enough."""
+        """Delete the oldest of all tenants, and the least used of this one, until the rest is small enough."""
         cursor = database.execute("DELETE FROM responses WHERE used < ?", (self._now() - self._max_age_s,))
         self._has_traces |= cursor.rowcount > 0
         sql = "SELECT COALESCE(SUM(size), 0) FROM responses WHERE tenant = ?"

@@ -35,7 +35,7 @@ def vocabulary() -> list[str]:
 
 
 class Prompts:
-    """Prompts of so many tokens, exactly so with a tokenizer. None begins as another: no prefix cache helps anybody."""
+    """Prompts of so many tokens, exactly so with a tokenizer. None begins as another: no prefix cache helps."""
 
     def __init__(self, tokenizer: Encoder | None, seed: int, tokens_per_word: float = TOKENS_PER_WORD) -> None:
         # As text: Python seeds with the absolute value of a number, and -1 would give the prompts of 1.

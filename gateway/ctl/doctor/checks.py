@@ -33,7 +33,7 @@ def versions(found: Mapping[str, str | None]) -> Finding:
     """`found`: each distribution that mlxd needs, and its version."""
     missing = [name for name, version in found.items() if version is None]
     if missing:
-        return Finding("versions", "bad", f"not installed: {', '.join(missing)}", "install mlxd anew")
+        return Finding("versions", "bad", f"not installed: {', '.join(missing)}", "install mlxd again")
     return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
 
 
@@ -131,7 +131,7 @@ def sleep(said: str | None) -> Finding:
 
 
 def daemon(version: str | None, ours: str) -> Finding:
-    """`version`: of the one that answers on the admin socket, None when nobody does."""
+    """`version`: of the one that answers on the admin socket, None when none does."""
     if version is None:
         return Finding("daemon", "warn", "does not run", "mlxctl serve, or mlxctl service start")
     if version != ours:

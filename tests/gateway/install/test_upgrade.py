@@ -354,7 +354,7 @@ def test_an_environment_that_the_services_user_can_change_is_not_run_by_root(tmp
     assert f"can be changed by user {SERVICE}" in check_writers(env, SERVICE + 1)
     os.chown(site, 0, 0)
     env.chmod(0o777)
-    with pytest.raises(Failed, match="everybody"):
+    with pytest.raises(Failed, match="every user"):
         check_writers(env, SERVICE)
 
 

@@ -62,7 +62,7 @@ def anything(tool: Tool) -> Tool:
 
 
 def closed(schema: Any, depth: int = 0) -> Any:
-    """The same schema without parameters that nobody has declared, and integers within what JSON clients can hold."""
+    """The same schema without undeclared parameters, and integers within what JSON clients can hold."""
     if isinstance(schema, list):
         return [closed(item, depth + 1) for item in cast("list[Any]", schema)]
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
