@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from gateway.link.link import WorkerGone
 from gateway.supervisor import postmortem
+from gateway.supervisor.exits import EXITS, Fate, cause_of
 from gateway.supervisor.handle import SHUTTING_DOWN, Front
 from gateway.supervisor.heartbeat import Heartbeat
 from gateway.supervisor.ports import Effects, Wire
@@ -147,36 +148,38 @@ class Life(Front):
         self._process = None
         self._timers.finish()
         report = postmortem.examine(self.name, status, self._goodbye, lines)
-        is_clean = report.kind is postmortem.Kind.STOPPED
         is_asked = self.state in (State.DRAINING, State.STOPPING) and (self._blame is None or self._stoppers.has_any())
-        if is_asked and status == -signal.SIGTERM:
-            # It was leaving, and our reminder came when Python was already down.
-            self._events.worker_exit(self.name, 0)
-        else:
-            self._events.worker_exit(self.name, UNKNOWN_EXIT if status is None else status)
-        is_crash = not is_asked and not (is_clean and self._blame is None and self.ready is not None)
+        # SIGTERM: it was leaving, and our reminder came when Python was already down.
+        told = 0 if is_asked and status == -signal.SIGTERM else status
+        self._events.worker_exit(self.name, UNKNOWN_EXIT if told is None else told)
+        was_ready = self.ready is not None
+        is_replaced = self._is_wanted or self._is_evicted
+        cause = cause_of(report.kind, self._blame, is_asked=is_asked, is_replaced=is_replaced, was_ready=was_ready)
+        exit = EXITS[cause]
         self._parked.park(self._wire.detach(epoch), self._effects.now())
-        if is_asked and not self._is_wanted and not self._is_evicted:
-            stopped = Failure(Code.DRAINING, f"model '{self.name}' was stopped")
-            self._parked.fail(stopped if is_clean else report.stream_failure)
-        elif is_crash and self.ready is not None:
-            self._parked.after_crash(report.stream_failure, self._effects.now())
-        else:
-            self._parked.requeue()
-        if not is_crash:
+        self._hand_on(exit.sequences if was_ready else exit.while_loading, report)
+        if exit.next is State.STOPPED:
             log.info("worker %s#%d has stopped", self.name, epoch)
             self._settle_stopped()
             return
         failure = self._blame or report.failure
-        where = postmortem.crash_report(status)
-        told = "\n".join([f"{failure.message}{where}", *lines[-20:]])
-        log.error("worker %s#%d ended: %s", self.name, epoch, told)
-        if report.kind is postmortem.Kind.INCOMPATIBLE or failure.code is Code.INCOMPATIBLE:
-            self._settle_final(State.INCOMPATIBLE, failure)
-        elif report.kind is postmortem.Kind.FINAL:
-            self._settle_final(State.FAILED, failure)
-        else:
+        told_lines = "\n".join([f"{failure.message}{postmortem.crash_report(status)}", *lines[-20:]])
+        log.error("worker %s#%d ended: %s", self.name, epoch, told_lines)
+        if exit.next is State.BACKOFF:
             self._settle_crashed(failure)
+        else:
+            self._settle_final(exit.next, failure)
+
+    def _hand_on(self, fate: Fate, report: postmortem.Postmortem) -> None:
+        match fate:
+            case Fate.FAIL:
+                is_clean = report.kind is postmortem.Kind.STOPPED
+                stopped = Failure(Code.DRAINING, f"model '{self.name}' was stopped")
+                self._parked.fail(stopped if is_clean else report.stream_failure)
+            case Fate.RESUME:
+                self._parked.requeue()
+            case Fate.SUSPECT:
+                self._parked.after_crash(report.stream_failure, self._effects.now())
 
     # -- settled states: each wakes every waiter -----------------------------------------------------------------------
 

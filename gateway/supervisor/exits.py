@@ -1,0 +1,66 @@
+"""Table of worker exits: for each cause, what follows for the worker's sequences and for its model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+from gateway.supervisor.postmortem import Kind
+from gateway.supervisor.state import State
+from protocol.failures import Code, Failure
+
+
+class Cause(Enum):
+    """Cause of an exit, by what was asked of the worker and how it ended."""
+
+    # Asked to end: by an unload or the shutdown; for its successor, or to make room.
+    UNLOADED = auto()
+    REPLACED = auto()
+    # Ended by itself, in order, after it had been ready.
+    CLEAN = auto()
+    CRASHED = auto()
+    # Another start cannot help: the model's files or configuration, or another protocol.
+    FINAL = auto()
+    INCOMPATIBLE = auto()
+
+
+class Fate(Enum):
+    """Fate of the sequences that a worker leaves."""
+
+    FAIL = auto()
+    # They go on at the next worker, and none is suspected.
+    RESUME = auto()
+    # They go on at the next worker, but for those that crash workers.
+    SUSPECT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """What follows an exit. `next` is the settled state; a crash's is the restart policy's to refine."""
+
+    sequences: Fate
+    next: State
+    # Of a worker that had not been ready: a load that fails says nothing about requests.
+    while_loading: Fate = Fate.RESUME
+
+
+EXITS: Final[Mapping[Cause, Exit]] = {
+    Cause.UNLOADED: Exit(Fate.FAIL, State.STOPPED, while_loading=Fate.FAIL),
+    Cause.REPLACED: Exit(Fate.RESUME, State.STOPPED),
+    Cause.CLEAN: Exit(Fate.RESUME, State.STOPPED),
+    Cause.CRASHED: Exit(Fate.SUSPECT, State.BACKOFF),
+    Cause.FINAL: Exit(Fate.SUSPECT, State.FAILED),
+    Cause.INCOMPATIBLE: Exit(Fate.SUSPECT, State.INCOMPATIBLE),
+}
+
+
+def cause_of(kind: Kind, blame: Failure | None, *, is_asked: bool, is_replaced: bool, was_ready: bool) -> Cause:
+    """The cause of an exit. `blame` is the reason for which the gateway ended the worker, if it was at fault."""
+    if is_asked:
+        return Cause.REPLACED if is_replaced else Cause.UNLOADED
+    if kind is Kind.INCOMPATIBLE or (blame is not None and blame.code is Code.INCOMPATIBLE):
+        return Cause.INCOMPATIBLE
+    if kind is Kind.FINAL:
+        return Cause.FINAL
+    is_clean = kind is Kind.STOPPED and blame is None and was_ready
+    return Cause.CLEAN if is_clean else Cause.CRASHED
