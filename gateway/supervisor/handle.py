@@ -8,6 +8,7 @@ from collections.abc import Callable
 from gateway.link.sequence import Connection, Flight
 from gateway.supervisor import inbox
 from gateway.supervisor.failover import ParkedSequences
+from gateway.supervisor.inbox import Notice, Wish
 from gateway.supervisor.ports import Effects, Process, Wire
 from gateway.supervisor.restart_policy import RestartPolicy
 from gateway.supervisor.state import Events, Limits, ModelUnavailable, State, WorkerView
@@ -102,11 +103,11 @@ class Front:
     async def ensure_ready(self) -> None:
         """Return when the model can take requests, at once if it can. Raises `ModelUnavailable`."""
         if not self.is_ready:
-            await self._ask(inbox.Ensure)
+            await self._ask(lambda waiter: inbox.Ask(Wish.READY, waiter))
 
     async def load(self) -> None:
         """Like `ensure_ready`, and an operator's fresh try after failures."""
-        await self._ask(inbox.Load)
+        await self._ask(lambda waiter: inbox.Ask(Wish.LOAD, waiter))
 
     async def stop(self, drain_s: float, *, is_closing: bool = False, reason: Failure | None = None) -> None:
         """Finish what runs until the deadline, then stop. `is_closing`: and never start again.
@@ -122,7 +123,7 @@ class Front:
 
     async def restart(self) -> None:
         """Stop and start again; what runs goes on at the successor. Returns when ready. Raises `ModelUnavailable`."""
-        await self._ask(inbox.Restart)
+        await self._ask(lambda waiter: inbox.Ask(Wish.RESTART, waiter))
 
     def adopt(self, process: Process, epoch: int) -> None:
         """Take over a worker that an earlier gateway started. Comes before everything else."""
@@ -135,7 +136,7 @@ class Front:
     def suspect(self) -> None:
         """A send failed. Takes effect at once: the retry must not be given this incarnation again."""
         self._is_suspect = True
-        self._inbox.put_nowait(inbox.Suspect(self.epoch))
+        self._inbox.put_nowait(inbox.About(Notice.SUSPECT, self.epoch))
 
     def refusal(self, request: Generate) -> Failure | None:
         """Why this request must not be sent: it is known to kill workers, or there is no memory for it."""
@@ -150,7 +151,7 @@ class Front:
 
     def note_progress(self) -> None:
         """A watched sequence has its first token, or has ended."""
-        self._inbox.put_nowait(inbox.Progressed(self.epoch))
+        self._inbox.put_nowait(inbox.About(Notice.PROGRESS, self.epoch))
 
     @property
     def has_parked(self) -> bool:
@@ -164,19 +165,19 @@ class Front:
     def open_gate(self) -> None:
         if self._is_gated:
             self._is_gated = False
-            self._inbox.put_nowait(inbox.Reopen())
+            self._inbox.put_nowait(inbox.About(Notice.REOPEN, self.epoch))
 
     def evict(self) -> bool:
         """End it to make room, if it is ready; nothing of it may run. Whoever asks next waits for room for it."""
         if self.state is not State.READY or self.has_parked:
             return False
         self.close_gate()
-        self._inbox.put_nowait(inbox.Evict(self.epoch))
+        self._inbox.put_nowait(inbox.About(Notice.EVICT, self.epoch))
         return True
 
     def recycle(self) -> None:
         """Start it anew, without anybody waiting; what runs goes on at the successor."""
-        self._inbox.put_nowait(inbox.Recycle(self.epoch))
+        self._inbox.put_nowait(inbox.About(Notice.RECYCLE, self.epoch))
 
     def kill(self) -> None:
         """SIGKILL, without grace: the last resort of a daemon that must go now."""

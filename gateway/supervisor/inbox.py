@@ -1,6 +1,7 @@
 """Inbox messages of a worker's state machine: commands of callers, and events of its own timers and watchers."""
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from gateway.supervisor.ports import Process
 from gateway.supervisor.waiters import Waiter
@@ -9,18 +10,20 @@ from protocol.messages import Drained, Goodbye, Hello, Loading, Pong, Ready
 from protocol.spec import WorkerSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Ensure:
-    waiter: Waiter
+class Wish(Enum):
+    """Kind of an `Ask`."""
+
+    READY = auto()
+    # An operator's: also after failures.
+    LOAD = auto()
+    RESTART = auto()
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    waiter: Waiter
+class Ask:
+    """A caller waits until the model is ready."""
 
-
-@dataclass(frozen=True, slots=True)
-class Restart:
+    wish: Wish
     waiter: Waiter
 
 
@@ -29,13 +32,13 @@ class Stop:
     waiter: Waiter
     drain_s: float
     is_closing: bool
-    # What whoever waits is told, where it is neither of the ordinary reasons.
+    # The failure told to waiting requests, where it is neither of the ordinary ones.
     reason: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From now on another specification; with `is_reload` what runs is started anew with it."""
+    """Another specification for the next start; with `is_reload` a running worker is replaced now."""
 
     spec: WorkerSpec
     load_timeout_s: float
@@ -49,18 +52,23 @@ class Adopt:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Evict:
-    epoch: int
+class Notice(Enum):
+    """Kind of an `About`."""
+
+    # From the memory broker: end it to make room; start it again; its gate is open again.
+    EVICT = auto()
+    RECYCLE = auto()
+    REOPEN = auto()
+    # From the link: a send failed; a watched sequence has its first token, or has ended.
+    SUSPECT = auto()
+    PROGRESS = auto()
 
 
 @dataclass(frozen=True, slots=True)
-class Reopen:
-    pass
+class About:
+    """A notice about one incarnation; ignored once another has taken its place."""
 
-
-@dataclass(frozen=True, slots=True)
-class Recycle:
+    notice: Notice
     epoch: int
 
 
@@ -83,16 +91,6 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progressed:
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class Alarm:
     token: int
 
@@ -103,5 +101,4 @@ class Beat:
 
 
 Message = Hello | Loading | Ready | Pong | Drained | Goodbye
-Order = Ensure | Load | Restart | Stop | Change | Adopt | Evict | Reopen | Recycle
-Mail = Order | Admitted | Denied | Exited | Suspect | Progressed | Alarm | Beat | Message
+Mail = Ask | Stop | Change | Adopt | About | Admitted | Denied | Exited | Alarm | Beat | Message

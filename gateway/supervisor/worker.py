@@ -7,6 +7,7 @@ from typing import assert_never
 
 from gateway.supervisor import inbox
 from gateway.supervisor.handle import SHUTTING_DOWN
+from gateway.supervisor.inbox import Notice, Wish
 from gateway.supervisor.incarnation import Life
 from gateway.supervisor.ports import Process
 from gateway.supervisor.state import State
@@ -60,7 +61,7 @@ class Worker(Life):
         self._is_over = self._is_closing = True
         while not self._inbox.empty():
             match self._inbox.get_nowait():
-                case inbox.Ensure(waiter) | inbox.Load(waiter) | inbox.Restart(waiter):
+                case inbox.Ask(_, waiter):
                     self._waiters.add(waiter)
                 case inbox.Stop(waiter):
                     self._stoppers.add(waiter)
@@ -79,40 +80,23 @@ class Worker(Life):
                 # Fenced by the link already; this drops what was queued while the epoch changed.
                 if item.epoch == self.epoch and self._process is not None:
                     self._on_message(item, self._process)
-            case inbox.Ensure(waiter):
-                self._on_ensure(waiter)
-            case inbox.Load(waiter):
-                self._on_load(waiter)
-            case inbox.Restart(waiter):
-                self._on_restart(waiter)
+            case inbox.Ask():
+                self._on_ask(item)
             case inbox.Stop():
                 self._on_stop(item)
             case inbox.Change():
                 self._on_change(item)
             case inbox.Adopt(process, epoch):
                 self._on_adopt(process, epoch)
-            case inbox.Evict(epoch):
-                if epoch == self.epoch and self.state is State.READY:
-                    self._is_evicted = self.has_left = True
-                    self._terminate()
-            case inbox.Reopen():
-                self._serve()
-            case inbox.Recycle(epoch):
-                if epoch == self.epoch and self.state is State.READY:
-                    self._renew()
+            case inbox.About(notice, epoch):
+                if epoch == self.epoch:
+                    self._on_notice(notice)
             case inbox.Admitted(epoch, share_bytes):
                 self._on_admitted(epoch, share_bytes)
             case inbox.Denied(epoch, failure):
                 self._on_denied(epoch, failure)
             case inbox.Exited(epoch, status):
                 self._on_exited(epoch, status)
-            case inbox.Suspect(epoch):
-                if epoch == self.epoch and self.state is State.READY:
-                    self._timers.arm(self._limits.suspect_s)
-            case inbox.Progressed(epoch):
-                if epoch == self.epoch:
-                    self._parked.note_progress()
-                    self._serve()
             case inbox.Alarm():
                 if self._timers.is_current(item):
                     self._on_alarm()
@@ -120,6 +104,33 @@ class Worker(Life):
                 assert_never(item)
 
     # -- commands ----------------------------------------------------------------------------------------------------
+
+    def _on_ask(self, command: inbox.Ask) -> None:
+        match command.wish:
+            case Wish.READY:
+                self._on_ensure(command.waiter)
+            case Wish.LOAD:
+                self._on_load(command.waiter)
+            case Wish.RESTART:
+                self._on_restart(command.waiter)
+
+    def _on_notice(self, notice: Notice) -> None:
+        is_ready = self.state is State.READY
+        match notice:
+            case Notice.EVICT if is_ready:
+                self._is_evicted = self.has_left = True
+                self._terminate()
+            case Notice.RECYCLE if is_ready:
+                self._renew()
+            case Notice.SUSPECT if is_ready:
+                self._timers.arm(self._limits.suspect_s)
+            case Notice.REOPEN:
+                self._serve()
+            case Notice.PROGRESS:
+                self._parked.note_progress()
+                self._serve()
+            case Notice.EVICT | Notice.RECYCLE | Notice.SUSPECT:
+                pass
 
     def _on_ensure(self, waiter: Waiter) -> None:
         self._waiters.add(waiter)
