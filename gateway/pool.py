@@ -17,11 +17,11 @@ from gateway.link.link import Link
 from gateway.memory.broker import Broker
 from gateway.memory.host import Machine, ThisMachine
 from gateway.memory.monitor import MemoryWatch
+from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.ports import Effects, Process
 from gateway.supervisor.registry import Registry, Survivor
 from gateway.supervisor.spawn import Command, Spawner, default_command
 from gateway.supervisor.state import Events, Limits, MemoryView, ModelUnavailable, State, WorkerView
-from gateway.supervisor.worker import Worker
 from protocol.failures import Code, Failure
 from protocol.spec import WorkerSpec
 
@@ -53,7 +53,7 @@ class Pool:
         self._limits = limits or Limits()
         self._command = command
         # All that there are; those of models that were removed stay until they have stopped.
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, WorkerHandle] = {}
         self._removed: set[str] = set()
         # Those of another version's workers, which are stopped at the start.
         self._reloaded: set[str] = set()
@@ -138,7 +138,7 @@ class Pool:
         finally:
             kill.cancel()
 
-    async def ensure_ready(self, model: str) -> Worker:
+    async def ensure_ready(self, model: str) -> WorkerHandle:
         """The worker of `model`, loaded. Without a task switch when it is. Raises `ModelUnavailable`."""
         worker = self._configured(model)
         if not worker.is_ready:
@@ -200,7 +200,7 @@ class Pool:
         """Those of configured models, in the order of the configuration."""
         return [self._workers[name].view() for name in self._config.models if name in self._workers]
 
-    def worker(self, model: str) -> Worker:
+    def worker(self, model: str) -> WorkerHandle:
         """The worker of a configured model, in whatever state it is."""
         return self._workers[model]
 
@@ -223,7 +223,7 @@ class Pool:
 
     # -- changes of the configuration --------------------------------------------------------------------------------
 
-    def _configured(self, model: str) -> Worker:
+    def _configured(self, model: str) -> WorkerHandle:
         """Raises `ModelUnavailable` for a model that was removed since its request came."""
         if model in self._removed or model not in self._workers:
             raise ModelUnavailable(_gone(model))
@@ -251,7 +251,7 @@ class Pool:
             self._run_task(_preload(worker))
         return is_other and worker.is_resident
 
-    async def _retire(self, worker: Worker) -> None:
+    async def _retire(self, worker: WorkerHandle) -> None:
         name = worker.name
         if name not in self._removed:
             return
@@ -267,8 +267,8 @@ class Pool:
         assert self._tasks is not None, "start() comes first"
         return self._tasks.create_task(work)
 
-    def _make(self, model: ModelConfig, effects: Effects) -> Worker:
-        return Worker(
+    def _make(self, model: ModelConfig, effects: Effects) -> WorkerHandle:
+        return WorkerHandle(
             self._spec(model),
             effects=effects,
             wire=self._link,
@@ -394,7 +394,7 @@ def _gone(model: str) -> Failure:
     return Failure(Code.MODEL_MISSING, f"model '{model}' was removed from the configuration")
 
 
-async def _preload(worker: Worker) -> None:
+async def _preload(worker: WorkerHandle) -> None:
     try:
         await worker.ensure_ready()
     except ModelUnavailable as error:

@@ -15,8 +15,8 @@ from gateway.link.collector import Collector
 from gateway.link.link import WorkerGone
 from gateway.request.record import Record
 from gateway.services import Services
+from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import State
-from gateway.supervisor.worker import Worker
 from protocol.messages import Finish, Generate, Sampling, TextPrompt
 
 DEADLINE_S: Final = 10.0
@@ -51,7 +51,7 @@ async def examine(services: Services, model: str | None = None, deadline_s: floa
     return DeepHealth("healthy" if is_good else "unhealthy", probes)
 
 
-async def _probe(services: Services, worker: Worker, deadline_s: float) -> Probe:
+async def _probe(services: Services, worker: WorkerHandle, deadline_s: float) -> Probe:
     began = time.perf_counter()
     steps = _steps(worker)
     error = ""
@@ -73,7 +73,7 @@ async def _probe(services: Services, worker: Worker, deadline_s: float) -> Probe
     return Probe(worker.name, not error, "failed" if error else "ready", _ms(began), error)
 
 
-async def _one_token(services: Services, worker: Worker) -> str:
+async def _one_token(services: Services, worker: WorkerHandle) -> str:
     """Generate one token; returns the error, or an empty string. Raises `WorkerGone`."""
     link = services.link
     request = Generate(
@@ -100,7 +100,7 @@ async def _ending(collector: Collector) -> str:
                 return ""
 
 
-def _steps(worker: Worker) -> tuple[int, int]:
+def _steps(worker: WorkerHandle) -> tuple[int, int]:
     return worker.epoch, worker.stats.step_seq if worker.stats is not None else 0
 
 

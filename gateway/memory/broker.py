@@ -18,8 +18,8 @@ from gateway.memory.grants import Asking, Return, Tenancy
 from gateway.memory.host import Machine
 from gateway.memory.policy import Never, Plan, Tenant, Terms
 from gateway.memory.pressure import Pressure
+from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import Limits, MemoryEvents, MemoryView, ModelMemory, ModelUnavailable, State
-from gateway.supervisor.worker import Worker
 from protocol.failures import Code, Failure
 from protocol.messages import SetMemory
 
@@ -44,7 +44,7 @@ class Broker:
     def __init__(
         self,
         config: Config,
-        workers: Mapping[str, Worker],
+        workers: Mapping[str, WorkerHandle],
         link: Link,
         events: MemoryEvents,
         machine: Machine,
@@ -266,7 +266,7 @@ class Broker:
             used_at=tenancy.used_at,
         )
 
-    def is_busy(self, worker: Worker) -> bool:
+    def is_busy(self, worker: WorkerHandle) -> bool:
         """Behind a closed gate only what runs counts: who waits there holds a lease, too."""
         is_asked_for = self.leases(worker.name) > 0 and self.tenancies[worker.name].gated_at is None
         return is_asked_for or worker.has_parked or self._link.is_busy(worker.epoch)

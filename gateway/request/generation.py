@@ -18,8 +18,8 @@ from gateway.link.link import LATE, WorkerGone
 from gateway.request.headers import relaxed_header
 from gateway.request.record import Header, Record
 from gateway.request.runtime import Runtime
+from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import ModelUnavailable, State
-from gateway.supervisor.worker import Worker
 from protocol.codec import Unsendable, prompt_bytes
 from protocol.failures import Code, Failure
 from protocol.messages import Delta, Finish, Generate
@@ -177,7 +177,7 @@ class Generation:
             self._numbers.opening -= len(self._generates)
             phases.load = (phases.sent_at or self._elapsed()) - phases.loading_from
 
-    def _submit(self, worker: Worker) -> bool:
+    def _submit(self, worker: WorkerHandle) -> bool:
         generates = self._generates
         if self._deadline < math.inf:
             left_ms = max(1, int((self._deadline - time.perf_counter()) * 1000))

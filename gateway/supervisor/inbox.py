@@ -1,5 +1,6 @@
 """Inbox messages of a worker's state machine: commands of callers, and events of its own timers and watchers."""
 
+import asyncio
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -102,3 +103,22 @@ class Beat:
 
 Message = Hello | Loading | Ready | Pong | Drained | Goodbye
 Mail = Ask | Stop | Change | Adopt | About | Admitted | Denied | Exited | Alarm | Beat | Message
+
+
+class Inbox:
+    """Queue of one worker's state machine. Once closed, no one takes from it any more."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Mail] = asyncio.Queue()
+        self.is_closed = False
+
+    def put(self, mail: Mail) -> None:
+        self._queue.put_nowait(mail)
+
+    async def get(self) -> Mail:
+        return await self._queue.get()
+
+    def close(self) -> list[Mail]:
+        """Returns what was not handled."""
+        self.is_closed = True
+        return [self._queue.get_nowait() for _ in range(self._queue.qsize())]

@@ -1,19 +1,19 @@
-"""The words that the pool and its readers share: states, snapshots, limits, and what the pool reports."""
+"""States, snapshots, limits and events of workers, shared by the supervisor, the pool and their readers."""
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from gateway.link.events import LinkEvents
-from protocol.failures import Failure
+from protocol.failures import Code, Failure
 from protocol.messages import Ready
 from protocol.stats import Stats
 
 
 class State(StrEnum):
-    """Where a worker is. Only its own state machine changes it."""
+    """State of a worker. Only its own state machine changes it."""
 
     STOPPED = "stopped"
     STARTING = "starting"
@@ -26,8 +26,11 @@ class State(StrEnum):
     INCOMPATIBLE = "incompatible"
 
 
+SHUTTING_DOWN: Final = Failure(Code.DRAINING, "the server is shutting down")
+
+
 class ModelUnavailable(Exception):
-    """The model cannot be had now. `retry_after_s` is 0 when trying again cannot help until something is changed."""
+    """The model is not available. `retry_after_s` is 0 when trying again cannot help until something is changed."""
 
     def __init__(self, failure: Failure, retry_after_s: float = 0.0) -> None:
         super().__init__(failure.message)
@@ -36,7 +39,7 @@ class ModelUnavailable(Exception):
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker at one moment."""
+    """Snapshot of one worker."""
 
     name: str
     path: str
@@ -58,7 +61,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one loaded model has of the memory; `floor_bytes` is what it cannot be without."""
+    """Memory of one loaded model; `floor_bytes` is what it cannot run without."""
 
     share_bytes: int
     floor_bytes: int
@@ -68,7 +71,7 @@ class ModelMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryView(msgspec.Struct, frozen=True):
-    """How the memory is shared out at one moment; `waiting` are models for which room is being made, in order."""
+    """Snapshot of the memory grants; `waiting` are models for which room is being made, in order."""
 
     budget_bytes: int
     granted_bytes: int
@@ -78,7 +81,7 @@ class MemoryView(msgspec.Struct, frozen=True):
 
 
 class MemoryEvents(Protocol):
-    """What the broker does. Called on the event loop."""
+    """Events of the memory broker. Called on the event loop."""
 
     def granted(self, model: str, wait_s: float, reason: str) -> None: ...
     def swapped(self, model: str, s: float) -> None: ...
@@ -105,13 +108,13 @@ class Events(LinkEvents, MemoryEvents, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Every limit of a worker's life; times in seconds."""
+    """Limits of a worker and its memory; times in seconds."""
 
     heartbeat_s: float = 1.0
     # No Pong for this long while the process lives, or a step older than that: stuck.
     pong_s: float = 15.0
     step_s: float = 60.0
-    # Our own loop did not run for this long (sleep, a stopped process): nobody else is to blame.
+    # Our own loop did not run for this long (sleep, a stopped process): no worker is to blame.
     blackout_s: float = 5.0
     dump_s: float = 0.5
     abort_s: float = 5.0
@@ -137,7 +140,7 @@ class Limits:
     look_s: float = 1.0
     squeeze_s: float = 3.0
     relax_s: float = 30.0
-    # A worker that stays above its share for this long in spite of all is started anew: one model, and any, so often.
+    # A worker that stays above its share for this long in spite of all is started again: one model, and any, so often.
     creep_s: float = 10.0
     creep_bytes: int = 64 << 20
     recycle_s: float = 600.0

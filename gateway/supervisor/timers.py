@@ -1,4 +1,7 @@
-"""Timers and watcher tasks of a worker's state machine: they wait, so that it never has to."""
+"""Timers and watcher tasks of a worker's state machine: they wait, so that it never has to.
+
+Each reports to the inbox or signals a process; none touches the machine's state.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -13,7 +16,7 @@ GREET_RETRY_S: Final = 0.05
 
 
 class Timers:
-    """Timers and watchers. Each reports to the inbox or signals a process; none touches the machine's state."""
+    """Heartbeat, and one alarm at a time, of one worker over all its incarnations."""
 
     def __init__(self, effects: Effects, limits: Limits, post: Callable[[inbox.Mail], None]) -> None:
         self._effects = effects
@@ -22,20 +25,19 @@ class Timers:
         self._tasks: asyncio.TaskGroup | None = None
         self._alarm: asyncio.Task[None] | None = None
         self._alarm_token = 0
-        self._admission: asyncio.Task[None] | None = None
-        self._greeting: asyncio.Task[None] | None = None
-        self._escalation: asyncio.Task[None] | None = None
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
-        """Start the heart. Every chore ends with `tasks`."""
+        """Start the heartbeat. Every timer ends with `tasks`."""
         self._tasks = tasks
-        self._run(self._beat())
+        self.run(self._beat())
 
-    # -- one alarm at a time -----------------------------------------------------------------------------------------
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._tasks is not None, "begin() comes first"
+        return self._tasks.create_task(work)
 
     def arm(self, delay_s: float) -> None:
         self.disarm()
-        self._alarm = self._run(self._ring(self._alarm_token, delay_s))
+        self._alarm = self.run(self._ring(self._alarm_token, delay_s))
 
     def disarm(self) -> None:
         self._alarm_token += 1
@@ -46,11 +48,40 @@ class Timers:
         """Whether nothing was armed or disarmed since it rang."""
         return alarm.token == self._alarm_token
 
-    # -- one incarnation ---------------------------------------------------------------------------------------------
+    def watchers(self) -> "Watchers":
+        """Those of a new incarnation."""
+        return Watchers(self._effects, self._limits, self._post, self.run)
+
+    async def _beat(self) -> None:
+        while True:
+            await self._effects.sleep(self._limits.heartbeat_s)
+            self._post(inbox.Beat())
+
+    async def _ring(self, token: int, delay_s: float) -> None:
+        await self._effects.sleep(delay_s)
+        self._post(inbox.Alarm(token))
+
+
+class Watchers:
+    """Tasks about one incarnation's process: its admission, its greeting, its signals and its exit."""
+
+    def __init__(
+        self,
+        effects: Effects,
+        limits: Limits,
+        post: Callable[[inbox.Mail], None],
+        run: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._effects = effects
+        self._limits = limits
+        self._post = post
+        self._run = run
+        self._admission: asyncio.Task[None] | None = None
+        self._greeting: asyncio.Task[None] | None = None
+        self._escalation: asyncio.Task[None] | None = None
 
     def admit(self, spec: WorkerSpec) -> None:
         """Wait for room, then report `Admitted`, or `Denied`."""
-        self._greeting = None
         self._admission = self._run(self._admit(spec))
 
     def watch(self, epoch: int, process: Process) -> None:
@@ -76,21 +107,6 @@ class Timers:
         _cancel(self._escalation)
         _cancel(self._greeting)
         self._escalation = self._greeting = None
-
-    # -- what they do ------------------------------------------------------------------------------------------------
-
-    def _run(self, chore: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        assert self._tasks is not None, "begin() comes first"
-        return self._tasks.create_task(chore)
-
-    async def _beat(self) -> None:
-        while True:
-            await self._effects.sleep(self._limits.heartbeat_s)
-            self._post(inbox.Beat())
-
-    async def _ring(self, token: int, delay_s: float) -> None:
-        await self._effects.sleep(delay_s)
-        self._post(inbox.Alarm(token))
 
     async def _admit(self, spec: WorkerSpec) -> None:
         try:

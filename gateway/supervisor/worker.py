@@ -1,17 +1,24 @@
-"""One model's worker as a state machine: the only place that decides what happens to it."""
+"""State machine of one model's worker: the only place that decides what happens to it."""
 
 import asyncio
 import logging
-import time
-from typing import assert_never
+import signal
+from typing import Final, assert_never
 
-from gateway.supervisor import inbox
-from gateway.supervisor.handle import SHUTTING_DOWN
-from gateway.supervisor.inbox import Notice, Wish
-from gateway.supervisor.incarnation import Life
-from gateway.supervisor.ports import Process
-from gateway.supervisor.state import State
-from gateway.supervisor.waiters import Waiter
+from msgspec.structs import replace
+
+from gateway.link.sequence import Peer
+from gateway.supervisor import inbox, postmortem
+from gateway.supervisor.exits import EXITS, Fate, cause_of
+from gateway.supervisor.failover import ParkedSequences
+from gateway.supervisor.heartbeat import Heartbeat
+from gateway.supervisor.inbox import Inbox, Notice, Wish
+from gateway.supervisor.incarnation import Incarnation
+from gateway.supervisor.ports import Effects, Process, Wire
+from gateway.supervisor.restart_policy import RestartPolicy
+from gateway.supervisor.state import SHUTTING_DOWN, Events, Limits, ModelUnavailable, State
+from gateway.supervisor.timers import Timers
+from gateway.supervisor.waiters import Waiter, Waiters
 from protocol.failures import Code, Failure
 from protocol.messages import (
     MAJOR,
@@ -26,17 +33,72 @@ from protocol.messages import (
     Ready,
     SetLogLevel,
 )
+from protocol.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 
+# The status that `Events.worker_exit` is given for an adopted worker, which is not our child.
+UNKNOWN_EXIT: Final = 255
 
-class Worker(Life):
+
+class Worker:
     """The worker of one model, over all its incarnations.
 
-    `run` is the single writer: it takes commands, messages and alarms from one queue and waits for nothing else.
-    Whoever asked waits on a future, and every settled state (ready, stopped, backoff, failed, incompatible) wakes
-    all of them. Processes, time and chance come in through `Effects`.
+    `run` is the single writer: it takes commands, messages and alarms from one inbox and waits for nothing else.
+    Callers wait on futures, and every settled state (ready, stopped, backoff, failed, incompatible) wakes all of
+    them. Processes, time and chance come in through `Effects`. Others read it through their `WorkerHandle`.
     """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        peer: Peer,
+        inbox: Inbox,
+        *,
+        effects: Effects,
+        wire: Wire,
+        events: Events,
+        limits: Limits,
+        load_timeout_s: float,
+        is_preload: bool,
+    ) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.is_preload = is_preload
+        self.state = State.STOPPED
+        self.since = effects.now()
+        # It was unloaded for others, or by its time to live: from then on a preload of it is not missing.
+        self.was_evicted = False
+        self.parked = ParkedSequences(spec.name, wire, events, limits)
+        self.restart_policy = RestartPolicy(spec.name)
+
+        self._peer = peer
+        self._inbox = inbox
+        self._effects = effects
+        self._wire = wire
+        self._events = events
+        self._limits = limits
+        self._load_timeout_s = load_timeout_s
+        self._waiters = Waiters()
+        self._stoppers = Waiters()
+        self._timers = Timers(effects, limits, inbox.put)
+        self._heartbeat = Heartbeat(self.since, limits.blackout_s)
+        self._is_closing = False
+        # Epoch 0: none has been started yet.
+        self.incarnation = self._make(0)
+
+    @property
+    def is_ready(self) -> bool:
+        is_held = self.incarnation.is_suspect or self.incarnation.is_gated or self.parked.is_isolating
+        return self.state is State.READY and not is_held
+
+    @property
+    def retry_after_s(self) -> float:
+        is_waiting = self.state in (State.BACKOFF, State.FAILED)
+        return self.restart_policy.wait_s(self._effects.now()) if is_waiting else 0.0
+
+    def _make(self, epoch: int) -> Incarnation:
+        return Incarnation(epoch, self._peer, self._wire, self._limits, self._timers.watchers())
 
     # -- the single writer -------------------------------------------------------------------------------------------
 
@@ -50,17 +112,17 @@ class Worker(Life):
                     try:
                         self._handle(item)
                     except Exception:  # The root of a worker's task: the model is given up, the task goes on.
-                        log.exception("worker %s: a fault of ours in state %s", self.name, self.state)
+                        log.exception("worker %s: internal error in state %s", self.name, self.state)
                         self._give_up(Failure(Code.INTERNAL, f"model '{self.name}' is not available: internal error"))
                         self._stoppers.wake()
         finally:
             self._leave()
 
     def _leave(self) -> None:
-        """Nobody handles the inbox any more: whoever waits, or comes later, must not wait for ever."""
-        self._is_over = self._is_closing = True
-        while not self._inbox.empty():
-            match self._inbox.get_nowait():
+        """Refuse callers that wait, and later ones: the inbox is not handled any more."""
+        self._is_closing = True
+        for item in self._inbox.close():
+            match item:
                 case inbox.Ask(_, waiter):
                     self._waiters.add(waiter)
                 case inbox.Stop(waiter):
@@ -71,6 +133,7 @@ class Worker(Life):
         self._stoppers.wake()
 
     def _handle(self, item: inbox.Mail) -> None:
+        incarnation = self.incarnation
         match item:
             case Pong():
                 self._on_pong(item)
@@ -78,8 +141,8 @@ class Worker(Life):
                 self._on_beat()
             case Hello() | Loading() | Ready() | Drained() | Goodbye():
                 # Fenced by the link already; this drops what was queued while the epoch changed.
-                if item.epoch == self.epoch and self._process is not None:
-                    self._on_message(item, self._process)
+                if item.epoch == incarnation.epoch and incarnation.process is not None:
+                    self._on_message(item, incarnation.process)
             case inbox.Ask():
                 self._on_ask(item)
             case inbox.Stop():
@@ -89,14 +152,17 @@ class Worker(Life):
             case inbox.Adopt(process, epoch):
                 self._on_adopt(process, epoch)
             case inbox.About(notice, epoch):
-                if epoch == self.epoch:
+                if epoch == incarnation.epoch:
                     self._on_notice(notice)
             case inbox.Admitted(epoch, share_bytes):
-                self._on_admitted(epoch, share_bytes)
+                if epoch == incarnation.epoch:
+                    self._on_admitted(share_bytes)
             case inbox.Denied(epoch, failure):
-                self._on_denied(epoch, failure)
+                if epoch == incarnation.epoch:
+                    self._on_denied(failure)
             case inbox.Exited(epoch, status):
-                self._on_exited(epoch, status)
+                if epoch == incarnation.epoch and incarnation.process is not None:
+                    self._on_exited(status, incarnation.process)
             case inbox.Alarm():
                 if self._timers.is_current(item):
                     self._on_alarm()
@@ -118,7 +184,7 @@ class Worker(Life):
         is_ready = self.state is State.READY
         match notice:
             case Notice.EVICT if is_ready:
-                self._is_evicted = self.has_left = True
+                self.incarnation.is_evicted = self.was_evicted = True
                 self._terminate()
             case Notice.RECYCLE if is_ready:
                 self._renew()
@@ -127,7 +193,7 @@ class Worker(Life):
             case Notice.REOPEN:
                 self._serve()
             case Notice.PROGRESS:
-                self._parked.note_progress()
+                self.parked.note_progress()
                 self._serve()
             case Notice.EVICT | Notice.RECYCLE | Notice.SUSPECT:
                 pass
@@ -144,15 +210,15 @@ class Worker(Life):
             case State.STOPPED:
                 self._start()
             case State.FAILED | State.INCOMPATIBLE:
-                if self._restart.may_start(self._effects.now()):
+                if self.restart_policy.may_start(self._effects.now()):
                     self._start()
                 else:
-                    self._wake(self._restart.reason)
+                    self._wake(self.restart_policy.reason)
             case State.STARTING | State.LOADING | State.DRAINING | State.STOPPING | State.BACKOFF:
                 pass
 
     def _on_load(self, waiter: Waiter) -> None:
-        self._restart.forgive()
+        self.restart_policy.forgive()
         self._on_ensure(waiter)
         if self.state is State.BACKOFF:
             self._start()
@@ -160,7 +226,7 @@ class Worker(Life):
     def _on_restart(self, waiter: Waiter) -> None:
         if not self._is_closing:
             # An operator's restart goes on when their connection does not.
-            self._is_wanted = True
+            self.incarnation.has_successor = True
             if self.state in (State.READY, State.STARTING, State.LOADING):
                 self._renew()
         self._on_load(waiter)
@@ -168,7 +234,7 @@ class Worker(Life):
     def _on_stop(self, command: inbox.Stop) -> None:
         self._stoppers.add(command.waiter)
         self._is_closing |= command.is_closing
-        self._is_wanted = False
+        self.incarnation.has_successor = False
         unloaded = command.reason or Failure(Code.DRAINING, f"model '{self.name}' was unloaded")
         self._give_up(SHUTTING_DOWN if self._is_closing else unloaded)
         match self.state:
@@ -181,12 +247,12 @@ class Worker(Life):
             case State.STOPPING:
                 pass
             case State.STOPPED | State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
-                self._restart.forgive()
+                self.restart_policy.forgive()
                 self._settle_stopped()
 
     def _on_change(self, command: inbox.Change) -> None:
-        if command.spec.log_level != self.spec.log_level and self._process is not None:
-            self._try_send(SetLogLevel(command.spec.log_level))
+        if command.spec.log_level != self.spec.log_level and self.incarnation.process is not None:
+            self.incarnation.send(SetLogLevel(command.spec.log_level))
         self.spec, self.is_preload = command.spec, command.is_preload
         self._load_timeout_s = command.load_timeout_s
         if not command.is_reload:
@@ -196,27 +262,18 @@ class Worker(Life):
                 self._renew()
             case State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
                 # What was wrong may be what was changed.
-                self._restart.forgive()
+                self.restart_policy.forgive()
                 self._enter(State.STOPPED)
                 self._start_on_demand()
             case State.STOPPED | State.STOPPING | State.DRAINING:
                 pass
 
-    def _renew(self) -> None:
-        """End this incarnation; what it does goes on at the next one."""
-        self._is_wanted = True
-        if self.state is State.READY:
-            self._parked.park(self._wire.detach(self.epoch), self._effects.now())
-        self._terminate()
-
     def _on_adopt(self, process: Process, epoch: int) -> None:
-        self.epoch = epoch
-        self._process = process
-        self._connection = self._wire.attach(self)
+        self.incarnation = self._make(epoch)
+        self.incarnation.adopt(process)
         self._enter(State.STARTING)
         self._timers.arm(self._limits.adopt_s)
-        self._timers.watch(epoch, process)
-        self._timers.greet(self._try_welcome)
+        self.incarnation.greet()
 
     # -- what the worker says ----------------------------------------------------------------------------------------
 
@@ -225,7 +282,7 @@ class Worker(Life):
             case Hello():
                 self._on_hello(message, process)
             case Loading():
-                self.loading = message
+                self.incarnation.loading = message
             case Ready():
                 self._on_ready(message, process)
             case Drained():
@@ -234,18 +291,18 @@ class Worker(Life):
                 elif self._is_taking_over:
                     self._begin()
             case Goodbye():
-                self._goodbye = message
+                self.incarnation.goodbye = message
 
     def _on_hello(self, hello: Hello, process: Process) -> None:
         if hello.pid != process.pid:
             self._events.stale_message()
-            log.warning("refused a second worker %s#%d: pid %d, not %d", self.name, self.epoch, hello.pid, process.pid)
+            log.warning("refused a second worker %s: pid %d, not %d", self.incarnation, hello.pid, process.pid)
         elif hello.proto_major != MAJOR:
             theirs, ours = f"{hello.proto_major}.{hello.proto_minor}", f"{MAJOR}.{MINOR}"
             if process.is_adopted:
                 # Of the version before an upgrade: its model is loaded by one of ours.
-                log.info("replacing worker %s#%d: it speaks protocol %s, not %s", self.name, self.epoch, theirs, ours)
-                self._is_wanted = True
+                log.info("replacing worker %s: it speaks protocol %s, not %s", self.incarnation, theirs, ours)
+                self.incarnation.has_successor = True
                 self._terminate()
                 return
             why = f"the worker of '{self.name}' speaks protocol {theirs} and the gateway {ours}; reinstall mlxd"
@@ -253,18 +310,18 @@ class Worker(Life):
         elif self.state is State.STARTING:
             self._enter(State.LOADING)
             self._timers.arm(self._load_timeout_s)
-            self._timers.greet(self._try_welcome)
+            self.incarnation.greet()
 
     def _on_ready(self, ready: Ready, process: Process) -> None:
         if self.state not in (State.STARTING, State.LOADING):
             return
         if not process.is_adopted:
             self._events.load_seconds(self.name, ready.load_s)
-        elif self.ready is None:
-            # What it still does is for clients that went away with their gateway.
-            self._try_send(Drain(0.0))
+        elif self.incarnation.ready is None:
+            # What it still does is for clients that left with their gateway.
+            self.incarnation.send(Drain(0.0))
             self._timers.arm(self._limits.adopt_s)
-        self.ready = ready
+        self.incarnation.ready = ready
         self._events.lane(self.name, ready.lane)
         if ready.lane_reason:
             log.warning("%s: %s", self.name, ready.lane_reason)
@@ -274,8 +331,8 @@ class Worker(Life):
     @property
     def _is_taking_over(self) -> bool:
         """An adopted worker has still to answer, or to end what it did for others."""
-        is_adopted = self._process is not None and self._process.is_adopted
-        return is_adopted and (self.state is State.STARTING or (self.state is State.LOADING and self.ready is not None))
+        has_answered = self.state is State.LOADING and self.incarnation.ready is not None
+        return self.incarnation.is_adopted and (self.state is State.STARTING or has_answered)
 
     def _on_pong(self, pong: Pong) -> None:
         self._heartbeat.answered(self._effects.now())
@@ -286,30 +343,30 @@ class Worker(Life):
     def _on_beat(self) -> None:
         now = self._effects.now()
         silence_s = self._heartbeat.beat(now)
-        self._parked.tend(now)
-        if self.state is State.READY and self._parked.has_stranded(now):
-            # It has lost touch with us for a while and ended what it had.
-            self._parked.requeue()
+        self.parked.tend(now)
+        if self.state is State.READY and self.parked.has_stranded(now):
+            # It lost touch with us for a while and ended what it had.
+            self.parked.requeue()
         self._serve()
-        if self.state is State.STARTING and self._process is None and not self._is_asked_for:
-            # Nobody waits any more for the room that others would have to make.
+        if self.state is State.STARTING and self.incarnation.process is None and not self._is_asked_for:
+            # No request waits any more for the room that others would have to make.
             self._terminate()
-        if self._process is None or self.state is State.STOPPING:
+        if self.incarnation.process is None or self.state is State.STOPPING:
             return
-        self._wire.ping(self, time.monotonic_ns())
+        self.incarnation.ping()
         if self.state in (State.READY, State.DRAINING) and silence_s > self._limits.pong_s:
             self._abort(f"no answer to pings for {silence_s:.0f} s")
 
-    # -- transitions -------------------------------------------------------------------------------------------------
+    # -- alarms ------------------------------------------------------------------------------------------------------
 
     def _on_alarm(self) -> None:
         match self.state:
             case State.STARTING | State.LOADING if self._is_taking_over:
-                log.warning("worker %s#%d does not answer its new gateway and is replaced", self.name, self.epoch)
+                log.warning("worker %s does not answer its new gateway and is replaced", self.incarnation)
                 self._terminate()
             case State.STARTING | State.LOADING:
                 why = f"model '{self.name}' was not loaded within {self._load_timeout_s:.0f} s"
-                self._try_send(Dump(0))
+                self.incarnation.send(Dump(0))
                 self._terminate(Failure(Code.LOAD_TIMEOUT, why))
             case State.READY:
                 self._abort("it cannot be reached")
@@ -322,3 +379,200 @@ class Worker(Life):
                 self._start_on_demand()
             case State.STOPPED | State.STOPPING | State.INCOMPATIBLE:
                 pass
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self.restart_policy.started()
+        self.incarnation = self._make(self._effects.next_epoch())
+        self._enter(State.STARTING)
+        self.incarnation.request_memory(replace(self.spec, epoch=self.incarnation.epoch))
+
+    def _on_admitted(self, share_bytes: int) -> None:
+        if self.state is not State.STARTING:
+            return
+        spec = replace(self.spec, epoch=self.incarnation.epoch, memory_bytes=share_bytes)
+        try:
+            self.incarnation.spawn(self._effects, spec)
+        except OSError as error:
+            self._settle_crashed(Failure(Code.INTERNAL, f"the worker of '{self.name}' cannot be started: {error}"))
+            return
+        self._timers.arm(self._load_timeout_s)
+
+    def _on_denied(self, failure: Failure) -> None:
+        """It does not fit, whatever is unloaded. The next request asks again: pins and budgets change."""
+        if self.state is State.STARTING:
+            self.restart_policy.last_failure = failure
+            self._give_up(failure)
+            self._settle_stopped()
+
+    def _begin(self) -> None:
+        """Serve: the model is loaded."""
+        incarnation = self.incarnation
+        incarnation.loading = None
+        incarnation.ready_at = self._effects.now()
+        self._heartbeat.answered(incarnation.ready_at)
+        self._enter(State.READY)
+        if incarnation.is_adopted:
+            # It was started under another configuration.
+            incarnation.send(SetLogLevel(self.spec.log_level))
+        self._serve()
+
+    def _serve(self) -> None:
+        """Resume parked sequences, then wake the callers that wait for the model."""
+        if self.state is not State.READY or self.incarnation.is_suspect:
+            return
+        if self.parked.is_isolating:
+            self.parked.resume(self._peer, self._effects.now())
+        if self.is_ready:
+            self._wake(None)
+
+    # -- end ---------------------------------------------------------------------------------------------------------
+
+    def _drain(self, drain_s: float) -> None:
+        self._enter(State.DRAINING)
+        if drain_s > 0 and self.incarnation.send(Drain(drain_s)):
+            # The worker keeps the deadline; ours is for a worker that does not.
+            self._timers.arm(drain_s + 1.0)
+        else:
+            self._terminate()
+
+    def _terminate(self, blame: Failure | None = None) -> None:
+        """End the process gently. `blame` makes it a crash, and waiters are told at once."""
+        incarnation = self.incarnation
+        incarnation.blame = blame
+        if blame is not None:
+            self.restart_policy.last_failure = blame
+            self._give_up(blame)
+        incarnation.cancel_memory()
+        if incarnation.process is None:
+            self._settle_stopped()
+            return
+        self._enter(State.STOPPING)
+        incarnation.shut_down()
+
+    def _renew(self) -> None:
+        """End this incarnation; what it does goes on at the next one."""
+        self.incarnation.has_successor = True
+        if self.state is State.READY:
+            self._park()
+        self._terminate()
+
+    def _abort(self, why: str) -> None:
+        """End a stuck process. Its streams wait for the next one."""
+        incarnation = self.incarnation
+        log.error("worker %s is stuck: %s", incarnation, why)
+        self._events.stuck(self.name)
+        incarnation.blame = Failure(Code.WORKER_DIED, f"the worker of model '{self.name}' was stuck: {why}")
+        self._enter(State.STOPPING)
+        incarnation.abort()
+        self._park()
+
+    def _park(self) -> None:
+        self.parked.park(self.incarnation.detach(), self._effects.now())
+
+    def _on_exited(self, status: int | None, process: Process) -> None:
+        incarnation = self.incarnation
+        lines = incarnation.close(process)
+        report = postmortem.examine(self.name, status, incarnation.goodbye, lines)
+        blame, was_ready = incarnation.blame, incarnation.ready is not None
+        is_asked = self.state in (State.DRAINING, State.STOPPING) and (blame is None or self._stoppers.has_any())
+        is_replaced = incarnation.has_successor or incarnation.is_evicted
+        # SIGTERM: it was leaving, and our reminder came when Python was already down.
+        told = 0 if is_asked and status == -signal.SIGTERM else status
+        self._events.worker_exit(self.name, UNKNOWN_EXIT if told is None else told)
+        exit = EXITS[cause_of(report.kind, blame, is_asked=is_asked, is_replaced=is_replaced, was_ready=was_ready)]
+        self._park()
+        self._hand_on(exit.sequences if was_ready else exit.while_loading, report)
+        if exit.next is State.STOPPED:
+            log.info("worker %s has stopped", incarnation)
+            self._settle_stopped()
+            return
+        failure = blame or report.failure
+        told_lines = "\n".join([f"{failure.message}{postmortem.crash_report(status)}", *lines[-20:]])
+        log.error("worker %s ended: %s", incarnation, told_lines)
+        if exit.next is State.BACKOFF:
+            self._settle_crashed(failure)
+        else:
+            self._settle_final(exit.next, failure)
+
+    def _hand_on(self, fate: Fate, report: postmortem.Postmortem) -> None:
+        match fate:
+            case Fate.FAIL:
+                is_clean = report.kind is postmortem.Kind.STOPPED
+                stopped = Failure(Code.DRAINING, f"model '{self.name}' was stopped")
+                self.parked.fail(stopped if is_clean else report.stream_failure)
+            case Fate.RESUME:
+                self.parked.requeue()
+            case Fate.SUSPECT:
+                self.parked.after_crash(report.stream_failure, self._effects.now())
+
+    # -- settled states: each wakes every waiter -----------------------------------------------------------------------
+
+    def _settle_stopped(self) -> None:
+        self._enter(State.STOPPED)
+        self._stoppers.wake()
+        if self._is_closing:
+            self._give_up(SHUTTING_DOWN)
+        elif self._has_demand():
+            self._start()
+
+    def _settle_final(self, state: State, failure: Failure) -> None:
+        self.restart_policy.ended(failure)
+        self._enter(state)
+        self._stoppers.wake()
+        self._give_up(failure)
+
+    def _settle_crashed(self, failure: Failure) -> None:
+        now = self._effects.now()
+        delay_s, is_open = self.restart_policy.crashed(
+            failure,
+            now,
+            self._effects.random(),
+            None if self.incarnation.ready is None else now - self.incarnation.ready_at,
+            is_useful=self.incarnation.is_useful,
+        )
+        self._stoppers.wake()
+        if delay_s > 0:
+            self._enter(State.FAILED if is_open else State.BACKOFF)
+            self._timers.arm(delay_s)
+            # Callers wait for the next try, as later ones do, unless it is too far away.
+            if is_open or self._is_closing:
+                self._give_up(failure)
+        else:
+            self._enter(State.STOPPED)
+            self._start_on_demand()
+
+    def _start_on_demand(self) -> None:
+        if not self._is_closing and self._is_asked_for:
+            self._start()
+
+    @property
+    def _is_asked_for(self) -> bool:
+        return self._has_demand() or self.is_preload
+
+    def _has_demand(self) -> bool:
+        return self.incarnation.has_successor or self._waiters.has_any() or self.parked.has_any
+
+    def _give_up(self, failure: Failure) -> None:
+        """Refuse all that wait for the model: callers, and parked sequences."""
+        self.parked.fail(failure)
+        self._wake(failure)
+
+    def _wake(self, failure: Failure | None) -> None:
+        if failure is None:
+            self._waiters.wake()
+            return
+        retry_after_s = self.retry_after_s
+        if failure.is_retryable and not self.restart_policy.is_final:
+            retry_after_s = max(1.0, retry_after_s)
+        self._waiters.refuse(lambda: ModelUnavailable(failure, retry_after_s))
+
+    def _enter(self, state: State) -> None:
+        if state is not self.state:
+            log.info("worker %s: %s -> %s", self.incarnation, self.state, state)
+        self.state = state
+        self.since = self._effects.now()
+        self._timers.disarm()
+        self._events.state(self.name, state)
+        self._effects.entered(self.name, state)

@@ -1,4 +1,4 @@
-"""Worker failures, with real processes behind a real pool and link."""
+"""WorkerHandle failures, with real processes behind a real pool and link."""
 
 import asyncio
 import os
@@ -11,9 +11,9 @@ import pytest
 
 from gateway.link.collector import Collector
 from gateway.link.link import WorkerGone
+from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.quarantine import REFUSED
 from gateway.supervisor.state import Limits, ModelUnavailable, State
-from gateway.supervisor.worker import Worker
 from protocol.failures import Code
 from protocol.messages import Delta, Finish, Usage
 from tests.support.pool import Running, config, finish_of, read_all, short_home, text_of, tokens, until
@@ -187,7 +187,7 @@ async def test_two_requests_for_a_cold_model_share_one_process(home: Path) -> No
         assert running.pool.worker("m").epoch == 1
 
 
-def submit_until_gone(running: Running, worker: Worker) -> list[Collector]:
+def submit_until_gone(running: Running, worker: WorkerHandle) -> list[Collector]:
     """Submit without letting the loop run. Returns what the socket took before it knew."""
     lost: list[Collector] = []
     deadline = time.monotonic() + 5.0

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from gateway.link.collector import Collector
 from gateway.link.link import WorkerGone
 from gateway.link.sequence import PARKED, Connection, Flight, Peer
+from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import Limits, MemoryView, ModelUnavailable, State
-from gateway.supervisor.worker import Worker
 from protocol.failures import Code, Failure
 from protocol.messages import MAJOR, MINOR, Down, Generate, Hello, Pong, Ready, Sampling, Step, TextPrompt
 from protocol.spec import WorkerSpec
@@ -260,7 +260,7 @@ class Machine:
         self.world = FakeWorld()
         self.events = Recorder()
         spec = WorkerSpec(name="m", path="p", epoch=0, down="ipc://d", up="ipc://u")
-        self.worker = Worker(
+        self.worker = WorkerHandle(
             spec,
             effects=self.world,
             wire=self.world,

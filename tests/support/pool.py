@@ -18,9 +18,9 @@ from gateway.link.collector import Collector
 from gateway.link.link import Link
 from gateway.memory.host import Machine
 from gateway.pool import Pool
+from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.spawn import Command
 from gateway.supervisor.state import Limits
-from gateway.supervisor.worker import Worker
 from protocol.messages import Delta, Finish, Generate, Sampling, TextPrompt
 from protocol.spec import WorkerSpec
 from tests.support.machine import Recorder
@@ -91,13 +91,13 @@ class Running:
     def note_pids(self) -> None:
         self.pids |= {view.pid for view in self.pool.workers() if view.pid}
 
-    async def ready(self, model: str = "m") -> Worker:
+    async def ready(self, model: str = "m") -> WorkerHandle:
         async with asyncio.timeout(DEADLINE_S):
             worker = await self.pool.ensure_ready(model)
         self.note_pids()
         return worker
 
-    def generate(self, worker: Worker, text: str = "", max_tokens: int = 5) -> Collector:
+    def generate(self, worker: WorkerHandle, text: str = "", max_tokens: int = 5) -> Collector:
         return self.link.submit(worker, [self.request(text, max_tokens)])
 
     def request(self, text: str = "", max_tokens: int = 5) -> Generate:
