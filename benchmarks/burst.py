@@ -22,7 +22,7 @@ from benchmarks.compare import LOAD_TIMEOUT_S
 from benchmarks.engines import Mlxd, Unavailable
 from benchmarks.serve import first_model
 from gateway.ctl.bench.client import Connection, Reply, Target, run
-from gateway.ctl.bench.load import Job, Load
+from gateway.ctl.bench.closed_loop import Job, Load
 from gateway.ctl.bench.measure import Summary, summarize_ms
 
 

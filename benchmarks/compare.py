@@ -27,7 +27,7 @@ from benchmarks.measure import spread
 from benchmarks.serve import numbers
 from benchmarks.words import load_tokenizer
 from gateway.ctl.bench import client
-from gateway.ctl.bench.load import Job
+from gateway.ctl.bench.closed_loop import Job
 from gateway.ctl.bench.measure import table
 from gateway.ctl.bench.words import Prompts
 

@@ -22,7 +22,7 @@ from benchmarks import blas
 from benchmarks.bare import Answer, Order
 from benchmarks.measure import cpu_s, tree
 from gateway.ctl.bench.client import Connection, Target
-from gateway.ctl.bench.load import Job, Load, closed_loop, report
+from gateway.ctl.bench.closed_loop import Job, Load, closed_loop, report
 from gateway.ctl.bench.measure import Summary, summarize_ms
 
 STOP_S: Final = 15.0

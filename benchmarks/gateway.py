@@ -24,7 +24,7 @@ from benchmarks.engines import Server, Unavailable
 from benchmarks.measure import cpu_s
 from benchmarks.serve import numbers
 from gateway.ctl.bench.client import Connection, run, until
-from gateway.ctl.bench.load import CHAT, COMPLETION, Job, Load
+from gateway.ctl.bench.closed_loop import CHAT, COMPLETION, Job, Load
 from gateway.ctl.bench.measure import Summary, summarize_ms, table
 
 # Step times of a busy machine, by streams.

@@ -26,7 +26,7 @@ from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Mlxd, MlxLmServer, Server, Unavailable
 from benchmarks.words import load_tokenizer
 from gateway.ctl.bench.client import Connection, Reply, run
-from gateway.ctl.bench.load import Job
+from gateway.ctl.bench.closed_loop import Job
 from gateway.ctl.bench.measure import table
 from gateway.ctl.bench.words import Prompts
 

@@ -17,7 +17,7 @@ import msgspec
 
 from benchmarks.words import load_tokenizer
 from gateway.ctl.bench.client import Connection, Target, run
-from gateway.ctl.bench.load import CHAT, COMPLETION, Job, Load, Report, as_table, closed_loop, sweep
+from gateway.ctl.bench.closed_loop import CHAT, COMPLETION, Job, Load, Report, as_table, closed_loop, sweep
 from gateway.ctl.bench.words import Prompts
 
 

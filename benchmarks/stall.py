@@ -25,7 +25,7 @@ from benchmarks.compare import LOAD_TIMEOUT_S, machine
 from benchmarks.engines import Bare, Mlxd, MlxLmServer, Server, Unavailable
 from benchmarks.words import load_tokenizer
 from gateway.ctl.bench.client import Connection, run, until
-from gateway.ctl.bench.load import Job, Load
+from gateway.ctl.bench.closed_loop import Job, Load
 from gateway.ctl.bench.measure import Summary, percentile, summarize_ms, table
 from gateway.ctl.bench.words import Prompts
 

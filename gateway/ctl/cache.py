@@ -7,7 +7,7 @@ import typer
 from gateway.config.settings import Config
 from gateway.ctl.complete import a_model
 from gateway.ctl.offline import read_config
-from gateway.ctl.output import Json, console, print_json, tell
+from gateway.ctl.printing import Json, console, print_json, tell
 from gateway.failed import Failed
 
 app = typer.Typer(help="Show and clear the prefix cache on disk.", no_args_is_help=True)

@@ -6,7 +6,7 @@ from typing import Any, TextIO
 from msgspec import Struct
 
 from gateway.ctl.client import stream_chat
-from gateway.ctl.output import harmless
+from gateway.ctl.printing import harmless
 from gateway.failed import Failed
 
 DIM = "\x1b[2m"

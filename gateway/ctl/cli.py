@@ -12,7 +12,7 @@ from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
 from gateway.ctl.complete import Model
 from gateway.ctl.doctor import verb as inspect
-from gateway.ctl.output import Json, console, print_json, tell
+from gateway.ctl.printing import Json, console, print_json, tell
 
 app = typer.Typer(
     help="Control mlxd, the serving daemon for MLX models.",

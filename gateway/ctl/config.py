@@ -9,7 +9,7 @@ from gateway.admin_types import Reload
 from gateway.config.settings import Config, ConfigError
 from gateway.ctl.client import post
 from gateway.ctl.offline import folder_of, read_config
-from gateway.ctl.output import Json, print_json
+from gateway.ctl.printing import Json, print_json
 from gateway.failed import Failed
 
 BAD_CONFIG: Final = 2

@@ -9,7 +9,7 @@ from msgspec import Struct
 from gateway.admin_types import Drained
 from gateway.ctl import client
 from gateway.ctl.offline import is_running
-from gateway.ctl.output import Json, print_json, seconds
+from gateway.ctl.printing import Json, print_json, seconds
 from gateway.failed import Failed
 
 POLL_S: Final = 0.05

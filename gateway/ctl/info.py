@@ -7,7 +7,7 @@ import typer
 from gateway.config.settings import ModelConfig
 from gateway.ctl.complete import a_model
 from gateway.ctl.offline import available_bytes, folder_of, model_of, read_config
-from gateway.ctl.output import Json, print_json
+from gateway.ctl.printing import Json, print_json
 from gateway.failed import Failed
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import typer
 from gateway.admin_types import UsageReport
 from gateway.config.settings import default_home, keys_path, usage_path
 from gateway.ctl.client import get
-from gateway.ctl.output import Json, console, print_json, seconds, tell
+from gateway.ctl.printing import Json, console, print_json, seconds, tell
 from gateway.failed import Failed
 
 if TYPE_CHECKING:

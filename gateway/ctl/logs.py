@@ -9,7 +9,7 @@ import typer
 
 from gateway.config.settings import audit_path, default_home, log_path
 from gateway.ctl.complete import a_model
-from gateway.ctl.output import Json
+from gateway.ctl.printing import Json
 from gateway.failed import Failed
 from gateway.telemetry import log_file
 from gateway.telemetry.logs import escaped

@@ -9,7 +9,7 @@ from gateway.admin_types import ModelStatus
 from gateway.config.settings import ModelConfig
 from gateway.ctl import client
 from gateway.ctl.offline import available_bytes, read_config, running_models
-from gateway.ctl.output import Json, console, print_json
+from gateway.ctl.printing import Json, console, print_json
 from gateway.ctl.rates import SPAN_S, Sample, take
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import typer
 
 from gateway.ctl.info import say
 from gateway.ctl.offline import available_bytes, readable_config, running_models
-from gateway.ctl.output import Json, print_json
+from gateway.ctl.printing import Json, print_json
 from gateway.failed import Failed
 
 if TYPE_CHECKING:

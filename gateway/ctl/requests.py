@@ -10,7 +10,7 @@ import typer
 
 from gateway.admin_types import Cancelling, Captured, Cleared, RequestDetail, RequestList, RequestView
 from gateway.ctl.client import get, post
-from gateway.ctl.output import Json, console, harmless, print_json, tell
+from gateway.ctl.printing import Json, console, harmless, print_json, tell
 
 Id = Annotated[str, typer.Argument(help="A request's id, as mlxctl requests and the log show it.", show_default=False)]
 

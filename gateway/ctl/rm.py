@@ -9,7 +9,7 @@ import typer
 from gateway.config.settings import Config
 from gateway.ctl.complete import a_model, complete_downloaded
 from gateway.ctl.offline import model_of, read_config, running_models
-from gateway.ctl.output import Json, print_json
+from gateway.ctl.printing import Json, print_json
 from gateway.failed import Failed
 
 

@@ -10,7 +10,7 @@ import typer
 
 from gateway.ctl import logs, offline, upgrade
 from gateway.ctl.client import NOT_RUNNING
-from gateway.ctl.output import Json, print_json
+from gateway.ctl.printing import Json, print_json
 from gateway.ctl.service_target import DryRun, Kind, System, carry_out, find, manager_of, needs_root
 from gateway.failed import Failed
 

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from gateway.config.settings import ConfigError, ServerConfig, default_home
-from gateway.ctl.output import print_json
+from gateway.ctl.printing import print_json
 from gateway.failed import Failed
 
 if TYPE_CHECKING:

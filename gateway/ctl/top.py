@@ -15,7 +15,7 @@ from msgspec import Struct
 from gateway.admin_types import RequestList, RequestView
 from gateway.ctl import client
 from gateway.ctl.offline import budget_bytes
-from gateway.ctl.output import Json, console, print_json
+from gateway.ctl.printing import Json, console, print_json
 from gateway.ctl.rates import Sample, compare, take
 
 if TYPE_CHECKING:

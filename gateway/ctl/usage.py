@@ -12,7 +12,7 @@ import typer
 
 from gateway.admin_types import UsageLine, UsageLines
 from gateway.ctl.client import get
-from gateway.ctl.output import Json, console, print_json
+from gateway.ctl.printing import Json, console, print_json
 
 
 class Format(StrEnum):

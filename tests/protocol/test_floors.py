@@ -74,10 +74,10 @@ SHARED_STEMS: Final = {
     "chat": "its endpoint and its verb", "models": "their endpoint and their verb", "logs": "they and their verb",
     "requests": "their endpoint and their verb", "upgrade": "it and its verb", "usage": "it and its verb",
     "verify": "its verb, its program and its messages", "verb": "of a verb with a folder of its own",
-    "client": "the verbs' and the benchmarks'", "load": "of the configuration, and of a benchmark",
+    "client": "the verbs' and the benchmarks'",
     "link": "the two ends of the sockets", "main": "of a process", "errors": "of a process", "cli": "of a program",
     "inbox": "messages for a loop: the supervisor's, the engine's",
-    "events": "the link's and the parsers'", "output": "of mlxctl, and of the engine",
+    "events": "the link's and the parsers'",
 }  # fmt: skip
 
 

@@ -6,11 +6,11 @@ import typer
 
 from gateway.ctl import client
 from gateway.ctl.complete import Model
-from gateway.ctl.output import Json, print_json
+from gateway.ctl.printing import Json, print_json
 from gateway.failed import Failed
 
 if TYPE_CHECKING:
-    from gateway.ctl.bench.load import Load, Report
+    from gateway.ctl.bench.closed_loop import Load, Report
 
 # For each client of a round.
 REQUESTS: Final = 3
@@ -37,7 +37,7 @@ def bench(
     if json:
         print_json({"model": model, "prompt_tokens": prompt_tokens, "tokens": tokens, "reports": found})
     else:
-        from gateway.ctl.bench.load import as_table
+        from gateway.ctl.bench.closed_loop import as_table
 
         typer.echo(as_table(found))
     for message in dict.fromkeys(message for one in found for message in one.first_errors):
@@ -49,7 +49,7 @@ def bench(
 def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requests: int) -> "list[Report]":
     """One report for each of `rounds`. Raises `Failed`."""
     from gateway.ctl.bench.client import Target, run
-    from gateway.ctl.bench.load import CHAT, Job, Load, sweep
+    from gateway.ctl.bench.closed_loop import CHAT, Job, Load, sweep
     from gateway.ctl.bench.words import Prompts
 
     client.status()
@@ -67,7 +67,7 @@ def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requ
 
 async def _tokens_per_word(load: "Load", tokens: int) -> float:
     """In the model's own vocabulary, from a first request, which warms it up as well. Raises `Failed`."""
-    from gateway.ctl.bench.load import Job, closed_loop, report
+    from gateway.ctl.bench.closed_loop import Job, closed_loop, report
     from gateway.ctl.bench.words import Prompts
 
     # Of prompts that the rounds do not use: nothing of theirs may be cached.

@@ -4,7 +4,7 @@ from typing import Final
 
 import typer
 
-from gateway.ctl.output import Json, print_json
+from gateway.ctl.printing import Json, print_json
 
 _MARKS: Final = {"ok": "ok  ", "warn": "WARN", "bad": "BAD ", "skip": "-   "}
 _COLORS: Final = {"ok": "green", "warn": "yellow", "bad": "red", "skip": "bright_black"}

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from gateway.ctl.bench.client import Connection, Reply, Target
-from gateway.ctl.bench.load import Job, Load, Report, closed_loop, report
+from gateway.ctl.bench.closed_loop import Job, Load, Report, closed_loop, report
 
 T = TypeVar("T")
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
