@@ -10,6 +10,9 @@ ARGS   ?=
 JOBS   ?= $(if $(strip $(ARGS)),0,2)
 FUZZ_S ?= 600
 FUZZES := tests/integration/test_openapi_fuzz.py tests/integration/test_edge_fuzz.py
+# Samples of `make test` that `make fuzz` runs whole, and storms that `make soak` runs whole.
+SAMPLES := tests/worker/parsers tests/worker/structured tests/worker/text tests/integration/test_schema_fuzz_http.py
+STORMS := tests/worker/test_verify.py tests/integration/test_prefix_http.py tests/integration/test_resume.py tests/integration/test_broker_models.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-clients test-systemd fuzz soak lint bench openblas clean
@@ -20,8 +23,8 @@ help:
 	@echo "make test    set up if needed, then run every test                  (ARGS='tests/worker -k stop', JOBS=2)"
 	@echo "make test-clients   drive mlxd with agents and libraries from npm and PyPI (installs them into .cache/clients)"
 	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
-	@echo "make fuzz    ten minutes of made-up requests, from the published OpenAPI document and as raw bytes (FUZZ_S=600)"
-	@echo "make soak    check every architecture of mlx-lm, alone against batched, cached and resumed  (ARGS='mamba llama4', --write)"
+	@echo "make fuzz    what make test samples, whole; then ten minutes of made-up requests (FUZZ_S=600)"
+	@echo "make soak    the storms of make test in full; then every architecture of mlx-lm, alone against batched, cached and resumed  (ARGS='mamba llama4', --write)"
 	@echo "make lint    ruff and pyright"
 	@echo "make bench   mlxd beside a bare batch loop and mlx_lm.server, as ratios"
 
@@ -36,7 +39,7 @@ serve: $(STAMP)
 
 test: $(STAMP)
 	@echo "mlxd: running the tests"
-	@$(PY) -P -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(PY) -P -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-clients: $(STAMP)
 	@$(PY) -P -m pytest tests/clients $(ARGS)
@@ -44,12 +47,14 @@ test-clients: $(STAMP)
 test-systemd: $(STAMP)
 	@MLXD_TEST_SYSTEMD=1 $(PY) -P -m pytest tests/deploy/test_systemd.py -rs $(ARGS)
 
-# A third of the time each: scripted workers, the embedded model, and the HTTP edge.
+# A third of the time each: scripted workers, the embedded model, and the HTTP edge. Before it the samples of `make test`, whole.
 fuzz: $(STAMP)
-	@MLXD_FUZZ_S=$$(( $(FUZZ_S) / 3 )) $(PY) -P -m pytest $(or $(ARGS),$(FUZZES))
+	@$(if $(ARGS),,MLXD_TEST_FULL=1 $(PY) -P -m pytest $(SAMPLES))
+	@MLXD_TEST_FULL=1 MLXD_FUZZ_S=$$(( $(FUZZ_S) / 3 )) $(PY) -P -m pytest $(or $(ARGS),$(FUZZES))
 
-# Every architecture that mlx-lm has and that can be built tiny: a quarter of an hour.
+# The storms of `make test` in full, and every architecture that mlx-lm has and that can be built tiny: twenty minutes.
 soak: $(STAMP)
+	@$(if $(ARGS),,MLXD_TEST_FULL=1 $(PY) -P -m pytest $(STORMS))
 	@$(PY) -P -m tests.soak $(ARGS)
 
 lint: $(STAMP)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support import scale
+
 # How long one example takes says more about the machine than about the code.
 settings.register_profile("mlxd", deadline=None)
 settings.load_profile("mlxd")
@@ -19,6 +21,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Where an environment forbids Python to keep what it compiles, every process that a test starts compiles mlxd anew.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+# Files that take long, longest first: begun last, one of them would keep one process busy while the others idle.
+HEAVY = Path(__file__).with_name("heavy.txt").read_text().split()
+
+
+def pytest_report_header() -> str:
+    size = "everything in full" if scale.FULL else "storms and samples in small (MLXD_TEST_FULL=1 for all)"
+    return f"mlxd: {size}, deadlines times {scale.PATIENCE}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Heavy files first; the order within a file, and of the others, stays."""
+    rank = {config.rootpath / name: at for at, name in enumerate(HEAVY)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 @pytest.fixture(scope="session")

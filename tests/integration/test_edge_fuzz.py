@@ -19,18 +19,19 @@ from tests.gateway.telemetry.test_metrics import parsed
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.edge import Findings, attack
 from tests.support.pool import short_home
+from tests.support.scale import patient, scaled
 
 pytestmark = pytest.mark.anyio
 
 FUZZ_S = float(os.environ.get("MLXD_FUZZ_S", "0"))
 SEED = int(os.environ.get("MLXD_FUZZ_SEED", "0" if not FUZZ_S else str(int(time.time()))))
 # In all, where no time is given.
-COUNT = 250
+COUNT = scaled(250, 150)
 AT_ONCE = 24
 FILES = 400
 # A promise on a machine that is free; the tests share theirs with each other.
-LIVEZ_S = 1.0 if FUZZ_S else 30.0
-SETTLE_S = 60.0
+LIVEZ_S = 1.0 if FUZZ_S else patient(30)
+SETTLE_S = patient(60)
 GROWTH_BYTES = 96 << 20
 CLIENTS_A_RESTART = 400
 SERVER = 'write_timeout = "1s"\nmax_connections_per_address = 100000'

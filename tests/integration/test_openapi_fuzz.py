@@ -11,6 +11,7 @@ from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from tests.support.daemon import ROOT, DaemonProcess
 from tests.support.pool import short_home
+from tests.support.scale import scaled
 
 # `make fuzz` sets it: with it the schemas' boundaries are tried too, and all is repeated until the time is up.
 FUZZ_S = os.environ.get("MLXD_FUZZ_S")
@@ -19,14 +20,25 @@ SETTINGS = Path(__file__).with_name("schemathesis.toml")
 CONFIG = """\
 [server]
 port = 0
+metrics_auth = false
 [models.m]
 path = "demo"
 context = 256
 aliases = ["*"]
 """
 SCRIPTED = ("--step-ms=1", "--tokens-per-step=64", "--most-tokens=256")
-AMOUNT = ("--phases", "fuzzing,stateful", "-n", "8", "--generation-deterministic")
-LONG = ("--phases", "coverage,fuzzing,stateful", "-n", "100", "--max-time", FUZZ_S or "")
+# A slow machine makes slow examples.
+PATIENT = ("--suppress-health-check", "too_slow")
+AMOUNT = (
+    "--phases",
+    "fuzzing,stateful",
+    "-n",
+    scaled("8", "2"),
+    "--suppress-health-check",
+    "too_slow",
+    "--generation-deterministic",
+)
+LONG = ("--phases", "coverage,fuzzing,stateful", "-n", "100", "--max-time", FUZZ_S or "", *PATIENT)
 
 
 def fuzz(daemon: DaemonProcess, key: str, *options: str) -> None:

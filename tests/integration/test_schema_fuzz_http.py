@@ -18,14 +18,15 @@ import pytest
 from gateway.config.settings import ModelConfig
 from tests.gateway.harness import Gateway, events, serving
 from tests.support.merged import merge_blocks, merge_chat
+from tests.support.scale import patient, scaled
 from tests.support.schemas import Schemas, errors_of
 
 pytestmark = pytest.mark.anyio
 
-COUNT = int(os.environ.get("MLXD_FUZZ_SCHEMAS", "40"))
+COUNT = int(os.environ.get("MLXD_FUZZ_SCHEMAS", scaled("400", "40")))
 SEED = int(os.environ.get("MLXD_FUZZ_SEED", "0"))
 AT_ONCE = 8
-DEADLINE_S = 60.0
+DEADLINE_S = patient(60)
 MAX_TOKENS = 96
 PLAIN: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
 VARIANTS: list[dict[str, Any]] = [

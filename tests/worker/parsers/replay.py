@@ -3,7 +3,7 @@
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 
 from protocol import codec
 from protocol.messages import Delta, Kind, Step
+from tests.support.scale import scaled
 from worker.parsers import NO_CONTROLS, Controls, Event, make_parser
 
 CASES = Path(__file__).parent / "cases"
@@ -125,6 +126,12 @@ def check_shape(events: list[Event], malformed: int) -> None:
     whole = [call.arguments for call in calls_of(events) if is_json(call.arguments)]
     assert all(isinstance(json.loads(arguments), dict) for arguments in whole)
     assert len(calls_of(events)) - len(whole) <= malformed
+
+
+def some_cuts(text: str) -> Sequence[int]:
+    """Places to cut an output in two: every one in a full run, else at most 24."""
+    places = range(1, len(text))
+    return sorted(random.Random(text).sample(places, min(len(places), scaled(len(places), 24))))
 
 
 def random_cuts(text: str, rng: random.Random) -> list[int]:

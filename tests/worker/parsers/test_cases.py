@@ -5,6 +5,7 @@ import random
 import pytest
 
 from protocol.messages import Kind
+from tests.support.scale import scaled
 from tests.worker.parsers.replay import Case, calls_of, check_shape, load_cases, random_cuts, replay, text_of
 from worker.parsers import FAMILIES
 
@@ -31,7 +32,7 @@ def test_no_split_changes_the_events(case: Case) -> None:
     assert replay(case, range(1, len(case.raw))) == whole
     for at in range(1, len(case.raw)):
         assert replay(case, [at]) == whole, f"cut at {at}"
-    for _ in range(10):
+    for _ in range(scaled(40, 10)):
         cuts = random_cuts(case.raw, rng)
         assert replay(case, cuts) == whole, f"cut at {cuts}"
 

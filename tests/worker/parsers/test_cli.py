@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.scale import patient
 from worker.parsers.cli import main
 
 RAW = 'plan</think>Yes.<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
@@ -76,4 +77,4 @@ def test_a_mistake_is_told_and_exits_with_2(argv: list[str], capsys: pytest.Capt
 
 def test_the_command_needs_no_mlx() -> None:
     code = "import sys; sys.argv = ['']; import worker.parsers.cli; sys.exit('mlx' in str(sorted(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=patient(60)).returncode == 0

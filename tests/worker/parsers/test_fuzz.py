@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests.support.scale import scaled
 from tests.worker.parsers.replay import Case, check_shape, load_cases, random_cuts, replay
 from worker.parsers import FAMILIES, make_parser
 
@@ -36,7 +37,7 @@ def mutated(raw: str, rng: random.Random) -> str:
 @pytest.mark.parametrize("seed", range(8))
 def test_mutated_and_truncated_outputs_keep_the_rules(seed: int) -> None:
     rng = random.Random(seed)
-    for _ in range(150):
+    for _ in range(scaled(500, 150)):
         known = rng.choice(CASES)
         family = known.family if rng.random() < 0.7 else rng.choice(sorted(FAMILIES))
         case = Case("", family, mutated(known.raw, rng), "", "", [], known.tools, known.start_in_reasoning)

@@ -1,6 +1,6 @@
 """Random schemas, sound and broken: what is answered validates, what is refused is an invalid request.
 
-MLXD_FUZZ_SCHEMAS sets how many (400 in about a minute); the default is a sample.
+MLXD_FUZZ_SCHEMAS sets how many (400 in about a minute); the default of `make test` is a sample.
 """
 
 import json
@@ -18,11 +18,12 @@ from protocol import codec
 from protocol.failures import Code
 from protocol.messages import Constraint, ConstraintKind, Finish, Generate, Rejected, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
+from tests.support.scale import scaled
 from tests.support.schemas import Schemas, doubled, errors_of
 from worker.errors import RequestInvalid
 from worker.structured.compiler import Grammar, GrammarFailed, Grammars, lark_json
 
-COUNT = int(os.environ.get("MLXD_FUZZ_SCHEMAS", "60"))
+COUNT = int(os.environ.get("MLXD_FUZZ_SCHEMAS", scaled("400", "60")))
 BATCH = 16
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from protocol.messages import ChatPrompt
 from tests.support.calls import CALLING, TOOLS, Called, check, markers, reasoning_end, tool
 from tests.support.models import tiny_tokenizer
+from tests.support.scale import scaled
 from worker.errors import RequestInvalid
 from worker.structured.guides import Guide, Rule, Rules
 from worker.structured.tool_grammar import HEADS
@@ -28,11 +29,19 @@ def tokenizer(are_special: bool) -> PreTrainedTokenizerFast:
     return tiny_tokenizer(markers(), are_special=are_special)
 
 
-def make(family: str, prompt: ChatPrompt, are_special: bool = True, room: int = ROOM) -> Rule:
+@cache
+def token_bytes(are_special: bool) -> list[bytes]:
+    return Vocabulary(tokenizer(are_special)).token_bytes
+
+
+def maker(family: str, are_special: bool = True) -> ToolRules:
     known = tokenizer(are_special)
     eos_ids = [known.convert_tokens_to_ids("<|im_end|>")]
-    rules = Rules(known, family, len(known), eos_ids, Vocabulary(known).token_bytes)
-    rule = ToolRules(rules, known, family, eos_ids).make(prompt, reasoning_end(family), room)
+    return ToolRules(Rules(known, family, len(known), eos_ids, token_bytes(are_special)), known, family, eos_ids)
+
+
+def make(family: str, prompt: ChatPrompt, are_special: bool = True, room: int = ROOM) -> Rule:
+    rule = maker(family, are_special).make(prompt, reasoning_end(family), room)
     assert rule is not None
     return rule
 
@@ -64,7 +73,7 @@ def walk(rule: Rule, seed: int, start: str = "", are_special: bool = True, room:
 @pytest.mark.parametrize("family", CALLING)
 def test_a_call_that_is_required_is_valid_and_whole_within_its_room(family: str, are_special: bool) -> None:
     rule = make(family, ChatPrompt([], TOOLS, must_call=True), are_special)
-    for seed in range(6):
+    for seed in range(scaled(6, 2)):
         text = walk(rule, seed, are_special=are_special)
         assert text is not None, seed
         called = Called.read(family, text)
@@ -76,7 +85,7 @@ def test_a_call_that_is_required_is_valid_and_whole_within_its_room(family: str,
 @pytest.mark.parametrize("family", CALLING)
 def test_a_named_tool_is_called_once(family: str) -> None:
     rule = make(family, ChatPrompt([], TOOLS, must_call=True, callable_tools=("set-it",), one_call=True))
-    for seed in range(4):
+    for seed in range(scaled(4, 2)):
         called = Called.read(family, walk(rule, seed) or "")
         check(called.calls)
         assert [name for name, _ in called.calls] == ["set-it"]
@@ -96,7 +105,7 @@ def test_a_list_of_one_item_at_most_is_held(family: str, caplog: pytest.LogCaptu
     outer = {"type": "array", "items": one, "minItems": 1, "maxItems": 2}
     tools = [tool("f", {"type": "object", "properties": {"x": outer}, "required": ["x"]})]
     rule = make(family, ChatPrompt([], tools, must_call=True, one_call=True))
-    for seed in range(4):
+    for seed in range(scaled(4, 2)):
         check(Called.read(family, walk(rule, seed) or "", tools).calls, tools)
     assert not caplog.records
 
@@ -155,23 +164,20 @@ def check_strict(family: str, tools: list[dict[str, Any]]) -> None:
         rule = make(family, ChatPrompt([], tools, must_call=True, one_call=True, strict_tools=("f",)))
     except RequestInvalid:
         return
-    for seed in range(4):
+    for seed in range(scaled(4, 2)):
         check(Called.read(family, walk(rule, seed) or "", tools).calls, tools)
 
 
 @pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "lfm2_pythonic"])
 def test_a_strict_tool_is_held_also_after_it_was_free_beside_one_that_no_grammar_can_hold(family: str) -> None:
     impossible = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)b\\1"}}}
-    tools, known = [*STRICT, tool("g", impossible)], tokenizer(True)
-    eos_ids = [known.convert_tokens_to_ids("<|im_end|>")]
-    maker = ToolRules(
-        Rules(known, family, len(known), eos_ids, Vocabulary(known).token_bytes), known, family, eos_ids
-    )  # fmt: skip
+    tools = [*STRICT, tool("g", impossible)]
     prompt = ChatPrompt([], tools, must_call=True, one_call=True)
-    maker.make(prompt, reasoning_end(family), ROOM)
-    rule = maker.make(msgspec.structs.replace(prompt, strict_tools=("f",)), reasoning_end(family), ROOM)
+    rules = maker(family)
+    rules.make(prompt, reasoning_end(family), ROOM)
+    rule = rules.make(msgspec.structs.replace(prompt, strict_tools=("f",)), reasoning_end(family), ROOM)
     assert rule is not None
-    for seed in range(8):
+    for seed in range(scaled(8, 3)):
         called = Called.read(family, walk(rule, seed, room=4000) or "", tools)
         check([call for call in called.calls if call[0] == "f"] or [("f", '{"n": 3}')], STRICT)
 
@@ -185,7 +191,7 @@ def test_strict_arguments_fit_once_a_call_has_begun_and_text_is_free(family: str
     trigger = rule.prologue.ends[0].decode()
     guide = Guide(rule)
     assert guide.allowed() is None
-    for seed in range(3):
+    for seed in range(scaled(3, 2)):
         text = walk(rule, seed, start="Well <b> then" + trigger, room=2000)
         called = Called.read(family, text or "", STRICT)
         check(called.calls, STRICT)
@@ -210,7 +216,7 @@ def test_strict_arguments_fit_where_only_the_head_of_a_call_tells_that_it_has_be
     rule = make(family, ChatPrompt([], tools, strict_tools=("f", "g")))
     assert Guide(rule).allowed() is None
     for name in ("f", "g"):
-        for seed in range(3):
+        for seed in range(scaled(3, 2)):
             text = walk(rule, seed, start=BEGINNINGS[family].replace("NAME", name), room=2000)
             called = Called.read(family, (text or "") + ENDS.get(family, ""), tools)
             check(called.calls, tools)
