@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 
 from gateway.ctl import prefix_files
-from tests.gateway.ctl.test_status import ctl
 from tests.support import disk as folder
+from tests.support.ctl import ctl
 from worker.cache.disk import CacheDisk, Entry, Status
 from worker.cache.file_format import salt_key
 from worker.cache.fingerprint import LABEL

@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from gateway.ctl.logs import plain
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
 from tests.support.daemon import DEADLINE_S, DaemonProcess, write_config
+from tests.support.scale import patient
 
 ABSENT = """
 [models.demo]
@@ -118,7 +119,8 @@ sys.meta_path.insert(0, Interrupt())
 from {package} import main
 main()
 """
-    done = subprocess.run([sys.executable, "-P", "-c", code, "status"], capture_output=True, text=True, timeout=30)
+    command = [sys.executable, "-P", "-c", code, "status"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(30))
 
     assert (done.returncode, done.stderr) == (130, "")
 

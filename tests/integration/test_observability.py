@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.pool import short_home
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess
 from tests.support.hub import Hub, model_repo
 

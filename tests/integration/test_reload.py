@@ -15,9 +15,9 @@ from typing import Any, Self
 import httpx
 import pytest
 
-from tests.gateway.ctl.test_status import ctl
 from tests.integration.test_chaos_gateway import Stream, wait_until
 from tests.integration.test_resume import DEADLINE_S, Answer, Clients, check_equal, requests
+from tests.support.ctl import ctl
 from tests.support.daemon import ROOT, DaemonProcess, is_running, stream_text, write_config
 from tests.support.pool import short_home, tokens, until
 

@@ -18,8 +18,8 @@ from gateway.admin.peer import from_ucred, from_xucred
 from gateway.config.address import Address
 from gateway.config.settings import audit_path
 from gateway.telemetry.log_file import last_lines
-from tests.gateway.ctl.test_status import ctl
 from tests.gateway.harness import running, until
+from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 
 _decoder = msgspec.json.Decoder(Entry)

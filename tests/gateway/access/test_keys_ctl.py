@@ -10,7 +10,7 @@ from gateway.access.key_file import KeyFile
 from gateway.admin_types import Status
 from gateway.ctl import client
 from gateway.failed import Failed
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 
 

@@ -20,7 +20,7 @@ from gateway.config.settings import (
     ThinkingDefaults,
     TlsConfig,
 )
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
 
 DOC = Path(__file__).parents[3] / "docs" / "configuration.md"
 GOOD = """

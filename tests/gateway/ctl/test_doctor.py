@@ -8,8 +8,8 @@ from gateway.ctl.doctor import checks as doctor
 from gateway.ctl.doctor.checks import Finding
 from gateway.ctl.doctor.look import machine
 from protocol.sockets import IPC_PATH_MAX
-from tests.gateway.ctl.test_status import _free_port as free_port
-from tests.gateway.ctl.test_status import ctl
+from tests.gateway.ctl.test_status import free_port
+from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 
 GIB = 1024**3

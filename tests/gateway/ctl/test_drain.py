@@ -11,8 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
 from tests.support.daemon import DEADLINE_S, DaemonProcess, write_config
+from tests.support.scale import patient
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_the_running_request_finishes_and_then_the_daemon_ends(home: Path) -> No
         begun(daemon)
         command = [sys.executable, "-P", "-c", HASTY, "drain", "--json"]
         environment = os.environ | {"MLXD_HOME": str(home)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patient(30))
         client.join()
 
         assert done.returncode == 0, done.stderr

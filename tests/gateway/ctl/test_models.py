@@ -13,12 +13,13 @@ from rich.console import Console
 from gateway.admin_types import ModelStatus, Status
 from gateway.ctl import tables
 from gateway.ctl.rates import compare
-from tests.gateway.ctl.test_status import ctl
 from tests.gateway.model_files.test_metadata import PLAIN, folder
+from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess
+from tests.support.scale import patient
 
 TIB = 1 << 40
-DEADLINE_S = 30.0
+DEADLINE_S = patient(30)
 
 
 @pytest.fixture

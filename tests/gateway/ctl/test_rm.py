@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess
 
 SIZE = 3000

@@ -13,6 +13,8 @@ import pytest
 import protocol
 from gateway.ctl.tables import duration, size
 from tests.gateway.harness import WORKERS
+from tests.support.ctl import COMMAND, ctl, started
+from tests.support.scale import patient
 
 DAEMON = """
 import sys
@@ -34,29 +36,23 @@ aliases = ["default"]
 """
 
 
-def ctl(home: Path, *words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"MLXD_HOME": str(home), "NO_COLOR": "1", "COLUMNS": "200"}
-    command = [sys.executable, "-P", "-c", "from gateway.ctl import main; main()", *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30, input=stdin or "")
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None, None]:
     """The home of a daemon that runs with scripted workers."""
     home = tmp_path_factory.mktemp("h")
-    (home / "mlxd.toml").write_text(CONFIG.format(port=_free_port()))
+    (home / "mlxd.toml").write_text(CONFIG.format(port=free_port()))
     command = [sys.executable, "-P", "-c", DAEMON, str(home), str(WORKERS / "talkative.py")]
     daemon = subprocess.Popen(command, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + patient(15)
     while ctl(home, "status", "--json").returncode != 0:
         assert daemon.poll() is None
         assert time.monotonic() < deadline
     yield home
     daemon.send_signal(signal.SIGTERM)
-    daemon.communicate(timeout=20)
+    daemon.communicate(timeout=patient(20))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     import socket
 
     with socket.socket() as probe:
@@ -67,13 +63,13 @@ def _free_port() -> int:
 def test_the_version_is_printed() -> None:
     nowhere = Path("/nonexistent")
 
-    assert ctl(nowhere, "version").stdout == f"mlxctl {protocol.__version__}\n"
+    assert started(nowhere, "version").stdout == f"mlxctl {protocol.__version__}\n"
     assert json.loads(ctl(nowhere, "version", "--json").stdout) == {"version": protocol.__version__}
 
 
 @pytest.mark.parametrize("words", [["status"], ["load", "m"], ["chat", "m", "hi"]])
 def test_a_daemon_that_does_not_run_is_said_so_with_its_own_exit_status(tmp_path: Path, words: list[str]) -> None:
-    done = ctl(tmp_path, *words)
+    done = started(tmp_path, *words)
 
     assert done.returncode == 3
     assert "mlxd does not run" in done.stderr
@@ -109,7 +105,7 @@ def test_parse_refuses_an_unknown_parser_and_has_help_of_its_own(tmp_path: Path)
 
 
 def test_a_bad_command_line_is_exit_status_2(tmp_path: Path) -> None:
-    assert ctl(tmp_path, "load").returncode == 2
+    assert started(tmp_path, "load").returncode == 2
     assert ctl(tmp_path, "nonsense").returncode == 2
 
 
@@ -198,8 +194,9 @@ def test_on_a_terminal_a_model_cannot_write_escape_sequences(home: Path) -> None
     said = json.dumps([["text", "a\x1b]0;owned\x07b\n"], ["finish", "stop"]])
     parent, child = os.openpty()
     environment = os.environ | {"MLXD_HOME": str(home)}
-    command = [sys.executable, "-P", "-c", "from gateway.ctl import main; main()", "chat", "default", said]
-    done = subprocess.run(command, stdin=child, stdout=child, env=environment, timeout=30)
+    done = subprocess.run(
+        [*COMMAND, "chat", "default", said], stdin=child, stdout=child, env=environment, timeout=patient(30)
+    )
     shown = os.read(parent, 4096)
     os.close(parent)
     os.close(child)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.ctl.test_help import HELPS, commands, root
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
+from tests.support.scale import patient
 
 VERBS = [
     "serve", "status", "top", "models", "ps", "load", "unload", "restart", "pin", "unpin", "pull", "rm", "info", "chat",
@@ -68,7 +69,7 @@ def complete(home: Path, *words: str) -> list[str]:
         "COMP_WORDS": " ".join(("mlxctl", *words)), "COMP_CWORD": str(len(words)),
     }  # fmt: skip
     command = [sys.executable, "-P", "-c", "from gateway.ctl import main; main()"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30).stdout.split()
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(30)).stdout.split()
 
 
 @pytest.mark.parametrize("verb", ["load", "chat", "info", "bench", "logs", "rm", "unload", "restart", "verify"])

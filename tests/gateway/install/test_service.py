@@ -14,7 +14,8 @@ from gateway.ctl.doctor.checks import wired_limit, wired_max
 from gateway.install import launchd, systemd
 from gateway.install.description import Facts, Manager, Run, Scope, Service, Write
 from gateway.install.executor import ServiceFailed, carry_out, describe
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
+from tests.support.scale import patient
 
 DAEMON = Service(
     ("/opt/mlxd/bin/python", "-P", "-m", "gateway.main"),
@@ -105,7 +106,7 @@ def test_launchd_is_told_of_success_when_trying_again_would_not_help(tmp_path: P
     def start(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-P", "-m", "gateway.main", *words]
         environment = os.environ | {"MLXD_HOME": str(tmp_path)}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(30))
 
     assert start().returncode == 78
     done = start("--launchd")
@@ -177,7 +178,7 @@ def test_systemd_itself_finds_the_unit_hardly_exposed(tmp_path: Path) -> None:
     unit.write_text(systemd.render(DAEMON))
 
     command = ["systemd-analyze", "security", "--offline=true", "--threshold=30", str(unit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(30))
 
     assert done.returncode == 0, done.stdout.splitlines()[-1]
 
@@ -187,7 +188,7 @@ def test_systemd_itself_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "mlxd.service"
     unit.write_text(systemd.render(_with_program(sys.executable)))
 
-    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=patient(30))
 
     ours = [line for line in done.stderr.splitlines() if "mlxd.service" in line]
     assert ours == [], done.stderr

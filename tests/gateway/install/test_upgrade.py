@@ -27,7 +27,7 @@ from gateway.install.releases import (
     version_of,
 )
 from gateway.install.upgrade import Seen, Upgrade, Wanted, locked
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
 from tests.support.users import SERVICE, as_root
 from tests.support.wheel import build_wheel
 

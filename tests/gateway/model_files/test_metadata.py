@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.model_files.metadata import Attention, Unreadable, attention, find, inspect, read_weights
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
+from tests.support.scale import patient
 
 PLAIN = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 64}
 GIB = 1024**3
@@ -105,7 +106,9 @@ def test_the_demo_model_is_told_as_the_worker_loads_it(tmp_path: Path) -> None:
         "caches = make_prompt_cache(loaded.model); loaded.model(mx.array([[1] * 256]), cache=caches);"
         "print(loaded.weights_bytes, loaded.max_context, KvCost.of(caches, 256).token_bytes)"
     )
-    measured = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    measured = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=patient(60), check=True
+    )
     weights, context, token_bytes = map(int, measured.stdout.split())
     assert (found["weights_bytes"], found["context"], found["kv_1k_bytes"]) == (weights, context, token_bytes * 1000)
 
@@ -114,4 +117,4 @@ def test_nothing_of_mlx_is_imported() -> None:
     imports = "import sys, gateway.model_files.metadata, gateway.ctl.cli"
     script = f"{imports}; sys.exit(any('mlx' in name.split('.') for name in sys.modules))"
 
-    assert subprocess.run([sys.executable, "-c", script], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], timeout=patient(30)).returncode == 0

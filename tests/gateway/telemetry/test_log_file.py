@@ -10,7 +10,7 @@ import pytest
 
 from gateway.ctl.logs import is_about, plain
 from gateway.telemetry.log_file import RotatingFile, follow, last_lines, nth
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 
 

@@ -7,7 +7,7 @@ import pytest
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.ctl.bench.words import Prompts
-from tests.gateway.ctl.test_status import ctl
+from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 
 
