@@ -9,13 +9,16 @@ import pytest
 
 from gateway.install import launchd
 from gateway.install.description import Scope, Service
+from tests.support.scale import patient
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "homebrew"
 ROOT = FOLDER.parents[1]
 
 
 def update(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["sh", str(FOLDER / "update.sh"), *words], capture_output=True, text=True, timeout=30)
+    return subprocess.run(
+        ["sh", str(FOLDER / "update.sh"), *words], capture_output=True, text=True, timeout=patient(30)
+    )
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ def test_no_formula_is_made_of_what_is_not_there_or_is_something_else(tmp_path: 
 def test_ruby_can_read_the_formula(archive: Path) -> None:
     formula = update("0.2.0", archive.as_uri(), "https://example.com/mlxd").stdout
 
-    done = subprocess.run(["ruby", "-wc"], input=formula, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["ruby", "-wc"], input=formula, capture_output=True, text=True, timeout=patient(30))
 
     assert (done.stdout.strip(), done.stderr) == ("Syntax OK", "")
 

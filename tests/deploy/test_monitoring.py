@@ -13,6 +13,7 @@ from gateway.supervisor.state import MemoryView, ModelMemory
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
 from protocol.stats import Stats
+from tests.support.scale import patient
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "alerts.yml"
@@ -90,7 +91,7 @@ def test_every_metric_of_the_dashboard_exists() -> None:
     [["check", "config", "prometheus.yml"], ["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]],
 )
 def test_promtool_accepts_the_files(words: list[str]) -> None:
-    done = subprocess.run([promtool(), *words], cwd=RULES.parent, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([promtool(), *words], cwd=RULES.parent, capture_output=True, text=True, timeout=patient(30))
 
     assert done.returncode == 0, done.stdout + done.stderr
 

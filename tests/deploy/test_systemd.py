@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.scale import patient
+
 HERE = Path(__file__).parent
 BOX_IMPOSSIBLE = 77
 
@@ -15,7 +17,7 @@ def test_models_stay_loaded_under_a_real_systemd_through_a_kill_of_the_daemon_a_
         ["sh", str(HERE / "systemd_box.sh"), sys.executable, str(HERE / "life_under_systemd.py")],
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=patient(580),
     )
 
     if done.returncode == BOX_IMPOSSIBLE:

@@ -10,9 +10,10 @@ import pytest
 from gateway.config.settings import PreventSleep
 from gateway.keep_awake import LINGER_S, Awake
 from tests.support.pool import until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
-DEADLINE_S = 20.0
+DEADLINE_S = patient(20)
 
 
 class Mac:

@@ -17,6 +17,7 @@ from gateway.supervisor.state import Limits, ModelUnavailable, State
 from protocol.failures import Code
 from protocol.messages import Delta, Finish
 from tests.support.pool import DEADLINE_S, Running, config, finish_of, read_all, short_home, text_of, tokens, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -182,7 +183,7 @@ async def test_a_worker_that_grows_is_asked_for_less_and_at_last_started_anew_wi
         worker = await r.ready("a")
         with r.pool.busy("a"):
             streams = [r.generate(worker, max_tokens=200), r.generate(worker, "grow 140", max_tokens=3)]
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(patient(60)):
                 deltas: list[Delta] = []
                 while not streams[0].is_done:
                     deltas += await streams[0].next()

@@ -20,6 +20,7 @@ from tests.gateway.request.test_in_flight import files as captures
 from tests.gateway.telemetry.test_metrics import parsed
 from tests.support.daemon import DEADLINE_S, DaemonProcess, is_running, write_config
 from tests.support.pool import short_home
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets one process limit another")
 
@@ -114,7 +115,7 @@ def test_keys_stay_as_they_were_when_they_cannot_be_written(home: Path) -> None:
             code += "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
         command = [sys.executable, "-P", "-c", code + "main()", *words]
         env = {"MLXD_HOME": str(home), "PATH": "/usr/bin:/bin"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=env)
+        return subprocess.run(command, capture_output=True, text=True, timeout=patient(30), check=False, env=env)
 
     assert ctl("keys", "create", "alice").returncode == 0
     keys = (home / "keys" / "keys.json").read_bytes()

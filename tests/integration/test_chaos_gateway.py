@@ -16,8 +16,9 @@ import pytest
 
 from tests.support.daemon import DaemonProcess, is_running, stream_text, write_config
 from tests.support.pool import short_home, tokens
+from tests.support.scale import patient
 
-DEADLINE_S = 15.0
+DEADLINE_S = patient(30)
 
 
 @pytest.fixture

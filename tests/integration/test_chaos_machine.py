@@ -23,6 +23,7 @@ from tests.gateway.telemetry.test_metrics import parsed
 from tests.support.daemon import DEADLINE_S, DaemonProcess, stream_text, write_config
 from tests.support.models import build
 from tests.support.pool import Running, config, read_all, short_home, text_of, tokens
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 ModelFolder = Callable[[str], Path]
@@ -143,13 +144,13 @@ async def test_a_worker_that_is_starved_for_a_moment_is_left_alone(home: Path) -
 
 
 async def test_a_gateway_that_did_not_run_for_a_while_blames_nobody(home: Path) -> None:
-    limits = Limits(heartbeat_s=0.05, pong_s=0.5, step_s=0.5, blackout_s=0.3)
+    limits = Limits(heartbeat_s=0.05, pong_s=patient(0.5), step_s=patient(0.5), blackout_s=patient(0.3))
     async with Running(config(home), limits=limits) as running:
         worker = await running.ready()
         stream = running.generate(worker, max_tokens=300)
         pid = worker.pid
         # The machine sleeps, or this process gets no time: the very thing that is tested.
-        time.sleep(1.5)  # noqa: ASYNC251
+        time.sleep(patient(1.5))  # noqa: ASYNC251
 
         assert text_of(await read_all(stream)) == tokens(300)
         assert (worker.pid, running.events.stuck_workers) == (pid, 0)
@@ -172,7 +173,8 @@ async def test_an_aborted_process_leaves_its_stacks_in_the_log_and_its_stream_go
 
 
 async def test_a_long_prefill_is_no_stuck_step(home: Path, model_folder: ModelFolder) -> None:
-    limits = Limits(heartbeat_s=0.02, step_s=0.25)
+    # A chunk may wait for the machine.
+    limits = Limits(heartbeat_s=0.02, step_s=patient(0.25))
     cold = config(home, path=str(model_folder("qwen3")), prefill_chunk=16)
     async with Running(cold, command=default_command, limits=limits) as running:
         worker = await running.ready()
@@ -182,7 +184,7 @@ async def test_a_long_prefill_is_no_stuck_step(home: Path, model_folder: ModelFo
         usage = deltas[-1].usage
         assert usage is not None
         assert usage.prompt > 2000
-        # Longer than a step may take, in steps that each are shorter.
+        # Longer than a step may take on a quiet machine, in steps that each are shorter.
         assert usage.prefill_ms > 250
         assert running.events.stuck_workers == 0
 

@@ -13,6 +13,7 @@ from gateway.supervisor.spawn import default_command
 from gateway.supervisor.state import Limits, ModelUnavailable, State
 from protocol.failures import Code
 from tests.support.pool import Running, config, read_all, short_home, text_of, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 ModelFolder = Callable[[str], Path]
@@ -31,7 +32,7 @@ def running(config: Config, limits: Limits | None = None) -> Running:
 async def test_a_stopped_process_is_noticed_killed_and_replaced_and_its_stream_goes_on(
     home: Path, model_folder: ModelFolder
 ) -> None:
-    limits = Limits(heartbeat_s=0.1, pong_s=1.5, dump_s=0.1, abort_s=0.5)
+    limits = Limits(heartbeat_s=0.1, pong_s=patient(1.5), dump_s=0.1, abort_s=0.5)
     async with running(config(home, path=str(model_folder("qwen3"))), limits) as pool:
         whole = text_of(await pool.complete(text="one", max_tokens=600))
         worker = await pool.ready()
@@ -59,7 +60,7 @@ async def test_a_stop_while_loading_leaves_no_process(home: Path, model_folder: 
         worker = pool.pool.worker("m")
         await until(lambda: worker.state is State.LOADING)
         pool.note_pids()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patient(10)):
             await pool.pool.unload("m")
         with pytest.raises(ModelUnavailable):
             await waiting

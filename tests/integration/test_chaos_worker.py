@@ -17,12 +17,20 @@ from gateway.supervisor.state import Limits, ModelUnavailable, State
 from protocol.failures import Code
 from protocol.messages import Delta, Finish, Usage
 from tests.support.pool import Running, config, finish_of, read_all, short_home, text_of, tokens, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
 # Short enough for a test, in the proportions of the real ones.
 QUICK = Limits(
-    heartbeat_s=0.05, pong_s=0.5, step_s=0.4, dump_s=0.05, abort_s=0.3, suspect_s=0.3, term_s=0.2, grace_s=0.5
+    heartbeat_s=0.05,
+    pong_s=patient(0.5),
+    step_s=patient(0.4),
+    dump_s=0.05,
+    abort_s=0.3,
+    suspect_s=patient(0.3),
+    term_s=0.2,
+    grace_s=patient(0.5),
 )
 
 
@@ -158,7 +166,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_again(hom
 async def test_a_crash_loop_opens_the_breaker_and_others_do_not_notice(home: Path) -> None:
     async with Running(config(home, ("a", "b")), "a:--exit-on-load 70") as running:
         worker = running.pool.worker("a")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patient(30)):
             while worker.state is not State.FAILED:
                 with pytest.raises(ModelUnavailable) as caught:
                     await running.pool.ensure_ready("a")
@@ -190,7 +198,7 @@ async def test_two_requests_for_a_cold_model_share_one_process(home: Path) -> No
 def submit_until_gone(running: Running, worker: WorkerHandle) -> list[Collector]:
     """Submit without letting the loop run. Returns what the socket took before it knew."""
     lost: list[Collector] = []
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + patient(5)
     while time.monotonic() < deadline:
         try:
             lost.append(running.generate(worker))
@@ -232,7 +240,7 @@ async def test_messages_of_another_epoch_are_dropped_and_counted(home: Path) -> 
 
 
 async def test_a_worker_that_claims_another_epoch_is_never_ready(home: Path) -> None:
-    wrong = config(home, load_timeout_s=2.0)
+    wrong = config(home, load_timeout_s=patient(2))
     async with Running(wrong, "--epoch-offset 7", limits=QUICK) as running:
         with pytest.raises(ModelUnavailable):
             await running.ready()

@@ -3,9 +3,10 @@
 import time
 from pathlib import Path
 
+from tests.support.scale import patient
 from worker.cache.disk import CacheDisk, Entry, Read
 
-DEADLINE_S = 20.0
+DEADLINE_S = patient(20)
 
 
 def written(disk: CacheDisk) -> None:

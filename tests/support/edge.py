@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gateway.http.connection import BEHIND_BYTES_MAX
+from tests.support.scale import patient
 
-DEADLINE_S: Final = 60.0
+DEADLINE_S: Final = patient(60)
 # What the system takes for a client that does not read.
 SMALL_BUFFER: Final = 4096
 PUSHES: Final = 500

@@ -25,6 +25,7 @@ from protocol.messages import (
     Usage,
 )
 from protocol.spec import WorkerSpec
+from tests.support.scale import patient
 from worker.checked_model import load_checked
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Command, Inbox
@@ -33,7 +34,7 @@ from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.prompt.intake import Intake
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patient(60)
 
 
 @dataclass

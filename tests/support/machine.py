@@ -14,6 +14,7 @@ from protocol.failures import Code, Failure
 from protocol.messages import MAJOR, MINOR, Down, Generate, Hello, Pong, Ready, Sampling, Step, TextPrompt
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
+from tests.support.scale import patient
 
 
 class FakeProcess:
@@ -280,7 +281,7 @@ class Machine:
         self._task.cancel()
         await asyncio.wait([self._task])
         # Whoever still waits is told, too.
-        await asyncio.wait_for(asyncio.gather(*self._asked, return_exceptions=True), 1.0)
+        await asyncio.wait_for(asyncio.gather(*self._asked, return_exceptions=True), patient(5))
 
     def hello(self, *, major: int = MAJOR, pid: int | None = None, epoch: int | None = None) -> None:
         worker = self.worker

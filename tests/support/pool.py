@@ -24,9 +24,10 @@ from gateway.supervisor.state import Limits
 from protocol.messages import Delta, Finish, Generate, Sampling, TextPrompt
 from protocol.spec import WorkerSpec
 from tests.support.machine import Recorder
+from tests.support.scale import patient
 
 SCRIPTED = Path(__file__).parents[1] / "workers" / "scripted.py"
-DEADLINE_S = 10.0
+DEADLINE_S = patient(30)
 
 
 def scripted(*options: str) -> Command:

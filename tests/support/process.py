@@ -15,10 +15,11 @@ import zmq
 from protocol import codec
 from protocol.messages import Down, Ping, Pong, Ready, Up, Welcome
 from protocol.spec import WorkerSpec
+from tests.support.scale import patient
 from tests.support.wire import Wire
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 30.0
+TIMEOUT_S = patient(30)
 Message = TypeVar("Message")
 
 

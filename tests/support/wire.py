@@ -6,8 +6,9 @@ from typing import Any, Self
 import zmq
 
 from protocol import sockets
+from tests.support.scale import patient
 
-TIMEOUT_MS = 20_000
+TIMEOUT_MS = int(1e3 * patient(20))
 
 
 class Wire:

@@ -5,11 +5,14 @@ import pytest
 
 from protocol.failures import Exit
 from protocol.spec import WorkerSpec
+from tests.support.scale import patient
 from worker import smoke
 
 
 def test_an_installation_that_works_generates_a_token() -> None:
-    done = subprocess.run([sys.executable, "-P", "-m", "worker.smoke"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "worker.smoke"], capture_output=True, text=True, timeout=patient(120)
+    )
 
     assert (done.returncode, done.stdout) == (Exit.OK, "one token generated\n"), done.stderr
 

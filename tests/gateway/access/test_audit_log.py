@@ -11,6 +11,7 @@ import pytest
 from gateway.access.audit_log import KEEP, Actor, Audit, AuditUnwritable, Entry, entry, this_process
 from gateway.config.settings import audit_path
 from gateway.telemetry.log_file import last_lines
+from tests.support.scale import patient
 
 _decoder = msgspec.json.Decoder(Entry)
 
@@ -69,7 +70,7 @@ def test_processes_that_write_and_rotate_at_once_lose_no_line(tmp_path: Path) ->
     )
 
     def write(name: str) -> None:
-        subprocess.run([sys.executable, "-c", program, str(tmp_path), name], check=True, timeout=120)
+        subprocess.run([sys.executable, "-c", program, str(tmp_path), name], check=True, timeout=patient(120))
 
     with ThreadPoolExecutor(3) as writers:
         list(writers.map(write, "abc"))

@@ -22,6 +22,7 @@ from gateway.errors import ApiError, BadRequest, BodyTooLarge
 from gateway.request import bodies
 from gateway.request.bodies import LARGE_BYTES, Bodies
 from tests.gateway.harness import Gateway, chat, running, until
+from tests.support.scale import patient
 
 PATH = "/v1/chat/completions"
 TEXT = st.text(st.sampled_from('ab"\\,[]{}:é\n'), max_size=6)
@@ -344,7 +345,7 @@ async def test_the_body_of_a_request_too_many_is_not_waited_for(tmp_path: Path) 
             async for _ in answer.aiter_lines():
                 break
             reader, writer = await begin(gateway, 1000, secret)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(patient(60)):
                 head = await reader.readuntil(b"\r\n")
             assert b" 429 " in head
             writer.close()

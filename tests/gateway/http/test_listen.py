@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from gateway.http.listen import CannotListen, close_all, listen_tcp, listen_unix
+from tests.support.scale import patient
 
 
 def test_every_address_of_a_host_listens_on_one_port() -> None:
@@ -12,7 +13,7 @@ def test_every_address_of_a_host_listens_on_one_port() -> None:
     try:
         ports = {one.getsockname()[1] for one in sockets}
         assert len(ports) == 1
-        with socket.create_connection(("127.0.0.1", ports.pop()), timeout=5):
+        with socket.create_connection(("127.0.0.1", ports.pop()), timeout=patient(5)):
             pass
     finally:
         close_all(sockets)

@@ -14,6 +14,7 @@ from gateway.request.generation import Generation
 from gateway.request.record import Record
 from protocol.messages import Generate, Sampling, TextPrompt
 from tests.gateway.harness import Gateway, events, running, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -91,7 +92,7 @@ async def test_an_exception_goes_through() -> None:
 async def test_a_send_that_blocks_for_too_long_cuts_the_work_off() -> None:
     client = Client()
     client.reads.clear()
-    async with asyncio.timeout(5), Watch(client.receive, 0.02) as watch:
+    async with asyncio.timeout(patient(5)), Watch(client.receive, 0.02) as watch:
         watch.is_sending = True
         await client.send({"type": "http.response.body"})
 

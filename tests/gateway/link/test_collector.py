@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from gateway.link.collector import Collector
 from protocol.failures import Code, Failure
 from protocol.messages import Delta, Finish, Kind, TokenLogprob, Tool, Usage
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 DIED = Failure(Code.WORKER_DIED, "the worker died")
@@ -75,7 +76,7 @@ async def test_a_shorter_timeout_after_a_longer_one_is_kept() -> None:
     loop = asyncio.get_running_loop()
     loop.call_soon(collector.put, Delta(7, text="a"))
     await collector.next(60.0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patient(5)):
         assert await collector.next(0.01) == []
     collector.close()
 

@@ -14,6 +14,7 @@ from gateway.access.key_file import KeyFile
 from gateway.config.origins import bad_host, is_served
 from gateway.config.settings import ServerConfig
 from tests.gateway.harness import Gateway, chat, running
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +27,7 @@ class Rebound(http.client.HTTPConnection):
     """Connection of a page whose host's owner has made the name resolve to the loopback."""
 
     def connect(self) -> None:
-        self.sock = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        self.sock = socket.create_connection(("127.0.0.1", self.port), timeout=patient(60))
 
 
 async def ask_as_page(gateway: Gateway, host: str, path: str) -> tuple[int, str]:
@@ -131,7 +132,7 @@ async def test_a_client_that_names_no_host_is_no_page_and_one_foreign_name_of_tw
 ) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(head)
-    line = await asyncio.wait_for(reader.readline(), 60)
+    line = await asyncio.wait_for(reader.readline(), patient(60))
     writer.close()
     assert status in line
 

@@ -14,6 +14,7 @@ from gateway.config.settings import ServerConfig
 from gateway.http.capture import Captures
 from gateway.wall_clock import STEP_S, TRUST_S, WallClock
 from tests.gateway.harness import Gateway, chat, events, running, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +34,7 @@ async def listed(admin: httpx.AsyncClient) -> list[dict[str, Any]]:
 
 async def one_in_state(admin: httpx.AsyncClient, state: str) -> dict[str, Any]:
     """The only request there is, once it is in this state."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(patient(15)):
         while not (found := [one for one in await listed(admin) if one["state"] == state]):  # noqa: ASYNC110 - what is polled for happens in other processes too
             await asyncio.sleep(0.005)
     [one] = found
@@ -188,7 +189,7 @@ def files(home: Path) -> list[Path]:
 
 async def kept(gateway: Gateway, count: int) -> None:
     """Until so many requests are kept."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(patient(15)):
         while len(await gateway.app.services.captures.lines()) != count:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

@@ -9,6 +9,7 @@ from gateway.supervisor.state import Limits, ModelUnavailable, State
 from protocol.failures import Code
 from protocol.messages import Drained, Generate, Sampling, Shutdown, TextPrompt
 from tests.support.machine import Machine, settle
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -488,4 +489,4 @@ async def test_a_newcomer_at_a_worker_that_died_for_good_is_told() -> None:
         m.run()
         await m.crash(66)
         with pytest.raises(ModelUnavailable):
-            await asyncio.wait_for(m.worker.ensure_ready(), 1.0)
+            await asyncio.wait_for(m.worker.ensure_ready(), patient(5))

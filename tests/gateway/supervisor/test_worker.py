@@ -9,13 +9,14 @@ from gateway.supervisor.state import Limits, ModelUnavailable, State
 from protocol.failures import Code, Failure
 from protocol.messages import Drain, Drained, Dump, Goodbye, Shutdown, Welcome
 from tests.support.machine import FakeProcess, Machine, settle
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
 
 async def unavailable(task: asyncio.Task[None]) -> ModelUnavailable:
     with pytest.raises(ModelUnavailable) as caught:
-        await asyncio.wait_for(task, 1.0)
+        await asyncio.wait_for(task, patient(5))
     return caught.value
 
 

@@ -12,6 +12,7 @@ from gateway.supervisor.state import ModelUnavailable, State
 from protocol.failures import Code, Failure
 from protocol.messages import Drained, Goodbye
 from tests.support.machine import Machine, settle
+from tests.support.scale import patient
 
 # Weighted towards what moves the machine on: a story of refusals tells little.
 ORDERS = ("up", "up", "ask", "ask", "run", "run", "speak", "stop", "stop", "drain", "load", "restart")
@@ -142,8 +143,8 @@ def test_no_story_leaves_a_waiter_or_a_process_behind(actions: list[str | int | 
                 await settle()
                 story.exit_newest(0)
                 await m.world.pass_time(0.1)
-            await asyncio.wait_for(closing, 1.0)
-            results = await asyncio.wait_for(asyncio.gather(*story.waiting, return_exceptions=True), 1.0)
+            await asyncio.wait_for(closing, patient(5))
+            results = await asyncio.wait_for(asyncio.gather(*story.waiting, return_exceptions=True), patient(5))
             assert all(result is None or isinstance(result, ModelUnavailable) for result in results)
             assert m.worker.state is State.STOPPED
             # What still runs at the end was running when its worker was told to stop: that one sends its end.

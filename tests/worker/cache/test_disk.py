@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.support import disk as folder
 from tests.support.caches import KINDS, contents, filled, layout
+from tests.support.scale import patient
 from worker.cache.disk import CacheDisk, Entry, Status
 from worker.cache.file_format import salt_key
 from worker.cache.kv import Span, arrays_of
@@ -195,7 +196,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM
 assert write(disk, 3).is_readable
 assert (disk.counts.writes, disk.counts.dropped) == (2, 1)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=patient(60))
     assert len(restarted(tmp_path)) == 2
     assert not list(tmp_path.glob("*/*.part"))
 

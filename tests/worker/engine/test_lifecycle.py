@@ -14,6 +14,7 @@ from protocol.failures import Code
 from protocol.messages import Abort, ChatPrompt, Drain, Finish, Generate, Sampling, TextPrompt, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
+from tests.support.scale import patient
 
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
 MAX_RUNNING = 4
@@ -78,7 +79,7 @@ def held_by(engine: EngineHarness) -> tuple[int, int, int, int]:
 
 def assert_idle(engine: EngineHarness) -> None:
     """Nothing runs, nothing waits, no KV is held."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while (held := held_by(engine)) != (0, 0, 0, 0) and time.monotonic() < deadline:
         time.sleep(0.001)
     assert held == (0, 0, 0, 0)

@@ -16,6 +16,7 @@ from gateway.supervisor.state import Limits, State
 from gateway.telemetry.prometheus import Exposition
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.support.pool import tokens
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -156,7 +157,7 @@ async def test_a_body_without_a_length_is_cut_off_at_the_limit(gateway: Gateway)
 async def test_a_huge_body_is_refused_before_it_is_sent(gateway: Gateway) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000000\r\n\r\n".encode())
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n"), patient(5))
     writer.close()
 
     assert head == b"HTTP/1.1 413 Request Entity Too Large\r\n" or head.startswith(b"HTTP/1.1 413")
