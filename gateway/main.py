@@ -1,6 +1,6 @@
 """`mlxd`: boot, serve, drain.
 
-Exit statuses: 0 stopped as asked · 2 bad command line · 70 a fault of ours · 73 the home or an address cannot be used
+Exit statuses: 0 stopped as asked · 2 bad command line · 70 an internal error · 73 the home or an address cannot be used
 · 78 bad configuration.
 """
 

@@ -154,7 +154,7 @@ class Pool:
         return self._broker.leases(model)
 
     def apply(self, config: Config) -> "Applied":
-        """Make `config` the one in force. What must be started anew is, and what runs on it pauses meanwhile.
+        """Apply `config`. Workers whose settings changed are restarted, and their streams pause until they are back.
 
         A model that was removed finishes what it does until the drain's deadline, and then stops.
         """
@@ -382,7 +382,7 @@ class _RealEffects:
 
 
 def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
-    """Whether a worker of the one need not be started anew to be one of the other.
+    """Whether a worker of one configuration serves the other without a restart.
 
     How much it logs is no reason, nor is the cap of the cache folder that all share: that counts from its next start.
     """

@@ -86,7 +86,7 @@ def document(operations: Sequence[Operation], *, version: str, description: str)
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
-    made = {
+    whole = {
         "openapi": VERSION,
         "info": {"title": "mlxd", "version": version, "description": description},
         "servers": [{"url": "/"}],
@@ -95,7 +95,7 @@ def document(operations: Sequence[Operation], *, version: str, description: str)
         "components": {"schemas": components, "securitySchemes": schemes},
     }
     # Defaults in the schemas are still what they are in Python.
-    return msgspec.json.decode(msgspec.json.encode(made))
+    return msgspec.json.decode(msgspec.json.encode(whole))
 
 
 def _operation(operation: Operation, references: Mapping[Any, Schema]) -> Schema:

@@ -53,13 +53,13 @@ def status(json: Json = False) -> None:
 
     Example: mlxctl status --json
     """
-    found = client.status()
+    daemon = client.status()
     if json:
-        print_json(found)
+        print_json(daemon)
         return
     from gateway.ctl import tables
 
-    tables.status(found, console())
+    tables.status(daemon, console())
 
 
 app.command("logs")(logs.logs)
@@ -190,11 +190,11 @@ def verify(
     from gateway.ctl import verify as verifying
     from gateway.ctl.offline import model_of, read_config
 
-    found = model_of(read_config(), model)
+    config = model_of(read_config(), model)
     if not json:
         typer.echo(verifying.HEADER)
     is_good = True
-    for check in verifying.checks(found, tokens, kill=kill):
+    for check in verifying.checks(config, tokens, kill=kill):
         is_good &= check.is_good
         typer.echo(verifying.encode(check) if json else verifying.row(check))
     if not is_good:

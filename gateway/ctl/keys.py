@@ -237,7 +237,7 @@ def _file() -> "KeyFile":
 
 
 def _last_used() -> dict[str, float]:
-    """When each key was used last: of a daemon that runs, or as of the newest write of the usage file."""
+    """Time of each key's last use: from a running daemon, or as of the newest write of the usage file."""
     from gateway.access.usage import last_used
 
     used = last_used(usage_path(default_home()))

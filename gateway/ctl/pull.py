@@ -63,10 +63,10 @@ def _consider(name: str, include: list[str] | None) -> "tuple[Plan, Info | None,
     from gateway.model_files import hub
     from gateway.model_files.download import plan
 
-    found = hub.look(*hub.split(name))
-    made = plan(found, include or hub.WANTED)
-    info = hub.inspect(found, "auto", 0, available_bytes())
-    return made, info, list(info.obstacles) if info is not None else hub.obstacles(found)
+    repository = hub.look(*hub.split(name))
+    download = plan(repository, include or hub.WANTED)
+    info = hub.inspect(repository, "auto", 0, available_bytes())
+    return download, info, list(info.obstacles) if info is not None else hub.obstacles(repository)
 
 
 def _check_space(plan: "Plan", *, is_quiet: bool) -> None:

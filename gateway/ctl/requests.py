@@ -29,11 +29,11 @@ def requests(
     """
     if context.invoked_subcommand is not None:
         return
-    found = get(f"/v1/requests?captured={int(captured)}", RequestList)
+    listed = get(f"/v1/requests?captured={int(captured)}", RequestList)
     if json:
-        print_json(found)
+        print_json(listed)
     else:
-        _table(found)
+        _table(listed)
 
 
 @app.command()
@@ -42,15 +42,15 @@ def show(request: Id, json: Json = False) -> None:
 
     Example: mlxctl requests show req_0123456789abcdef01234567
     """
-    found = get(f"/v1/requests/{quote(request, safe='')}", RequestDetail)
+    detail = get(f"/v1/requests/{quote(request, safe='')}", RequestDetail)
     if json:
-        print_json(found)
+        print_json(detail)
         return
-    if found.live is not None:
-        for name, value in _facts(found.live):
+    if detail.live is not None:
+        for name, value in _facts(detail.live):
             typer.echo(f"{name:<10} {value}")
-    if found.captured is not None:
-        _print(found.captured)
+    if detail.captured is not None:
+        _print(detail.captured)
 
 
 @app.command()

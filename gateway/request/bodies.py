@@ -33,7 +33,7 @@ def memory_bytes(server: ServerConfig) -> int:
 
 
 def share_bytes(server: ServerConfig, has_others: bool) -> int:
-    """What the bodies of one key may take: half while there are other keys, and always two of the largest bodies."""
+    """Memory limit of one key's bodies: half while there are other keys, and always two of the largest bodies."""
     limit = memory_bytes(server)
     return max(limit // 2, min(limit, 2 * server.max_body_bytes)) if has_others else limit
 
