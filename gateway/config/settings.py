@@ -1,4 +1,4 @@
-"""The configuration as frozen structs: every key, its type and its default. `configread.py` reads it from the file."""
+"""The configuration as frozen structs: every key, its type and its default. `load.py` reads it from the file."""
 
 import os
 import sys

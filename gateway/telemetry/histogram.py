@@ -1,4 +1,4 @@
-"""A histogram that costs a bisection and two additions per observation; `exposition.py` shows it to Prometheus."""
+"""A histogram that costs a bisection and two additions per observation; `prometheus.py` shows it to Prometheus."""
 
 from bisect import bisect_left
 from typing import Final
