@@ -7,6 +7,7 @@ from collections.abc import Callable
 from gateway.link.sequence import Flight
 from gateway.supervisor import inbox
 from gateway.supervisor.inbox import Inbox, Notice, Wish
+from gateway.supervisor.lifecycle import Lifecycle
 from gateway.supervisor.ports import Effects, Process, Wire
 from gateway.supervisor.state import SHUTTING_DOWN, Events, Limits, ModelUnavailable, State, WorkerView
 from gateway.supervisor.waiters import Waiter
@@ -39,10 +40,10 @@ class WorkerHandle:
         self._effects = effects
         self._events = events
         self._inbox = Inbox()
-        self._worker = Worker(
+        self._lifecycle = Lifecycle(
             spec,
             self,
-            self._inbox,
+            self._inbox.put,
             effects=effects,
             wire=wire,
             events=events,
@@ -50,6 +51,7 @@ class WorkerHandle:
             load_timeout_s=load_timeout_s,
             is_preload=is_preload,
         )
+        self._worker = Worker(self._lifecycle, self._inbox, effects, events, limits)
 
     async def run(self) -> None:
         """Run the state machine until cancelled."""
@@ -59,62 +61,62 @@ class WorkerHandle:
 
     @property
     def state(self) -> State:
-        return self._worker.state
+        return self._lifecycle.state
 
     @property
     def is_ready(self) -> bool:
         """Whether it takes new requests."""
-        return self._worker.is_ready
+        return self._lifecycle.is_ready
 
     @property
     def is_serving(self) -> bool:
-        return self._worker.state is State.READY
+        return self._lifecycle.state is State.READY
 
     @property
     def is_resident(self) -> bool:
         """Whether the model is in memory, or on its way there."""
-        return self._worker.state in (State.STARTING, State.LOADING, State.READY)
+        return self._lifecycle.state in (State.STARTING, State.LOADING, State.READY)
 
     @property
     def spec(self) -> WorkerSpec:
-        return self._worker.spec
+        return self._lifecycle.spec
 
     @property
     def is_preload(self) -> bool:
-        return self._worker.is_preload
+        return self._lifecycle.is_preload
 
     @property
     def epoch(self) -> int:
-        return self._worker.incarnation.epoch
+        return self._lifecycle.incarnation.epoch
 
     @property
     def pid(self) -> int:
-        return self._worker.incarnation.pid
+        return self._lifecycle.incarnation.pid
 
     @property
     def ready(self) -> Ready | None:
-        return self._worker.incarnation.ready
+        return self._lifecycle.incarnation.ready
 
     @property
     def ready_at(self) -> float:
-        return self._worker.incarnation.ready_at
+        return self._lifecycle.incarnation.ready_at
 
     @property
     def stats(self) -> Stats | None:
-        return self._worker.incarnation.stats
+        return self._lifecycle.incarnation.stats
 
     @property
     def last_failure(self) -> Failure | None:
-        return self._worker.restart_policy.last_failure
+        return self._lifecycle.restart_policy.last_failure
 
     @property
     def restarts(self) -> int:
-        return self._worker.restart_policy.restarts
+        return self._lifecycle.restart_policy.restarts
 
     @property
     def has_parked(self) -> bool:
         """Whether sequences wait for a next worker, or for their turn at this one."""
-        return self._worker.parked.has_any or self._worker.parked.is_isolating
+        return self._lifecycle.parked.has_any or self._lifecycle.parked.is_isolating
 
     @property
     def overload(self) -> Failure | None:
@@ -122,25 +124,25 @@ class WorkerHandle:
         return self._effects.overload(self.name)
 
     def view(self) -> WorkerView:
-        worker, incarnation = self._worker, self._worker.incarnation
+        lifecycle, incarnation = self._lifecycle, self._lifecycle.incarnation
         loading = incarnation.loading
         return WorkerView(
             name=self.name,
-            path=worker.spec.path,
-            state=worker.state,
+            path=lifecycle.spec.path,
+            state=lifecycle.state,
             epoch=incarnation.epoch,
             pid=incarnation.pid,
             is_adopted=incarnation.is_adopted,
-            is_preload=worker.is_preload and not worker.was_evicted,
+            is_preload=lifecycle.is_preload and not lifecycle.was_evicted,
             ready=incarnation.ready,
             stats=incarnation.stats,
             stage=loading.stage if loading is not None else "",
             loaded_bytes=loading.done_bytes if loading is not None else 0,
             total_bytes=loading.total_bytes if loading is not None else 0,
-            since_s=self._effects.now() - worker.since,
+            since_s=self._effects.now() - lifecycle.since,
             restarts=self.restarts,
             last_failure=self.last_failure,
-            retry_after_s=worker.retry_after_s,
+            retry_after_s=lifecycle.retry_after_s,
         )
 
     # -- commands ----------------------------------------------------------------------------------------------------
@@ -176,18 +178,18 @@ class WorkerHandle:
 
     def kill(self) -> None:
         """SIGKILL, without grace: the last resort of a daemon that must go now."""
-        if (process := self._worker.incarnation.process) is not None:
+        if (process := self._lifecycle.incarnation.process) is not None:
             process.signal(signal.SIGKILL)
 
     # -- the memory broker's -----------------------------------------------------------------------------------------
 
     def close_gate(self) -> None:
         """Let new requests wait. Takes effect at once."""
-        self._worker.incarnation.is_gated = True
+        self._lifecycle.incarnation.is_gated = True
 
     def open_gate(self) -> None:
-        if self._worker.incarnation.is_gated:
-            self._worker.incarnation.is_gated = False
+        if self._lifecycle.incarnation.is_gated:
+            self._lifecycle.incarnation.is_gated = False
             self._notify(Notice.REOPEN)
 
     def evict(self) -> bool:
@@ -210,7 +212,7 @@ class WorkerHandle:
 
     def suspect(self) -> None:
         """Report that a send failed. Takes effect at once: the retry must not be given this incarnation again."""
-        self._worker.incarnation.is_suspect = True
+        self._lifecycle.incarnation.is_suspect = True
         self._notify(Notice.SUSPECT)
 
     def refusal(self, request: Generate) -> Failure | None:
@@ -218,11 +220,11 @@ class WorkerHandle:
         if (overload := self.overload) is not None:
             self._events.refused(self.name)
             return overload
-        return self._worker.parked.refusal(request, self._effects.now())
+        return self._lifecycle.parked.refusal(request, self._effects.now())
 
     def park(self, flight: Flight) -> None:
         """Keep a sequence that this worker has given up, for the next one."""
-        self._worker.parked.park([flight], self._effects.now())
+        self._lifecycle.parked.park([flight], self._effects.now())
 
     def note_progress(self) -> None:
         """A watched sequence has its first token, or has ended."""

@@ -2,23 +2,15 @@
 
 import asyncio
 import logging
-import signal
-from typing import Final, assert_never
+from typing import assert_never
 
-from msgspec.structs import replace
-
-from gateway.link.sequence import Peer
-from gateway.supervisor import inbox, postmortem
-from gateway.supervisor.exits import EXITS, Fate, cause_of
-from gateway.supervisor.failover import ParkedSequences
-from gateway.supervisor.heartbeat import Heartbeat
+from gateway.supervisor import inbox
 from gateway.supervisor.inbox import Inbox, Notice, Wish
 from gateway.supervisor.incarnation import Incarnation
-from gateway.supervisor.ports import Effects, Process, Wire
-from gateway.supervisor.restart_policy import RestartPolicy
-from gateway.supervisor.state import SHUTTING_DOWN, Events, Limits, ModelUnavailable, State
-from gateway.supervisor.timers import Timers
-from gateway.supervisor.waiters import Waiter, Waiters
+from gateway.supervisor.lifecycle import Lifecycle
+from gateway.supervisor.ports import Effects, Process
+from gateway.supervisor.state import SHUTTING_DOWN, Events, Limits, State
+from gateway.supervisor.waiters import Waiter
 from protocol.failures import Code, Failure
 from protocol.messages import (
     MAJOR,
@@ -33,72 +25,28 @@ from protocol.messages import (
     Ready,
     SetLogLevel,
 )
-from protocol.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 
-# The status that `Events.worker_exit` is given for an adopted worker, which is not our child.
-UNKNOWN_EXIT: Final = 255
-
 
 class Worker:
-    """The worker of one model, over all its incarnations.
+    """The worker of one model: dispatches commands, messages and alarms to transitions of its lifecycle.
 
-    `run` is the single writer: it takes commands, messages and alarms from one inbox and waits for nothing else.
-    Callers wait on futures, and every settled state (ready, stopped, backoff, failed, incompatible) wakes all of
-    them. Processes, time and chance come in through `Effects`. Others read it through their `WorkerHandle`.
+    `run` is the single writer: it takes from one inbox and waits for nothing else. Callers wait on futures.
+    Processes, time and chance come in through `Effects`. Others read the lifecycle through their `WorkerHandle`.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        peer: Peer,
-        inbox: Inbox,
-        *,
-        effects: Effects,
-        wire: Wire,
-        events: Events,
-        limits: Limits,
-        load_timeout_s: float,
-        is_preload: bool,
-    ) -> None:
-        self.spec = spec
-        self.name = spec.name
-        self.is_preload = is_preload
-        self.state = State.STOPPED
-        self.since = effects.now()
-        # It was unloaded for others, or by its time to live: from then on a preload of it is not missing.
-        self.was_evicted = False
-        self.parked = ParkedSequences(spec.name, wire, events, limits)
-        self.restart_policy = RestartPolicy(spec.name)
-
-        self._peer = peer
+    def __init__(self, lifecycle: Lifecycle, inbox: Inbox, effects: Effects, events: Events, limits: Limits) -> None:
+        self.lifecycle = lifecycle
+        self.name = lifecycle.name
         self._inbox = inbox
         self._effects = effects
-        self._wire = wire
         self._events = events
         self._limits = limits
-        self._load_timeout_s = load_timeout_s
-        self._waiters = Waiters()
-        self._stoppers = Waiters()
-        self._timers = Timers(effects, limits, inbox.put)
-        self._heartbeat = Heartbeat(self.since, limits.blackout_s)
-        self._is_closing = False
-        # Epoch 0: none has been started yet.
-        self.incarnation = self._make(0)
 
     @property
-    def is_ready(self) -> bool:
-        is_held = self.incarnation.is_suspect or self.incarnation.is_gated or self.parked.is_isolating
-        return self.state is State.READY and not is_held
-
-    @property
-    def retry_after_s(self) -> float:
-        is_waiting = self.state in (State.BACKOFF, State.FAILED)
-        return self.restart_policy.wait_s(self._effects.now()) if is_waiting else 0.0
-
-    def _make(self, epoch: int) -> Incarnation:
-        return Incarnation(epoch, self._peer, self._wire, self._limits, self._timers.watchers())
+    def _incarnation(self) -> Incarnation:
+        return self.lifecycle.incarnation
 
     # -- the single writer -------------------------------------------------------------------------------------------
 
@@ -106,34 +54,35 @@ class Worker:
         """Own the state until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._timers.begin(tasks)
+                self.lifecycle.timers.begin(tasks)
                 while True:
                     item = await self._inbox.get()
                     try:
                         self._handle(item)
                     except Exception:  # The root of a worker's task: the model is given up, the task goes on.
-                        log.exception("worker %s: internal error in state %s", self.name, self.state)
-                        self._give_up(Failure(Code.INTERNAL, f"model '{self.name}' is not available: internal error"))
-                        self._stoppers.wake()
+                        log.exception("worker %s: internal error in state %s", self.name, self.lifecycle.state)
+                        why = f"model '{self.name}' is not available: internal error"
+                        self.lifecycle.give_up(Failure(Code.INTERNAL, why))
+                        self.lifecycle.stoppers.wake()
         finally:
             self._leave()
 
     def _leave(self) -> None:
         """Refuse callers that wait, and later ones: the inbox is not handled any more."""
-        self._is_closing = True
+        self.lifecycle.is_closing = True
         for item in self._inbox.close():
             match item:
                 case inbox.Ask(_, waiter):
-                    self._waiters.add(waiter)
+                    self.lifecycle.waiters.add(waiter)
                 case inbox.Stop(waiter):
-                    self._stoppers.add(waiter)
+                    self.lifecycle.stoppers.add(waiter)
                 case _:
                     pass
-        self._give_up(SHUTTING_DOWN)
-        self._stoppers.wake()
+        self.lifecycle.give_up(SHUTTING_DOWN)
+        self.lifecycle.stoppers.wake()
 
     def _handle(self, item: inbox.Mail) -> None:
-        incarnation = self.incarnation
+        incarnation = self._incarnation
         match item:
             case Pong():
                 self._on_pong(item)
@@ -156,15 +105,15 @@ class Worker:
                     self._on_notice(notice)
             case inbox.Admitted(epoch, share_bytes):
                 if epoch == incarnation.epoch:
-                    self._on_admitted(share_bytes)
+                    self.lifecycle.on_admitted(share_bytes)
             case inbox.Denied(epoch, failure):
                 if epoch == incarnation.epoch:
-                    self._on_denied(failure)
+                    self.lifecycle.on_denied(failure)
             case inbox.Exited(epoch, status):
                 if epoch == incarnation.epoch and incarnation.process is not None:
-                    self._on_exited(status, incarnation.process)
+                    self.lifecycle.on_exited(status, incarnation.process)
             case inbox.Alarm():
-                if self._timers.is_current(item):
+                if self.lifecycle.timers.is_current(item):
                     self._on_alarm()
             case _:
                 assert_never(item)
@@ -181,398 +130,203 @@ class Worker:
                 self._on_restart(command.waiter)
 
     def _on_notice(self, notice: Notice) -> None:
-        is_ready = self.state is State.READY
+        is_ready = self.lifecycle.state is State.READY
         match notice:
             case Notice.EVICT if is_ready:
-                self.incarnation.is_evicted = self.was_evicted = True
-                self._terminate()
+                self._incarnation.is_evicted = self.lifecycle.was_evicted = True
+                self.lifecycle.terminate()
             case Notice.RECYCLE if is_ready:
-                self._renew()
+                self.lifecycle.renew()
             case Notice.SUSPECT if is_ready:
-                self._timers.arm(self._limits.suspect_s)
+                self.lifecycle.timers.arm(self._limits.suspect_s)
             case Notice.REOPEN:
-                self._serve()
+                self.lifecycle.serve()
             case Notice.PROGRESS:
-                self.parked.note_progress()
-                self._serve()
+                self.lifecycle.parked.note_progress()
+                self.lifecycle.serve()
             case Notice.EVICT | Notice.RECYCLE | Notice.SUSPECT:
                 pass
 
     def _on_ensure(self, waiter: Waiter) -> None:
-        self._waiters.add(waiter)
-        if self._is_closing:
-            self._wake(SHUTTING_DOWN)
+        self.lifecycle.waiters.add(waiter)
+        if self.lifecycle.is_closing:
+            self.lifecycle.wake(SHUTTING_DOWN)
             return
-        match self.state:
+        match self.lifecycle.state:
             case State.READY:
-                if self.is_ready:
-                    self._wake(None)
+                if self.lifecycle.is_ready:
+                    self.lifecycle.wake(None)
             case State.STOPPED:
-                self._start()
+                self.lifecycle.start()
             case State.FAILED | State.INCOMPATIBLE:
-                if self.restart_policy.may_start(self._effects.now()):
-                    self._start()
+                if self.lifecycle.restart_policy.may_start(self._effects.now()):
+                    self.lifecycle.start()
                 else:
-                    self._wake(self.restart_policy.reason)
+                    self.lifecycle.wake(self.lifecycle.restart_policy.reason)
             case State.STARTING | State.LOADING | State.DRAINING | State.STOPPING | State.BACKOFF:
                 pass
 
     def _on_load(self, waiter: Waiter) -> None:
-        self.restart_policy.forgive()
+        self.lifecycle.restart_policy.forgive()
         self._on_ensure(waiter)
-        if self.state is State.BACKOFF:
-            self._start()
+        if self.lifecycle.state is State.BACKOFF:
+            self.lifecycle.start()
 
     def _on_restart(self, waiter: Waiter) -> None:
-        if not self._is_closing:
+        if not self.lifecycle.is_closing:
             # An operator's restart goes on when their connection does not.
-            self.incarnation.has_successor = True
-            if self.state in (State.READY, State.STARTING, State.LOADING):
-                self._renew()
+            self._incarnation.has_successor = True
+            if self.lifecycle.state in (State.READY, State.STARTING, State.LOADING):
+                self.lifecycle.renew()
         self._on_load(waiter)
 
     def _on_stop(self, command: inbox.Stop) -> None:
-        self._stoppers.add(command.waiter)
-        self._is_closing |= command.is_closing
-        self.incarnation.has_successor = False
+        self.lifecycle.stoppers.add(command.waiter)
+        self.lifecycle.is_closing |= command.is_closing
+        self._incarnation.has_successor = False
         unloaded = command.reason or Failure(Code.DRAINING, f"model '{self.name}' was unloaded")
-        self._give_up(SHUTTING_DOWN if self._is_closing else unloaded)
-        match self.state:
+        self.lifecycle.give_up(SHUTTING_DOWN if self.lifecycle.is_closing else unloaded)
+        match self.lifecycle.state:
             case State.READY:
-                self._drain(command.drain_s)
+                self.lifecycle.drain(command.drain_s)
             case State.DRAINING if command.drain_s > 0:
-                self._timers.arm(command.drain_s)
+                self.lifecycle.timers.arm(command.drain_s)
             case State.STARTING | State.LOADING | State.DRAINING:
-                self._terminate()
+                self.lifecycle.terminate()
             case State.STOPPING:
                 pass
             case State.STOPPED | State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
-                self.restart_policy.forgive()
-                self._settle_stopped()
+                self.lifecycle.restart_policy.forgive()
+                self.lifecycle.settle_stopped()
 
     def _on_change(self, command: inbox.Change) -> None:
-        if command.spec.log_level != self.spec.log_level and self.incarnation.process is not None:
-            self.incarnation.send(SetLogLevel(command.spec.log_level))
-        self.spec, self.is_preload = command.spec, command.is_preload
-        self._load_timeout_s = command.load_timeout_s
+        if command.spec.log_level != self.lifecycle.spec.log_level and self._incarnation.process is not None:
+            self._incarnation.send(SetLogLevel(command.spec.log_level))
+        self.lifecycle.spec, self.lifecycle.is_preload = command.spec, command.is_preload
+        self.lifecycle.load_timeout_s = command.load_timeout_s
         if not command.is_reload:
             return
-        match self.state:
+        match self.lifecycle.state:
             case State.READY | State.STARTING | State.LOADING:
-                self._renew()
+                self.lifecycle.renew()
             case State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
                 # What was wrong may be what was changed.
-                self.restart_policy.forgive()
-                self._enter(State.STOPPED)
-                self._start_on_demand()
+                self.lifecycle.restart_policy.forgive()
+                self.lifecycle.enter(State.STOPPED)
+                self.lifecycle.start_on_demand()
             case State.STOPPED | State.STOPPING | State.DRAINING:
                 pass
 
     def _on_adopt(self, process: Process, epoch: int) -> None:
-        self.incarnation = self._make(epoch)
-        self.incarnation.adopt(process)
-        self._enter(State.STARTING)
-        self._timers.arm(self._limits.adopt_s)
-        self.incarnation.greet()
+        self.lifecycle.incarnation = self.lifecycle.make(epoch)
+        self._incarnation.adopt(process)
+        self.lifecycle.enter(State.STARTING)
+        self.lifecycle.timers.arm(self._limits.adopt_s)
+        self._incarnation.greet()
 
-    # -- what the worker says ----------------------------------------------------------------------------------------
+    # -- messages of the worker --------------------------------------------------------------------------------------
 
     def _on_message(self, message: Hello | Loading | Ready | Drained | Goodbye, process: Process) -> None:
         match message:
             case Hello():
                 self._on_hello(message, process)
             case Loading():
-                self.incarnation.loading = message
+                self._incarnation.loading = message
             case Ready():
                 self._on_ready(message, process)
             case Drained():
-                if self.state is State.DRAINING:
-                    self._terminate()
+                if self.lifecycle.state is State.DRAINING:
+                    self.lifecycle.terminate()
                 elif self._is_taking_over:
-                    self._begin()
+                    self.lifecycle.begin()
             case Goodbye():
-                self.incarnation.goodbye = message
+                self._incarnation.goodbye = message
 
     def _on_hello(self, hello: Hello, process: Process) -> None:
         if hello.pid != process.pid:
             self._events.stale_message()
-            log.warning("refused a second worker %s: pid %d, not %d", self.incarnation, hello.pid, process.pid)
+            log.warning("refused a second worker %s: pid %d, not %d", self._incarnation, hello.pid, process.pid)
         elif hello.proto_major != MAJOR:
             theirs, ours = f"{hello.proto_major}.{hello.proto_minor}", f"{MAJOR}.{MINOR}"
             if process.is_adopted:
                 # Of the version before an upgrade: its model is loaded by one of ours.
-                log.info("replacing worker %s: it speaks protocol %s, not %s", self.incarnation, theirs, ours)
-                self.incarnation.has_successor = True
-                self._terminate()
+                log.info("replacing worker %s: it speaks protocol %s, not %s", self._incarnation, theirs, ours)
+                self._incarnation.has_successor = True
+                self.lifecycle.terminate()
                 return
             why = f"the worker of '{self.name}' speaks protocol {theirs} and the gateway {ours}; reinstall mlxd"
-            self._terminate(Failure(Code.INCOMPATIBLE, why))
-        elif self.state is State.STARTING:
-            self._enter(State.LOADING)
-            self._timers.arm(self._load_timeout_s)
-            self.incarnation.greet()
+            self.lifecycle.terminate(Failure(Code.INCOMPATIBLE, why))
+        elif self.lifecycle.state is State.STARTING:
+            self.lifecycle.enter(State.LOADING)
+            self.lifecycle.timers.arm(self.lifecycle.load_timeout_s)
+            self._incarnation.greet()
 
     def _on_ready(self, ready: Ready, process: Process) -> None:
-        if self.state not in (State.STARTING, State.LOADING):
+        if self.lifecycle.state not in (State.STARTING, State.LOADING):
             return
         if not process.is_adopted:
             self._events.load_seconds(self.name, ready.load_s)
-        elif self.incarnation.ready is None:
+        elif self._incarnation.ready is None:
             # What it still does is for clients that left with their gateway.
-            self.incarnation.send(Drain(0.0))
-            self._timers.arm(self._limits.adopt_s)
-        self.incarnation.ready = ready
+            self._incarnation.send(Drain(0.0))
+            self.lifecycle.timers.arm(self._limits.adopt_s)
+        self._incarnation.ready = ready
         self._events.lane(self.name, ready.lane)
         if ready.lane_reason:
             log.warning("%s: %s", self.name, ready.lane_reason)
         if not process.is_adopted:
-            self._begin()
+            self.lifecycle.begin()
 
     @property
     def _is_taking_over(self) -> bool:
         """An adopted worker has still to answer, or to end what it did for others."""
-        has_answered = self.state is State.LOADING and self.incarnation.ready is not None
-        return self.incarnation.is_adopted and (self.state is State.STARTING or has_answered)
+        has_answered = self.lifecycle.state is State.LOADING and self._incarnation.ready is not None
+        return self._incarnation.is_adopted and (self.lifecycle.state is State.STARTING or has_answered)
 
     def _on_pong(self, pong: Pong) -> None:
-        self._heartbeat.answered(self._effects.now())
+        self.lifecycle.heartbeat.answered(self._effects.now())
         age_s = pong.stats.step_age_ms / 1000
-        if self.state in (State.READY, State.DRAINING) and pong.stats.running > 0 and age_s > self._limits.step_s:
-            self._abort(f"its newest step is {age_s:.0f} s old")
+        is_serving = self.lifecycle.state in (State.READY, State.DRAINING)
+        if is_serving and pong.stats.running > 0 and age_s > self._limits.step_s:
+            self.lifecycle.abort(f"its newest step is {age_s:.0f} s old")
 
     def _on_beat(self) -> None:
         now = self._effects.now()
-        silence_s = self._heartbeat.beat(now)
-        self.parked.tend(now)
-        if self.state is State.READY and self.parked.has_stranded(now):
+        silence_s = self.lifecycle.heartbeat.beat(now)
+        self.lifecycle.parked.tend(now)
+        if self.lifecycle.state is State.READY and self.lifecycle.parked.has_stranded(now):
             # It lost touch with us for a while and ended what it had.
-            self.parked.requeue()
-        self._serve()
-        if self.state is State.STARTING and self.incarnation.process is None and not self._is_asked_for:
+            self.lifecycle.parked.requeue()
+        self.lifecycle.serve()
+        is_unspawned = self.lifecycle.state is State.STARTING and self._incarnation.process is None
+        if is_unspawned and not self.lifecycle.is_asked_for:
             # No request waits any more for the room that others would have to make.
-            self._terminate()
-        if self.incarnation.process is None or self.state is State.STOPPING:
+            self.lifecycle.terminate()
+        if self._incarnation.process is None or self.lifecycle.state is State.STOPPING:
             return
-        self.incarnation.ping()
-        if self.state in (State.READY, State.DRAINING) and silence_s > self._limits.pong_s:
-            self._abort(f"no answer to pings for {silence_s:.0f} s")
+        self._incarnation.ping()
+        if self.lifecycle.state in (State.READY, State.DRAINING) and silence_s > self._limits.pong_s:
+            self.lifecycle.abort(f"no answer to pings for {silence_s:.0f} s")
 
     # -- alarms ------------------------------------------------------------------------------------------------------
 
     def _on_alarm(self) -> None:
-        match self.state:
+        match self.lifecycle.state:
             case State.STARTING | State.LOADING if self._is_taking_over:
-                log.warning("worker %s does not answer its new gateway and is replaced", self.incarnation)
-                self._terminate()
+                log.warning("worker %s does not answer its new gateway and is replaced", self._incarnation)
+                self.lifecycle.terminate()
             case State.STARTING | State.LOADING:
-                why = f"model '{self.name}' was not loaded within {self._load_timeout_s:.0f} s"
-                self.incarnation.send(Dump(0))
-                self._terminate(Failure(Code.LOAD_TIMEOUT, why))
+                why = f"model '{self.name}' was not loaded within {self.lifecycle.load_timeout_s:.0f} s"
+                self._incarnation.send(Dump(0))
+                self.lifecycle.terminate(Failure(Code.LOAD_TIMEOUT, why))
             case State.READY:
-                self._abort("it cannot be reached")
+                self.lifecycle.abort("it cannot be reached")
             case State.DRAINING:
-                self._terminate()
+                self.lifecycle.terminate()
             case State.BACKOFF:
-                self._enter(State.STOPPED)
-                self._start_on_demand()
+                self.lifecycle.enter(State.STOPPED)
+                self.lifecycle.start_on_demand()
             case State.FAILED:
-                self._start_on_demand()
+                self.lifecycle.start_on_demand()
             case State.STOPPED | State.STOPPING | State.INCOMPATIBLE:
                 pass
-
-    # -- start -------------------------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        self.restart_policy.started()
-        self.incarnation = self._make(self._effects.next_epoch())
-        self._enter(State.STARTING)
-        self.incarnation.request_memory(replace(self.spec, epoch=self.incarnation.epoch))
-
-    def _on_admitted(self, share_bytes: int) -> None:
-        if self.state is not State.STARTING:
-            return
-        spec = replace(self.spec, epoch=self.incarnation.epoch, memory_bytes=share_bytes)
-        try:
-            self.incarnation.spawn(self._effects, spec)
-        except OSError as error:
-            self._settle_crashed(Failure(Code.INTERNAL, f"the worker of '{self.name}' cannot be started: {error}"))
-            return
-        self._timers.arm(self._load_timeout_s)
-
-    def _on_denied(self, failure: Failure) -> None:
-        """It does not fit, whatever is unloaded. The next request asks again: pins and budgets change."""
-        if self.state is State.STARTING:
-            self.restart_policy.last_failure = failure
-            self._give_up(failure)
-            self._settle_stopped()
-
-    def _begin(self) -> None:
-        """Serve: the model is loaded."""
-        incarnation = self.incarnation
-        incarnation.loading = None
-        incarnation.ready_at = self._effects.now()
-        self._heartbeat.answered(incarnation.ready_at)
-        self._enter(State.READY)
-        if incarnation.is_adopted:
-            # It was started under another configuration.
-            incarnation.send(SetLogLevel(self.spec.log_level))
-        self._serve()
-
-    def _serve(self) -> None:
-        """Resume parked sequences, then wake the callers that wait for the model."""
-        if self.state is not State.READY or self.incarnation.is_suspect:
-            return
-        if self.parked.is_isolating:
-            self.parked.resume(self._peer, self._effects.now())
-        if self.is_ready:
-            self._wake(None)
-
-    # -- end ---------------------------------------------------------------------------------------------------------
-
-    def _drain(self, drain_s: float) -> None:
-        self._enter(State.DRAINING)
-        if drain_s > 0 and self.incarnation.send(Drain(drain_s)):
-            # The worker keeps the deadline; ours is for a worker that does not.
-            self._timers.arm(drain_s + 1.0)
-        else:
-            self._terminate()
-
-    def _terminate(self, blame: Failure | None = None) -> None:
-        """End the process gently. `blame` makes it a crash, and waiters are told at once."""
-        incarnation = self.incarnation
-        incarnation.blame = blame
-        if blame is not None:
-            self.restart_policy.last_failure = blame
-            self._give_up(blame)
-        incarnation.cancel_memory()
-        if incarnation.process is None:
-            self._settle_stopped()
-            return
-        self._enter(State.STOPPING)
-        incarnation.shut_down()
-
-    def _renew(self) -> None:
-        """End this incarnation; what it does goes on at the next one."""
-        self.incarnation.has_successor = True
-        if self.state is State.READY:
-            self._park()
-        self._terminate()
-
-    def _abort(self, why: str) -> None:
-        """End a stuck process. Its streams wait for the next one."""
-        incarnation = self.incarnation
-        log.error("worker %s is stuck: %s", incarnation, why)
-        self._events.stuck(self.name)
-        incarnation.blame = Failure(Code.WORKER_DIED, f"the worker of model '{self.name}' was stuck: {why}")
-        self._enter(State.STOPPING)
-        incarnation.abort()
-        self._park()
-
-    def _park(self) -> None:
-        self.parked.park(self.incarnation.detach(), self._effects.now())
-
-    def _on_exited(self, status: int | None, process: Process) -> None:
-        incarnation = self.incarnation
-        lines = incarnation.close(process)
-        report = postmortem.examine(self.name, status, incarnation.goodbye, lines)
-        blame, was_ready = incarnation.blame, incarnation.ready is not None
-        is_asked = self.state in (State.DRAINING, State.STOPPING) and (blame is None or self._stoppers.has_any())
-        is_replaced = incarnation.has_successor or incarnation.is_evicted
-        # SIGTERM: it was leaving, and our reminder came when Python was already down.
-        told = 0 if is_asked and status == -signal.SIGTERM else status
-        self._events.worker_exit(self.name, UNKNOWN_EXIT if told is None else told)
-        exit = EXITS[cause_of(report.kind, blame, is_asked=is_asked, is_replaced=is_replaced, was_ready=was_ready)]
-        self._park()
-        self._hand_on(exit.sequences if was_ready else exit.while_loading, report)
-        if exit.next is State.STOPPED:
-            log.info("worker %s has stopped", incarnation)
-            self._settle_stopped()
-            return
-        failure = blame or report.failure
-        told_lines = "\n".join([f"{failure.message}{postmortem.crash_report(status)}", *lines[-20:]])
-        log.error("worker %s ended: %s", incarnation, told_lines)
-        if exit.next is State.BACKOFF:
-            self._settle_crashed(failure)
-        else:
-            self._settle_final(exit.next, failure)
-
-    def _hand_on(self, fate: Fate, report: postmortem.Postmortem) -> None:
-        match fate:
-            case Fate.FAIL:
-                is_clean = report.kind is postmortem.Kind.STOPPED
-                stopped = Failure(Code.DRAINING, f"model '{self.name}' was stopped")
-                self.parked.fail(stopped if is_clean else report.stream_failure)
-            case Fate.RESUME:
-                self.parked.requeue()
-            case Fate.SUSPECT:
-                self.parked.after_crash(report.stream_failure, self._effects.now())
-
-    # -- settled states: each wakes every waiter -----------------------------------------------------------------------
-
-    def _settle_stopped(self) -> None:
-        self._enter(State.STOPPED)
-        self._stoppers.wake()
-        if self._is_closing:
-            self._give_up(SHUTTING_DOWN)
-        elif self._has_demand():
-            self._start()
-
-    def _settle_final(self, state: State, failure: Failure) -> None:
-        self.restart_policy.ended(failure)
-        self._enter(state)
-        self._stoppers.wake()
-        self._give_up(failure)
-
-    def _settle_crashed(self, failure: Failure) -> None:
-        now = self._effects.now()
-        delay_s, is_open = self.restart_policy.crashed(
-            failure,
-            now,
-            self._effects.random(),
-            None if self.incarnation.ready is None else now - self.incarnation.ready_at,
-            is_useful=self.incarnation.is_useful,
-        )
-        self._stoppers.wake()
-        if delay_s > 0:
-            self._enter(State.FAILED if is_open else State.BACKOFF)
-            self._timers.arm(delay_s)
-            # Callers wait for the next try, as later ones do, unless it is too far away.
-            if is_open or self._is_closing:
-                self._give_up(failure)
-        else:
-            self._enter(State.STOPPED)
-            self._start_on_demand()
-
-    def _start_on_demand(self) -> None:
-        if not self._is_closing and self._is_asked_for:
-            self._start()
-
-    @property
-    def _is_asked_for(self) -> bool:
-        return self._has_demand() or self.is_preload
-
-    def _has_demand(self) -> bool:
-        return self.incarnation.has_successor or self._waiters.has_any() or self.parked.has_any
-
-    def _give_up(self, failure: Failure) -> None:
-        """Refuse all that wait for the model: callers, and parked sequences."""
-        self.parked.fail(failure)
-        self._wake(failure)
-
-    def _wake(self, failure: Failure | None) -> None:
-        if failure is None:
-            self._waiters.wake()
-            return
-        retry_after_s = self.retry_after_s
-        if failure.is_retryable and not self.restart_policy.is_final:
-            retry_after_s = max(1.0, retry_after_s)
-        self._waiters.refuse(lambda: ModelUnavailable(failure, retry_after_s))
-
-    def _enter(self, state: State) -> None:
-        if state is not self.state:
-            log.info("worker %s: %s -> %s", self.incarnation, self.state, state)
-        self.state = state
-        self.since = self._effects.now()
-        self._timers.disarm()
-        self._events.state(self.name, state)
-        self._effects.entered(self.name, state)
