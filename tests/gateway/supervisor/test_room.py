@@ -1,4 +1,4 @@
-"""A worker's state machine and its memory: admitted, denied, gated, evicted, started anew."""
+"""A worker's state machine and its memory: admitted, denied, gated, evicted, recycled."""
 
 import asyncio
 
