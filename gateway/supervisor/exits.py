@@ -36,7 +36,7 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """What follows an exit. `next` is the settled state; a crash's is the restart policy's to refine."""
+    """Consequences of an exit. `next` is the settled state; the restart policy refines that of a crash."""
 
     sequences: Fate
     next: State

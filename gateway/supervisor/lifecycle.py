@@ -189,8 +189,8 @@ class Lifecycle:
         is_asked = self.state in (State.DRAINING, State.STOPPING) and (blame is None or self.stoppers.has_any())
         is_replaced = incarnation.has_successor or incarnation.is_evicted
         # SIGTERM: it was leaving, and our reminder came when Python was already down.
-        told = 0 if is_asked and status == -signal.SIGTERM else status
-        self._events.worker_exit(self.name, UNKNOWN_EXIT if told is None else told)
+        known_status = 0 if is_asked and status == -signal.SIGTERM else status
+        self._events.worker_exit(self.name, UNKNOWN_EXIT if known_status is None else known_status)
         exit = EXITS[cause_of(report.kind, blame, is_asked=is_asked, is_replaced=is_replaced, was_ready=was_ready)]
         self._park()
         self._hand_on(exit.sequences if was_ready else exit.while_loading, report)
@@ -199,8 +199,8 @@ class Lifecycle:
             self.settle_stopped()
             return
         failure = blame or report.failure
-        told_lines = "\n".join([f"{failure.message}{postmortem.crash_report(status)}", *lines[-20:]])
-        log.error("worker %s ended: %s", incarnation, told_lines)
+        report_lines = "\n".join([f"{failure.message}{postmortem.crash_report(status)}", *lines[-20:]])
+        log.error("worker %s ended: %s", incarnation, report_lines)
         if exit.next is State.BACKOFF:
             self._settle_crashed(failure)
         else:

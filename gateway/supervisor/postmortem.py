@@ -9,7 +9,7 @@ from typing import Final
 from protocol.failures import EXIT_MEANING, FINAL_EXITS, Code, Exit, Failure
 from protocol.messages import Goodbye
 
-# The failures behind a final exit, for a worker whose exit status nobody can read.
+# The failures behind a final exit, for a worker whose exit status cannot be read.
 _FINAL_CODES: Final = frozenset(
     {Code.BAD_CONFIG, Code.MODEL_MISSING, Code.MODEL_CORRUPT, Code.MODEL_UNSUPPORTED, Code.INCOMPATIBLE}
 )
@@ -57,7 +57,7 @@ def examine(name: str, status: int | None, goodbye: Goodbye | None, lines: list[
 
 
 def crash_report(status: int | None, platform: str = sys.platform) -> str:
-    """Where the system keeps its report of a crash, on a Mac; it is written some seconds later. Empty without one."""
+    """Folder of the report of a crash on a Mac, written some seconds later; empty where there is no report."""
     if platform != "darwin" or status not in _REPORTED:
         return ""
     return "; crash report: in ~/Library/Logs/DiagnosticReports, of a service in /Library/Logs/DiagnosticReports"

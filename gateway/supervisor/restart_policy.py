@@ -43,7 +43,7 @@ class Breaker:
         return sum(weight for _, weight in self._crashes) >= OPEN_AT
 
     def delay_s(self, random: float) -> float:
-        """How long to wait before the next start; `random` is uniform in [0, 1)."""
+        """Delay before the next start; `random` is uniform in [0, 1)."""
         if self._streak <= 1:
             return 0.0
         # The exponent is bounded so that a long streak cannot overflow a float.
