@@ -33,11 +33,12 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def gateway() -> AsyncGenerator[Gateway, None]:
+    # The lane is taken unchecked, which saves a second a load: the check has tests of its own.
     # The client itself has no parameter for the temperature.
     greedy = SamplingDefaults(temperature=0.0)
     models = [
-        ModelConfig(name="demo", path="demo", aliases=("claude-*",), sampling=greedy),
-        ModelConfig(name="small", path="demo", context=256),
+        ModelConfig(name="demo", path="demo", aliases=("claude-*",), sampling=greedy, batching="together"),
+        ModelConfig(name="small", path="demo", context=256, batching="together"),
     ]
     with short_home() as home:
         async with running(home, models=models, command=default_command) as made:

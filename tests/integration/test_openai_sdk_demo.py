@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec.structs import replace
 from openai.types.chat import ChatCompletionMessage
 
 from gateway.config.settings import ModelConfig
@@ -36,7 +37,9 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def gateway() -> AsyncGenerator[Gateway, None]:
-    models = [ModelConfig(name="demo", path="demo"), ModelConfig(name="small", path="demo", context=256)]
+    # The lane is taken unchecked, which saves a second a load: the check has tests of its own.
+    demo = ModelConfig(name="demo", path="demo", batching="together")
+    models = [demo, replace(demo, name="small", context=256)]
     with short_home() as home:
         async with running(home, models=models, command=default_command) as made:
             yield made
