@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import logging
 import os
 import signal
 import sys
@@ -36,6 +37,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Heavy files first; the order within a file, and of the others, stays."""
     rank = {config.rootpath / name: at for at, name in enumerate(HEAVY)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """Log levels as they were: a worker or daemon run in this process sets those of its loggers."""
+    root = logging.getLogger()
+    loggers = [root, *(each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger))]
+    before = [each.level for each in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        if logger.level != level:
+            logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")
