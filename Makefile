@@ -30,7 +30,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml worker/vision/requirements.txt
 	@deploy/setup.sh "$(PYTHON)" "$(VENV)" "$(EXTRAS)"
 	@touch $@
 

@@ -2,6 +2,7 @@
 # Creates the virtual environment of this checkout: setup.sh PYTHON VENV EXTRAS
 set -eu
 python=$1 venv=$2 extras=$3
+vision=worker/vision/requirements.txt
 
 fail() { echo "mlxd: $*" >&2; exit 1; }
 
@@ -13,6 +14,7 @@ echo "mlxd: setting up $venv (once; a minute or two on a first run)"
 if command -v uv >/dev/null 2>&1; then
     [ -x "$venv/bin/python" ] || uv venv --quiet --python "$python" "$venv" || fail "uv could not create $venv"
     uv pip install --quiet --python "$venv/bin/python" --editable ".[$extras]" || fail "the packages could not be installed (see above)"
+    uv pip install --quiet --python "$venv/bin/python" --no-deps --require-hashes --requirement "$vision" || fail "mlx-vlm could not be installed (see above)"
 else
     if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         rm -rf "$venv"
@@ -21,5 +23,7 @@ else
     fi
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" ||
         fail "the packages could not be installed (see above); is the network up?"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement "$vision" ||
+        fail "mlx-vlm could not be installed (see above); is the network up?"
 fi
 echo "mlxd: $venv is ready"

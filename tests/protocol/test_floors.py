@@ -52,16 +52,17 @@ WORKER: Final = {
     "text": "",
     "errors": "text",
     "parsers": "text",
-    "model": "errors",
+    "vision": "errors",
+    "model": "errors vision",
     "structured": "text errors parsers",
-    "cache": "errors model",
-    "engine": "text errors parsers model structured cache",
+    "cache": "errors vision model",
+    "engine": "text errors parsers vision model structured cache",
     "frames": "text engine",
-    "prompt": "text errors parsers model structured engine",
+    "prompt": "text errors parsers vision model structured engine",
     "link": "engine frames",
     "checked_model": "model engine prompt",
-    "main": "errors model engine prompt link checked_model",
-    "verify": "errors model engine prompt checked_model",
+    "main": "errors vision model engine prompt link checked_model",
+    "verify": "errors vision model engine prompt checked_model",
     "__main__": "main",
     "smoke": "errors prompt checked_model verify",
 }
@@ -139,7 +140,7 @@ def test_supervision_knows_neither_http_nor_the_configuration_file(here: str) ->
 
 
 def test_only_a_few_folders_import_mlx() -> None:
-    allowed = {"engine", "cache", "model"}
+    allowed = {"engine", "cache", "model", "vision"}
     importers = {
         module for module in modules() if any(name.split(".")[0].startswith("mlx") for name in imports(module))
     }

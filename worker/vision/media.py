@@ -1,0 +1,67 @@
+"""Media of a prompt and the spans of tokens that stand for them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+
+# Of a digest's 32 bytes.
+_WORDS: Final = 8
+_POSITIVE: Final = 2**31 - 1
+
+
+def digest_words(key: bytes) -> Tokens:
+    """A digest of 32 bytes as 8 negative ids, which no vocabulary has: media in the keys of the prefix cache."""
+    return (-1 - np.frombuffer(key, dtype="<u4", count=_WORDS).astype(np.int64) % _POSITIVE).astype(np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Medium:
+    """One image, video or audio clip of a prompt.
+
+    `key` is a digest of 32 bytes over all that changes its features or positions: the bytes, kind, options, processor.
+    `grid` is its size in patches (time, height, width), `tokens` the number of its placeholders in the prompt and of
+    its feature rows. `load` decodes, resizes and normalises: it returns the inputs of the tower by name, runs on any
+    thread, and raises `RequestInvalid` for data that cannot be decoded.
+    """
+
+    kind: str
+    key: bytes
+    grid: tuple[int, int, int]
+    tokens: int
+    load: Callable[[], dict[str, npt.NDArray[np.generic]]]
+    words: Tokens = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.words = digest_words(self.key)
+
+
+@dataclass(slots=True, frozen=True)
+class Span:
+    """Tokens [begin, end) of a prompt that stand for the rows from `first` of a medium's features."""
+
+    begin: int
+    end: int
+    medium: Medium
+    first: int = 0
+
+
+def media_keys(tokens: Tokens, spans: Sequence[Span]) -> Tokens:
+    """Tokens with the words of media in place of their placeholders: equal keys mean equal content."""
+    keys = tokens.copy()
+    for span in spans:
+        length = min(span.end, len(keys)) - span.begin
+        if length > 0:
+            keys[span.begin : span.begin + length] = span.medium.words[
+                np.arange(span.first, span.first + length) % _WORDS
+            ]
+    return keys
+
+
+def before_media(spans: Sequence[Span], at: int) -> int:
+    """The last position up to `at` that cuts no span."""
+    return next((span.begin for span in spans if span.begin < at < span.end), at)
