@@ -1,5 +1,7 @@
 """The daemon, and `mlxctl` in `gateway.ctl`."""
 
+__all__ = ["main"]
+
 
 def main() -> None:
     """The console script `mlxd`: never returns. Ctrl-C while the rest is imported is no fault."""

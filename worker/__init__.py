@@ -1,1 +1,3 @@
 """One process per loaded model: tokenize, schedule, batch on MLX, detokenize, parse."""
+
+__all__: list[str] = []

@@ -1,1 +1,3 @@
 """Configuration: its file, its settings and the names that clients use."""
+
+__all__ = ["address", "certificate", "export", "load", "names", "origins", "patterns", "periods", "settings", "syntax"]

@@ -3,6 +3,8 @@
 Exit statuses: 0 done · 1 the daemon said no · 2 bad command line · 3 the daemon does not run · 130 Ctrl-C.
 """
 
+__all__ = ["main"]
+
 
 def main() -> None:
     """The console script. What a verb raises as `Failed` is one line on stderr and an exit status."""

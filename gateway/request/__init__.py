@@ -1,1 +1,3 @@
 """Requests: names to models, admission, defaults, bodies and generation."""
+
+__all__ = ["admission", "bodies", "generation", "headers", "in_flight", "record", "routing", "runtime", "trace_context"]

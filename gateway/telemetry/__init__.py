@@ -1,1 +1,3 @@
 """Metrics and logs."""
+
+__all__ = ["log_file", "logs", "metrics", "scrape"]

@@ -1,4 +1,4 @@
-"""Floors: the folders that each folder may import, with type-only and lazy imports."""
+"""Floors and faces: which folders, and which modules of them, a folder may import; lazy and type-only imports too."""
 
 import ast
 from collections import defaultdict
@@ -107,6 +107,46 @@ def imports(module: str) -> frozenset[str]:
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     return frozenset(found)
+
+
+def face(folder: str) -> set[str]:
+    """The modules in the `__all__` of a folder, which is read without being run."""
+    names: set[str] | None = None
+    defined = {"__version__"}
+    for node in ast.parse(modules()[folder].read_text()).body:
+        match node:
+            case ast.Assign(targets=[ast.Name("__all__")]) | ast.AnnAssign(target=ast.Name("__all__")):
+                names = set(ast.literal_eval(node.value or ast.List()))
+            case ast.ImportFrom():
+                defined |= {alias.name for alias in node.names}
+            case ast.FunctionDef():
+                defined.add(node.name)
+            case _:
+                pass
+    assert names is not None, f"{folder} has no face: give its __init__ an __all__"
+    absent = {name for name in names - defined if f"{folder}.{name}" not in modules()}
+    assert absent == set(), f"{folder} has a face of things that do not exist"
+    return names - defined
+
+
+def crossed(importer: str, imported: str) -> list[tuple[str, str]]:
+    """Each folder that the import enters from outside, with the name that it takes there."""
+    steps = imported.split(".")
+    entered = [(".".join(steps[:end]), steps[end]) for end in range(1, len(steps))]
+    return [(folder, name) for folder, name in entered if not f"{importer}.".startswith(f"{folder}.")]
+
+
+def test_the_face_of_a_folder_is_the_modules_that_other_folders_import() -> None:
+    taken: defaultdict[str, set[str]] = defaultdict(set)
+    for importer in modules():
+        for imported in imports(importer) & modules().keys():
+            for folder, name in crossed(importer, imported):
+                taken[folder].add(name)
+    faces = {module: face(module) for module, file in modules().items() if file.name == "__init__.py"}
+    hidden = {folder: names - faces[folder] for folder, names in taken.items() if names - faces[folder]}
+    assert hidden == {}, "import a module of the folder's face, or make this one part of it"
+    idle = {folder: names - taken[folder] for folder, names in faces.items() if names - taken[folder]}
+    assert idle == {}, "no other folder imports these: take them off the face"
 
 
 @pytest.mark.parametrize(("package", "allowed"), [("gateway", GATEWAY), ("worker", WORKER)])

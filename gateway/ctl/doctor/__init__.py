@@ -1,1 +1,3 @@
 """`mlxctl doctor`: checks of an installation."""
+
+__all__ = ["checks", "look", "verb"]
