@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import logging
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +15,7 @@ from gateway.link.aborts import Aborts
 from gateway.link.calls import Questions
 from gateway.link.collector import Collector
 from gateway.link.events import LinkEvents
-from gateway.link.sequence import PARKED, Connection, Flight, Peer
+from gateway.link.sequence import PARKED, Connection, Peer, Sequence
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, MalformedFrame, Unsendable, decode_up, encode
 from protocol.failures import Code, Failure
@@ -83,7 +83,7 @@ class Link:
         self.down, self.up = sockets.addresses(run_dir)
         self._events = events
         self._connections: dict[int, Connection] = {}
-        self._flights: dict[int, Flight] = {}
+        self._sequences: dict[int, Sequence] = {}
         self._questions = Questions()
         # Also for threads that lower requests: the next of a count is one step of the interpreter.
         self._rids = itertools.count((self.boot << RID_BITS) + 1)
@@ -157,14 +157,14 @@ class Link:
 
     @property
     def in_flight(self) -> int:
-        return len(self._flights)
+        return len(self._sequences)
 
     def is_busy(self, epoch: int) -> bool:
         """Whether a worker incarnation has anything to do for us."""
-        is_running = any(flight.epoch == epoch for flight in self._flights.values())
+        is_running = any(sequence.epoch == epoch for sequence in self._sequences.values())
         return is_running or self._questions.are_open(epoch)
 
-    def submit(self, worker: Peer, requests: Sequence[Generate]) -> Collector:
+    def submit(self, worker: Peer, requests: list[Generate]) -> Collector:
         """Start the sequences of one request on `worker`.
 
         Raises `WorkerGone` or `Unsendable`, and then none of them has started.
@@ -181,37 +181,39 @@ class Link:
                     collector.put(Delta(request.rid, finish=Finish.ERROR, failure=refusal))
                     continue
                 deadline = now + request.deadline_ms / 1000 if request.deadline_ms else None
-                self._flights[request.rid] = Flight(request, worker, worker.epoch, collector, deadline)
+                self._sequences[request.rid] = Sequence(request, worker, worker.epoch, collector, deadline)
                 self._send(worker, frame)
         except WorkerGone:
             for request in requests:
-                self._flights.pop(request.rid, None)
+                self._sequences.pop(request.rid, None)
             worker.suspect()
             raise
         for request in requests:
-            flight = self._flights.get(request.rid)
-            if flight is not None and flight.deadline is not None:
-                flight.timer = loop.call_at(flight.deadline + LATE_GRACE_S, self.stop, [flight.rid], "deadline", LATE)
+            sequence = self._sequences.get(request.rid)
+            if sequence is not None and sequence.deadline is not None:
+                sequence.timer = loop.call_at(
+                    sequence.deadline + LATE_GRACE_S, self.stop, [sequence.rid], "deadline", LATE
+                )
         return collector
 
-    def resume(self, worker: Peer, flight: Flight) -> None:
+    def resume(self, worker: Peer, sequence: Sequence) -> None:
         """Let a parked sequence go on at `worker`. Raises `WorkerGone`, and then it stays parked.
 
         One that is too large to be sent with what its client has ends.
         """
         now = asyncio.get_running_loop().time()
-        if flight.deadline is not None and now >= flight.deadline:
-            self.fail([flight], LATE)
+        if sequence.deadline is not None and now >= sequence.deadline:
+            self.fail([sequence], LATE)
             return
         try:
-            self.send(worker, flight.continuation(now))
+            self.send(worker, sequence.continuation(now))
         except Unsendable as error:
-            log.error("worker %s: sequence %d cannot be resumed: %s", worker.name, flight.rid, error)
-            self.fail([flight], UNSENDABLE)
+            log.error("worker %s: sequence %d cannot be resumed: %s", worker.name, sequence.rid, error)
+            self.fail([sequence], UNSENDABLE)
             return
-        flight.epoch = worker.epoch
-        flight.given = len(flight.token_ids)
-        flight.resumes += 1
+        sequence.epoch = worker.epoch
+        sequence.given = len(sequence.token_ids)
+        sequence.resumes += 1
 
     async def ask(self, worker: Peer, question: Tokenize | Detokenize) -> Tokenized:
         """A worker's answer. Raises `Refused`, also when the worker dies over it, `WorkerGone` and `Unsendable`."""
@@ -227,12 +229,12 @@ class Link:
         """Stop sequences and forget them. Unknown and finished rids are ignored."""
         by_worker: dict[int, tuple[Peer, list[int]]] = {}
         for rid in rids:
-            flight = self._flights.get(rid)
-            if flight is None:
+            sequence = self._sequences.get(rid)
+            if sequence is None:
                 continue
-            self._end(flight)
-            flight.collector.close()
-            by_worker.setdefault(flight.epoch, (flight.peer, []))[1].append(rid)
+            self._end(sequence)
+            sequence.collector.close()
+            by_worker.setdefault(sequence.epoch, (sequence.peer, []))[1].append(rid)
         for epoch, (peer, own) in by_worker.items():
             if peer.epoch == epoch:
                 self.aborts.sent(epoch, own)
@@ -240,11 +242,11 @@ class Link:
 
     def stop(self, rids: Iterable[int], reason: str, failure: Failure | None = None) -> None:
         """Abort sequences whose reader goes on reading: it is told that they ended, and of a failure if it was one."""
-        running = [flight for rid in rids if (flight := self._flights.get(rid)) is not None]
-        self.abort([flight.rid for flight in running], reason)
+        running = [sequence for rid in rids if (sequence := self._sequences.get(rid)) is not None]
+        self.abort([sequence.rid for sequence in running], reason)
         finish = Finish.ABORT if failure is None else Finish.ERROR
-        for flight in running:
-            flight.collector.put(Delta(flight.rid, finish=finish, failure=failure))
+        for sequence in running:
+            sequence.collector.put(Delta(sequence.rid, finish=finish, failure=failure))
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -253,38 +255,40 @@ class Link:
         connection = self._connections[peer.epoch] = Connection(peer)
         return connection
 
-    def detach(self, epoch: int) -> list[Flight]:
+    def detach(self, epoch: int) -> list[Sequence]:
         """Fence an epoch off. Returns its unfinished sequences, parked: the caller resumes or fails each."""
         self._connections.pop(epoch, None)
         self.aborts.forget(epoch)
         self._questions.lost(epoch, _LOST)
-        lost = [flight for flight in self._flights.values() if flight.epoch == epoch]
-        for flight in lost:
-            flight.epoch = PARKED
+        lost = [sequence for sequence in self._sequences.values() if sequence.epoch == epoch]
+        for sequence in lost:
+            sequence.epoch = PARKED
         return lost
 
-    def fail(self, flights: Iterable[Flight], failure: Failure) -> None:
+    def fail(self, sequences: Iterable[Sequence], failure: Failure) -> None:
         """End parked sequences."""
-        for flight in flights:
-            if not flight.is_over:
-                self._end(flight)
-                flight.collector.put(Delta(flight.rid, finish=Finish.ERROR, failure=failure))
+        for sequence in sequences:
+            if not sequence.is_over:
+                self._end(sequence)
+                sequence.collector.put(Delta(sequence.rid, finish=Finish.ERROR, failure=failure))
 
     def abandon(self, failure: Failure) -> None:
         """End everything: at the workers, which go on without us, and for the clients."""
-        flights = list(self._flights.values())
+        sequences = list(self._sequences.values())
         by_worker: dict[int, tuple[Peer, list[int]]] = {}
-        for flight in flights:
-            by_worker.setdefault(flight.epoch, (flight.peer, []))[1].append(flight.rid)
+        for sequence in sequences:
+            by_worker.setdefault(sequence.epoch, (sequence.peer, []))[1].append(sequence.rid)
         for epoch, (peer, rids) in by_worker.items():
             if peer.epoch == epoch:
                 self._try_send(peer, Abort(tuple(rids), "gateway restarts"))
-        self.fail(flights, failure)
+        self.fail(sequences, failure)
 
-    def expire(self, flights: Iterable[Flight]) -> None:
+    def expire(self, sequences: Iterable[Sequence]) -> None:
         """End the parked sequences whose deadline has passed: no worker does it for them."""
         now = asyncio.get_running_loop().time()
-        self.fail([flight for flight in flights if flight.deadline is not None and now >= flight.deadline], LATE)
+        self.fail(
+            [sequence for sequence in sequences if sequence.deadline is not None and now >= sequence.deadline], LATE
+        )
 
     def send(self, peer: Peer, message: Down) -> None:
         """Send at once. Raises `WorkerGone` when the worker is not connected, and `Unsendable`."""
@@ -332,13 +336,13 @@ class Link:
         if connection is None:
             self._events.stale_message()
             return
-        flights, due = self._flights, self._due
+        sequences, due = self._sequences, self._due
         now = asyncio.get_running_loop().time()
         strangers: list[int] | None = None
         for delta in step.deltas:
             rid = delta.rid
-            flight = flights.get(rid)
-            if flight is None or flight.epoch != epoch:
+            sequence = sequences.get(rid)
+            if sequence is None or sequence.epoch != epoch:
                 if delta.finish is not None:
                     self.aborts.ended(epoch, rid)
                 # Just aborted, or begun by an earlier gateway: then nothing else will ever stop it.
@@ -346,14 +350,14 @@ class Link:
                     strangers = [*(strangers or ()), rid]
                 continue
             if delta.finish is not None:
-                if self._is_parked(flight, delta.failure):
+                if self._is_parked(sequence, delta.failure):
                     continue
-                self._end(flight)
-            flight.token_ids.extend(delta.token_ids)
-            flight.is_begun = True
-            if flight.is_watched and delta.token_ids:
-                self._note_progress(flight)
-            collector = flight.collector
+                self._end(sequence)
+            sequence.token_ids.extend(delta.token_ids)
+            sequence.is_begun = True
+            if sequence.is_watched and delta.token_ids:
+                self._note_progress(sequence)
+            collector = sequence.collector
             collector.add(delta, now)
             due[collector] = None
         if strangers:
@@ -365,19 +369,19 @@ class Link:
     def _on_other(self, message: Up) -> None:
         match message:
             case Accepted(rid, prompt_tokens, relaxed):
-                if flight := self._running(rid):
-                    flight.collector.note_accepted(rid, prompt_tokens, relaxed)
+                if sequence := self._running(rid):
+                    sequence.collector.note_accepted(rid, prompt_tokens, relaxed)
             case Progress(rid, processed, total, cached):
-                if flight := self._running(rid):
-                    flight.collector.note_progress(rid, processed, total, cached)
+                if sequence := self._running(rid):
+                    sequence.collector.note_progress(rid, processed, total, cached)
             case Tokenized():
                 self._questions.answered(message)
             case Rejected(rid, failure) if rid in self._questions:
                 self._questions.refused(rid, failure)
             case Rejected(rid, failure):
-                if (flight := self._running(rid)) and not self._is_parked(flight, failure):
-                    self._end(flight)
-                    flight.collector.put(Delta(rid, finish=Finish.ERROR, failure=failure))
+                if (sequence := self._running(rid)) and not self._is_parked(sequence, failure):
+                    self._end(sequence)
+                    sequence.collector.put(Delta(rid, finish=Finish.ERROR, failure=failure))
             case Pong():
                 self._on_pong(message)
             case Hello():
@@ -390,33 +394,33 @@ class Link:
             case Step():
                 raise AssertionError("steps go the short way")
 
-    def _running(self, rid: int) -> Flight | None:
-        flight = self._flights.get(rid)
-        return flight if flight is not None and flight.epoch != PARKED else None
+    def _running(self, rid: int) -> Sequence | None:
+        sequence = self._sequences.get(rid)
+        return sequence if sequence is not None and sequence.epoch != PARKED else None
 
-    def _is_parked(self, flight: Flight, failure: Failure | None) -> bool:
+    def _is_parked(self, sequence: Sequence, failure: Failure | None) -> bool:
         """Whether this end is not the sequence's but its worker's: then it goes on at the next one."""
         if failure is None:
             return False
         # A worker that drains without our command got a signal from outside, or lost its connection to us.
-        is_unasked = failure.code is Code.DRAINING and flight.peer.is_serving
+        is_unasked = failure.code is Code.DRAINING and sequence.peer.is_serving
         if failure.code is not Code.WORKER_DIED and not is_unasked:
             return False
-        flight.epoch = PARKED
-        flight.peer.park(flight)
+        sequence.epoch = PARKED
+        sequence.peer.park(sequence)
         return True
 
-    def _end(self, flight: Flight) -> None:
-        del self._flights[flight.rid]
-        if flight.timer is not None:
-            flight.timer.cancel()
-        flight.is_over = True
-        if flight.is_watched:
-            self._note_progress(flight)
+    def _end(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.rid]
+        if sequence.timer is not None:
+            sequence.timer.cancel()
+        sequence.is_over = True
+        if sequence.is_watched:
+            self._note_progress(sequence)
 
-    def _note_progress(self, flight: Flight) -> None:
-        flight.is_watched = False
-        flight.peer.note_progress()
+    def _note_progress(self, sequence: Sequence) -> None:
+        sequence.is_watched = False
+        sequence.peer.note_progress()
 
     def _on_pong(self, pong: Pong) -> None:
         connection = self._connections.get(pong.seq >> SEQ_BITS)
@@ -462,7 +466,7 @@ class Link:
             log.warning("dropped a malformed frame of %d bytes: %s", len(frame), error)
 
 
-def _frames(requests: Sequence[Generate]) -> list[bytes]:
+def _frames(requests: list[Generate]) -> list[bytes]:
     """The frames of one request's sequences. Together they are no larger than one may be: libzmq queues all of them.
 
     Raises `Unsendable`.

@@ -16,7 +16,7 @@ PARKED: Final = 0
 
 
 @dataclass(slots=True)
-class Flight:
+class Sequence:
     """One sequence between its Generate and its terminal event. Owned by the link.
 
     `generate` and `token_ids` (all that the client was sent) are what a successor needs to go on. While `epoch` is
@@ -100,7 +100,7 @@ class Peer(Protocol):
         """Reason why the worker must not get this request, if any."""
         ...
 
-    def park(self, flight: Flight) -> None:
+    def park(self, sequence: Sequence) -> None:
         """Keep a sequence that the worker has given up, for the next one."""
         ...
 

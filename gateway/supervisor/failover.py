@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from gateway.link.link import WorkerGone
-from gateway.link.sequence import Flight, Peer
+from gateway.link.sequence import Peer, Sequence
 from gateway.supervisor.ports import Wire
 from gateway.supervisor.quarantine import REFUSED, Quarantine, fingerprint
 from gateway.supervisor.state import Events, Limits
@@ -38,11 +38,11 @@ class ParkedSequences:
         self._events = events
         self._limits = limits
         # Parked from a worker whose end is not known yet, and queued for the next worker.
-        self._lost: list[Flight] = []
+        self._lost: list[Sequence] = []
         self._lost_at = 0.0
-        self._waiting: list[Flight] = []
+        self._waiting: list[Sequence] = []
         # Resumed and without a token yet, while a suspicious one waits for them or is among them.
-        self._watched: list[Flight] = []
+        self._watched: list[Sequence] = []
         self._watch_ends = 0.0
         # The fingerprint of the only suspect of the newest crash.
         self._suspect_of_crash: bytes | None = None
@@ -51,7 +51,7 @@ class ParkedSequences:
     @property
     def has_any(self) -> bool:
         """Whether a sequence waits for the next worker."""
-        return any(not flight.is_over for flights in (self._lost, self._waiting) for flight in flights)
+        return any(not sequence.is_over for sequences in (self._lost, self._waiting) for sequence in sequences)
 
     @property
     def is_isolating(self) -> bool:
@@ -61,25 +61,25 @@ class ParkedSequences:
     def refusal(self, request: Generate, now: float) -> Failure | None:
         return self._quarantine.refusal(request, now)
 
-    def park(self, flights: Iterable[Flight], now: float) -> None:
-        self._lost.extend(flights)
+    def park(self, sequences: Iterable[Sequence], now: float) -> None:
+        self._lost.extend(sequences)
         self._lost_at = now
 
     def requeue(self) -> None:
         """Queue the lost ones for the next worker. Theirs did not crash, or the gateway ended it: none is suspected."""
-        self._waiting += [flight for flight in self._lost if not flight.is_over]
+        self._waiting += [sequence for sequence in self._lost if not sequence.is_over]
         self._lost = []
         self._unwatch()
 
     def after_crash(self, failure: Failure, now: float) -> None:
         """Queue the lost ones for the next worker; fail those that were resumed too often, or crashed two workers."""
-        lost = [flight for flight in self._lost if not flight.is_over]
-        suspects = [flight for flight in lost if flight.is_fresh]
+        lost = [sequence for sequence in self._lost if not sequence.is_over]
+        suspects = [sequence for sequence in lost if sequence.is_fresh]
         before, self._suspect_of_crash = self._suspect_of_crash, _only(suspects)
-        for flight in lost:
-            flight.fruitless = flight.fruitless + 1 if flight.is_fresh else 0
-            is_alone = flight.is_fresh and self._suspect_of_crash is not None
-            flight.is_suspicious = is_alone or flight.fruitless >= SUSPICIOUS_AFTER
+        for sequence in lost:
+            sequence.fruitless = sequence.fruitless + 1 if sequence.is_fresh else 0
+            is_alone = sequence.is_fresh and self._suspect_of_crash is not None
+            sequence.is_suspicious = is_alone or sequence.fruitless >= SUSPICIOUS_AFTER
         if self._suspect_of_crash is not None and self._suspect_of_crash == before:
             self._quarantine_request(suspects, now)
         limits = self._limits
@@ -91,9 +91,9 @@ class ParkedSequences:
 
     def resume(self, peer: Peer, now: float) -> None:
         """Send the worker those that it may have now."""
-        waiting = [flight for flight in self._waiting if not flight.is_over]
+        waiting = [sequence for sequence in self._waiting if not sequence.is_over]
         # Stable: otherwise in order of arrival.
-        waiting.sort(key=lambda flight: (flight.is_suspicious, flight.fruitless))
+        waiting.sort(key=lambda sequence: (sequence.is_suspicious, sequence.fruitless))
         sent = 0
         try:
             while waiting and not (waiting[0].is_suspicious and self._watched):
@@ -108,7 +108,7 @@ class ParkedSequences:
 
     def note_progress(self) -> None:
         """A watched sequence has its first token, or has ended."""
-        self._watched = [flight for flight in self._watched if flight.is_watched]
+        self._watched = [sequence for sequence in self._watched if sequence.is_watched]
 
     def has_stranded(self, now: float) -> bool:
         """Whether a worker gave up sequences and did not exit afterwards."""
@@ -120,8 +120,8 @@ class ParkedSequences:
             self._unwatch()
         if self._lost or self._waiting:
             self._wire.expire([*self._lost, *self._waiting])
-            for flight in (*self._lost, *self._waiting):
-                flight.collector.touch()
+            for sequence in (*self._lost, *self._waiting):
+                sequence.collector.touch()
 
     def fail(self, failure: Failure) -> None:
         """End all of them: there is no next worker."""
@@ -129,25 +129,25 @@ class ParkedSequences:
         self._lost, self._waiting = [], []
         self._unwatch()
 
-    def _resume_one(self, peer: Peer, flight: Flight, now: float, *, is_watched: bool) -> bool:
-        if (refusal := self.refusal(flight.generate, now)) is not None:
-            self._wire.fail([flight], refusal)
+    def _resume_one(self, peer: Peer, sequence: Sequence, now: float, *, is_watched: bool) -> bool:
+        if (refusal := self.refusal(sequence.generate, now)) is not None:
+            self._wire.fail([sequence], refusal)
             return False
-        self._wire.resume(peer, flight)
-        if flight.is_over:
+        self._wire.resume(peer, sequence)
+        if sequence.is_over:
             return False
         if is_watched:
-            flight.is_watched = True
-            self._watched.append(flight)
+            sequence.is_watched = True
+            self._watched.append(sequence)
             self._watch_ends = now + self._limits.trial_s
         return True
 
     def _unwatch(self) -> None:
-        for flight in self._watched:
-            flight.is_watched = False
+        for sequence in self._watched:
+            sequence.is_watched = False
         self._watched = []
 
-    def _quarantine_request(self, suspects: list[Flight], now: float) -> None:
+    def _quarantine_request(self, suspects: list[Sequence], now: float) -> None:
         log.error("model %s: request %d was alone at two crashes and is quarantined", self._model, suspects[0].rid)
         poison = fingerprint(suspects[0].generate)
         self._quarantine.add(poison, now)
@@ -156,11 +156,11 @@ class ParkedSequences:
         self._wire.fail([f for f in (*suspects, *self._waiting) if fingerprint(f.generate) == poison], REFUSED)
 
 
-def _only(flights: list[Flight]) -> bytes | None:
+def _only(sequences: list[Sequence]) -> bytes | None:
     """The fingerprint that all of them share; choices of one request share theirs."""
     only: bytes | None = None
-    for flight in flights:
-        own = fingerprint(flight.generate)
+    for sequence in sequences:
+        own = fingerprint(sequence.generate)
         if only is not None and own != only:
             return None
         only = own

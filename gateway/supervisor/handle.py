@@ -4,7 +4,7 @@ import asyncio
 import signal
 from collections.abc import Callable
 
-from gateway.link.sequence import Flight
+from gateway.link.sequence import Sequence
 from gateway.supervisor import inbox
 from gateway.supervisor.inbox import Inbox, Notice, Wish
 from gateway.supervisor.lifecycle import Lifecycle
@@ -222,9 +222,9 @@ class WorkerHandle:
             return overload
         return self._lifecycle.parked.refusal(request, self._effects.now())
 
-    def park(self, flight: Flight) -> None:
+    def park(self, sequence: Sequence) -> None:
         """Keep a sequence that this worker has given up, for the next one."""
-        self._lifecycle.parked.park([flight], self._effects.now())
+        self._lifecycle.parked.park([sequence], self._effects.now())
 
     def note_progress(self) -> None:
         """A watched sequence has its first token, or has ended."""

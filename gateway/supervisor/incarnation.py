@@ -4,7 +4,7 @@ import signal
 import time
 
 from gateway.link.link import WorkerGone
-from gateway.link.sequence import Connection, Flight, Peer
+from gateway.link.sequence import Connection, Peer, Sequence
 from gateway.supervisor.ports import Effects, Process, Wire
 from gateway.supervisor.state import Limits
 from gateway.supervisor.timers import Watchers
@@ -108,7 +108,7 @@ class Incarnation:
     def ping(self) -> None:
         self._wire.ping(self._peer, time.monotonic_ns())
 
-    def detach(self) -> list[Flight]:
+    def detach(self) -> list[Sequence]:
         """Drop what it says from now on. Returns its unfinished sequences."""
         return self._wire.detach(self.epoch)
 

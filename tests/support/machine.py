@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from gateway.link.collector import Collector
 from gateway.link.link import WorkerGone
-from gateway.link.sequence import PARKED, Connection, Flight, Peer
+from gateway.link.sequence import PARKED, Connection, Peer, Sequence
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import Limits, MemoryView, ModelUnavailable, State
 from protocol.failures import Code, Failure
@@ -61,7 +61,7 @@ class FakeWorld:
         self.failures: dict[int, Failure] = {}
         self.attached: list[int] = []
         self.detached: list[int] = []
-        self.flights: list[Flight] = []
+        self.sequences: list[Sequence] = []
         # The rids given to each epoch, in order.
         self.resumed: list[tuple[int, int]] = []
         self.is_unreachable = False
@@ -119,29 +119,29 @@ class FakeWorld:
         self.attached.append(peer.epoch)
         return Connection(peer)
 
-    def detach(self, epoch: int) -> list[Flight]:
+    def detach(self, epoch: int) -> list[Sequence]:
         self.detached.append(epoch)
-        lost = [flight for flight in self.flights if flight.epoch == epoch and not flight.is_over]
-        for flight in lost:
-            flight.epoch = PARKED
+        lost = [sequence for sequence in self.sequences if sequence.epoch == epoch and not sequence.is_over]
+        for sequence in lost:
+            sequence.epoch = PARKED
         return lost
 
-    def resume(self, worker: Peer, flight: Flight) -> None:
+    def resume(self, worker: Peer, sequence: Sequence) -> None:
         if self.is_unreachable:
             raise WorkerGone(worker.name)
-        flight.epoch, flight.given = worker.epoch, len(flight.token_ids)
-        flight.resumes += 1
-        self.resumed.append((worker.epoch, flight.rid))
+        sequence.epoch, sequence.given = worker.epoch, len(sequence.token_ids)
+        sequence.resumes += 1
+        self.resumed.append((worker.epoch, sequence.rid))
 
-    def fail(self, flights: Iterable[Flight], failure: Failure) -> None:
-        for flight in flights:
-            if not flight.is_over:
-                flight.is_over = True
+    def fail(self, sequences: Iterable[Sequence], failure: Failure) -> None:
+        for sequence in sequences:
+            if not sequence.is_over:
+                sequence.is_over = True
                 self.failed.append(failure)
-                self.failures[flight.rid] = failure
+                self.failures[sequence.rid] = failure
 
-    def expire(self, flights: Iterable[Flight]) -> None:
-        late = [flight for flight in flights if flight.deadline is not None and self.time >= flight.deadline]
+    def expire(self, sequences: Iterable[Sequence]) -> None:
+        late = [sequence for sequence in sequences if sequence.deadline is not None and self.time >= sequence.deadline]
         self.fail(late, Failure(Code.DEADLINE_EXCEEDED, "late"))
 
     def send(self, peer: Peer, message: Down) -> None:
@@ -296,19 +296,19 @@ class Machine:
     def pong(self, *, running: int = 0, step_age_ms: int = 0) -> None:
         self.worker.post(Pong(0, 0, Stats(running, 0, 0, step_age_ms, 0, 0, 0, 0)))
 
-    def run(self, text: str = "hi", tokens: int = 0, deadline: float | None = None) -> Flight:
+    def run(self, text: str = "hi", tokens: int = 0, deadline: float | None = None) -> Sequence:
         """A sequence that the ready worker has, and has sent `tokens` of."""
-        request = Generate(len(self.world.flights) + 1, TextPrompt(text), Sampling())
-        flight = Flight(request, self.worker, self.worker.epoch, Collector([request.rid]), deadline)
-        flight.token_ids.extend(range(tokens))
-        self.world.flights.append(flight)
-        return flight
+        request = Generate(len(self.world.sequences) + 1, TextPrompt(text), Sampling())
+        sequence = Sequence(request, self.worker, self.worker.epoch, Collector([request.rid]), deadline)
+        sequence.token_ids.extend(range(tokens))
+        self.world.sequences.append(sequence)
+        return sequence
 
-    async def speak(self, flight: Flight) -> None:
+    async def speak(self, sequence: Sequence) -> None:
         """Its worker sends a token of it."""
-        flight.token_ids.append(0)
-        if flight.is_watched:
-            flight.is_watched = False
+        sequence.token_ids.append(0)
+        if sequence.is_watched:
+            sequence.is_watched = False
             self.worker.note_progress()
         await settle()
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gateway.link.collector import Collector
 from gateway.link.link import RID_BITS, SEQ_BITS, Link, WorkerGone
-from gateway.link.sequence import Flight
+from gateway.link.sequence import Sequence
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, decode_down, encode
 from protocol.failures import Code, Failure
@@ -52,7 +52,7 @@ class Peer:
         self.posted: list[object] = []
         self.suspected = 0
         self.is_serving = True
-        self.parked: list[Flight] = []
+        self.parked: list[Sequence] = []
         self.progress_notes = 0
         self.refused: Failure | None = None
 
@@ -65,8 +65,8 @@ class Peer:
     def refusal(self, request: Generate) -> Failure | None:
         return self.refused
 
-    def park(self, flight: Flight) -> None:
-        self.parked.append(flight)
+    def park(self, sequence: Sequence) -> None:
+        self.parked.append(sequence)
 
     def note_progress(self) -> None:
         self.progress_notes += 1
@@ -159,31 +159,33 @@ async def test_the_table_keeps_the_request_and_every_token_that_came(home: Path)
         got = 0
         while got < 3:
             got += sum(len(d.token_ids) for d in await collector.next(5.0))
-        (flight,) = wire.link.detach(3)
-        assert (flight.generate, flight.token_ids) == (request, [1, 2, 3])
-        wire.link.fail([flight, flight], DIED)
+        (sequence,) = wire.link.detach(3)
+        assert (sequence.generate, sequence.token_ids) == (request, [1, 2, 3])
+        wire.link.fail([sequence, sequence], DIED)
         assert (await collector.next(5.0))[-1].failure == DIED
         assert wire.link.in_flight == 0
 
 
-async def detached(wire: Wire, request: Generate, *deltas: Delta) -> tuple[Flight, Collector]:
+async def detached(wire: Wire, request: Generate, *deltas: Delta) -> tuple[Sequence, Collector]:
     """A sequence whose worker is gone after it sent `deltas`."""
     collector = wire.link.submit(wire.peer, [request])
     assert wire.hear() == request
     for delta in deltas:
         wire.say(Step(3, 1, [delta]))
         await collector.next(5.0)
-    (flight,) = wire.link.detach(3)
-    return flight, collector
+    (sequence,) = wire.link.detach(3)
+    return sequence, collector
 
 
 async def test_a_parked_sequence_goes_on_with_the_ids_its_client_has_and_the_same_collector(home: Path) -> None:
     async with Wire(home) as wire:
         request = replace(wire.request(), echo=True, deadline_ms=60_000)
         rid = request.rid
-        flight, collector = await detached(wire, request, Delta(rid, text="x"), Delta(rid, text="a", token_ids=(5, 6)))
+        sequence, collector = await detached(
+            wire, request, Delta(rid, text="x"), Delta(rid, text="a", token_ids=(5, 6))
+        )
         wire.link.attach(wire.peer)
-        wire.link.resume(wire.peer, flight)
+        wire.link.resume(wire.peer, sequence)
         again = wire.hear()
         assert isinstance(again, Generate)
         assert 50_000 < again.deadline_ms <= 60_000
@@ -191,21 +193,21 @@ async def test_a_parked_sequence_goes_on_with_the_ids_its_client_has_and_the_sam
         wire.say(Accepted(rid, 9), Step(3, 9, [Delta(rid, text="b", token_ids=(7,), finish=Finish.STOP)]))
         assert [d.text for d in await collector.next(5.0)] == ["b"]
         assert collector.is_done
-        assert (flight.given, flight.resumes, flight.token_ids) == (2, 1, [5, 6, 7])
+        assert (sequence.given, sequence.resumes, sequence.token_ids) == (2, 1, [5, 6, 7])
 
 
 async def test_an_echo_that_never_came_is_asked_for_again(home: Path) -> None:
     async with Wire(home) as wire:
         request = replace(wire.request(), echo=True)
-        flight, _ = await detached(wire, request)
-        wire.link.resume(wire.peer, flight)
+        sequence, _ = await detached(wire, request)
+        wire.link.resume(wire.peer, sequence)
         assert wire.hear() == request
 
 
 async def test_nothing_that_is_said_of_a_parked_sequence_counts(home: Path) -> None:
     async with Wire(home) as wire:
         request = wire.request()
-        flight, collector = await detached(wire, request)
+        sequence, collector = await detached(wire, request)
         wire.link.attach(wire.peer)
         wire.say(
             Accepted(request.rid, 9),
@@ -214,14 +216,14 @@ async def test_nothing_that_is_said_of_a_parked_sequence_counts(home: Path) -> N
         )
         await until(lambda: wire.events.steps == 1)
         assert (collector.accepted, await collector.next(0.0)) == ({}, [])
-        assert not flight.is_over
+        assert not sequence.is_over
 
 
 async def test_a_parked_sequence_past_its_deadline_is_not_sent_and_ends(home: Path) -> None:
     async with Wire(home) as wire:
-        flight, collector = await detached(wire, replace(wire.request(), deadline_ms=1))
-        await until(lambda: asyncio.get_running_loop().time() > (flight.deadline or 0))
-        wire.link.resume(wire.peer, flight)
+        sequence, collector = await detached(wire, replace(wire.request(), deadline_ms=1))
+        await until(lambda: asyncio.get_running_loop().time() > (sequence.deadline or 0))
+        wire.link.resume(wire.peer, sequence)
         assert (await collector.next(5.0))[0].failure == Failure(
             Code.DEADLINE_EXCEEDED, "the request's deadline has passed"
         )
@@ -232,9 +234,9 @@ async def test_a_parked_sequence_past_its_deadline_is_not_sent_and_ends(home: Pa
 async def test_an_abort_of_a_parked_sequence_sends_nothing(home: Path) -> None:
     async with Wire(home) as wire:
         request = wire.request()
-        flight, _ = await detached(wire, request)
+        sequence, _ = await detached(wire, request)
         wire.link.abort([request.rid], "client")
-        assert flight.is_over
+        assert sequence.is_over
         assert wire.link.in_flight == 0
         wire.link.ping(wire.peer, 1)
         assert isinstance(wire.hear(), Ping)
@@ -248,8 +250,8 @@ async def test_a_worker_that_gives_up_a_sequence_unasked_does_not_end_it(home: P
         end = Delta(one.rid, token_ids=(1,), finish=Finish.ERROR, failure=Failure(code, "bye"))
         wire.say(Step(3, 1, [end]), Rejected(two.rid, Failure(code, "bye")), Step(3, 2, []))
         await until(lambda: wire.events.steps == 2)
-        assert [flight.rid for flight in wire.peer.parked] == [one.rid, two.rid]
-        assert [flight.token_ids for flight in wire.peer.parked] == [[], []]
+        assert [sequence.rid for sequence in wire.peer.parked] == [one.rid, two.rid]
+        assert [sequence.token_ids for sequence in wire.peer.parked] == [[], []]
         assert await collector.next(0.0) == []
 
 
@@ -268,10 +270,10 @@ async def test_a_worker_that_was_told_to_drain_ends_its_sequences(home: Path) ->
 async def test_a_trial_ends_with_a_token_or_an_end(home: Path, end: str) -> None:
     async with Wire(home) as wire:
         request = wire.request()
-        flight, _ = await detached(wire, request)
+        sequence, _ = await detached(wire, request)
         wire.link.attach(wire.peer)
-        wire.link.resume(wire.peer, flight)
-        flight.is_watched = True
+        wire.link.resume(wire.peer, sequence)
+        sequence.is_watched = True
         wire.say(Step(3, 1, [Delta(request.rid, text="no token")]))
         await until(lambda: wire.events.steps == 1)
         assert wire.peer.progress_notes == 0
@@ -478,9 +480,9 @@ async def test_a_sequence_that_has_outgrown_a_frame_ends_when_its_worker_does(ho
         wire.hear()
         wire.say(Step(3, 1, [Delta(request.rid, text="y", token_ids=tuple(range(1000)))]))
         await collector.next(5.0)
-        (flight,) = wire.link.detach(wire.peer.epoch)
+        (sequence,) = wire.link.detach(wire.peer.epoch)
         wire.link.attach(wire.peer)
-        wire.link.resume(wire.peer, flight)
+        wire.link.resume(wire.peer, sequence)
         (end,) = await collector.next(5.0)
         assert end.failure is not None
         assert end.failure.code is Code.INVALID_REQUEST

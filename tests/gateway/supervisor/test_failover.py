@@ -52,7 +52,7 @@ async def test_nobody_left_means_no_successor() -> None:
 async def test_a_successor_that_dies_while_loading_is_replaced_and_nobody_fails() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run(tokens=1)
+        sequence = m.run(tokens=1)
         await m.crash(-9)
         m.hello()
         await settle()
@@ -60,41 +60,41 @@ async def test_a_successor_that_dies_while_loading_is_replaced_and_nobody_fails(
         assert m.worker.state is State.BACKOFF
         await m.world.pass_time(5.0)
         await m.succeed()
-        assert m.world.resumed == [(3, flight.rid)]
+        assert m.world.resumed == [(3, sequence.rid)]
         assert m.world.failed == []
 
 
 async def test_a_stuck_worker_is_replaced_and_its_sequences_go_on() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run(tokens=1)
+        sequence = m.run(tokens=1)
         m.pong(running=1, step_age_ms=10**6)
         await settle()
         assert m.worker.state is State.STOPPING
         await m.crash(-6)
         await m.succeed()
-        assert m.world.resumed == [(2, flight.rid)]
+        assert m.world.resumed == [(2, sequence.rid)]
 
 
 async def test_a_worker_that_somebody_else_ends_politely_is_replaced_too() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run(tokens=1)
-        m.worker.park(flight)
-        flight.epoch = 0
+        sequence = m.run(tokens=1)
+        m.worker.park(sequence)
+        sequence.epoch = 0
         await m.crash(0)
         await m.succeed()
-        assert m.world.resumed == [(2, flight.rid)]
+        assert m.world.resumed == [(2, sequence.rid)]
 
 
 async def test_a_worker_that_lost_touch_with_us_gets_its_sequences_back() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run(tokens=1)
-        flight.epoch = 0
-        m.worker.park(flight)
+        sequence = m.run(tokens=1)
+        sequence.epoch = 0
+        m.worker.park(sequence)
         await m.world.pass_time(2.5)
-        assert m.world.resumed == [(1, flight.rid)]
+        assert m.world.resumed == [(1, sequence.rid)]
 
 
 async def test_parked_sequences_go_before_those_who_waited_for_the_model() -> None:
@@ -112,14 +112,14 @@ async def test_parked_sequences_go_before_those_who_waited_for_the_model() -> No
 async def test_a_successor_that_cannot_be_reached_keeps_nothing() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run()
+        sequence = m.run()
         await m.crash(-9)
         m.world.is_unreachable = True
         await m.succeed()
         assert m.world.resumed == []
         m.world.is_unreachable = False
         await die_and_succeed(m)
-        assert m.world.resumed == [(3, flight.rid)]
+        assert m.world.resumed == [(3, sequence.rid)]
 
 
 async def test_waiting_for_a_successor_is_a_sign_of_life_and_deadlines_hold() -> None:
@@ -154,81 +154,81 @@ async def test_progress_starts_the_count_anew_up_to_a_limit() -> None:
     async with Machine(limits=Limits(fruitless_resumes=1, resumes=6)) as m:
         m.world.jitter = 0.0
         await m.bring_up()
-        flight = m.run()
+        sequence = m.run()
         for _ in range(6):
             await m.worker.load()
-            await m.speak(flight)
+            await m.speak(sequence)
             await die_and_succeed(m)
-        assert not flight.is_over
-        await m.speak(flight)
+        assert not sequence.is_over
+        await m.speak(sequence)
         await m.crash(-9)
-        assert m.world.failures[flight.rid].code is Code.WORKER_DIED
+        assert m.world.failures[sequence.rid].code is Code.WORKER_DIED
 
 
 async def test_an_open_breaker_ends_them_with_the_reason() -> None:
     async with Machine(limits=Limits(fruitless_resumes=100)) as m:
         await m.bring_up()
-        flights = [m.run("a", tokens=1), m.run("b", tokens=1)]
+        sequences = [m.run("a", tokens=1), m.run("b", tokens=1)]
         await m.crash(-9)
         await m.crash(70)
         await m.world.pass_time(10.0)
         await m.crash(70)
         assert m.worker.state is State.FAILED
-        assert {m.world.failures[f.rid].code for f in flights} == {Code.WORKER_DIED}
+        assert {m.world.failures[f.rid].code for f in sequences} == {Code.WORKER_DIED}
 
 
 async def test_a_successor_that_can_never_load_ends_them_with_the_reason() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run()
+        sequence = m.run()
         await m.crash(-9)
         await m.crash(66)
-        assert m.world.failures[flight.rid].code is Code.MODEL_CORRUPT
+        assert m.world.failures[sequence.rid].code is Code.MODEL_CORRUPT
 
 
 async def test_a_load_past_its_deadline_ends_them() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run()
+        sequence = m.run()
         await m.crash(-9)
         m.hello()
         await m.world.pass_time(601.0)
-        assert m.world.failures[flight.rid].code is Code.LOAD_TIMEOUT
+        assert m.world.failures[sequence.rid].code is Code.LOAD_TIMEOUT
 
 
 @pytest.mark.parametrize("is_closing", [False, True])
 async def test_unload_and_shutdown_end_what_waits_for_a_successor(is_closing: bool) -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run()
+        sequence = m.run()
         await m.crash(-9)
         stopping = asyncio.create_task(m.worker.stop(30.0, is_closing=is_closing))
         await settle()
         await m.crash(0)
         await stopping
-        assert m.world.failures[flight.rid].code is Code.DRAINING
+        assert m.world.failures[sequence.rid].code is Code.DRAINING
         assert m.worker.state is State.STOPPED
 
 
 async def test_unload_drains_and_what_a_dying_worker_leaves_then_is_not_resumed() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run()
+        sequence = m.run()
         stopping = asyncio.create_task(m.worker.stop(30.0))
         await settle()
-        assert not flight.is_over
+        assert not sequence.is_over
         await m.crash(-9)
         await stopping
-        assert m.world.failures[flight.rid].code is Code.WORKER_DIED
+        assert m.world.failures[sequence.rid].code is Code.WORKER_DIED
         assert m.worker.state is State.STOPPED
 
 
 async def test_what_has_ended_holds_up_nobody() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run(tokens=1)
+        sequence = m.run(tokens=1)
         await m.crash(-9)
-        flight.is_over = True
+        sequence.is_over = True
         newcomer = await m.ask()
         await m.succeed()
         await newcomer
@@ -238,7 +238,7 @@ async def test_what_has_ended_holds_up_nobody() -> None:
 async def test_one_that_leaves_while_it_waits_for_its_turn_holds_up_nobody() -> None:
     async with Machine() as m:
         await careful(m)
-        one, two = m.world.flights
+        one, two = m.world.sequences
         two.is_over = True
         await m.speak(one)
         assert m.worker.is_ready
@@ -251,7 +251,7 @@ async def test_a_restart_takes_everything_to_the_next_worker() -> None:
     async with Machine() as m:
         await m.bring_up()
         m.world.sent.clear()
-        flights = [m.run(tokens=count) for count in range(3)]
+        sequences = [m.run(tokens=count) for count in range(3)]
         restarting = asyncio.create_task(m.worker.restart())
         await settle()
         assert m.world.sent == [Shutdown()]
@@ -259,29 +259,29 @@ async def test_a_restart_takes_everything_to_the_next_worker() -> None:
         await m.crash(0)
         await m.succeed()
         await restarting
-        assert m.world.resumed == [(2, flight.rid) for flight in flights]
+        assert m.world.resumed == [(2, sequence.rid) for sequence in sequences]
         assert m.world.failed == []
-        assert (m.worker.restarts, [f.fruitless for f in flights]) == (0, [0, 0, 0])
+        assert (m.worker.restarts, [f.fruitless for f in sequences]) == (0, [0, 0, 0])
 
 
 async def test_restarts_are_nobodys_fault() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run()
+        sequence = m.run()
         for _ in range(5):
             restarting = asyncio.create_task(m.worker.restart())
             await settle()
             await m.crash(0)
             await m.succeed()
             await restarting
-        assert not flight.is_over
+        assert not sequence.is_over
         assert m.events.quarantines == 0
 
 
 async def test_a_restart_during_an_unload_goes_on_with_what_the_drain_left() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run(tokens=1)
+        sequence = m.run(tokens=1)
         unloading = asyncio.create_task(m.worker.stop(30.0))
         await settle()
         restarting = asyncio.create_task(m.worker.restart())
@@ -291,7 +291,7 @@ async def test_a_restart_during_an_unload_goes_on_with_what_the_drain_left() -> 
         await m.crash(0)
         await m.succeed()
         await asyncio.gather(unloading, restarting)
-        assert m.world.resumed == [(2, flight.rid)]
+        assert m.world.resumed == [(2, sequence.rid)]
 
 
 # -- poison ----------------------------------------------------------------------------------------------------------
@@ -351,19 +351,19 @@ async def test_among_many_suspects_the_poison_is_found_and_no_other_is_harmed() 
     async with Machine() as m:
         m.world.jitter = 0.0
         await m.bring_up()
-        flights = [m.run(f"prompt {i}") for i in range(6)]
-        poison = flights[2]
+        sequences = [m.run(f"prompt {i}") for i in range(6)]
+        poison = sequences[2]
         deaths = 0
         while not poison.is_over:
             # A worker sends everybody a token, in the order in which it was given them, until it meets the poison.
             has_died = False
-            for flight in flights:
-                if flight.epoch == m.worker.epoch and flight is poison:
+            for sequence in sequences:
+                if sequence.epoch == m.worker.epoch and sequence is poison:
                     await m.crash(-9)
                     has_died = True
                     break
-                if flight.epoch == m.worker.epoch and deaths >= 2:
-                    await m.speak(flight)
+                if sequence.epoch == m.worker.epoch and deaths >= 2:
+                    await m.speak(sequence)
             if has_died:
                 deaths += 1
                 assert deaths < 6
@@ -372,10 +372,10 @@ async def test_among_many_suspects_the_poison_is_found_and_no_other_is_harmed() 
         assert deaths == 4
         assert m.world.failures == {poison.rid: m.world.failures[poison.rid]}
         assert m.world.failures[poison.rid].code is Code.QUARANTINED
-        while any(flight.epoch == 0 for flight in flights if flight is not poison):
-            for flight in flights:
-                if flight.epoch == m.worker.epoch:
-                    await m.speak(flight)
+        while any(sequence.epoch == 0 for sequence in sequences if sequence is not poison):
+            for sequence in sequences:
+                if sequence.epoch == m.worker.epoch:
+                    await m.speak(sequence)
         assert m.worker.is_ready
 
 
@@ -391,7 +391,7 @@ async def careful(m: Machine) -> None:
 async def test_after_two_deaths_without_a_token_sequences_are_tried_one_by_one() -> None:
     async with Machine() as m:
         await careful(m)
-        one, two = m.world.flights
+        one, two = m.world.sequences
         assert m.world.resumed[-1] == (3, one.rid)
         await m.speak(one)
         assert m.world.resumed[-1] == (3, two.rid)
@@ -400,7 +400,7 @@ async def test_after_two_deaths_without_a_token_sequences_are_tried_one_by_one()
 async def test_new_requests_wait_while_one_is_tried() -> None:
     async with Machine() as m:
         await careful(m)
-        one, two = m.world.flights
+        one, two = m.world.sequences
         assert not m.worker.is_ready
         newcomer = await m.ask()
         await m.speak(one)
@@ -434,7 +434,7 @@ async def test_a_trial_does_not_hold_up_the_others_for_ever() -> None:
 async def test_whoever_was_tried_when_a_worker_died_comes_last_at_the_next() -> None:
     async with Machine() as m:
         await careful(m)
-        one, two = m.world.flights
+        one, two = m.world.sequences
         await die_and_succeed(m)
         assert [rid for epoch, rid in m.world.resumed if epoch == 4] == [two.rid]
         assert not one.is_watched

@@ -39,10 +39,10 @@ async def test_a_denial_is_told_to_all_who_wait_and_the_next_request_asks_again(
 async def test_behind_a_closed_gate_what_runs_goes_on_and_what_comes_waits() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run()
+        sequence = m.run()
         m.worker.close_gate()
         late = await m.ask()
-        await m.speak(flight)
+        await m.speak(sequence)
         assert (m.worker.is_ready, m.worker.is_serving, late.done()) == (False, True, False)
         m.worker.open_gate()
         await late
@@ -78,9 +78,9 @@ async def test_only_a_ready_worker_without_parked_sequences_is_evicted() -> None
     async with Machine() as m:
         assert not m.worker.evict()
         await m.bring_up()
-        flight = m.run()
-        flight.epoch = PARKED
-        m.worker.park(flight)
+        sequence = m.run()
+        sequence.epoch = PARKED
+        m.worker.park(sequence)
         assert not m.worker.evict()
 
 
@@ -88,36 +88,36 @@ async def test_what_was_on_its_way_to_an_evicted_worker_goes_on_at_the_next() ->
     async with Machine() as m:
         await m.bring_up()
         assert m.worker.evict()
-        flight = m.run()
+        sequence = m.run()
         await settle()
         await m.crash(0)
         await m.succeed()
-        assert m.world.resumed == [(2, flight.rid)]
+        assert m.world.resumed == [(2, sequence.rid)]
         assert m.world.failed == []
 
 
 async def test_a_recycled_worker_loses_no_sequence() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run(tokens=3)
+        sequence = m.run(tokens=3)
         m.worker.recycle()
         await settle()
         await m.crash(0)
         await m.succeed()
-        assert m.world.resumed == [(2, flight.rid)]
+        assert m.world.resumed == [(2, sequence.rid)]
         assert (m.worker.restarts, m.world.failed) == (0, [])
 
 
 async def test_an_overload_refuses_new_requests_but_no_resumed_ones() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run(tokens=3)
+        sequence = m.run(tokens=3)
         m.world.lack_of_memory = NO_MEMORY
-        assert m.worker.refusal(flight.generate) == NO_MEMORY
+        assert m.worker.refusal(sequence.generate) == NO_MEMORY
         assert m.events.refusals == ["m"]
         await m.crash(-9)
         await m.succeed()
-        assert m.world.resumed == [(2, flight.rid)]
+        assert m.world.resumed == [(2, sequence.rid)]
 
 
 async def test_room_is_no_longer_asked_for_when_nobody_waits() -> None:

@@ -292,13 +292,13 @@ def change(m: Machine, *, is_reload: bool = True, context: int = 99) -> None:
 async def test_a_ready_worker_is_replaced_by_one_of_the_new_specification_and_its_sequences_go_on() -> None:
     async with Machine() as m:
         await m.bring_up()
-        flight = m.run(tokens=3)
+        sequence = m.run(tokens=3)
         change(m)
         await settle()
-        assert (m.worker.state, flight.epoch) == (State.STOPPING, PARKED)
+        assert (m.worker.state, sequence.epoch) == (State.STOPPING, PARKED)
         await m.crash(0)
         await m.succeed()
-        assert (m.worker.state, flight.epoch, flight.is_over) == (State.READY, 2, False)
+        assert (m.worker.state, sequence.epoch, sequence.is_over) == (State.READY, 2, False)
         assert [spec.context for spec in m.world.specs] == [0, 99]
         assert m.worker.restarts == 0
 

@@ -39,8 +39,8 @@ class Story:
             case float():
                 await self.m.world.pass_time(action)
             case "speak":
-                for flight in [f for f in self.m.world.flights if f.epoch == self.m.worker.epoch]:
-                    await self.m.speak(flight)
+                for sequence in [f for f in self.m.world.sequences if f.epoch == self.m.worker.epoch]:
+                    await self.m.speak(sequence)
             case "up":
                 self.wait(self.m.worker.ensure_ready())
                 await settle()
@@ -87,7 +87,7 @@ class Story:
                 m.ready()
             case "run":
                 if worker.is_ready:
-                    m.run(f"prompt {len(m.world.flights) % 3}")
+                    m.run(f"prompt {len(m.world.sequences) % 3}")
             case "old":
                 m.ready(epoch=worker.epoch - 1)
             case "drained":
@@ -119,10 +119,10 @@ class Story:
         assert len(alive) <= 1, "two incarnations at a time"
         if worker.state in (State.STOPPED, State.BACKOFF, State.FAILED, State.INCOMPATIBLE):
             assert not alive, f"a process in state {worker.state}"
-        for flight in world.flights:
-            assert flight.is_over or flight.epoch in (PARKED, worker.epoch), "a sequence of a worker that is gone"
+        for sequence in world.sequences:
+            assert sequence.is_over or sequence.epoch in (PARKED, worker.epoch), "a sequence of a worker that is gone"
         if worker.state is State.STOPPED:
-            assert all(flight.is_over for flight in world.flights), "nobody will go on with it"
+            assert all(sequence.is_over for sequence in world.sequences), "nobody will go on with it"
         if worker.state in (State.READY, State.DRAINING, State.STOPPING):
             assert worker.pid
 
@@ -148,7 +148,7 @@ def test_no_story_leaves_a_waiter_or_a_process_behind(actions: list[str | int | 
             assert all(result is None or isinstance(result, ModelUnavailable) for result in results)
             assert m.worker.state is State.STOPPED
             # What still runs at the end was running when its worker was told to stop: that one sends its end.
-            assert all(flight.is_over for flight in m.world.flights)
+            assert all(sequence.is_over for sequence in m.world.sequences)
             assert all(process.has_exited and process.is_closed for process in m.world.processes)
 
     asyncio.run(run())
