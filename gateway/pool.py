@@ -314,6 +314,9 @@ class Pool:
             disk_cache_dir=str(config.prefix_cache_dir) if has_disk else "",
             disk_cache_bytes=config.prefix_cache_bytes if has_disk else 0,
             disk_cache_tokens=model.cache.disk_min_tokens if has_disk else 0,
+            media_bytes=config.media.max_size_bytes,
+            media_count=config.media.max_count,
+            media_pixels=config.media.max_pixels,
         )
 
 

@@ -20,6 +20,13 @@ class Code(IntEnum):
     WORKER_DIED = 9
     QUARANTINED = 10
     ROW_FAILED = 11
+    # The model takes no media of this kind, or none at all.
+    UNSUPPORTED_MODALITY = 12
+    INVALID_IMAGE = 13
+    IMAGE_TOO_LARGE = 14
+    INVALID_VIDEO = 15
+    INVALID_AUDIO = 16
+    TOO_MANY_MEDIA = 17
     MODEL_MISSING = 20
     MODEL_CORRUPT = 21
     MODEL_UNSUPPORTED = 22

@@ -17,15 +17,32 @@ from protocol.failures import Failure
 from protocol.stats import Stats
 
 MAJOR = 1
-MINOR = 0
+MINOR = 1
 
 
 # -- generation requests ---------------------------------------------------------------------------------------------
 
 
+class Media(msgspec.Struct, frozen=True, array_like=True):
+    """An image, video or audio clip of a prompt, as the client's bytes: neither resized nor encoded again.
+
+    `kind` is `image`, `video` or `audio`; `digest` is the BLAKE2b-256 of `data`, made by the gateway. `options` are
+    what the request sets of `min_pixels`, `max_pixels`, `fps` and `num_frames`. A `frames` of n tells that `data` is a
+    list of n JPEG files, each after its length in 4 bytes, big-endian. `param` is the part's path, for a refusal.
+    """
+
+    kind: str
+    digest: bytes
+    data: bytes
+    options: dict[str, int | float] = {}
+    param: str = ""
+
+
 class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Messages for the chat template, already in the shape templates expect (`role`, `content`, …).
 
+    `content` is text, or, in a message with media, a list of `{"type": "text", "text": …}` and
+    `{"type": "image" | "video" | "audio", "media": i}` in the client's order, where `i` is an index of `media`.
     `must_call` wants tool calls and nothing else after the reasoning, of `callable_tools` where these are named.
     `strict_tools` names tools whose arguments must fit their schema also when nothing must be called.
     """
@@ -43,6 +60,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
     # End the answer after its first call.
     one_call: bool = False
     strict_tools: tuple[str, ...] = ()
+    media: tuple[Media, ...] = ()
 
 
 class TextPrompt(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -259,8 +277,21 @@ class Loading(msgspec.Struct, frozen=True, array_like=True, tag=33):
     total_bytes: int = 0
 
 
+class MediaInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Media as a loaded model takes them: memory of its towers, and of images the tokens and pixels.
+
+    `image_tokens` is of a square image of 1,024 pixels a side, `max_pixels` the size that larger images are reduced to;
+    0 is unknown, or no limit. `reason` is why the model is served without media that it has towers for.
+    """
+
+    tower_bytes: int = 0
+    image_tokens: int = 0
+    max_pixels: int = 0
+    reason: str = ""
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
-    """The model is loaded and warm."""
+    """The model is loaded and warm. `modalities` are those of a prompt beside text: `image`, `video`, `audio`."""
 
     epoch: int
     model_path: str
@@ -275,6 +306,9 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     # is empty where nothing had to be given up.
     lane: str = ""
     lane_reason: str = ""
+    modalities: tuple[str, ...] = ()
+    # None of a model without towers, and from a worker that does not say.
+    media: MediaInfo | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
@@ -302,7 +336,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Usage of one sequence. Times are milliseconds spent queued, prefilling and decoding."""
+    """Usage of one sequence. Times are milliseconds spent queued, prefilling and decoding.
+
+    `prompt` includes the tokens of media, which are also told by kind.
+    """
 
     prompt: int
     cached: int
@@ -311,6 +348,9 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
+    image_tokens: int = 0
+    video_tokens: int = 0
+    audio_tokens: int = 0
 
 
 class Tool(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -54,6 +54,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     batching: str = "auto"
     # One request at a time, prompt chunks by position alone, no reuse of prefixes: the same shapes in every run.
     deterministic: bool = False
+    # Bounds of a request's media: bytes of one, how many, and pixels of an image as its header says.
+    media_bytes: int = 32 * 1024 * 1024
+    media_count: int = 64
+    media_pixels: int = 64_000_000
 
     @property
     def identity(self) -> bytes:

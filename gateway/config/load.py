@@ -21,6 +21,7 @@ from gateway.config.settings import (
     CacheConfig,
     Config,
     ConfigError,
+    MediaConfig,
     MemoryConfig,
     ModelConfig,
     ProfileConfig,
@@ -60,7 +61,7 @@ def load_config(
     """
     source = Source(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
-    source.refuse_unknown(raw, ("server", "memory", "models"), ())
+    source.refuse_unknown(raw, ("server", "memory", "media", "models"), ())
     overrides = {"host": host, "port": port, "log_level": log_level}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
     if not is_loopback(server.host):
@@ -69,7 +70,18 @@ def load_config(
     _refuse_duplicates(source, models)
     _check_references(source, server, models)
     memory = source.convert(source.table(raw.get("memory", {}), MemoryConfig, ("memory",)), MemoryConfig, ("memory",))
-    return Config(home=home, server=server, models=models, config_path=source.path, memory=memory)
+    media = _media(source, raw.get("media", {}))
+    return Config(home=home, server=server, models=models, config_path=source.path, memory=memory, media=media)
+
+
+def _media(source: Source, raw: Any) -> MediaConfig:
+    """With absolute folders. Raises `ConfigError`."""
+    media = source.convert(source.table(raw, MediaConfig, ("media",)), MediaConfig, ("media",))
+    folders = tuple(str(source.path_of(folder)) for folder in media.folders)
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise source.error(f"folders: {folder} is no folder", ("media", "folders"))
+    return structs.replace(media, folders=folders)
 
 
 def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig:

@@ -190,6 +190,23 @@ class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
     min_residency_s: Seconds = 10.0
 
 
+class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[media]`: bounds of images, video and audio in requests, and where they may be fetched from."""
+
+    # Of one medium, and how many a request may have.
+    max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 32 * 1024 * 1024
+    max_count: Annotated[int, Meta(ge=0, le=4096)] = 64
+    # Of an image, as its header says; nothing larger is decoded.
+    max_pixels: Annotated[int, Meta(ge=1024, le=1 << 30)] = 64_000_000
+    # Of all requests together, until they have ended.
+    in_flight_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 512 * 1024 * 1024
+    # Whether an http or https URL is fetched: never, or from addresses of the public internet.
+    urls: Literal["off", "public"] = "off"
+    fetch_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 10.0
+    # Folders below which a `file:` URL may point.
+    folders: tuple[str, ...] = ()
+
+
 class Config(Struct, frozen=True):
     """All of it, checked. `models` keeps the order of the file."""
 
@@ -198,6 +215,7 @@ class Config(Struct, frozen=True):
     models: dict[str, ModelConfig]
     config_path: Path
     memory: MemoryConfig = MemoryConfig()
+    media: MediaConfig = MediaConfig()
 
     @property
     def run_dir(self) -> Path:

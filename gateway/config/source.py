@@ -13,6 +13,7 @@ from msgspec import Struct
 from gateway.config.settings import (
     CacheConfig,
     ConfigError,
+    MediaConfig,
     MemoryConfig,
     ModelConfig,
     SamplingDefaults,
@@ -30,6 +31,7 @@ _TABLES: Final[dict[str, type[Struct]]] = {
     "server": ServerConfig,
     "server.tls": TlsConfig,
     "memory": MemoryConfig,
+    "media": MediaConfig,
     "models.NAME": ModelConfig,
     "models.NAME.sampling": SamplingDefaults,
     "models.NAME.thinking": ThinkingDefaults,

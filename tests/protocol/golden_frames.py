@@ -14,7 +14,12 @@ from protocol.stats import Stats
 
 FOLDER = Path(__file__).parent / "golden"
 _FAILURE = Failure(Code.ROW_FAILED, "failed", "détail", "top_k")
-_USAGE = m.Usage(12, 4, 7, 3, 1.5, 2.25, 3.125)
+_USAGE = m.Usage(12, 4, 7, 3, 1.5, 2.25, 3.125, 6, 5, 4)
+_MEDIA = (
+    m.Media("image", b"\x00\xff" * 16, b"\x89PNG", {"max_pixels": 262_144}, "messages[0].content[1]"),
+    m.Media("video", bytes(32), b"\x00\x00\x00\x01\xff", {"frames": 1, "fps": 2.5}),
+    m.Media("audio", bytes(32), b"RIFF"),
+)
 _STATS = Stats(1, 2, 3, 4, 5, 6, 7, 2**40, 9, 10, 11)
 
 
@@ -25,6 +30,7 @@ def down() -> list[m.Down]:
         [{"type": "function", "function": {"name": "f", "parameters": {}}}],
         {"enable_thinking": False},
         True,
+        media=_MEDIA,
     )
     sampling = m.Sampling(0.5, 0.25, 40, 0.125, 1.5, 0.5, -0.5, {7: -100.0, 0: 2.5}, 2**63, True)
     return [
@@ -60,7 +66,11 @@ def up() -> list[m.Up]:
     return [
         m.Hello("qwen", 3, 4242, 1, 0, "0.1.0", "0.32.4", "loading"),
         m.Loading(3, "weights", 10, 2**40),
-        m.Ready(3, "/models/qwen", 32768, 16, 151_936, 2**33, 1.25, "qwen3", True),
+        m.Ready(
+            *(3, "/models/qwen", 32768, 16, 151_936, 2**33, 1.25, "qwen3", True),
+            modalities=("image", "video"),
+            media=m.MediaInfo(2**20, 1024, 2**24, "no tower for audio"),
+        ),
         m.Accepted(1, 12),
         m.Tokenized(4, 2, (1, 2), "né"),
         m.Rejected(2, _FAILURE),

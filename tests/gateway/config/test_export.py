@@ -12,6 +12,7 @@ from gateway.config.export import keys_of, schema, to_json, to_toml
 from gateway.config.load import load_config
 from gateway.config.settings import (
     CacheConfig,
+    MediaConfig,
     MemoryConfig,
     ModelConfig,
     ProfileConfig,
@@ -77,6 +78,7 @@ def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
     [
         ("## `[server]`", ServerConfig),
         ("## `[memory]`", MemoryConfig),
+        ("## `[media]`", MediaConfig),
         ("## `[models.NAME]`", ModelConfig),
         ("### `sampling`", SamplingDefaults),
         ("### `thinking`", ThinkingDefaults),
@@ -101,10 +103,11 @@ def test_the_documentation_has_every_key_with_its_default(heading: str, table: t
 def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
     made = schema()
 
-    assert set(made["properties"]) == {"server", "memory", "models"}
+    assert set(made["properties"]) == {"server", "memory", "media", "models"}
     for table in (
         ServerConfig,
         MemoryConfig,
+        MediaConfig,
         ModelConfig,
         SamplingDefaults,
         ThinkingDefaults,
