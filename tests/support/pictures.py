@@ -1,0 +1,22 @@
+"""Pictures of every format that clients send, made by Pillow, and their files broken in ways that occur."""
+
+from io import BytesIO
+from typing import Any
+
+from PIL import Image
+
+RED, BLUE, WHITE = (220, 20, 20), (20, 20, 220), (255, 255, 255)
+
+
+def halves(width: int = 64, height: int = 48) -> Image.Image:
+    """A picture that is red in its upper half and blue in its lower one."""
+    image = Image.new("RGB", (width, height), BLUE)
+    image.paste(RED, (0, 0, width, height // 2))
+    return image
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """File of an image."""
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()

@@ -1,0 +1,191 @@
+"""Images: format, size and orientation from the header alone, and pixels on demand."""
+
+import re
+import struct
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Final
+
+import numpy as np
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from protocol.failures import Code
+from worker.errors import RequestInvalid
+
+# By their first bytes; the media type that a client names is not asked.
+_SIGNS: Final = (
+    (rb"\x89PNG\r\n\x1a\n", "PNG"),
+    (rb"\xff\xd8\xff", "JPEG"),
+    (rb"RIFF....WEBP", "WEBP"),
+    (rb"GIF8[79]a", "GIF"),
+    (rb"BM", "BMP"),
+    (rb"II\*\x00|MM\x00\*|II\+\x00|MM\x00\+", "TIFF"),
+)
+# Formats that are told apart only to say so.
+_OTHERS: Final = (
+    (rb"....ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)", "HEIC"),
+    (rb"....ftypavi[fs]", "AVIF"),
+    (rb"%PDF-", "PDF"),
+    (rb"(?is)\s*(<\?xml.{0,1000}?|<!--.{0,1000}?-->\s*|<!doctype svg.{0,1000}?)*<svg[\s>]", "SVG"),
+    (rb"(?is)\s*(<!doctype html|<html|<head|<body)", "HTML"),
+    (rb"\xff\x0a|\x00\x00\x00\x0cJXL ", "JPEG XL"),
+)
+FORMATS: Final = "PNG, JPEG, WebP, GIF, BMP and TIFF"
+_SIGN_BYTES: Final = 4096
+# Pillow turns a TIFF by itself.
+_TURNS: Final = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_MAX_ASPECT: Final = 200
+# Pillow and its decoders raise these on files that are broken, and on ones that are too large for it.
+_BROKEN: Final = (OSError, ValueError, SyntaxError, TypeError, LookupError, EOFError, OverflowError, struct.error)
+_BOMBS: Final = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """Most bytes of one medium, media of a request, and pixels of an image or of a video's frame."""
+
+    bytes: int
+    count: int
+    pixels: int
+
+
+@dataclass(slots=True, frozen=True)
+class ImageHeader:
+    """Format of an image, and its size as it is shown: after the turn that its EXIF data ask for."""
+
+    format: str
+    width: int
+    height: int
+    orientation: int = 1
+
+
+def refused(message: str, param: str, code: Code = Code.INVALID_IMAGE) -> RequestInvalid:
+    """A refusal of one medium, with the path of its part."""
+    return RequestInvalid(code, message, param=param or None)
+
+
+def check_bytes(data: bytes, limits: Limits, kind: str, param: str) -> None:
+    """Raises `RequestInvalid` for a medium that is empty or has more bytes than are allowed."""
+    if not data:
+        raise refused(f"The {kind} is empty.", param, _INVALID[kind])
+    if len(data) > limits.bytes:
+        message = f"The {kind} has {len(data)} bytes; at most {limits.bytes} are taken."
+        raise refused(message, param, Code.IMAGE_TOO_LARGE if kind == "image" else _INVALID[kind])
+
+
+_INVALID: Final = {"image": Code.INVALID_IMAGE, "video": Code.INVALID_VIDEO, "audio": Code.INVALID_AUDIO}
+
+
+def read_header(data: bytes, limits: Limits, param: str = "") -> ImageHeader:
+    """Format and size of an image within `limits`, without decoding it. Raises `RequestInvalid`."""
+    kind = _format(data, param)
+    try:
+        with Image.open(BytesIO(data), formats=(kind,)) as image:
+            width, height, orientation = image.width, image.height, _orientation(image, kind, data)
+    except _BOMBS as error:
+        raise refused(f"The image is too large: {error}", param, Code.IMAGE_TOO_LARGE) from error
+    except _BROKEN as error:
+        raise refused(f"The {kind} image is broken: {_reason(error)}", param) from error
+    if width * height > limits.pixels:
+        message = f"The image has {width} × {height} pixels; at most {limits.pixels} are taken."
+        raise refused(message, param, Code.IMAGE_TOO_LARGE)
+    if orientation >= 5:
+        width, height = height, width
+    return ImageHeader(kind, width, height, orientation)
+
+
+def check_shape(width: int, height: int, smallest: int, param: str) -> None:
+    """Raises `RequestInvalid` for an image of less than a patch, or too long a strip."""
+    if min(width, height) < smallest:
+        message = f"The image has {width} × {height} pixels; the model takes none with a side below {smallest}."
+        raise refused(message, param)
+    if max(width, height) > _MAX_ASPECT * min(width, height):
+        message = f"The image has {width} × {height} pixels; one side is more than {_MAX_ASPECT} times the other."
+        raise refused(message, param)
+
+
+def decode(data: bytes, header: ImageHeader, param: str = "") -> Image.Image:
+    """First frame of an image in RGB, upright, over white where it is transparent. Raises `RequestInvalid`."""
+    try:
+        with Image.open(BytesIO(data), formats=(header.format,)) as image:
+            image.load()
+            pixels = _rgb(image)
+    except _BOMBS as error:
+        raise refused(f"The image is too large: {error}", param, Code.IMAGE_TOO_LARGE) from error
+    except _BROKEN as error:
+        raise refused(f"The {header.format} image is broken: {_reason(error)}", param) from error
+    turn = _TURNS.get(header.orientation)
+    upright = pixels if turn is None else pixels.transpose(turn)
+    if upright.size != (header.width, header.height):
+        raise refused(f"The {header.format} image is broken: its frames differ in size.", param)
+    return upright
+
+
+def _format(data: bytes, param: str) -> str:
+    start = data[:_SIGN_BYTES]
+    for sign, kind in _SIGNS:
+        if re.match(sign, start, re.DOTALL):
+            return kind
+    other = next((kind for sign, kind in _OTHERS if re.match(sign, start, re.DOTALL)), "")
+    what = f"is {other}, which is not taken" if other else "has a format that is not known"
+    raise refused(f"The image {what}; {FORMATS} are.", param)
+
+
+def _orientation(image: Image.Image, kind: str, data: bytes) -> int:
+    """Orientation that EXIF or XMP data name, 1 where they name none."""
+    if kind == "TIFF":
+        return 1
+    if kind == "PNG" and "exif" not in image.info and (late := _png_exif(data)):
+        image.info["exif"] = late
+    # The base class's: that of PNG decodes the image to look for data that come after it.
+    value = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
+    return value if isinstance(value, int) and value in _TURNS else 1
+
+
+def _png_exif(data: bytes) -> bytes:
+    """EXIF data of a PNG, wherever in the file their chunk stands."""
+    at = 8
+    while at + 8 <= len(data):
+        length, name = struct.unpack_from(">I4s", data, at)
+        if name == b"eXIf":
+            return b"Exif\x00\x00" + data[at + 8 : at + 8 + length]
+        at += length + 12
+    return b""
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        return _gray(np.asarray(image).astype(np.uint16) >> 8)
+    if image.mode in ("I", "F"):
+        return _gray(_eight_bits(np.asarray(image, dtype=np.float64)))
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        over = Image.new("RGBA", image.size, "white")
+        over.alpha_composite(image.convert("RGBA"))
+        return over.convert("RGB")
+    return image.copy() if image.mode == "RGB" else image.convert("RGB")
+
+
+def _eight_bits(values: np.ndarray) -> np.ndarray:
+    """Wide integers and floats by the range that they use: of one, of 8 bits, or of 16."""
+    most = float(np.nanmax(values, initial=0.0))
+    scale = 255.0 if most <= 1.0 else 1.0 if most <= 255.0 else 255.0 / 65535.0
+    return np.nan_to_num(values * scale).clip(0, 255)
+
+
+def _gray(values: np.ndarray) -> Image.Image:
+    return Image.fromarray(values.astype(np.uint8)).convert("RGB")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "it cannot be read."
+    text = str(error).partition("\n")[0].strip()
+    return f"{text or type(error).__name__}."
