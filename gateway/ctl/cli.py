@@ -12,6 +12,7 @@ from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
 from gateway.ctl.complete import Model
 from gateway.ctl.doctor import verb as inspect
+from gateway.ctl.hub import search
 from gateway.ctl.printing import Json, console, print_json, tell
 
 app = typer.Typer(
@@ -69,7 +70,9 @@ app.command("bench")(bench.bench)
 app.command("drain")(drain.drain)
 app.command("info")(info.info)
 app.command("pull")(pull.pull)
+app.command("recommend")(search.recommend)
 app.command("rm")(rm.rm)
+app.command("search")(search.search)
 app.command("top")(top.top)
 app.command("usage")(usage.usage)
 app.command("models")(models.models)

@@ -18,16 +18,20 @@ def obstacles(config: dict[str, Any] | None, files: Sequence[str]) -> list[str]:
     found: list[str] = []
     if not any(is_weights(name) for name in files):
         found.append(_without_weights(files))
-    if not isinstance(model_type := config.get("model_type"), str):
-        found.append("its config.json names no model_type")
-    elif not _is_known(model_type):
-        found.append(f"the installed mlx-lm has no architecture {model_type!r}")
+    found += architecture_obstacles(config)
     quantization = config.get("quantization_config")
     if "quantization" not in config and isinstance(quantization, dict):
         method = quantization.get("quant_method")
         if method is not None and method not in _QUANT_METHODS:
             found.append(f"its quantization is {method!r}, which MLX does not read")
     return found
+
+
+def architecture_obstacles(config: dict[str, Any]) -> list[str]:
+    """Reasons that its architecture alone gives, as clauses."""
+    if not isinstance(model_type := config.get("model_type"), str):
+        return ["its config.json names no model_type"]
+    return [] if _is_known(model_type) else [f"the installed mlx-lm has no architecture {model_type!r}"]
 
 
 def is_weights(name: str) -> bool:

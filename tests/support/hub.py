@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final, Self
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT: Final = "c" * 40
 # As on the hub: what is large or binary is LFS.
@@ -18,12 +18,13 @@ _LFS: Final = (".safetensors", ".gguf", ".bin")
 
 @dataclass(slots=True)
 class Repo:
-    """`lies` are sizes that the hub claims for files, whatever they are."""
+    """`lies` are sizes that the hub claims for files, whatever they are. Lists have the tag of MLX's models."""
 
     files: dict[str, bytes]
     token: str = ""
     is_gated: bool = False
     lies: dict[str, int] = field(default_factory=dict[str, int])
+    downloads: int = 0
 
     def entry(self, name: str) -> dict[str, Any]:
         content = self.files[name]
@@ -111,6 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         authorization = self.headers.get("authorization", "")
         self.owner.requests.append(Request(self.command, path, self.headers.get("range", ""), authorization))
+        if path == "/api/models":
+            self._list(parse_qs(urlsplit(self.path).query))
+            return
         api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path)
         if cdn := re.fullmatch(r"/cdn/([^/]+/[^/]+)/(.+)", path):
             self._file(self.owner.repos[cdn[1]], cdn[2])
@@ -133,6 +137,19 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, json.dumps(tree).encode())
         else:
             self._model(repo, found[1])  # type: ignore[index]
+
+    def _list(self, asked: dict[str, list[str]]) -> None:
+        """By downloads, as `sort=downloads` wants them; of config.json the parts that the real one shows."""
+        word, author = asked.get("search", [""])[0].lower(), asked.get("author", [""])[0]
+        assert asked["filter"] == ["mlx"]
+        assert asked["sort"] == ["downloads"]
+        listed: list[dict[str, Any]] = []
+        for name, repo in sorted(self.owner.repos.items(), key=lambda item: -item[1].downloads):
+            if word in name.lower() and name.startswith(f"{author}/" if author else ""):
+                config = json.loads(repo.files.get("config.json", b"{}"))
+                shown = {key: config[key] for key in ("model_type", "architectures") if key in config}
+                listed.append({"_id": "0", "id": name, "downloads": repo.downloads, "config": shown})
+        self._send(200, json.dumps(listed[: int(asked["limit"][0])]).encode())
 
     def _model(self, repo: Repo, name: str) -> None:
         siblings: list[dict[str, Any]] = []

@@ -1,0 +1,179 @@
+"""Search of the hub for models that MLX loads and that fit this machine, each judged as `mlxctl info` judges it."""
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from huggingface_hub import constants, get_session
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from gateway.model_files import hub, metadata, support
+from gateway.model_files.hub import HubFailed
+from gateway.model_files.metadata import Info
+from gateway.model_files.shortlist import SHORTLIST, Known
+
+LIMIT: Final = 10
+# Repositories of MLX models carry it.
+_TAG: Final = "mlx"
+_PUBLISHER: Final = "mlx-community"
+# One page of the hub's answer.
+_LISTED_MAX: Final = 100
+# Times the limit: models that are judged for a list of those that can be used.
+_JUDGED_MAX: Final = 3
+_AT_ONCE: Final = 8
+# A recommended model leaves memory for prompts of agents.
+_TOKENS_MIN: Final = 8192
+_WEIGHTS_PART: Final = 0.8
+
+
+class Candidate(Struct, frozen=True):
+    """One repository. `downloads` are those of the last month, None where the hub was not asked.
+
+    `is_usable` is what `mlxctl info` ends with 0 for: it fits and can be loaded. `reason` says it, or why not.
+    """
+
+    repository: str
+    is_usable: bool
+    reason: str
+    downloads: int | None = None
+    is_downloaded: bool = False
+    purpose: str = ""
+    # None where nothing is known of its needs.
+    info: Info | None = None
+
+
+class Recommendation(Struct, frozen=True):
+    """Models that can be used here. `offline` is why the hub was not asked, empty where it was."""
+
+    candidates: list[Candidate]
+    offline: str = ""
+
+
+class _Listed(Struct, frozen=True):
+    """An entry of the hub's own list."""
+
+    repository: str = field(name="id")
+    downloads: int | None = None
+    config: dict[str, Any] | None = None
+
+
+def search(words: Sequence[str], available_bytes: int, limit: int = LIMIT) -> list[Candidate]:
+    """Repositories whose name has all of `words`, the most downloaded first. Raises `HubFailed`.
+
+    Up to `limit` of them can be used; those between them that cannot be are in the list with their reasons.
+    """
+    listed = _list(max(words, key=len, default=""))
+    named = [model for model in listed if all(word.lower() in model.repository.lower() for word in words)]
+    return _judged(named, available_bytes, limit)
+
+
+def search_shortlist(words: Sequence[str], available_bytes: int) -> list[Candidate]:
+    """The same of mlxd's own list, without the hub."""
+    named = [known for known in SHORTLIST if all(word.lower() in known.repository.lower() for word in words)]
+    return [_offline(known, available_bytes) for known in named]
+
+
+def recommend(available_bytes: int, limit: int = LIMIT) -> Recommendation:
+    """Models for this machine: mlxd's own list, the largest first, then the most downloaded of the hub."""
+    try:
+        popular = _list("", _PUBLISHER)
+    except HubFailed as error:
+        own = [_offline(known, available_bytes) for known in SHORTLIST]
+        return Recommendation([model for model in own if _is_roomy(model)][:limit], str(error))
+    by_name = {model.repository: model for model in popular}
+    known = [by_name.get(own.repository, _Listed(own.repository)) for own in SHORTLIST]
+    purposes = {own.repository: own.purpose for own in SHORTLIST}
+    own = [replace(model, purpose=purposes[model.repository]) for model in _judge_all(known, available_bytes)]
+    chosen = [model for model in own if _is_roomy(model)][:limit]
+    if room := limit - len(chosen):
+        others = [model for model in popular if model.repository not in purposes]
+        chosen += [model for model in _judged(others, available_bytes, room) if _is_roomy(model)][:room]
+    return Recommendation(chosen)
+
+
+def _list(word: str, author: str = "") -> list[_Listed]:
+    """MLX models of the hub, the most downloaded first. Raises `HubFailed`."""
+    # By a request of our own: the hub's library would try again for half a minute where there is no network.
+    asked = {"filter": _TAG, "sort": "downloads", "limit": str(_LISTED_MAX)}
+    asked |= {name: value for name, value in (("search", word), ("author", author)) if value}
+    with hub.speaking_of("the list of models"):
+        response = get_session().get(
+            f"{constants.ENDPOINT}/api/models",
+            params=[*asked.items(), ("expand", "config"), ("expand", "downloads")],
+            headers=build_hf_headers(token=hub.token()),
+            timeout=hub.TIMEOUT_S,
+        )
+        hf_raise_for_status(response)
+    try:
+        return msgspec.json.decode(response.content, type=list[_Listed])
+    except msgspec.DecodeError as error:
+        raise HubFailed(f"the hub's list of models was not understood: {error}") from None
+
+
+def _judged(listed: Sequence[_Listed], available_bytes: int, limit: int) -> list[Candidate]:
+    """In order, until `limit` can be used or enough were looked at."""
+    judged: list[Candidate] = []
+    for first in range(0, min(len(listed), limit * _JUDGED_MAX), limit):
+        judged += _judge_all(listed[first : first + limit], available_bytes)
+        if sum(model.is_usable for model in judged) >= limit:
+            break
+    return judged
+
+
+def _judge_all(listed: Iterable[_Listed], available_bytes: int) -> list[Candidate]:
+    with ThreadPoolExecutor(_AT_ONCE, "judge") as judges:
+        return list(judges.map(partial(_judge, available_bytes=available_bytes), listed))
+
+
+def _judge(listed: _Listed, available_bytes: int) -> Candidate:
+    """By its files here, or else by those on the hub."""
+    name = listed.repository
+    try:
+        info = metadata.inspect(metadata.find(name), "auto", 0, available_bytes)
+    except metadata.Unreadable:
+        # The list has parts of config.json: an architecture that no library has costs no request more.
+        known = listed.config or {}
+        if "model_type" in known and (reasons := support.architecture_obstacles(known)):
+            return Candidate(name, False, f"cannot be loaded: {'; '.join(reasons)}", listed.downloads)
+        try:
+            repository = hub.look(name)
+            info = hub.inspect(repository, "auto", 0, available_bytes)
+            if info is None:
+                reason = "; ".join(hub.obstacles(repository))
+                return Candidate(name, False, f"cannot be loaded: {reason}", listed.downloads)
+        except HubFailed as error:
+            return Candidate(name, False, str(error), listed.downloads)
+    return _candidate(info, name, listed.downloads)
+
+
+def _candidate(info: Info, name: str, downloads: int | None = None) -> Candidate:
+    reason = f"cannot be loaded: {'; '.join(info.obstacles)}" if info.obstacles else info.verdict
+    return Candidate(
+        repository=name,
+        is_usable=info.fits and not info.obstacles,
+        reason=reason,
+        downloads=downloads,
+        is_downloaded=info.is_downloaded,
+        info=info,
+    )
+
+
+def _offline(known: Known, available_bytes: int) -> Candidate:
+    try:
+        info = metadata.inspect(metadata.find(known.repository), "auto", 0, available_bytes)
+    except metadata.Unreadable:
+        obstacles = tuple(support.architecture_obstacles(known.config))
+        info = replace(known.inspect(available_bytes), is_downloaded=False, obstacles=obstacles)
+    return replace(_candidate(info, known.repository), purpose=known.purpose)
+
+
+def _is_roomy(model: Candidate) -> bool:
+    """Whether it can be used and leaves memory for long prompts."""
+    info = model.info
+    if not model.is_usable or info is None or info.weights_bytes > info.available_bytes * _WEIGHTS_PART:
+        return False
+    return info.tokens_max is None or info.tokens_max >= min(info.context or _TOKENS_MIN, _TOKENS_MIN)
