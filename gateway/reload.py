@@ -85,7 +85,7 @@ def with_fixed(wanted: Config, server: ServerConfig) -> Config:
 
 def changes(old: Config, new: Config) -> Iterator[str]:
     """The keys that differ, as `server.drain` and `models.NAME.sampling`, but of models that one of the two lacks."""
-    for name in ("server", "memory", "media"):
+    for name in ("server", "memory", "media", "ui"):
         yield from _differences(getattr(old, name), getattr(new, name), name)
     for name, model in new.models.items():
         before: ModelConfig | None = old.models.get(name)

@@ -29,6 +29,7 @@ from gateway.config.settings import (
     ServerConfig,
     ThinkingDefaults,
     TlsConfig,
+    UiConfig,
     keys_path,
 )
 from gateway.config.source import Source
@@ -61,7 +62,7 @@ def load_config(
     """
     source = Source(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
-    source.refuse_unknown(raw, ("server", "memory", "media", "models"), ())
+    source.refuse_unknown(raw, ("server", "memory", "media", "ui", "models"), ())
     overrides = {"host": host, "port": port, "log_level": log_level}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
     if not is_loopback(server.host):
@@ -71,7 +72,10 @@ def load_config(
     _check_references(source, server, models)
     memory = source.convert(source.table(raw.get("memory", {}), MemoryConfig, ("memory",)), MemoryConfig, ("memory",))
     media = _media(source, raw.get("media", {}))
-    return Config(home=home, server=server, models=models, config_path=source.path, memory=memory, media=media)
+    ui = source.convert(source.table(raw.get("ui", {}), UiConfig, ("ui",)), UiConfig, ("ui",))
+    return Config(
+        home=home, server=server, models=models, config_path=source.path, memory=memory, media=media, ui=ui
+    )
 
 
 def _media(source: Source, raw: Any) -> MediaConfig:

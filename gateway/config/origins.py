@@ -33,6 +33,18 @@ def is_served(host: str, names: Collection[str]) -> bool:
     return name in names or is_loopback(name.strip("[]"))
 
 
+def is_address(host: str) -> bool:
+    """Whether a `Host` header is an IP address, with any port, and no name."""
+    found = _HOST.fullmatch(host.strip().lower())
+    if found is None:
+        return False
+    try:
+        ipaddress.ip_address(found[1].strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
 def bad_host(host: str) -> str | None:
     """Error of a name in `[server] hosts`."""
     if "*" in host:

@@ -207,6 +207,12 @@ class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
     folders: tuple[str, ...] = ()
 
 
+class UiConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[ui]`: from where a session of the page may administer. The page itself, with its chat, is always served."""
+
+    admin: Literal["loopback", "network", "off"] = "loopback"
+
+
 class Config(Struct, frozen=True):
     """All of it, checked. `models` keeps the order of the file."""
 
@@ -216,6 +222,7 @@ class Config(Struct, frozen=True):
     config_path: Path
     memory: MemoryConfig = MemoryConfig()
     media: MediaConfig = MediaConfig()
+    ui: UiConfig = UiConfig()
 
     @property
     def run_dir(self) -> Path:

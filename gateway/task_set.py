@@ -1,0 +1,42 @@
+"""Tasks that outlive the request that started them, and their end with the daemon."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class TaskSet:
+    """Owner of such tasks. One that fails is logged and counted; `finish` leaves none behind."""
+
+    def __init__(self, on_failure: Callable[[], None]) -> None:
+        self._on_failure = on_failure
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run `work` until it ends, or until `finish`."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait for what ends within `timeout_s`, and cancel the rest. The last call."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        for task in (left := list(self._tasks)):
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._on_failure()
+            log.error("%s failed", task.get_name(), exc_info=error)

@@ -1,0 +1,105 @@
+"""Checks of a request to the page: its host, its origin, its peer and its session."""
+
+import re
+import socket
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from gateway.access.key_file import SECRET_START
+from gateway.access.strangers import Throttle
+from gateway.config.origins import is_address, is_served
+from gateway.errors import Forbidden, Misdirected, Unauthorized
+from gateway.request.record import record_of
+from gateway.request.routing import Live
+from gateway.telemetry.metrics import Metrics
+from gateway.web.session import TOKEN_START, Session, Sessions
+
+_ORIGIN: Final = re.compile(r"https?://([^/]+)", re.IGNORECASE)
+# Of what the browser says about where a fetch comes from: our own page, or no page at all.
+_OWN_SITE: Final = ("same-origin", "none")
+NOT_A_SESSION: Final = "Open the page with 'mlxctl ui': its session has ended, or there is none."
+
+
+class Gate:
+    """Every check but the last raises before the token is looked at."""
+
+    def __init__(self, sessions: Sessions, live: Live, throttle: Throttle, metrics: Metrics) -> None:
+        self.sessions = sessions
+        self._live = live
+        self._throttle = throttle
+        self._metrics = metrics
+        name = socket.gethostname().lower()
+        bare = name.removesuffix(".local")
+        self._names = frozenset({name, bare, f"{bare}.local"})
+
+    def check_host(self, scope: Scope) -> None:
+        """Refuse a name that is none of this machine's: its owner may make it resolve to us. Raises `Misdirected`.
+
+        An address needs no such check, for it cannot be made to resolve to another.
+        """
+        server = self._live.config.server
+        names = (*server.hosts, server.host, *self._names)
+        for host in Headers(scope=scope).getlist("host"):
+            if not is_served(host, names) and not is_address(host):
+                self._metrics.auth_failures["host"] += 1
+                raise Misdirected(
+                    f"mlxd's page is not served as {host[:200]!r}. Add that name to [server] hosts in mlxd.toml."
+                )
+
+    def check_visitor(self, scope: Scope) -> None:
+        """Refuse where administration is off, other machines unless it is on the network, and pages of other origins.
+
+        Raises `Forbidden` or `Misdirected`.
+        """
+        self.check_host(scope)
+        admin = self._live.config.ui.admin
+        if admin == "off":
+            raise Forbidden("Administration by the page is switched off: [ui] admin in mlxd.toml.")
+        client = record_of(scope).client
+        if admin == "loopback" and (client.is_hidden or not client.is_loopback):
+            raise Forbidden(
+                'Administration by the page is for this machine only. For other machines set [ui] admin = "network".'
+            )
+        self._check_origin(Headers(scope=scope))
+
+    def session(self, scope: Scope) -> Session:
+        """The session that a request has. Raises `Unauthorized`, `Forbidden`, `Misdirected` or `RateLimited`."""
+        self.check_visitor(scope)
+        token = bearer(scope)
+        session = self.sessions.use(token) if token.startswith(TOKEN_START) else None
+        if session is None:
+            self.fail(scope)
+            if token.startswith(SECRET_START):
+                raise Forbidden("No API key administers mlxd: open the page with 'mlxctl ui'.")
+            raise Unauthorized(NOT_A_SESSION, "no_session")
+        return session
+
+    def fail(self, scope: Scope) -> None:
+        """Count an attempt without a valid code or token. Raises `RateLimited`."""
+        self._metrics.auth_failures["ui"] += 1
+        self._throttle.fail(record_of(scope).client)
+
+    def _check_origin(self, headers: Headers) -> None:
+        """The page's own origin has the host that was asked, port included. Raises `Forbidden`."""
+        origin = headers.get("origin")
+        if origin is not None:
+            found = _ORIGIN.fullmatch(origin)
+            is_own = found is not None and found[1].lower() == headers.get("host", "").strip().lower()
+        else:
+            is_own = headers.get("sec-fetch-site", "none").lower() in _OWN_SITE
+        if not is_own:
+            self._metrics.auth_failures["origin"] += 1
+            raise Forbidden("Only mlxd's own page administers it.")
+
+
+def bearer(scope: Scope) -> str:
+    """The token of `Authorization: Bearer`; empty without one."""
+    value = Headers(scope=scope).get("authorization", "")
+    return value[7:].strip() if value[:7].lower() == "bearer " else ""
+
+
+def has_session_token(scope: Scope) -> bool:
+    """Whether the request presents a token of the page, valid or not."""
+    return bearer(scope).startswith(TOKEN_START)

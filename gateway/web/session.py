@@ -1,0 +1,109 @@
+"""Sessions of the page: one-time codes from the unix socket, and the bearer tokens that they are exchanged for.
+
+Codes and tokens are 256 random bits, of which only hashes are kept, in memory: sessions end with the daemon.
+"""
+
+import hashlib
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+# By which a token is told from an API key.
+TOKEN_START: Final = "mlxd-ui-"
+SECRET_BYTES: Final = 32
+CODE_S: Final = 60.0
+CODES_MAX: Final = 8
+IDLE_S: Final = 12 * 3600.0
+SESSIONS_MAX: Final = 32
+_SECRET_CHARS_MAX: Final = 128
+# Goes on while the machine sleeps: a session of yesterday is not one of today.
+_CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def boot_time() -> float:
+    """Seconds since the boot, sleep included."""
+    return time.clock_gettime(_CLOCK)
+
+
+@dataclass(slots=True)
+class Session:
+    """One log-in. `id` is for the audit log, and opens nothing. Owned by `Sessions`."""
+
+    id: str
+    used: float
+    is_over: bool = False
+
+
+class Sessions:
+    """Codes and sessions that are alive. Both are bounded: a new one takes the place of the oldest."""
+
+    def __init__(self, clock: Callable[[], float] = boot_time) -> None:
+        self._clock = clock
+        # Hash of a code -> when it ends.
+        self._codes: OrderedDict[bytes, float] = OrderedDict()
+        # Hash of a token -> its session, the least recently used first.
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+
+    def make_code(self) -> str:
+        """A new code, which logs in once, within `CODE_S`."""
+        self._forget_old()
+        if len(self._codes) >= CODES_MAX:
+            self._codes.popitem(last=False)
+        code = secrets.token_urlsafe(SECRET_BYTES)
+        self._codes[_digest(code)] = self._clock() + CODE_S
+        return code
+
+    def redeem(self, code: str) -> tuple[str, Session] | None:
+        """Token and session for a code, which ends with it; None for a code that is unknown, used or too old."""
+        self._forget_old()
+        if len(code) > _SECRET_CHARS_MAX or self._codes.pop(_digest(code), None) is None:
+            return None
+        if len(self._sessions) >= SESSIONS_MAX:
+            self._sessions.popitem(last=False)[1].is_over = True
+        token = TOKEN_START + secrets.token_urlsafe(SECRET_BYTES)
+        session = Session(secrets.token_hex(4), self._clock())
+        self._sessions[_digest(token)] = session
+        return token, session
+
+    def use(self, token: str) -> Session | None:
+        """The session of a token, whose idle time begins again; None when it has none."""
+        self._forget_old()
+        key = _digest(token) if len(token) <= _SECRET_CHARS_MAX else b""
+        session = self._sessions.get(key)
+        if session is not None:
+            session.used = self._clock()
+            self._sessions.move_to_end(key)
+        return session
+
+    def is_alive(self, session: Session) -> bool:
+        """Whether it has neither ended nor been idle for too long. Asking is no use of it."""
+        return not session.is_over and self._clock() - session.used < IDLE_S
+
+    def end(self, session: Session) -> None:
+        """Log out."""
+        session.is_over = True
+        self._sessions = OrderedDict((key, kept) for key, kept in self._sessions.items() if kept is not session)
+
+    def revoke(self) -> int:
+        """End every session and every code. Returns how many sessions there were."""
+        self._forget_old()
+        count = len(self._sessions)
+        for session in self._sessions.values():
+            session.is_over = True
+        self._sessions.clear()
+        self._codes.clear()
+        return count
+
+    def _forget_old(self) -> None:
+        now = self._clock()
+        while self._codes and next(iter(self._codes.values())) <= now:
+            self._codes.popitem(last=False)
+        while self._sessions and now - next(iter(self._sessions.values())).used >= IDLE_S:
+            self._sessions.popitem(last=False)[1].is_over = True
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.blake2b(secret.encode(), digest_size=32, person=b"mlxd-ui").digest()

@@ -1,0 +1,79 @@
+"""The page's place in the public app: `/ui/` and `/ui/api/`, and the way there from `/`."""
+
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.access.caller import OWNER
+from gateway.errors import ApiError
+from gateway.request.record import record_of
+from gateway.web.gate import Gate, has_session_token
+from gateway.web.page import HEADERS, Page
+
+UI: Final = "/ui/"
+API: Final = "/ui/api/"
+LOG_IN: Final = "/ui/api/session"
+ME: Final = "/ui/api/me"
+_JSON: Final = "application/json"
+_BODIES: Final = ("POST", "PUT", "PATCH")
+
+
+class Site:
+    """Pure ASGI. `app` gets all that is not below `/ui`; `api` what has a session; `me` asks who the visitor is, which
+    clients with an API key, and those of an open loopback, may as well."""
+
+    def __init__(self, app: ASGIApp, api: ASGIApp, me: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._api = api
+        self._me = me
+        self._gate = gate
+        self._page = Page(UI)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path.startswith(UI):
+            record_of(scope).always += HEADERS
+            self._gate.check_host(scope)
+            if path.startswith(API):
+                await self._ask(scope, receive, send)
+            else:
+                await self._page(scope, receive, send)
+        elif path == "/ui" or (path == "/" and _is_browser(scope)):
+            self._gate.check_host(scope)
+            # Relative, so that a proxy may serve us below a path of its own.
+            await _redirect(send, b"ui/")
+        else:
+            await self._app(scope, receive, send)
+
+    async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record, path = record_of(scope), scope["path"]
+        record.always.append((b"cache-control", b"no-store"))
+        if path == ME and not has_session_token(scope):
+            await self._me(scope, receive, send)
+            return
+        if scope["method"] in _BODIES:
+            _check_type(scope)
+        if path == LOG_IN and scope["method"] == "POST":
+            self._gate.check_visitor(scope)
+        else:
+            scope["mlxd.session"] = self._gate.session(scope)
+            record.caller = OWNER
+        await self._api(scope, receive, send)
+
+
+def _is_browser(scope: Scope) -> bool:
+    return scope["method"] in ("GET", "HEAD") and "text/html" in Headers(scope=scope).get("accept", "")
+
+
+def _check_type(scope: Scope) -> None:
+    """No form of another page's sends JSON. Raises `ApiError`."""
+    kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+    if kind != _JSON:
+        raise ApiError(415, f"The body must be {_JSON}.", code="unsupported_media_type")
+
+
+async def _redirect(send: Send, place: bytes) -> None:
+    headers = [(b"location", place), (b"content-length", b"0"), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": 303, "headers": headers})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
