@@ -225,6 +225,20 @@ class DeepHealth(Struct, frozen=True):
     models: list[Probe] = []
 
 
+class UiCode(Struct, frozen=True):
+    """Link of the page with a code that logs in once, within `expires_s`."""
+
+    url: str
+    code: str
+    expires_s: float
+
+
+class UiRevoked(Struct, frozen=True):
+    """Number of sessions of the page that were ended."""
+
+    sessions: int
+
+
 class Reload(Struct, frozen=True):
     """Changes of a reload: names of models, and keys such as `server.drain` and `models.NAME.sampling`.
 

@@ -18,7 +18,7 @@ from gateway.api.responses import endpoints as responses
 from gateway.api.responses.store import Store
 from gateway.api.tokenize import DetokenizeIds, TokenizeText
 from gateway.config.origins import is_loopback
-from gateway.config.settings import Config
+from gateway.config.settings import Config, url_of
 from gateway.link.link import Link
 from gateway.middleware.auth import Auth, Trusted
 from gateway.middleware.cors import Cors
@@ -27,20 +27,30 @@ from gateway.pool import Applied, Pool
 from gateway.reload import Reloader
 from gateway.services import Services, Tracer
 from gateway.telemetry.metrics import Metrics
+from gateway.web import entrance
+from gateway.web.backend import Backend
+from gateway.web.site import Site
 
 
 class App:
     """An ASGI app with its parts. `drain` makes it refuse new generations; what runs goes on."""
 
     def __init__(
-        self, services: Services, routes: list[Route], is_public: bool = True, store: Store | None = None
+        self,
+        services: Services,
+        routes: list[Route],
+        *,
+        backend: Backend | None = None,
+        store: Store | None = None,
     ) -> None:
+        """The public app has a `backend` of its page; without one it is the admin app."""
         self.services = services
+        self.backend = backend
         self._store = store
         self.routes = routes
         router = Router(routes, redirect_slashes=False)
-        inner = _guarded(router, services) if is_public else Trusted(Audited(router, services.audit))
-        self._entry: ASGIApp = Entry(inner, services, is_public)
+        inner = Trusted(Audited(router, services.audit)) if backend is None else _guarded(router, services, backend)
+        self._entry: ASGIApp = Entry(inner, services, backend is not None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._entry(scope, receive, send)
@@ -65,13 +75,17 @@ class App:
         self.services.close()
 
 
-def _guarded(app: ASGIApp, services: Services) -> ASGIApp:
-    """Middleware of every public request: authentication and CORS."""
+def _guarded(app: ASGIApp, services: Services, backend: Backend) -> ASGIApp:
+    """Middleware of every public request: the page's own, or authentication and CORS."""
     # Where we listen is settled for good.
     is_local = is_loopback(services.config.server.host)
-    live, keyring = services.live, services.keyring
-    auth = Auth(app, keyring, services.throttle, services.addresses, services.metrics, live, is_loopback=is_local)
-    return Cors(auth, live)
+
+    def auth(inner: ASGIApp) -> ASGIApp:
+        throttle, addresses, metrics = services.throttle, services.addresses, services.metrics
+        keyring, live = services.keyring, services.live
+        return Auth(inner, keyring, throttle, addresses, metrics, live, backend.gate, is_loopback=is_local)
+
+    return Site(Cors(auth(app), services.live), backend.api, auth(backend.me), backend.gate)
 
 
 def _services(config: Config, pool: Pool, link: Link, metrics: Metrics) -> Services:
@@ -117,6 +131,7 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             Route("/openapi.json", Document(), methods=["GET"]),
             Route("/", health.Root(services), methods=["GET"]),
         ],
+        backend=Backend(services),
         store=store,
     )
 
@@ -153,6 +168,14 @@ def create_admin_app(
             Route("/v1/models/unpin", admin.Command(services, pool.unpin, "model.unpin"), methods=["POST"]),
             *reload,
             *([] if drain is None else [Route("/v1/drain", admin.Drain(drain), methods=["POST"])]),
+            *_ui_routes(public, url),
         ],
-        is_public=False,
     )
+
+
+def _ui_routes(public: App | None, url: str | None) -> list[Route]:
+    """Those by which the owner opens the page of the public app."""
+    if public is None or public.backend is None:
+        return []
+    services = public.services
+    return entrance.socket_routes(public.backend.gate, services, lambda: url or url_of(services.config.server))

@@ -41,6 +41,10 @@ Action = Literal[
     "capture.clear",
     "config.reload",
     "daemon.drain",
+    "model.pull",
+    "ui.code",
+    "ui.login",
+    "ui.revoke",
 ]
 Fact = str | int | float | bool | list[str] | None
 

@@ -1,6 +1,6 @@
-"""Orders of the operator over the unix socket, and their lines in the audit log."""
+"""Orders of the operator, over the unix socket or by the page, and their lines in the audit log."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,16 +26,20 @@ class Order:
 
 
 class Audited:
-    """Pure ASGI. Records the order of each request that gives one, with who gave it and how it ended."""
+    """Pure ASGI. Records the order of each request that gives one, with who gave it and how it ended.
 
-    def __init__(self, app: ASGIApp, trail: AuditTrail) -> None:
+    Over the unix socket that is the process at its other end; over TCP it is a `session` of the page.
+    """
+
+    def __init__(self, app: ASGIApp, trail: AuditTrail, session: Callable[[Scope], str] | None = None) -> None:
         self._app = app
         self._trail = trail
+        self._session = session
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outlet = outlet_of(scope)
         # Asked now: a client may leave before it is obeyed.
-        actor = Actor() if outlet is None else peer_of(outlet.socket)
+        actor = Actor() if outlet is None or self._session is not None else peer_of(outlet.socket)
         outcome = "interrupted"
         try:
             await self._app(scope, receive, send)
@@ -47,8 +51,11 @@ class Audited:
             order: Order | None = scope.get(KEY)
             if order is not None:
                 client = str(record_of(scope).client)
+                facts = dict(order.facts)
+                if self._session is not None:
+                    facts["session"] = self._session(scope)
                 self._trail.record(
-                    entry(order.action, order.target, outcome=outcome, client=client, actor=actor, facts=order.facts)
+                    entry(order.action, order.target, outcome=outcome, client=client, actor=actor, facts=facts)
                 )
 
 

@@ -1,4 +1,4 @@
-"""The requests that are served and those that were captured, on the unix socket only: list, show, cancel, clear."""
+"""Requests that are served, and captured ones, for the unix socket and the page: list, show, cancel, clear."""
 
 from typing import Final
 
@@ -18,13 +18,13 @@ BODY_MAX: Final = 4096
 _ref = msgspec.json.Decoder(RequestRef)
 
 
-def routes(services: Services) -> list[Route]:
+def routes(services: Services, prefix: str = "/v1") -> list[Route]:
     """All of them."""
     return [
-        Route("/v1/requests", List(services), methods=["GET"]),
-        Route("/v1/requests/cancel", Cancel(services), methods=["POST"]),
-        Route("/v1/requests/clear", Clear(services), methods=["POST"]),
-        Route("/v1/requests/{id}", Show(services), methods=["GET"]),
+        Route(f"{prefix}/requests", List(services), methods=["GET"]),
+        Route(f"{prefix}/requests/cancel", Cancel(services), methods=["POST"]),
+        Route(f"{prefix}/requests/clear", Clear(services), methods=["POST"]),
+        Route(f"{prefix}/requests/{{id}}", Show(services), methods=["GET"]),
     ]
 
 

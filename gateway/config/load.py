@@ -73,9 +73,7 @@ def load_config(
     memory = source.convert(source.table(raw.get("memory", {}), MemoryConfig, ("memory",)), MemoryConfig, ("memory",))
     media = _media(source, raw.get("media", {}))
     ui = source.convert(source.table(raw.get("ui", {}), UiConfig, ("ui",)), UiConfig, ("ui",))
-    return Config(
-        home=home, server=server, models=models, config_path=source.path, memory=memory, media=media, ui=ui
-    )
+    return Config(home=home, server=server, models=models, config_path=source.path, memory=memory, media=media, ui=ui)
 
 
 def _media(source: Source, raw: Any) -> MediaConfig:

@@ -6,7 +6,7 @@
 | one, now or once | only the daemon's health, without names, and `/metrics` where the configuration says so |
 """
 
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -42,6 +42,14 @@ _SCRAPERS: Final = (
 )
 
 
+class PageSessions(Protocol):
+    """Port to the sessions of the page, which the owner opens through the unix socket."""
+
+    def opens(self, scope: Scope) -> bool:
+        """Whether the request has one; False for one that presents none. Raises `ApiError` for any other."""
+        ...
+
+
 class Auth:
     """Pure ASGI. Notes the caller on the record; raises `Unauthorized`, `Forbidden` or `RateLimited`."""
 
@@ -53,6 +61,7 @@ class Auth:
         addresses: KeyAddresses,
         metrics: Metrics,
         live: Live,
+        sessions: PageSessions,
         *,
         is_loopback: bool,
     ) -> None:
@@ -62,6 +71,7 @@ class Auth:
         self._addresses = addresses
         self._metrics = metrics
         self._live = live
+        self._sessions = sessions
         self._is_loopback = is_loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,6 +91,8 @@ class Auth:
     def _admit(self, scope: Scope, record: Record) -> Caller:
         keyring = self._keyring
         keyring.refresh()
+        if self._sessions.opens(scope):
+            return OWNER
         path = scope["path"]
         is_closed = self._live.config.server.metrics_auth
         needs_none = path in HEALTH or (path == METRICS and not is_closed)

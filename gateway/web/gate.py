@@ -76,6 +76,13 @@ class Gate:
             raise Unauthorized(NOT_A_SESSION, "no_session")
         return session
 
+    def opens(self, scope: Scope) -> bool:
+        """Whether the request has a session; False without a token of the page. Raises as `session` does."""
+        if not has_session_token(scope):
+            return False
+        self.session(scope)
+        return True
+
     def fail(self, scope: Scope) -> None:
         """Count an attempt without a valid code or token. Raises `RateLimited`."""
         self._metrics.auth_failures["ui"] += 1

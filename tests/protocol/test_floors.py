@@ -17,6 +17,7 @@ DIALECTS: Final = {"common", "openai", "anthropic", "responses"}
 # `memory` takes from `config` only the settings, as plain structs.
 GATEWAY: Final = {
     "wall_clock": "",
+    "task_set": "",
     "link": "",
     "errors": "",
     "failed": "",
@@ -40,10 +41,11 @@ GATEWAY: Final = {
     "api.openai": "errors config request services api.common",
     "api.anthropic": "errors config request http services api.common api.openai",
     "api.responses": "wall_clock errors config request http services api.common api.openai",
+    "web": "errors admin_types supervisor model_files telemetry config access request http services reload admin",
     "middleware": "errors telemetry config access request http services api.anthropic",
     "api": "link errors admin_types supervisor telemetry config access request http services "
     "api.common api.openai api.anthropic api.responses",
-    "app": "link telemetry config pool services reload admin api.openai api.anthropic api.responses middleware api",
+    "app": "link telemetry config pool services reload admin api.openai api.anthropic api.responses middleware api web",
     "daemon": "link errors supervisor telemetry config keep_awake access pool http reload app",
     "main": "supervisor home telemetry config access http daemon",
     "ctl": "errors failed admin_types model_files telemetry config install access memory main",
@@ -70,7 +72,9 @@ WORKER: Final = {
 # Stems that two modules share, because they are the same thing on two sides.
 SHARED_STEMS: Final = {
     "request": "a dialect's", "response": "a dialect's", "encoder": "a dialect's, and their protocol",
-    "endpoints": "a dialect's or the admin app's", "lowering": "a dialect's", "tools": "a dialect's",
+    "endpoints": "a dialect's or the admin app's",
+    "orders": "of the admin app and of the page", "schemas": "of the page's bodies, and JSON schemas of tools",
+    "lowering": "a dialect's", "tools": "a dialect's",
     "messages": "a chat's in OpenAI's dialect, and the protocol's",
     "chat": "its endpoint and its verb", "models": "their endpoint and their verb", "logs": "they and their verb",
     "requests": "their endpoint and their verb", "search": "it and its verb", "upgrade": "it and its verb",

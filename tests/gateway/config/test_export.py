@@ -20,6 +20,7 @@ from gateway.config.settings import (
     ServerConfig,
     ThinkingDefaults,
     TlsConfig,
+    UiConfig,
 )
 from tests.support.ctl import ctl
 
@@ -79,6 +80,7 @@ def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
         ("## `[server]`", ServerConfig),
         ("## `[memory]`", MemoryConfig),
         ("## `[media]`", MediaConfig),
+        ("## `[ui]`", UiConfig),
         ("## `[models.NAME]`", ModelConfig),
         ("### `sampling`", SamplingDefaults),
         ("### `thinking`", ThinkingDefaults),
@@ -103,11 +105,12 @@ def test_the_documentation_has_every_key_with_its_default(heading: str, table: t
 def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
     made = schema()
 
-    assert set(made["properties"]) == {"server", "memory", "media", "models"}
+    assert set(made["properties"]) == {"server", "memory", "media", "ui", "models"}
     for table in (
         ServerConfig,
         MemoryConfig,
         MediaConfig,
+        UiConfig,
         ModelConfig,
         SamplingDefaults,
         ThinkingDefaults,
