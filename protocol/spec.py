@@ -59,6 +59,12 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     media_count: int = 64
     media_pixels: int = 64_000_000
 
+    def __post_init__(self) -> None:
+        # msgspec leaves a default out only where it is the very object: a number beyond 256 that was computed is not.
+        for field in msgspec.structs.fields(self):
+            if getattr(self, field.name) == field.default:
+                msgspec.structs.force_setattr(self, field.name, field.default)
+
     @property
     def identity(self) -> bytes:
         """The ROUTER identity of this incarnation."""
