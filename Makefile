@@ -12,7 +12,7 @@ FUZZ_S ?= 600
 FUZZES := tests/integration/test_openapi_fuzz.py tests/integration/test_edge_fuzz.py
 # Samples of `make test` that `make fuzz` runs whole, and storms that `make soak` runs whole.
 SAMPLES := tests/worker/parsers tests/worker/structured tests/worker/text tests/integration/test_schema_fuzz_http.py
-STORMS := tests/worker/test_verify.py tests/integration/test_prefix_http.py tests/integration/test_resume.py tests/integration/test_broker_models.py
+STORMS := tests/worker/test_verify.py tests/integration/test_prefix_http.py tests/integration/test_resume.py tests/integration/test_broker_models.py tests/integration/test_versions.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-clients test-systemd fuzz soak lint bench openblas clean

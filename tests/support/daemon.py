@@ -26,17 +26,22 @@ class DaemonProcess:
     """Starts `module` in `home` and finds its port in its log. Kills it and its workers at the end."""
 
     def __init__(
-        self, home: Path, *args: str, module: str = "tests.support.scripted_daemon", files: int | None = None
+        self,
+        home: Path,
+        *args: str,
+        module: str = "tests.support.scripted_daemon",
+        files: int | None = None,
+        code: Path = ROOT,
     ) -> None:
-        """With `files` it and its workers may have so many open files, and no more."""
+        """With `files` it and its workers may have so many open files, and no more. `code` may be another version's."""
         self.home = home
         self.log = home / "stderr"
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *args],
-                cwd=ROOT,
-                env=os.environ | {"MLXD_HOME": str(home)},
+                cwd=code,
+                env=os.environ | {"MLXD_HOME": str(home), "PYTHONPATH": str(code)},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
