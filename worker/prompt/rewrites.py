@@ -1,12 +1,15 @@
 """Chat messages, changed as little as a template needs: pure functions from messages to messages.
 
-Messages come as OpenAI shapes them, with one string as content and tool arguments as objects.
+Messages come as OpenAI shapes them, with a string as content, or a list where there are media, and tool arguments as
+objects.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
+
+from worker.prompt.contents import joined, media, parts, words, wrapped
 
 Message = dict[str, Any]
 Messages = list[Message]
@@ -22,6 +25,9 @@ For each call, answer with a JSON object within <tool_call></tool_call> tags, an
 <tool_call>
 {{"name": <function-name>, "arguments": <arguments-object>}}
 </tool_call>"""
+
+# In place of a result that was nothing but media, and between a result and its media.
+SHOWN_NEXT: Final = "(shown in the next message)"
 
 
 def unchanged(messages: Messages) -> Messages:
@@ -74,7 +80,7 @@ def words_in_reasoning(messages: Messages) -> Messages:
     """For templates that take either reasoning or content beside calls, as Harmony's: what was said is thought."""
     return [
         {**message, "content": "", "reasoning_content": f"{message['reasoning_content']}\n\n{message['content']}"}
-        if message.get("tool_calls") and message.get("content") and message.get("reasoning_content")
+        if message.get("tool_calls") and _is_text(message.get("content")) and message.get("reasoning_content")
         else message
         for message in messages
     ]
@@ -113,7 +119,8 @@ def one_system(messages: Messages) -> Messages:
     lead = 0
     while lead < len(messages) and messages[lead]["role"] == "system":
         lead += 1
-    head = [{"role": "system", "content": _joined(messages[:lead])}] if lead else []
+    heads = joined(message.get("content") for message in messages[:lead])
+    head = [{"role": "system", "content": heads}] if lead else []
     return head + [
         {**message, "role": "user"} if message["role"] == "system" else message for message in messages[lead:]
     ]
@@ -125,7 +132,7 @@ def alternating(messages: Messages) -> Messages:
     for message in one_system(messages):
         is_plain = message["role"] in ("user", "assistant") and not message.get("tool_calls")
         if is_plain and merged and merged[-1]["role"] == message["role"] and not merged[-1].get("tool_calls"):
-            merged[-1] = {**merged[-1], "content": _joined([merged[-1], message])}
+            merged[-1] = {**merged[-1], "content": joined((merged[-1].get("content"), message.get("content")))}
         else:
             merged.append(message)
     return merged
@@ -137,6 +144,35 @@ def without_system(messages: Messages) -> Messages:
     if not merged or merged[0]["role"] != "system":
         return alternating(merged)
     return alternating([{**merged[0], "role": "user"}, *merged[1:]])
+
+
+def as_parts(messages: Messages) -> Messages:
+    """For templates that render contents as lists only."""
+    return [{**message, "content": parts(message.get("content"))} for message in messages]
+
+
+def media_to_users(messages: Messages, roles: frozenset[str], bridge: str = "") -> Messages:
+    """For templates that lose or refuse media of these roles: they come in a user's message right after.
+
+    Results of tools that stand together stay so, and their media follow the last of them; a `bridge` is what the
+    assistant says in between, for templates that want it to answer before a user speaks again.
+    """
+    moved: Messages = []
+    waiting: list[Message] = []
+    for message in [*messages, None]:
+        if waiting and (message is None or message["role"] != "tool"):
+            if bridge and moved[-1]["role"] == "tool":
+                moved.append({"role": "assistant", "content": bridge})
+            moved.append({"role": "user", "content": waiting})
+            waiting = []
+        if message is None:
+            break
+        pictures = media(message.get("content")) if message["role"] in roles else []
+        if pictures:
+            message = {**message, "content": words(message.get("content")) or SHOWN_NEXT}
+            waiting = [*waiting, *pictures]
+        moved.append(message)
+    return moved
 
 
 CALL_SHAPES: Final[tuple[Callable[[Messages], Messages], ...]] = (
@@ -171,16 +207,20 @@ def tools_in_text(messages: Messages, tools: Sequence[dict[str, Any]]) -> Messag
 
 
 def _call_in_text(message: Message) -> Message:
-    content = message.get("content") or ""
+    content = message.get("content")
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        return {"role": "user", "content": wrapped("<tool_response>\n", content, "\n</tool_response>")}
     calls = [
         "<tool_call>\n" + json.dumps(_function(call), ensure_ascii=False) + "\n</tool_call>"
         for call in message.get("tool_calls") or ()
     ]
     if not calls:
         return message
-    return {"role": message["role"], "content": "\n".join([content, *calls] if content else calls)}
+    return {"role": message["role"], "content": joined([content, *calls] if content else calls, "\n")}
+
+
+def _is_text(content: Any) -> bool:
+    return isinstance(content, str) and bool(content)
 
 
 def _function(call: Message) -> Message:
@@ -191,7 +231,3 @@ def _stringify(call: Message) -> Message:
     arguments = call["function"]["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": text}}
-
-
-def _joined(messages: Sequence[Message]) -> str:
-    return "\n\n".join(str(message.get("content") or "") for message in messages)

@@ -15,16 +15,21 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from protocol.failures import Code
 from protocol.messages import ChatPrompt
 from worker.errors import LoadFailed, RequestInvalid
+from worker.prompt.contents import media, words
 from worker.prompt.rewrites import (
     ADAPTATIONS,
     CALL_SHAPES,
+    SHOWN_NEXT,
     Messages,
     arguments_as_json,
+    as_parts,
     calls_in_text,
+    media_to_users,
     tools_in_text,
     unchanged,
 )
 from worker.prompt.simple_tools import simple_tools
+from worker.vision.markers import Markers
 
 # What template code raises on messages that it does not expect.
 _REFUSALS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
@@ -44,6 +49,17 @@ _PROBE_CALL: Final[dict[str, Any]] = {
     "function": {"name": "probe", "arguments": {"quoted": "word"}},
 }
 
+_RESULT: Final[Messages] = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
+    {
+        "role": "tool",
+        "tool_call_id": "call00000",
+        "name": "probe",
+        "content": [{"type": "text", "text": "word1"}, {"type": "image", "media": 0}],
+    },
+]
+
 
 class Renderer:
     """Renders with exactly the variables that a request gives: what it does not mention, the template decides.
@@ -51,8 +67,10 @@ class Renderer:
     A template that refuses the messages gets them in other shapes, the least changed first (worker/prompt/rewrites.py).
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, markers: Markers | None = None) -> None:
+        """`markers` are those of a model that takes media; without them no media are expected."""
         self._tokenizer = tokenizer
+        self._markers = markers
         # None: a renderer in code, which mlx-lm's wrapper calls.
         self._templates = _templates(tokenizer.chat_template)
         self.has_template = bool(tokenizer.has_chat_template)
@@ -62,17 +80,38 @@ class Renderer:
         self._special_tokens: dict[str, Any] = dict(tokenizer.special_tokens_map)
         # Most templates test whether there are tools; a few go through them in any case.
         self._no_tools: list[Any] | None = None
+        # A few render contents as lists only, because their models take images.
+        self._shape_contents: Callable[[Messages], Messages] = unchanged
+        self._shape_contents = self._choose_contents()
         self._no_tools = [] if self._templates and not self._try([{"role": "user", "content": "x"}]) else None
         self.knows_tools = self.knows_tools and self._renders_tools()
         self._write_calls = self._choose_calls()
         self._shape_calls = self._choose_shape()
         self._adaptations = tuple(adapt for adapt in ADAPTATIONS if not self._loses_system(adapt)) or ADAPTATIONS
+        # Kinds of media that come out of a user's message, and the roles whose media do not.
+        self.shown = frozenset(kind for kind in (markers.by_kind if markers else ()) if self._shows("user", kind))
+        self._hiding = frozenset(role for role in ("tool", "assistant", "system") if not self._shows(role))
+        self._bridge = "" if self._takes_moved("") else SHOWN_NEXT
 
     def render(self, prompt: ChatPrompt, *, opens_answer: bool = True) -> str:
         """The prompt's text, special tokens included. Raises `RequestInvalid`."""
+        return self.place(prompt, opens_answer=opens_answer)[0]
+
+    def place(self, prompt: ChatPrompt, *, opens_answer: bool = True) -> tuple[str, list[int]]:
+        """The prompt's text with a marker for each medium, and the media's indices in the order of their markers.
+
+        Every marker is of a medium: those that clients type are broken. Raises `RequestInvalid`.
+        """
         if not self.has_template:
             raise RequestInvalid(
                 Code.UNSUPPORTED, "this model has no chat template; use /v1/completions", param="messages"
+            )
+        if self._markers is not None:
+            prompt = structs.replace(
+                prompt,
+                messages=self._markers.broken(prompt.messages),
+                tools=self._markers.broken(prompt.tools),
+                template_kwargs=self._markers.broken(prompt.template_kwargs),
             )
         try:
             return self._render_with_effort(prompt, opens_answer and not prompt.continue_final)
@@ -81,7 +120,7 @@ class Renderer:
                 Code.TEMPLATE_ERROR, f"the model's chat template refused the messages: {error}", param="messages"
             ) from error
 
-    def _render_with_effort(self, prompt: ChatPrompt, opens_answer: bool) -> str:
+    def _render_with_effort(self, prompt: ChatPrompt, opens_answer: bool) -> tuple[str, list[int]]:
         """With what is asked for, or with the nearest that the template knows: clients name one in every request."""
         try:
             return self._render_somehow(prompt, opens_answer)
@@ -99,9 +138,11 @@ class Renderer:
         changed = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
         return not self._templates or any(self._mentions(name) for name in changed)
 
-    def _render_somehow(self, prompt: ChatPrompt, opens_answer: bool) -> str:
+    def _render_somehow(self, prompt: ChatPrompt, opens_answer: bool) -> tuple[str, list[int]]:
         """In the first shape that the template takes. Raises what it raised on the least changed one."""
         messages = prompt.messages
+        if prompt.media:
+            messages = media_to_users(messages, self._hiding, self._bridge)
         if not self.knows_tools:
             messages = tools_in_text(messages, prompt.tools) if _mentions_tools(prompt) else messages
         else:
@@ -114,11 +155,21 @@ class Renderer:
         for tools in (prompt.tools, plain) if plain != prompt.tools else (prompt.tools,):
             for shape in shapes:
                 try:
-                    return self._render(shape, structs.replace(prompt, tools=tools), opens_answer)
+                    text = self._render(shape, structs.replace(prompt, tools=tools), opens_answer)
+                    return text, self._order(prompt.messages, shape, text)
                 except _REFUSALS as error:
                     first = first or error
         assert first is not None, "there is always a shape to try"
         raise first
+
+    def _order(self, given: Messages, shape: Messages, text: str) -> list[int]:
+        """Indices of the media of these messages: the shape has them all, and its text marks them in order."""
+        if self._markers is None:
+            return []
+        shown = _media(shape)
+        if self._markers.kinds(text) != [part["type"] for part in shown] or len(shown) != len(_media(given)):
+            raise ValueError("it does not keep each image, video and audio clip in its place")
+        return [part["media"] for part in shown]
 
     def probe(self) -> tuple[str, str]:
         """A one-message chat rendered with and without the generation prompt; ("", "") where that is not possible."""
@@ -143,6 +194,7 @@ class Renderer:
             variables = {**_functions(prompt), **variables}
         if not self._templates:
             return self._render_in_code(messages, tools, opens_answer, prompt.continue_final, variables)
+        messages = self._shape_contents(messages)
         name = "tool_use" if tools and "tool_use" in self._templates else next(iter(self._templates))
         rendered, _ = render_jinja_template(
             conversations=[messages],
@@ -171,6 +223,33 @@ class Renderer:
             )
         )
 
+    def _choose_contents(self) -> Callable[[Messages], Messages]:
+        """Lists where the template drops or refuses text that comes as a string, and only there."""
+        messages: Messages = [{"role": "user", "content": "word1"}]
+        for shape in (unchanged, as_parts) if self._templates else ():
+            if any("word1" in (self._try(shape(messages), tools) or "") for tools in ([], [_PROBE_TOOL])):
+                return shape
+        return unchanged
+
+    def _shows(self, role: str, kind: str = "image") -> bool:
+        """Whether a medium of such a message comes out, where it stands."""
+        if self._markers is None or kind not in self._markers.by_kind:
+            return False
+        user: Messages = [{"role": "user", "content": "x"}]
+        shown = {"role": role, "content": [{"type": "text", "text": "word1"}, {"type": kind, "media": 0}]}
+        turns: dict[str, Messages] = {
+            "user": [shown],
+            "tool": self._write_calls(_RESULT),
+            "assistant": [*user, shown, *user],
+            "system": [shown, *user],
+        }
+        return self._markers.kinds(self._try(turns[role], [_PROBE_TOOL] if role == "tool" else []) or "") == [kind]
+
+    def _takes_moved(self, bridge: str) -> bool:
+        """Whether media of a result can come in a user's message right after it."""
+        text = self._try(self._write_calls(media_to_users(_RESULT, self._hiding, bridge)), [_PROBE_TOOL]) or ""
+        return self._markers is not None and self._markers.kinds(text) == ["image"]
+
     def _choose_calls(self) -> Callable[[Messages], Messages]:
         """Choose a rewrite of earlier calls that the template renders as JSON, without losing them."""
         ways = (unchanged, arguments_as_json, calls_in_text)
@@ -193,13 +272,13 @@ class Renderer:
         """Choose a shape of turns with several calls that the template neither refuses nor loses."""
         if not self._templates or not self.knows_tools:
             return CALL_SHAPES[0]
-        for words in (("word1", "word2", "said"), ("word1", "word2")):
+        for wanted in (("word1", "word2", "said"), ("word1", "word2")):
             for shape in CALL_SHAPES:
-                if self._holds(shape, words):
+                if self._holds(shape, wanted):
                     return shape
         return CALL_SHAPES[0]
 
-    def _holds(self, shape: Callable[[Messages], Messages], words: tuple[str, ...]) -> bool:
+    def _holds(self, shape: Callable[[Messages], Messages], wanted: tuple[str, ...]) -> bool:
         """Whether these words of two calls, and of what was said beside them, come out; an answer follows."""
         calls = [
             {**_PROBE_CALL, "id": f"call0000{n}", "function": {"name": "probe", "arguments": {"n": f"word{n}"}}}
@@ -214,7 +293,7 @@ class Renderer:
         text = self._try(self._write_calls(shape(messages)), [_PROBE_TOOL]) or ""
         # Earlier turns may lose their reasoning, and what was said with it; they may not be refused.
         is_taken = self._try(self._write_calls(shape(answered)), [_PROBE_TOOL]) is not None
-        return is_taken and all(word in text for word in words)
+        return is_taken and all(word in text for word in wanted)
 
     def _mentions(self, name: str) -> bool:
         return any(re.search(rf"\b{name}\b", template) for template in self._templates.values())
@@ -242,9 +321,9 @@ class Renderer:
         return bool(self._templates) and any(self._loses_word(adapt(messages)) for messages in turns)
 
     def _loses_word(self, messages: Messages) -> bool:
-        words = {str(message["content"]) for message in messages if "words" in str(message["content"])}
+        wanted = {words(message["content"]) for message in messages if "words" in words(message["content"])}
         text = self._try(messages, [_PROBE_TOOL] if messages[-1]["role"] == "tool" else [])
-        return text is not None and any(word not in text for word in words)
+        return text is not None and any(word not in text for word in wanted)
 
 
 def check_template(template: str) -> None:
@@ -266,6 +345,10 @@ def _templates(chat_template: Any) -> dict[str, str]:
         named: dict[str, str] = chat_template
         return dict(sorted(named.items(), key=lambda item: item[0] != "default"))
     return {}
+
+
+def _media(messages: Messages) -> list[dict[str, Any]]:
+    return [part for message in messages for part in media(message.get("content"))]
 
 
 def _mentions_tools(prompt: ChatPrompt) -> bool:

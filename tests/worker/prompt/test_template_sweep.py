@@ -15,9 +15,10 @@ import pytest
 from gateway.api.openai.lowering import lower_chat
 from gateway.api.openai.request import decode_chat
 from gateway.config.settings import ModelConfig
-from protocol.messages import ChatPrompt
+from protocol.messages import ChatPrompt, Media
 from tests.worker.prompt.test_templates import Tokenizer
 from worker.prompt.templates import Renderer
+from worker.vision.markers import Markers
 
 DATA = os.environ.get("MLXD_PARSER_DATA", "")
 pytestmark = pytest.mark.skipif(not DATA, reason="MLXD_PARSER_DATA is not set")
@@ -104,3 +105,48 @@ def test_a_template_takes_every_conversation_and_keeps_its_words(path: Path) -> 
         wanted = WORD.findall(msgspec.json.encode(messages).decode())
         wanted += ["get_weather", "Tells the weather.", "now", "Tells the time."] if tools else []
         assert [word for word in wanted if word not in text] == [], name
+
+
+# How the templates of models that take images mark one.
+IMAGES = (
+    "<|image_pad|>", "<image>", "[IMG]", "<|image|>", "<|media_pad|>", "<|patch|>", "<im_patch>", "<|IMG_PATCH|>",
+    "]<]image[>[", "<start_of_image>",
+)  # fmt: skip
+
+
+def image_renderer(path: Path) -> Renderer | None:
+    """None for a template that shows no image."""
+    template = path.read_text(encoding="utf-8")
+    tokenizer = Tokenizer(template)
+    tokenizer.special_tokens_map = {"bos_token": "<s>", "eos_token": "</s>"}
+    renderers = (Renderer(tokenizer, Markers({"image": marker})) for marker in IMAGES if marker in template)
+    return next((renderer for renderer in renderers if renderer.shown), None)
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_keeps_the_images_of_questions_and_of_results_in_order(path: Path) -> None:
+    renderer = image_renderer(path)
+    if renderer is None:
+        pytest.skip("shows no image")
+    ask, *results = called(OSLO)
+    shown = [{"type": "image", "media": index} for index in range(4)]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "QUESTION-1"}, shown[2], shown[0]]},
+        ask,
+        {**results[0], "name": "get_weather", "content": [{"type": "text", "text": "RESULT-0"}, shown[3]]},
+        {"role": "assistant", "content": "ANSWER-1"},
+        {"role": "user", "content": [shown[1], {"type": "text", "text": "QUESTION-2"}]},
+    ]
+    plain = prompt_of([SYSTEM, USER, ask, *results, *NEXT], TOOLS)
+    calls = plain.messages[2]
+    prompt = msgspec.structs.replace(
+        plain, messages=[SYSTEM, messages[0], calls, *messages[2:]], media=(Media("image", b"", b""),) * 4
+    )
+    text, order = renderer.place(prompt)
+
+    assert order == [2, 0, 3, 1]
+    assert [word for word in WORD.findall(str(messages)) if word not in text] == []
+
+
+def test_images_of_the_collected_models_are_known() -> None:
+    assert len([path for path in TEMPLATES if image_renderer(path)]) >= 16
