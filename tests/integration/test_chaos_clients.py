@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -45,16 +45,31 @@ async def test_a_client_that_leaves_frees_its_place_in_every_phase(
     tmp_path: Path, path: str, body: dict[str, object], state: str, stream: bool
 ) -> None:
     async with running(tmp_path, ["--step-ms", "5"], worker="talkative") as gateway:
-        requests = gateway.app.services.requests
-        async with connected(gateway) as (_, writer):
-            writer.write(http(path, body | {"stream": stream}))
-            await until(lambda: [view.state for view in requests.views()] == [state])
-        await until(lambda: not requests.views())
+        # Queued is also a request whose model has not begun to load: this one is at its worker.
+        await leave(gateway, http(path, body | {"stream": stream}), lambda: gateway.link.in_flight == 1, state)
 
-        assert gateway.link.in_flight == 0
-        assert gateway.app.services.admission.inside("m") == 0
-        assert gateway.pool.leases("m") == 0
         assert gateway.metrics.model("m").finished == {"abort": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_while_its_model_loads_frees_its_place(tmp_path: Path, stream: bool) -> None:
+    async with running(tmp_path, ["--hang-on-load"]) as gateway:
+        await leave(gateway, http("/v1/completions", QUEUED | {"stream": stream}), lambda: True, "loading")
+
+        assert gateway.metrics.model("m").finished == {}, "no sequence has begun"
+        assert gateway.metrics.model("m").opening == 0
+
+
+async def leave(gateway: Gateway, request: bytes, condition: Callable[[], bool], state: str) -> None:
+    """Ask, close the connection in this state, and find everything given back."""
+    requests = gateway.app.services.requests
+    async with connected(gateway) as (_, writer):
+        writer.write(request)
+        await until(lambda: [view.state for view in requests.views()] == [state] and condition())
+    await until(lambda: not requests.views())
+    assert gateway.link.in_flight == 0
+    assert gateway.app.services.admission.inside("m") == 0
+    assert gateway.pool.leases("m") == 0
 
 
 async def test_a_client_that_leaves_after_its_answer_aborts_nothing(tmp_path: Path) -> None:
