@@ -1,0 +1,58 @@
+// Session of the administrator: log in by a one-time code, requests to /ui/api, and who the visitor is.
+
+import { signal } from "../vendor/preact.js";
+import { t } from "../strings.js";
+import { authorization, keepSession, session, sessionAuthorization } from "./credentials.js";
+import { Failure, json, sentence } from "./http.js";
+
+/** @type {import("../vendor/preact.js").Signal<{visitor: string, may_administer: boolean, admin: string, version: string, key?: string | null, usage?: any} | null>} */
+export const me = signal(null);
+/** Sentence that says why a code did not open a session. */
+export const logInFailure = signal("");
+
+/** JSON of a route below /ui/api. A session that has ended is dropped. @param {string} path @param {{method?: string, body?: unknown, signal?: AbortSignal}} [options] @returns {Promise<any>} */
+export async function sessionJson(path, options = {}) {
+  try {
+    return await json(`ui/api/${path}`, { ...options, auth: sessionAuthorization() });
+  } catch (error) {
+    if (error instanceof Failure && error.status === 401 && session.value) endSession();
+    throw error;
+  }
+}
+
+/** Orders something of the daemon. @param {string} path @param {unknown} [body] */
+export const order = (path, body = {}) => sessionJson(path, { body });
+
+/** Exchanges the code in the address, if there is one, and takes it out of there. */
+export async function logIn() {
+  const code = /^#code=([\w-]+)$/.exec(location.hash)?.[1];
+  if (code === undefined) return;
+  history.replaceState(null, "", "#/models");
+  window.dispatchEvent(new HashChangeEvent("hashchange"));
+  try {
+    const answer = await json("ui/api/session", { body: { code }, auth: {} });
+    keepSession(answer.token);
+    logInFailure.value = "";
+  } catch (error) {
+    logInFailure.value = error instanceof Failure && error.code === "bad_code" ? t.codeRefused : sentence(error);
+  }
+}
+
+export async function logOut() {
+  await sessionJson("session", { method: "DELETE" }).catch(() => {});
+  endSession();
+}
+
+function endSession() {
+  keepSession("");
+  me.value = null;
+  refreshMe();
+}
+
+export async function refreshMe() {
+  try {
+    me.value = session.value ? await sessionJson("me") : await json("ui/api/me", { auth: authorization() });
+  } catch {
+    me.value = null;
+  }
+}

@@ -1,0 +1,2 @@
+export { openDB } from "idb";
+export type { IDBPDatabase, DBSchema } from "idb";

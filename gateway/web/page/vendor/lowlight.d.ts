@@ -1,0 +1,2 @@
+import { createLowlight } from "lowlight";
+export declare const lowlight: ReturnType<typeof createLowlight>;

@@ -1,0 +1,2 @@
+export { Marked, Lexer } from "marked";
+export type { Token, Tokens, TokenizerExtension } from "marked";
