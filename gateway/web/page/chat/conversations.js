@@ -101,7 +101,7 @@ function resume({ conversation, messages }) {
     if (message.state !== "writing") continue;
     if (message.response !== null) {
       const answer = begin(message, conversation);
-      answer.rejoin().finally(() => end(answer, conversation.id));
+      answer.rejoin().finally(() => end(conversation.id));
       return;
     }
     const age = Date.now() - (message.saved ?? 0);
@@ -247,7 +247,7 @@ export function ask() {
   const message = newMessage({ role: "assistant", parent: now.leaf, model: now.conversation.model, state: "writing" });
   const answer = begin(message, now.conversation);
   change({ leaf: message.id, updated: message.created });
-  answer.ask(now.conversation, asked).finally(() => end(answer, now.conversation.id));
+  answer.ask(now.conversation, asked).finally(() => end(now.conversation.id));
 }
 
 /** Goes on with an answer that ended too soon or failed, in the same message. @param {Message} message */
@@ -258,7 +258,7 @@ export function goOn(message) {
   // Without a text there is nothing to continue: it begins again.
   const kept = message.text ? {} : { reasoning: "", calls: [], timings: {}, model: now.conversation.model };
   const answer = begin({ ...message, ...kept, state: "writing", error: "", finish: "" }, now.conversation);
-  answer.ask(now.conversation, message.text ? asked : asked.slice(0, -1)).finally(() => end(answer, now.conversation.id));
+  answer.ask(now.conversation, message.text ? asked : asked.slice(0, -1)).finally(() => end(now.conversation.id));
 }
 
 export const stop = () => answers.value.get(open.value?.conversation.id ?? "")?.stop();
@@ -277,8 +277,8 @@ function begin(message, conversation) {
   return answer;
 }
 
-/** @param {Answer} answer @param {string} id */
-function end(answer, id) {
+/** @param {string} id */
+function end(id) {
   const now = new Map(answers.value);
   now.delete(id);
   answers.value = now;

@@ -33,6 +33,7 @@ export const apiAddress = () => new URL("v1", ROOT).href;
  * @param {{method?: string, body?: unknown, signal?: AbortSignal, headers?: Record<string, string>, auth?: Record<string, string>}} [options]
  */
 export async function request(path, { method, body, signal, headers = {}, auth = authorization() } = {}) {
+  /** @type {Record<string, string>} */
   const sent = body === undefined ? {} : { "content-type": "application/json" };
   let response;
   try {

@@ -15,6 +15,8 @@ export function bytes(bytes) {
 
 /** @param {number} count */
 export function count(count) {
+  // Contexts are powers of two, and known by them.
+  if (count >= 4096 && count % 1024 === 0) return `${count / 1024}k`;
   if (count >= 9_999_500) return `${Math.round(count / 1e6)}M`;
   if (count >= 999_500) return `${(count / 1e6).toFixed(1)}M`;
   if (count >= 99_950) return `${Math.round(count / 1000)}k`;
