@@ -1,13 +1,18 @@
 """`mlxctl chat`: a conversation in the terminal."""
 
 import sys
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
+import typer
 from msgspec import Struct
 
 from gateway.ctl.client import stream_chat
-from gateway.ctl.printing import harmless
+from gateway.ctl.printing import harmless, print_json
 from gateway.failed import Failed
+
+System = Annotated[str | None, typer.Option(help="System message.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens in an answer.")]
+Temperature = Annotated[float | None, typer.Option(help="Sampling temperature; 0 is deterministic.")]
 
 DIM = "\x1b[2m"
 RESET = "\x1b[0m"
@@ -18,6 +23,35 @@ class Answer(Struct, frozen=True):
 
     content: str
     reasoning: str
+
+
+class Options(Struct, frozen=True):
+    """Options of a conversation, as on the command line; None is the model's own."""
+
+    system: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+
+
+def talk(model: str, prompt: str | None, options: Options, *, json: bool = False) -> None:
+    """Print the answer to a prompt, be it from a pipe; without one hold a conversation. Raises `Failed`."""
+    request: dict[str, Any] = {"model": model, "stream": True}
+    if options.max_tokens is not None:
+        request["max_tokens"] = options.max_tokens
+    if options.temperature is not None:
+        request["temperature"] = options.temperature
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    if prompt is None and (json or not sys.stdin.isatty()):
+        prompt = sys.stdin.read()
+    if prompt is None:
+        converse(request, messages)
+        return
+    messages.append({"role": "user", "content": prompt})
+    request["messages"] = messages
+    if json:
+        print_json(whole(request))
+    else:
+        answer(request, sys.stdout)
 
 
 def whole(request: dict[str, Any]) -> Answer:

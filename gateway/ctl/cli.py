@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -10,9 +10,10 @@ from gateway.admin_types import Done
 from gateway.ctl import cache, client, drain, info, keys, logs, models, pull, requests, rm, service, top, usage
 from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
+from gateway.ctl.chat import MaxTokens, System, Temperature
 from gateway.ctl.complete import Model
 from gateway.ctl.doctor import verb as inspect
-from gateway.ctl.hub import search
+from gateway.ctl.hub import run, search
 from gateway.ctl.printing import Json, console, print_json, tell
 
 app = typer.Typer(
@@ -72,6 +73,7 @@ app.command("info")(info.info)
 app.command("pull")(pull.pull)
 app.command("recommend")(search.recommend)
 app.command("rm")(rm.rm)
+app.command("run")(run.run)
 app.command("search")(search.search)
 app.command("top")(top.top)
 app.command("usage")(usage.usage)
@@ -83,35 +85,19 @@ app.command("ps")(models.ps)
 def chat(
     model: Model,
     prompt: Annotated[str | None, typer.Argument(help="Prompt to answer before exiting.", show_default=False)] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens in an answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 is deterministic.")] = None,
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
     json: Annotated[bool, typer.Option("--json", help="Print one answer as JSON, with its reasoning.")] = False,
 ) -> None:
     """Chat with a model. Without a prompt, hold a conversation, or read the prompt from a pipe.
 
     Example: mlxctl chat demo "Why is the sky blue?"
     """
-    from gateway.ctl import chat as talk
+    from gateway.ctl import chat as talking
 
     client.status()
-    request: dict[str, Any] = {"model": model, "stream": True}
-    if max_tokens is not None:
-        request["max_tokens"] = max_tokens
-    if temperature is not None:
-        request["temperature"] = temperature
-    messages = [{"role": "system", "content": system}] if system else []
-    if prompt is None and (json or not sys.stdin.isatty()):
-        prompt = sys.stdin.read()
-    if prompt is None:
-        talk.converse(request, messages)
-        return
-    messages.append({"role": "user", "content": prompt})
-    request["messages"] = messages
-    if json:
-        print_json(talk.whole(request))
-    else:
-        talk.answer(request, sys.stdout)
+    talking.talk(model, prompt, talking.Options(system, max_tokens, temperature), json=json)
 
 
 @app.command()

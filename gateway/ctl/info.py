@@ -1,5 +1,6 @@
 """`mlxctl info`: what a model needs, whether it is here or still on the hub."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,8 +34,8 @@ def info(
         raise typer.Exit(1)
 
 
-def say(name: str, found: "Info") -> None:
-    """For people."""
+def say(name: str, found: "Info", tell: Callable[[str], None] = typer.echo) -> None:
+    """Print it for people, line by line."""
     from gateway.ctl.tables import size
 
     kv = "not computed for this attention"
@@ -44,14 +45,14 @@ def say(name: str, found: "Info") -> None:
     context = f"{found.context or '?'} tokens"
     if found.tokens_max is not None and found.context and found.tokens_max < found.context:
         context += f", of which memory holds {found.tokens_max}"
-    typer.echo(f"{name}: {found.model_type or '?'}, {place}")
-    typer.echo(f"weights    {size(found.weights_bytes)} in memory, {size(found.disk_bytes)} on disk")
-    typer.echo(f"KV         {kv}")
-    typer.echo(f"context    {context}")
-    typer.echo(f"available  {size(found.available_bytes)}")
-    typer.echo(found.verdict)
+    tell(f"{name}: {found.model_type or '?'}, {place}")
+    tell(f"weights    {size(found.weights_bytes)} in memory, {size(found.disk_bytes)} on disk")
+    tell(f"KV         {kv}")
+    tell(f"context    {context}")
+    tell(f"available  {size(found.available_bytes)}")
+    tell(found.verdict)
     for obstacle in found.obstacles:
-        typer.secho(f"cannot be loaded: {obstacle}", fg="red")
+        tell(typer.style(f"cannot be loaded: {obstacle}", fg="red"))
 
 
 def _look(name: str) -> "Info":
@@ -62,7 +63,7 @@ def _look(name: str) -> "Info":
     try:
         return inspect(folder_of(model.path), model.dtype, model.context, available_bytes())
     except Unreadable as error:
-        if not _is_repository(model.path):
+        if not is_repository(model.path):
             raise Failed(str(error)) from None
         return _on_hub(model, error)
 
@@ -80,5 +81,6 @@ def _on_hub(model: ModelConfig, here: Exception) -> "Info":
     return found
 
 
-def _is_repository(path: str) -> bool:
+def is_repository(path: str) -> bool:
+    """Whether a path could be the name of a repository of the hub."""
     return path.count("/") == 1 and not path.startswith((".", "/", "~"))

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -42,20 +42,39 @@ def pull(
     Example: mlxctl pull mlx-community/Qwen3-4B-4bit
     """
     began = time.monotonic()
-    plan, found, obstacles = _consider(repository, include)
-    if found is not None and not json:
-        say(repository, found)
-    elif not json:
-        typer.echo(f"{repository}: nothing is known of what it needs in memory")
-    _check_space(plan, is_quiet=json)
+    pulled = bring(repository, include, yes, _silent if json else typer.echo)
+    if json:
+        print_json(_result(pulled))
+    else:
+        _tell(pulled.plan, pulled.path, time.monotonic() - began)
+
+
+class Pulled(NamedTuple):
+    """A download that is complete, and what was known before it."""
+
+    plan: "Plan"
+    info: "Info | None"
+    obstacles: list[str]
+    path: Path
+
+
+def bring(name: str, include: list[str] | None, yes: bool, tell: Callable[[str], None]) -> Pulled:
+    """Download a model after saying whether it fits, in memory and on the disk. Raises `Failed`."""
+    plan, found, obstacles = _consider(name, include)
+    if found is not None:
+        say(name, found, tell)
+    else:
+        tell(f"{name}: nothing is known of what it needs in memory")
+    _check_space(plan, tell)
     if plan.missing_bytes:
         _confirm(plan, found, obstacles, yes)
     with _progress(plan) as arrived:
         path = _fetch(plan, arrived)
-    if json:
-        print_json(_result(plan, found, obstacles, path))
-    else:
-        _tell(plan, path, time.monotonic() - began)
+    return Pulled(plan, found, obstacles, path)
+
+
+def _silent(_: str) -> None:
+    """Of what JSON has no place for."""
 
 
 def _consider(name: str, include: list[str] | None) -> "tuple[Plan, Info | None, list[str]]":
@@ -69,7 +88,7 @@ def _consider(name: str, include: list[str] | None) -> "tuple[Plan, Info | None,
     return download, info, list(info.obstacles) if info is not None else hub.obstacles(repository)
 
 
-def _check_space(plan: "Plan", *, is_quiet: bool) -> None:
+def _check_space(plan: "Plan", tell: Callable[[str], None]) -> None:
     """Raises `Failed`."""
     from gateway.ctl.tables import size
     from gateway.model_files.download import RESERVE_BYTES, space
@@ -81,12 +100,11 @@ def _check_space(plan: "Plan", *, is_quiet: bool) -> None:
             f"{disk.folder}: free {size(disk.needed_bytes + RESERVE_BYTES - disk.free_bytes)} first (mlxctl models "
             "shows what is there, mlxctl rm removes), or set HF_HUB_CACHE to a larger disk"
         )
-    if not is_quiet:
-        here = f", {size(plan.here_bytes)} of them here" if plan.here_bytes else ""
-        typer.echo(
-            f"download   {len(plan.files)} files, {size(plan.total_bytes)}{here}; "
-            f"{size(disk.free_bytes)} are free in {disk.folder}"
-        )
+    here = f", {size(plan.here_bytes)} of them here" if plan.here_bytes else ""
+    tell(
+        f"download   {len(plan.files)} files, {size(plan.total_bytes)}{here}; "
+        f"{size(disk.free_bytes)} are free in {disk.folder}"
+    )
 
 
 def _confirm(plan: "Plan", found: "Info | None", obstacles: list[str], yes: bool) -> None:
@@ -135,7 +153,8 @@ def _progress(plan: "Plan") -> Generator[Callable[[int], None], None, None]:
         yield lambda count: bar.advance(task, count)
 
 
-def _result(plan: "Plan", found: "Info | None", obstacles: list[str], path: Path) -> dict[str, object]:
+def _result(pulled: Pulled) -> dict[str, object]:
+    plan, found, obstacles, path = pulled
     return {
         "repository": plan.repository.id,
         "revision": plan.repository.revision,

@@ -1,0 +1,54 @@
+"""Daemon for as long as a verb needs one, where none runs."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import IO, Final
+
+from gateway.ctl import offline
+from gateway.failed import Failed
+
+START_S: Final = 60.0
+# It drains; its worker's memory comes back before it has ended.
+END_S: Final = 120.0
+_POLL_S: Final = 0.1
+
+
+@contextmanager
+def a_daemon(tell: Callable[[str], None]) -> Generator[None, None, None]:
+    """The daemon that runs, or else one that ends with the block. Raises `Failed` where it cannot start."""
+    if offline.daemon() is not None:
+        yield
+        return
+    with tempfile.TemporaryFile() as said:
+        # Ctrl-C is for the conversation: a session of its own does not hear it.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gateway.main"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True,
+        )  # fmt: skip
+        try:
+            _wait_until_ready(process, said)
+            tell("no mlxd runs: one is started, which ends with the conversation (mlxctl serve keeps one)")
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", said: IO[bytes]) -> None:
+    """Raises `Failed` with the daemon's own words where it ends instead."""
+    end = time.monotonic() + START_S
+    while offline.daemon() is None:
+        if process.poll() is not None:
+            said.seek(0)
+            lines = said.read().decode(errors="replace").strip().splitlines()
+            raise Failed(lines[-1].removeprefix("mlxd: ") if lines else "mlxd did not start", process.returncode or 1)
+        if time.monotonic() > end:
+            raise Failed(f"mlxd did not start within {START_S:.0f} s")
+        time.sleep(_POLL_S)
