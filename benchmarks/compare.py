@@ -259,7 +259,7 @@ def as_table(one: Comparison) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers belong to."""
+    """The machine that the numbers belong to."""
     packages: dict[str, str] = {}
     for name in ("mlx", "mlx-lm", "mlxd"):
         try:

@@ -145,7 +145,7 @@ class Server(ABC):
 
     @abstractmethod
     def command(self) -> list[str]:
-        """What starts it."""
+        """Command line that starts it."""
 
     @abstractmethod
     def model_name(self) -> str:

@@ -173,7 +173,7 @@ async def ask(server: Server, prompts: Sequence[str]) -> list[Answer]:
 
 
 async def ask_each(server: Server, prompts: Prompts, texts: dict[int, str]) -> dict[int, Answer]:
-    """What a new worker answers to each prompt, after one that nobody has seen."""
+    """Answers of a new worker to each prompt, after a prompt that is in no cache."""
     await ask(server, [prompts.make(64)])
     return {tokens: (await ask(server, [text]))[0] for tokens, text in texts.items()}
 

@@ -51,7 +51,7 @@ LIMITS: Final = {"daemon MiB": 60.0, "daemon fds": 20.0, "daemon threads": 4.0, 
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What the processes held at one moment; `worker` is the largest of the workers."""
+    """Memory of the processes at one moment; `worker` is the largest of the workers."""
 
     at_s: float
     daemon_bytes: int

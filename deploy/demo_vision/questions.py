@@ -50,7 +50,7 @@ class VisionSample:
 
 @dataclass(slots=True)
 class Asked:
-    """What a question is made of: pictures, the request, the answer, and further questions about the same pictures."""
+    """A question: pictures, the request, the answer, and further questions about the same pictures."""
 
     media: list[Medium]
     request: str

@@ -30,7 +30,7 @@ class Workshop:
         return self.gateway.url
 
     async def run(self, command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> str:
-        """What a client prints, on either stream; it inherits nothing. Fails when it fails or takes too long."""
+        """Run a client, which inherits nothing, and return its output. Fails when it fails or takes too long."""
         clean = {"PATH": node_path(), "HOME": str(self.home), "LANG": "C.UTF-8", "TERM": "dumb", "CI": "1"}
         process = await asyncio.create_subprocess_exec(
             *map(str, command),

@@ -38,7 +38,7 @@ DEADLINE_S = patient(60)
 
 @dataclass(slots=True)
 class Gateway:
-    """What a test drives and looks into."""
+    """A running gateway and its parts, for a test to drive and look into."""
 
     url: str
     port: int

@@ -108,7 +108,7 @@ class Stranger:
 
 
 async def talk(port: int, data: bytes) -> bytes:
-    """What is answered, as far as it comes before the daemon closes or is silent."""
+    """Send raw bytes and return the answer, as far as it comes before the daemon closes or is silent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     try:

@@ -56,7 +56,7 @@ def log_of(home: Path) -> str:
 
 
 def listed(home: Path) -> int:
-    """How many captured requests the daemon tells of."""
+    """Number of captured requests that the daemon lists."""
     transport = httpx.HTTPTransport(uds=str(home / "run" / "admin.sock"))
     with httpx.Client(transport=transport, base_url="http://mlxd", timeout=DEADLINE_S) as admin:
         return len(admin.get("/v1/requests?captured=1").json()["captured"])

@@ -213,7 +213,7 @@ def _chunks(daemon: DaemonProcess, messages: list[dict[str, Any]], fields: dict[
 
 @pytest.fixture(scope="module")
 def alone() -> list[Any]:
-    """What `mlx_lm.load` makes of the folder, and its weights in float32, which a worker casts them to on a CPU."""
+    """The model as `mlx_lm.load` loads it, and its weights in float32, which a worker casts them to on a CPU."""
     stored, tokenizer = load(str(DEMO_DIR))[:2]
     cast, _ = load(str(DEMO_DIR))[:2]
     cast.update(tree_map(lambda weight: weight.astype(mx.float32), cast.parameters()))

@@ -27,7 +27,7 @@ DEADLINE_S = patient(90)
 
 @dataclass(slots=True)
 class Answer:
-    """What a client can tell of a finished request."""
+    """A finished request, as its client sees it."""
 
     status: int = 0
     text: str = ""

@@ -51,7 +51,7 @@ class Told:
 
 @dataclass(slots=True)
 class Way:
-    """How to ask for a schema in one API. With `is_sure` every whole answer fits, else where it can be enforced."""
+    """A request for a schema in one API. With `is_sure` every whole answer fits, else where it can be enforced."""
 
     path: str
     fields: Callable[[Any], dict[str, Any]]

@@ -56,7 +56,7 @@ _scripts = st.tuples(st.lists(_event, max_size=6), _finish).map(lambda parts: [*
 
 
 class Dialect(Protocol):
-    """How to ask in one API, and what a client makes of either answer."""
+    """One API: its request, and how a client merges a stream and reads a whole answer."""
 
     path: str
 
@@ -165,7 +165,7 @@ DIALECTS: Final[list[Dialect]] = [Chat(), Text(), Messages(), Responses()]
 
 
 def failure(events: list[Any]) -> str | None:
-    """What an error amid a stream says."""
+    """Message of an error amid a stream."""
     last = events[-1]
     error = last.get("error") or (last.get("response") or {}).get("error")
     return error["message"] if error else None

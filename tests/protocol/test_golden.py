@@ -35,7 +35,7 @@ def test_todays_decoders_read_the_frames_of_the_current_version_as_they_were_wri
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_todays_frames_begin_with_every_released_frame(file: Path) -> None:
-    """What an old decoder looks for is still where it looks for it; what is new comes after."""
+    """An old decoder finds each field where it looks for it; new ones come after."""
     golden = golden_frames.read(file)
     for old, message in zip([*golden.down, *golden.up], [*golden_frames.down(), *golden_frames.up()], strict=True):
         assert_begins(raw(codec.encode(message)), raw(old))

@@ -28,7 +28,7 @@ def layout(kind: str) -> Layout:
 
 
 def grow(caches: Sequence[Any], prefix: Sequence[int], tokens: Sequence[int]) -> None:
-    """What a model would do to `caches`, which have seen `prefix`, when it runs `tokens`."""
+    """Grow `caches`, which have seen `prefix`, as a model that runs `tokens` would."""
     for layer, cache in enumerate(caches):
         _grow(cache, layer, prefix, tokens)
 

@@ -61,7 +61,7 @@ _MARKER: Final = re.compile(
 
 
 def markers() -> list[str]:
-    """What would be control tokens in some family's vocabulary."""
+    """Markup that is a control token in some family's vocabulary."""
     return sorted(
         {found for family in FAMILIES.values() for text in _strings(family) for found in _MARKER.findall(text)}
     )
@@ -86,7 +86,7 @@ def reasoning_end(family: str) -> str:
 
 @dataclass
 class Called:
-    """What a family's parser makes of an output."""
+    """An output as a family's parser reads it."""
 
     calls: list[tuple[str, str]]
     content: str

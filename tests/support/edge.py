@@ -23,7 +23,7 @@ OFFERS: Final = (b"h2c", b"websocket", b"TLS/1.0", b"h2c, websocket", b"x")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is sent, and the statuses that its one answer may have."""
+    """Raw bytes of a request, and the statuses that its one answer may have."""
 
     id: str
     data: bytes
@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Findings:
-    """What the clients of a run have seen."""
+    """Findings of the clients of a run."""
 
     kinds: dict[str, int] = field(default_factory=dict[str, int])
     problems: list[str] = field(default_factory=list[str])

@@ -37,7 +37,7 @@ class Repo:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What somebody asked for."""
+    """A request that the hub received."""
 
     method: str
     path: str
@@ -85,7 +85,7 @@ class Hub:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def environ(self, cache: Path, **more: str) -> dict[str, str]:
-        """What makes a process use this hub and an own cache, without a word to anybody else."""
+        """Environment by which a process uses this hub and its own cache, and connects to no other host."""
         return {
             "HF_ENDPOINT": self.url, "HF_HUB_CACHE": str(cache), "HF_HOME": str(cache.parent / "hf"),
             "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "", "NO_PROXY": "127.0.0.1",

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def merge_chat(chunks: list[Any]) -> dict[int, dict[str, Any]]:
-    """What a client makes of the chunks."""
+    """Merge the chunks of a chat stream as a client does."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for part in chunk["choices"]:
@@ -35,7 +35,7 @@ def merge_chat(chunks: list[Any]) -> dict[int, dict[str, Any]]:
 
 
 def merge_text(chunks: list[Any]) -> dict[int, dict[str, Any]]:
-    """What a client makes of the chunks of completions."""
+    """Merge the chunks of a completions stream as a client does."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for part in chunk["choices"]:
@@ -49,7 +49,7 @@ def merge_text(chunks: list[Any]) -> dict[int, dict[str, Any]]:
 
 
 def merge_blocks(stream: list[Any]) -> list[dict[str, Any]]:
-    """What a client makes of the events. Asserts their grammar: blocks one after the other, in order, between the
+    """Merge events as a client does. Asserts their grammar: blocks one after the other, in order, between the
     start and the end of the message, and nothing else."""
     assert stream[0]["type"] == "message_start"
     assert [event["type"] for event in stream[-2:]] == ["message_delta", "message_stop"]
@@ -96,7 +96,7 @@ def _object(text: str) -> Any:
 
 
 def merge_items(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a client makes of the deltas, and that what is done says the same."""
+    """Merge deltas as a client does, and assert that the finished items say the same."""
     items: dict[int, dict[str, Any]] = {}
     texts: dict[int, str] = {}
     open_index: int | None = None

@@ -129,7 +129,7 @@ def finish_of(deltas: Sequence[Delta]) -> Finish | None:
 
 
 def tokens(count: int) -> str:
-    """What a scripted worker says in `count` tokens."""
+    """Text of a scripted worker's first `count` tokens."""
     return "".join(f"t{i} " for i in range(count))
 
 

@@ -33,11 +33,11 @@ def family(count: int, *, shared: int = SHARED, own: int = 5) -> list[Generate]:
 
 
 def said(results: Sequence[Result]) -> list[tuple[list[int], str, Finish | None]]:
-    """What must not depend on a cache."""
+    """Output that must not depend on a cache."""
     return [(result.ids, result.text, result.finish) for result in results]
 
 
 def cached(result: Result) -> int:
-    """How much of the prompt came from the cache."""
+    """Tokens of the prompt that came from the cache."""
     assert result.usage is not None
     return result.usage.cached

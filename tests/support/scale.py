@@ -45,7 +45,7 @@ def _start() -> None:
 
 
 def _patience() -> float:
-    """How much slower than a quiet machine this one is: never below 1.
+    """Slowness of this machine beside a quiet one, never below 1.
 
     Measured once: processes of one run (xdist's, daemons) inherit it, so that both ends of a deadline agree.
     """

@@ -83,7 +83,7 @@ def _inside(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def errors_of(value: Any, schema: Any) -> str | None:
-    """Why a value does not fit, if it does not; its numbers count as they are written, not as binary fractions."""
+    """Reasons why a value does not fit; its numbers count as they are written, not as binary fractions."""
     try:
         _Validator(schema).validate(value)
     except jsonschema.ValidationError as error:

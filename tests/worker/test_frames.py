@@ -15,7 +15,7 @@ STATS = Stats(*range(1, 9))
 
 
 class Sender:
-    """What is sent, decoded."""
+    """A sender that keeps the decoded messages."""
 
     def __init__(self) -> None:
         self.gauges = Gauges()

@@ -307,7 +307,7 @@ def test_grammars_that_wait_for_their_compiler_do_not_keep_the_process(run_dir: 
 
 
 def test_a_panic_while_a_request_is_prepared_is_the_end_of_that_request() -> None:
-    """What Rust code of the tokenizer raises when it panics is no `Exception`."""
+    """A panic in the tokenizer's Rust code is no `Exception`."""
 
     class PanicException(BaseException):
         pass

@@ -52,7 +52,7 @@ def script(prompt: ChatPrompt) -> list[Any]:
 
 
 def _told(messages: list[dict[str, Any]]) -> list[Any] | None:
-    """What the newest user message that quotes anything wants said now."""
+    """Text that the newest user message with a quotation asks for."""
     for at in range(len(messages) - 1, -1, -1):
         quoted = re.search("<<<(.*?)>>>", str(messages[at]["content"]), re.DOTALL)
         if messages[at]["role"] == "user" and quoted is not None:

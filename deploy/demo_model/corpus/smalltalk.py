@@ -11,7 +11,7 @@ from .words import ADJECTIVES, NOUNS, Source
 
 
 class Intent(NamedTuple):
-    """What people ask (in many phrasings), the answer, and the words that a right answer has."""
+    """A question of small talk in many phrasings, its answer, and the words that a right answer has."""
 
     asks: list[str]
     answer: str

@@ -13,7 +13,7 @@ Told = tuple[str, str, tuple[str, ...]]
 
 
 def result(src: Source) -> Told:
-    """What a tool returned, the sentence that tells it, and what the sentence must hold."""
+    """A tool's result, the sentence that tells it, and the words that the sentence must have."""
     return src.weighted(((_object, 6), (_text, 3), (_number, 1.2), (_list, 1), (_objects, 0.7), (_error, 1)))(src)
 
 

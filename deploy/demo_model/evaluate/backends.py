@@ -19,7 +19,7 @@ _CALL: Final = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 
 @dataclass(slots=True)
 class Reply:
-    """What came back: the text of the answer, the thought, the calls, and whether the model stopped by itself."""
+    """A model's reply: the answer's text, the thought, the calls, and whether the model ended it itself."""
 
     text: str
     thought: str | None
@@ -146,7 +146,7 @@ def _reply(choice: dict[str, Any]) -> Reply:
 
 
 def _arguments(text: str) -> Any:
-    """What is no JSON stays text, and is then wrong."""
+    """Decode the arguments of a call; text that is not JSON stays as it is, and counts as wrong."""
     try:
         return json.loads(text)
     except ValueError:

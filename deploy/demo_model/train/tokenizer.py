@@ -65,7 +65,7 @@ class Renderer:
         return self._template.render(messages=sample.messages, tools=sample.tools)
 
     def prompt(self, sample: Sample) -> str:
-        """What the model is given to produce the sample's last message."""
+        """Prompt that the model is given to produce the sample's last message."""
         return self._template.render(
             messages=sample.messages[:-1],
             tools=sample.tools,

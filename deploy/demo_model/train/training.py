@@ -192,7 +192,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
 
 
 def causal_arguments() -> dict[str, Any]:
-    """How this torch spells causal attention."""
+    """Arguments by which this version of torch is asked for causal attention."""
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn

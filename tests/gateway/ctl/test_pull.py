@@ -45,7 +45,7 @@ def snapshot(cache: Path, repository: str = "org/tiny") -> Path:
 
 
 def part_of(hub: Hub, cache: Path) -> Path:
-    """Where the weights are while they come."""
+    """Path of the weights during their download."""
     sha = hub.repos["org/tiny"].entry("model.safetensors")["lfs"]["oid"]
     part = cache / "models--org--tiny" / "blobs" / f"{sha}.incomplete"
     part.parent.mkdir(parents=True)

@@ -63,7 +63,7 @@ def test_what_a_verb_says_can_be_had_as_json(verb: str) -> None:
 
 
 def complete(home: Path, *words: str) -> list[str]:
-    """What bash is told to offer for the last of `words`."""
+    """Completions that bash offers for the last of `words`."""
     environment = os.environ | {
         "MLXD_HOME": str(home), "HF_HUB_CACHE": str(home / "hub"), "_MLXCTL_COMPLETE": "complete_bash",
         "COMP_WORDS": " ".join(("mlxctl", *words)), "COMP_CWORD": str(len(words)),

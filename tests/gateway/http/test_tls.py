@@ -62,7 +62,7 @@ async def secured(
 
 
 async def served_certificate(gateway: Gateway, authority: Authority) -> bytes:
-    """What a new connection is shown (DER)."""
+    """Certificate that a new connection is shown (DER)."""
     _, writer = await asyncio.open_connection(HOST, gateway.port, ssl=authority.client())
     shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.close()

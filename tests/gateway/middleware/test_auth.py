@@ -54,7 +54,7 @@ async def gateway(home: Path) -> AsyncGenerator[Gateway, None]:
 
 @pytest.fixture
 def lines() -> Generator[list[logging.LogRecord], None, None]:
-    """What the gateway logs, access lines included."""
+    """Log lines of the gateway, access lines included."""
     seen: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = seen.append

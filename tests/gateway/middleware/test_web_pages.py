@@ -31,7 +31,7 @@ class Rebound(http.client.HTTPConnection):
 
 
 async def ask_as_page(gateway: Gateway, host: str, path: str) -> tuple[int, str]:
-    """What a page of `http://HOST:PORT` reads there: a GET to its own origin, which names no origin."""
+    """Send the GET of a page of `http://HOST:PORT` to its own origin, which names no origin."""
 
     def ask() -> tuple[int, str]:
         connection = Rebound(host, gateway.port)

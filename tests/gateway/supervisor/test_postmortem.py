@@ -13,7 +13,7 @@ from tests.gateway.harness import chat, running, until
 
 
 async def lines_of(level: str, data: bytes, count: int) -> list[tuple[str, str]]:
-    """What a worker's output becomes in a log of this level."""
+    """Log lines of a worker's output at this level."""
     stream = io.StringIO()
     with Logs(level, json=True, stream=stream):
         read_end, write_end = os.pipe()

@@ -55,7 +55,7 @@ def left(
 
 
 def after(root: Path, form: Form, name: str = "coder", home: Path | None = None) -> int:
-    """How many files a worker sets aside that starts in this form."""
+    """Number of files that a worker started in this form sets aside."""
     disk = started(root, form, name, home=home)
     ended(disk)
     return disk.counts.quarantined

@@ -28,7 +28,7 @@ def store(cache: PrefixCache, kind: str, tokens: Sequence[int], salt: str = "") 
 
 
 def fetch(cache: PrefixCache, kind: str, tokens: Sequence[int], salt: str = "") -> int:
-    """How many tokens came back, after checking that what came is exactly what these tokens would have made."""
+    """Fetch a prefix and return its tokens' number, after checking that its KV is exactly that of these tokens."""
     reused, caches = cache.fetch(ids(tokens), salt)
     assert reused <= len(tokens)
     if reused:

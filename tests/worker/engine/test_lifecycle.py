@@ -410,7 +410,7 @@ def test_what_came_before_a_drain_ended_is_refused_after_it_too(engine: EngineHa
 
 
 class PanicException(BaseException):
-    """What the Rust code of a tokenizer raises when it panics is no `Exception`."""
+    """A panic in a tokenizer's Rust code, which is no `Exception`."""
 
 
 @pytest.mark.parametrize("error", [ValueError, PanicException])

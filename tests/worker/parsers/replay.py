@@ -106,7 +106,7 @@ def calls_of(events: list[Event]) -> list[Call]:
 
 
 def check_shape(events: list[Event], malformed: int) -> None:
-    """What holds for any output at all."""
+    """Assert the invariants of any output."""
     open_index = None
     for event in events:
         if event.kind is Kind.TOOL_BEGIN:

@@ -38,7 +38,7 @@ CONVERSATION: list[dict[str, Any]] = [
 
 
 class Tokenizer:
-    """What `Renderer` needs of a tokenizer."""
+    """The part of a tokenizer that `Renderer` uses."""
 
     has_chat_template = True
     special_tokens_map: dict[str, str] = {}  # noqa: RUF012

@@ -47,7 +47,7 @@ def make(family: str, prompt: ChatPrompt, are_special: bool = True, room: int = 
 
 
 def walk(rule: Rule, seed: int, start: str = "", are_special: bool = True, room: int = ROOM) -> str | None:
-    """What a model without any sense says until it may say anything; None if it comes to no end.
+    """Walk the grammar at random until it allows anything; None if the walk comes to no end.
 
     Odd seeds have favourite tokens.
     """

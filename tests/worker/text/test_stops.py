@@ -14,7 +14,7 @@ stop_lists = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1
 
 
 def scan(stops: tuple[str, ...], parts: list[str]) -> tuple[str, bool]:
-    """What a client reads, and whether the sequence was stopped."""
+    """Text that a client reads, and whether the sequence was stopped."""
     scanner, emitted = StopScanner(stops), ""
     for part in parts:
         safe, is_stopped = scanner.feed(part)

@@ -29,7 +29,7 @@ async def read_request(reader: asyncio.StreamReader) -> bytes:
 
 
 async def against(handler: Handler, use: Callable[[Target], Awaitable[T]]) -> T:
-    """What `use` returns, with a server that has closed all its sockets afterwards."""
+    """Call `use` with a server that has closed all its sockets afterwards."""
     handled: list[asyncio.Task[None]] = []
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
