@@ -7,12 +7,12 @@ EXTRAS := $(if $(filter Linux,$(shell uname -s)),cpu$(comma)dev,dev)
 STAMP  := $(VENV)/.ready
 ARGS   ?=
 # Processes that share the tests; 0 is pytest alone, with which `-s` and `--pdb` work.
-JOBS   ?= $(if $(strip $(ARGS)),0,2)
+JOBS   ?= $(if $(strip $(ARGS)),0,4)
 FUZZ_S ?= 600
 FUZZES := tests/integration/test_openapi_fuzz.py tests/integration/test_edge_fuzz.py
 # Samples of `make test` that `make fuzz` runs whole, and storms that `make soak` runs whole.
 SAMPLES := tests/worker/parsers tests/worker/structured tests/worker/text tests/integration/test_schema_fuzz_http.py
-STORMS := tests/worker/test_verify.py tests/integration/test_prefix_http.py tests/integration/test_resume.py tests/integration/test_broker_models.py tests/integration/test_versions.py
+STORMS := tests/worker/test_verify.py tests/integration/test_prefix_http.py tests/integration/test_resume.py tests/integration/test_broker_models.py tests/integration/test_versions.py tests/worker/cache tests/worker/engine tests/demo_model tests/integration/test_demo_model.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-clients test-systemd fuzz soak lint bench openblas clean
@@ -20,7 +20,7 @@ STORMS := tests/worker/test_verify.py tests/integration/test_prefix_http.py test
 help:
 	@echo "make setup   create $(VENV) with everything mlxd needs"
 	@echo "make serve   set up if needed, then serve on http://127.0.0.1:8484  (ARGS='--port 9000')"
-	@echo "make test    set up if needed, then run every test                  (ARGS='tests/worker -k stop', JOBS=2)"
+	@echo "make test    set up if needed, then run every test                  (ARGS='tests/worker -k stop', JOBS=4)"
 	@echo "make test-clients   drive mlxd with agents and libraries from npm and PyPI (installs them into .cache/clients)"
 	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
 	@echo "make fuzz    what make test samples, whole; then ten minutes of made-up requests (FUZZ_S=600)"

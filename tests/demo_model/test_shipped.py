@@ -9,6 +9,7 @@ from mlx_lm import generate, load
 from deploy.demo_model.corpus.generate import CATEGORIES, held_out_samples
 from deploy.demo_model.evaluate.backends import Answer, mlx
 from deploy.demo_model.evaluate.measure import SHIPPED, is_right
+from tests.support.scale import scaled
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,9 @@ def test_it_says_who_it_is(plain: Any) -> None:
 @pytest.mark.parametrize("category", CATEGORIES)
 def test_held_out_samples_are_answered(answer: Answer, category: str) -> None:
     # The shortest prompts, because prefill costs time on a CPU. The model card's shares come from hundreds of samples.
-    samples = sorted(held_out_samples(category, 200, seed=1), key=lambda s: len(json.dumps([s.tools, s.messages])))[:3]
+    samples = sorted(held_out_samples(category, 200, seed=1), key=lambda s: len(json.dumps([s.tools, s.messages])))[
+        : scaled(3, 2)
+    ]
     replies = answer(samples)
-    assert sum(is_right(sample, reply) for sample, reply in zip(samples, replies, strict=True)) >= 2
+    assert sum(is_right(sample, reply) for sample, reply in zip(samples, replies, strict=True)) >= len(samples) - 1
     assert all(reply.stopped for reply in replies)

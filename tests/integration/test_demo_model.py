@@ -11,6 +11,7 @@ from mlx_lm import generate, load
 
 from tests.support.daemon import DaemonProcess
 from tests.support.pool import short_home
+from tests.support.scale import scaled
 from worker.model.loader import DEMO_DIR
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "The city"}}, "required": ["city"]}
@@ -223,12 +224,10 @@ def alone() -> list[Any]:
 @pytest.mark.parametrize(
     ("messages", "options"),
     [
-        (user("Who are you?"), {}),
-        (user("Count from 3 to 12."), {}),
+        *scaled([(user("Who are you?"), {}), (user("Count from 3 to 12."), {}), (ANSWERED, {"tools": [WEATHER]})], []),
         (user("Spell the word umbrella, please."), {"enable_thinking": True}),
         ([{"role": "system", "content": "Be brief."}, *user("What is mlxd?")], {}),
         (ASKED_FOR_WEATHER, {"tools": [WEATHER], "enable_thinking": True}),
-        (ANSWERED, {"tools": [WEATHER]}),
     ],
 )
 def test_mlx_lm_says_the_same(

@@ -127,7 +127,7 @@ def requests(count: int, max_tokens: int, seed: int = 3) -> list[dict[str, Any]]
 
 def lasting(count: int) -> int:
     """So many tokens that a stream still runs when a test on a slow machine comes to kill its worker."""
-    return round(count * min(PATIENCE, 4))
+    return round(count * min(PATIENCE, 3))
 
 
 class Daemon(DaemonProcess):

@@ -23,6 +23,8 @@ from mlx_lm.utils import save_config, save_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.scale import scaled
+
 VOCAB = 512
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
 TEMPLATE = r"""
@@ -89,6 +91,10 @@ ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "qwen3_moe": (qwen3_moe, {**_COMMON, **_EXPERTS, "model_type": "qwen3_moe"}),
 }  # fmt: skip
+
+# One of each kind of cache (plain, sliding window, recurrent) for what a full run does with all of them.
+KINDS = ("qwen3", "gemma3_text", "qwen3_5")
+SAMPLE: tuple[str, ...] = scaled(tuple(ARCHITECTURES), KINDS)
 
 # Those that mlx-lm computes wrongly, or not at all, in a batch of prompts of unequal length, with the lane that serves
 # them: state that padding empties, positions that follow the longest row, an offset that must be one number, and

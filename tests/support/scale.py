@@ -45,17 +45,17 @@ def _start() -> None:
 
 
 def _patience() -> float:
-    """Slowness of this machine beside a quiet one, never below 1.
+    """Slowness of this machine beside a quiet one, with the processes that share it; never below 1.
 
     Measured once: processes of one run (xdist's, daemons) inherit it, so that both ends of a deadline agree.
     """
-    if said := os.environ.get(_NAME):
-        return float(said)
-    slowness = max(_timed(_work) / _WORK_S, _timed(_start) / _START_S, 1.0)
-    load = max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0)
-    found = round(min(slowness * load, _MOST), 1)
-    os.environ[_NAME] = str(found)
-    return found
+    cores = os.cpu_count() or 1
+    beside = max(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) / cores, 1.0)
+    if _NAME not in os.environ:
+        slowness = max(_timed(_work) / _WORK_S, _timed(_start) / _START_S, 1.0)
+        load = max(os.getloadavg()[0] / cores, 1.0)
+        os.environ[_NAME] = str(round(min(slowness * load, _MOST), 1))
+    return min(float(os.environ[_NAME]) * beside, _MOST)
 
 
 PATIENCE: Final = _patience()
