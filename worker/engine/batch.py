@@ -35,7 +35,7 @@ PARKED_WAIT_S: Final = 0.05
 
 @dataclass(slots=True, frozen=True)
 class Token:
-    """One sampled token of one row; `ended` is mlx-lm's reason, `stop` or `length`."""
+    """One sampled token of one row; `ended` is the reason for which it is the last, `stop` or `length`."""
 
     row: Row
     id: int
@@ -64,8 +64,6 @@ class Batch:
         self,
         model: Any,
         eos_ids: Sequence[int],
-        max_running: int,
-        max_chunk: int,
         cache: PrefixCache,
         lane: Lane = Lane.TOGETHER,
     ) -> None:
@@ -85,14 +83,7 @@ class Batch:
         self._ended: list[tuple[Row, list[int], list[Any]]] = []
         self._eos = StopSequences([[token] for token in eos_ids])
         self._never = StopSequences()
-        self._generator = Generator(
-            model,
-            self._sampler,
-            lane,
-            completion_batch_size=max_running,
-            prefill_batch_size=max_running,
-            prefill_step_size=max_chunk,
-        )
+        self._generator = Generator(model, self._sampler, lane)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -117,7 +108,7 @@ class Batch:
 
     @property
     def kv_bytes(self) -> int:
-        return int(self._generator.prompt_cache_nbytes)
+        return self._generator.nbytes
 
     def must_wait(self, row: Row) -> bool:
         """Whether what a row needs is being prefilled by another, or read from disk, right now."""
@@ -159,13 +150,13 @@ class Batch:
             row.cached = 0 if row.output else reused
         row.prefilled = row.reused = reused
         guards = [Guard(processor) for processor in (*row.processors, *processors(row.sampling, len(row.prompt)))]
-        (uid,) = self._generator.insert_segments(
-            [self._segments(row, tokens, reused)],
-            [row.max_tokens - len(row.output)],
-            caches=[caches] if caches else None,
-            all_tokens=[tokens[:reused].tolist()],
-            logits_processors=[guards],
-            stop_sequences=[self._never if row.sampling.ignore_eos and row.rule is None else self._eos],
+        uid = self._generator.insert(
+            self._segments(row, tokens, reused),
+            row.max_tokens - len(row.output),
+            caches,
+            tokens[:reused].tolist(),
+            guards,
+            self._never if row.sampling.ignore_eos and row.rule is None else self._eos,
         )
         row.uid = uid
         self._rows[uid] = row
@@ -197,14 +188,14 @@ class Batch:
                 continue
             if common_prefix(other.tokens(), tokens) - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
                 self._unstored.discard(uid)
-                caches, done = self._generator.extract_cache([uid])[uid]
+                caches, done = self._generator.extract(uid)
                 self._keep(other, done, caches)
 
     def _take_out(self, row: Row) -> list[int]:
         assert row.uid is not None
         self._unstored.discard(row.uid)
         with mx.stream(self._generator.stream):
-            caches, tokens = self._generator.remove([row.uid], return_prompt_caches=True)[row.uid]
+            caches, tokens = self._generator.remove(row.uid)
         # A row that never ran holds what it was given.
         if len(tokens) > row.reused:
             try:
@@ -220,19 +211,18 @@ class Batch:
         """One decode step, then at most `chunk` prompt tokens of each prefilling row."""
         self.settle()
         self._unpark()
-        self._generator.prefill_step_size = chunk
-        prompted, generated = self._generator.next()
+        prompted, generated = self._generator.next(chunk)
         progress: list[tuple[Row, int, int]] = []
         prefilled = 0
-        for response in prompted:
-            row = self._rows[response.uid]
-            done, total = (row.reused + count for count in response.progress)
+        for step in prompted:
+            row = self._rows[step.uid]
+            done, total = row.reused + step.done, row.reused + step.total
             prefilled += done - row.prefilled
             row.prefilled = done
-            if response.end_of_prompt:
-                self._prefilling.discard(response.uid)
-            if response.end_of_segment:
-                self._checkpoint(row, is_prompt_end=response.end_of_prompt)
+            if step.is_prompt_end:
+                self._prefilling.discard(step.uid)
+            if step.is_segment_end:
+                self._checkpoint(row, is_prompt_end=step.is_prompt_end)
             progress.append((row, done, total))
         broken = [
             (self._rows[uid], guard.error)
@@ -242,14 +232,12 @@ class Batch:
         ]
         broken += [(self._rows[uid], error) for uid, error in self._masks.errors()]
         tokens: list[Token] = []
-        for response in generated:
-            row = self._rows[response.uid]
-            tokens.append(Token(row, response.token, response.logprobs, response.finish_reason))
-            if response.finish_reason is not None:
-                assert response.all_tokens is not None
-                assert response.prompt_cache is not None
-                self.kv_cost = self.kv_cost or KvCost.of(response.prompt_cache, len(response.all_tokens))
-                self._ended.append((row, response.all_tokens, response.prompt_cache))
+        for sampled in generated:
+            row = self._rows[sampled.uid]
+            tokens.append(Token(row, sampled.token, sampled.logprobs, sampled.ended))
+            if sampled.tokens is not None and sampled.caches is not None:
+                self.kv_cost = self.kv_cost or KvCost.of(sampled.caches, len(sampled.tokens))
+                self._ended.append((row, sampled.tokens, sampled.caches))
                 self._forget(row)
         self._park()
         return Tick(tokens, progress, broken, prefilled)
@@ -288,7 +276,6 @@ class Batch:
 
     def close(self) -> None:
         self._masks.close()
-        self._generator.close()
 
     def _segments(self, row: Row, tokens: Any, reused: int) -> list[list[int]]:
         """The tokens to run, cut where a checkpoint is worth having."""
@@ -326,7 +313,7 @@ class Batch:
             return
         if is_lazy:
             return
-        caches, tokens = self._generator.extract_cache([row.uid])[row.uid]
+        caches, tokens = self._generator.extract(row.uid)
         self._keep(row, tokens, caches)
         if len(tokens) >= max(EARLY_TOKENS, len(row.prompt) - 1):
             self._persist(row, tokens)

@@ -156,7 +156,6 @@ class Engine:
         self._cache.clear()
         assert self._batch.kv_cost is not None
         self.kv_cost = self._batch.kv_cost
-        # The generator, and what warming up has shown, come first: see `Share.enforce`.
         limits = self._share.limits()
         self._apply(limits)
         return self.kv_cost.longest(limits.kv)
@@ -474,8 +473,6 @@ class Engine:
         return Batch(
             self._loaded.model,
             self._loaded.eos_ids,
-            self.max_running,
-            max_chunk=self._spec.prefill_chunk,
-            cache=self._cache,
-            lane=self._plan.lane,
+            self._cache,
+            self._plan.lane,
         )

@@ -192,8 +192,7 @@ class Share:
     def enforce(self, limits: Limits) -> None:
         """Give MLX its limits, and the system the unused buffers.
 
-        To be called when what is above them has been let go of, and after whatever may have set them otherwise, as each
-        `BatchGenerator` does with the wired one.
+        To be called when what is above them has been let go of.
         """
         device = self._device
         device.clear_cache()
@@ -215,7 +214,6 @@ class Share:
         if wanted < self._wired and device.active() > wanted:
             device.synchronize()  # what was let go of is free when the step has ended that used it last
             if device.active() > wanted:
-                # What a new generator has set is taken back meanwhile.
                 wanted = self._wired
         if is_new or wanted != self._wired:
             device.synchronize()
