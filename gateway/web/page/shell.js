@@ -22,6 +22,10 @@ export function Shell() {
   useEffect(() => {
     document.title = `${t.pages[page]} · mlxd`;
   }, [page]);
+  useEffect(() => {
+    // A session's bar tells more, also beside the chat.
+    if (isAdmin.value) import("./server/feed.js").catch(() => {});
+  }, [isAdmin.value]);
   return html`<a class="skip" href="#main" onClick=${skip}>${t.skip}</a>
     <${Bar} page=${page} />
     <${Banners} />

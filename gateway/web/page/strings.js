@@ -24,6 +24,20 @@ const EFFORTS = { "": "Auto (the server's)", off: "Off", low: "Low", medium: "Me
 const THEMES = { auto: "Theme: as the system", light: "Theme: light", dark: "Theme: dark" };
 /** @type {Record<string, string>} */
 const PAGES = { chat: "Chat", models: "Models", requests: "Requests", keys: "Keys", logs: "Logs", settings: "Settings" };
+/** @type {Record<string, string>} */
+const CHARTS = { tokens_per_s: "Generated tokens/s", prompt_tokens_per_s: "Prompt tokens/s", running: "Running requests", footprint_bytes: "Memory" };
+/** @type {Record<string, string>} */
+const ORDERS = { load: "Load", unload: "Unload", restart: "Restart", pin: "Pin", unpin: "Unpin" };
+/** @type {Record<string, string>} */
+const PULL_STATES = { waiting: "waits for the download before", done: "is here", failed: "failed", cancelled: "was cancelled" };
+/** @type {Record<string, string>} */
+const KEY_VERBS = { rotate: "Rotate", revoke: "Revoke" };
+/** @type {Record<string, string>} */
+const ROLES = { user: "use models", metrics: "read metrics", admin: "administer" };
+/** @type {Record<string, string>} */
+const KEY_FIELDS = { rpm: "Requests a minute", tpm: "Tokens a minute", concurrency: "Requests at once", days: "Days until it expires" };
+/** @type {Record<string, string>} */
+const CHANGES = { added: "Added", removed: "Removed", restarted: "Restarted", changed: "Changed", needs_restart: "Needs a restart of mlxd" };
 const isMac = /Mac|iPhone|iPad/.test(globalThis.navigator?.platform ?? "");
 const command = isMac ? "⌘" : "Ctrl+";
 
@@ -173,4 +187,105 @@ export const t = {
   ownUsage: (/** @type {string} */ key) => `Usage of ${key}`,
   usage: (/** @type {number} */ requests, /** @type {number} */ prompt, /** @type {number} */ completion) =>
     `${plural(requests, "request", "requests")}, ${prompt} prompt tokens, ${completion} generated tokens`,
+  summary: (/** @type {number} */ ready, /** @type {string} */ used, /** @type {string} */ budget, /** @type {string} */ rate) =>
+    [`${ready} ready`, `${used} of ${budget}`, rate && `${rate} tok/s`].filter(Boolean).join(" · "),
+  draining: "mlxd is draining: running requests end, and new ones are refused.",
+  memory: "Memory",
+  memoryUsed: (/** @type {string} */ used, /** @type {string} */ budget) => `${used} of ${budget}`,
+  free: (/** @type {string} */ bytes) => `${bytes} free`,
+  waitFor: (/** @type {string} */ names) => `waiting for memory: ${names}`,
+  charts: "Last ten minutes",
+  chart: (/** @type {string} */ kind) => CHARTS[kind] ?? kind,
+  order: (/** @type {string} */ verb) => ORDERS[verb] ?? verb,
+  interrupt: (/** @type {string} */ verb, /** @type {string} */ name) => `${ORDERS[verb]} ${name}?`,
+  interruptText: (/** @type {number} */ running) => `${plural(running, "request is", "requests are")} running.`,
+  pinned: "pinned",
+  lastFailure: "Last failure",
+  ofBytes: (/** @type {string} */ part, /** @type {string} */ whole) => `${part} of ${whole}`,
+  fact: { memory: "Memory", kv: "KV cache", running: "Running", speed: "Speed", cached: "Cached prompt", context: "Context", restarts: "Restarts" },
+  pulls: "Downloads",
+  pull: "Pull",
+  pullOrdered: (/** @type {string} */ name) => `${name} is being downloaded.`,
+  pullState: (/** @type {string} */ state) => PULL_STATES[state] ?? state,
+  perSecondBytes: (/** @type {string} */ bytes) => `${bytes}/s`,
+  left: (/** @type {string} */ time) => `${time} left`,
+  resume: "Resume",
+  addModel: "Add a model",
+  findPlaceholder: "Words, or ORG/NAME",
+  onlyFitting: "Only those that fit",
+  recommend: "Recommend",
+  lookingAtHub: "Looking at the hub …",
+  offlineList: "The hub was not reached: this is a short list of mlxd's own.",
+  noneFits: (/** @type {number} */ hidden) => `${plural(hidden, "model was", "models were")} found, and none fits this machine.`,
+  moreDoNotFit: (/** @type {number} */ hidden) => `${plural(hidden, "model does", "models do")} not fit this machine.`,
+  contextOf: (/** @type {string} */ context) => `context ${context}`,
+  downloads: (/** @type {string} */ number) => `${number} downloads`,
+  isHere: "on this disk",
+  isComing: "Downloading",
+  onDisk: "On this disk",
+  notConfigured: "(not served)",
+  column: {
+    model: "Model", models: "Models", size: "Size", memory: "Memory", context: "Context", fits: "Fits", request: "Request", key: "Key", state: "State",
+    age: "Age", prompt: "Prompt (cached)", tokens: "Tokens", speed: "Speed", time: "Time", status: "Status", took: "Took", name: "Name", limits: "Limits",
+    expires: "Expires", used: "Last used", rejected: "Rejected", actions: "Actions",
+  },
+  running: "Running",
+  nothingRuns: "No request runs now.",
+  moreRequests: (/** @type {number} */ more) => `and ${more} more`,
+  requestState: (/** @type {string} */ state) => state,
+  cancelOf: (/** @type {string} */ id) => `Cancel ${id}`,
+  captured: "Captured",
+  capturesOff: "Requests are not captured. To keep the newest ones on this disk, with all that was asked and answered, set in mlxd.toml:",
+  capturesHow: "[server] capture = 100",
+  noCaptures: "Nothing was captured yet.",
+  clear: "Clear",
+  clearCaptured: "Delete all captured requests?",
+  clearCapturedText: "What was asked and answered is deleted from this disk.",
+  isCut: "(cut)",
+  headers: (/** @type {number} */ number) => plural(number, "header", "headers"),
+  requestBody: "Request",
+  responseBody: "Response",
+  apiKeys: "API keys",
+  newKeyTitle: "New key",
+  keysOpen: "There has never been a key: every program of this machine may use mlxd. The first key closes it for all that have none.",
+  keysNone: "There is no key: every request without a session is refused.",
+  keyQuestion: (/** @type {string} */ verb, /** @type {string} */ name) => `${KEY_VERBS[verb]} ${name}?`,
+  keyText: (/** @type {string} */ verb) => (verb === "rotate" ? "It gets a new secret. The old one is refused at once." : "Its secret is refused at once, for good."),
+  keyVerb: (/** @type {string} */ verb) => KEY_VERBS[verb] ?? verb,
+  secretTitle: (/** @type {string} */ name) => `Secret of ${name}`,
+  secretText: "This is the only time that it is shown: copy it now.",
+  role: (/** @type {string} */ role) => ROLES[role] ?? role,
+  roleLabel: "May",
+  adminKey: "by mlxctl keys",
+  keyModels: "Models (none chosen: all)",
+  allModels: "all",
+  keyField: (/** @type {string} */ name) => KEY_FIELDS[name] ?? name,
+  rpm: (/** @type {string} */ number) => `${number} requests/min`,
+  tpm: (/** @type {string} */ number) => `${number} tokens/min`,
+  atOnce: (/** @type {string} */ number) => `${number} at once`,
+  none: "none",
+  never: "never",
+  notUsed: "not yet",
+  disabled: "disabled",
+  create: "Create",
+  level: "Level",
+  logLevel: (/** @type {string} */ level) => level,
+  filterText: "Text",
+  follow: "Follow",
+  noLines: "No line passes these filters.",
+  droppedLines: (/** @type {number} */ number) => `${plural(number, "line", "lines")} came too fast to be shown here; the file has them.`,
+  upFor: "Up for",
+  address: "Address",
+  connect: "Connect a client",
+  connectText: "The base URL for OpenAI's clients; Anthropic's leave out /v1.",
+  connectHow: "These print a client's configuration, or write it with --write:",
+  configuration: "Configuration",
+  check: "Check the file",
+  reload: "Reload",
+  reloadText: (/** @type {string} */ names) => `These models restart, and their streams go on: ${names}`,
+  reloaded: "The configuration was reloaded.",
+  inForce: "In force, with every default",
+  line: (/** @type {number} */ line) => `Line ${line}: `,
+  noChanges: "The file is good, and a reload would change nothing.",
+  changeKind: (/** @type {string} */ kind) => CHANGES[kind] ?? kind,
 };
