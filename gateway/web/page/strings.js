@@ -134,7 +134,7 @@ export const t = {
   sendResult: "Send the result",
 
   loading: "Loading the model",
-  loadingPart: (/** @type {string} */ part, /** @type {string} */ loaded, /** @type {string} */ total) => `Loading ${part} (${loaded} of ${total})`,
+  loadingPart: (/** @type {string} */ percent, /** @type {string} */ bytes) => `Loading ${percent} (${bytes})`,
   waitingForMemory: "Waiting for memory: another model makes room",
   waitingForModel: "Waiting for the model",
   waitingForTurn: "Waiting for its turn",
@@ -187,11 +187,10 @@ export const t = {
   ownUsage: (/** @type {string} */ key) => `Usage of ${key}`,
   usage: (/** @type {number} */ requests, /** @type {number} */ prompt, /** @type {number} */ completion) =>
     `${plural(requests, "request", "requests")}, ${prompt} prompt tokens, ${completion} generated tokens`,
-  summary: (/** @type {number} */ ready, /** @type {string} */ used, /** @type {string} */ budget, /** @type {string} */ rate) =>
-    [`${ready} ready`, `${used} of ${budget}`, rate && `${rate} tok/s`].filter(Boolean).join(" · "),
+  summary: (/** @type {number} */ ready, /** @type {string} */ memory, /** @type {string} */ rate) =>
+    [`${ready} ready`, memory, rate && `${rate} tok/s`].filter(Boolean).join(" · "),
   draining: "mlxd is draining: running requests end, and new ones are refused.",
   memory: "Memory",
-  memoryUsed: (/** @type {string} */ used, /** @type {string} */ budget) => `${used} of ${budget}`,
   free: (/** @type {string} */ bytes) => `${bytes} free`,
   waitFor: (/** @type {string} */ names) => `waiting for memory: ${names}`,
   charts: "Last ten minutes",

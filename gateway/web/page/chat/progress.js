@@ -5,7 +5,7 @@ import { isAdmin } from "../server/credentials.js";
 import { sessionJson } from "../server/session.js";
 import { modelNamed, refreshModels } from "../server/models.js";
 import { t } from "../strings.js";
-import { bytes, count, duration, percent } from "../text/format.js";
+import { count, duration, partOf, percent } from "../text/format.js";
 
 /** @typedef {import("./answer.js").Answer} Answer */
 
@@ -28,7 +28,7 @@ function words(model, status, live) {
   const state = status?.state ?? card?.state ?? "";
   const [loaded, total] = [status?.loaded_bytes ?? card?.load?.loaded_bytes ?? 0, status?.total_bytes ?? card?.load?.total_bytes ?? 0];
   if (status?.is_waiting || status?.is_gated) return { text: t.waitingForMemory };
-  if (state === "loading" && total) return { text: t.loadingPart(percent(loaded / total), bytes(loaded), bytes(total)), part: loaded / total };
+  if (state === "loading" && total) return { text: t.loadingPart(percent(loaded / total), partOf(loaded, total)), part: loaded / total };
   if (state === "starting" || state === "loading") return { text: t.loading };
   if (state === "backoff") return { text: t.startsAgain };
   if (state === "stopped" || state === "stopping") return { text: t.waitingForModel };

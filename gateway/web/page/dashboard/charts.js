@@ -14,6 +14,9 @@ import { colour, hue } from "./hues.js";
 const SECONDS = 600;
 const KINDS = /** @type {const} */ (["tokens_per_s", "prompt_tokens_per_s", "running", "footprint_bytes"]);
 const HEIGHT = 120;
+const GIB = 1024 ** 3;
+/** Steps of the axis of bytes. */
+const BYTE_STEPS = Array.from({ length: 14 }, (_, power) => 2 ** (power - 2) * GIB);
 
 /** Numbers by kind and model, and the second of the newest of them. */
 const points = signal({ until: 0, series: /** @type {Record<string, Record<Kind, number[]>>} */ ({}) });
@@ -106,10 +109,10 @@ function options(kind, names, width) {
     legend: { show: false },
     cursor: { show: false },
     padding: [8, 4, 0, 0],
-    scales: { x: { time: true }, y: { range: (/** @type {any} */ _plot, /** @type {number} */ _low, /** @type {number} */ high) => [0, Math.max(high * 1.1, kind === "footprint_bytes" ? 1024 ** 3 : 4)] } },
+    scales: { x: { time: true }, y: { range: (/** @type {any} */ _plot, /** @type {number} */ _low, /** @type {number} */ high) => [0, Math.max(high * 1.1, kind === "footprint_bytes" ? GIB : 4)] } },
     axes: [
       { ...axis, grid: { show: false }, size: 22, space: 90, values: (/** @type {any} */ _plot, /** @type {number[]} */ times) => times.map((time) => new Date(time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })) },
-      { ...axis, size: 52, space: 34, values: (/** @type {any} */ _plot, /** @type {number[]} */ values) => values.map((value) => told(kind, value)) },
+      { ...axis, size: 52, space: 34, ...(kind === "footprint_bytes" ? { incrs: BYTE_STEPS } : {}), values: (/** @type {any} */ _plot, /** @type {number[]} */ values) => values.map((value) => told(kind, value)) },
     ],
     series: [{}, ...names.map((name) => ({ label: name, stroke: colour(hue(name)), width: 1.75, points: { show: false }, fill: faded(colour(hue(name))) }))],
   };

@@ -9,7 +9,7 @@ import { sentence } from "../server/http.js";
 import { models } from "../server/models.js";
 import { order, sessionJson } from "../server/session.js";
 import { t } from "../strings.js";
-import { count, moment } from "../text/format.js";
+import { count, day } from "../text/format.js";
 
 /**
  * @typedef {{name: string, prefix: string, role: string, is_disabled: boolean, models: string[], rpm: number, tpm: number, concurrency: number,
@@ -53,7 +53,7 @@ export function Keys() {
     ${isOpen ? html`<p class="empty">${t.keysOpen}</p>` : null}
     ${keys && !keys.length && !isOpen ? html`<p class="empty">${t.keysNone}</p>` : null}
     ${keys?.length
-      ? html`<div class="table-scroll" tabindex="0" role="group" aria-labelledby="keys-title"><table><thead><tr><th scope="col">${c.name}</th><th scope="col">${c.key}</th><th scope="col">${c.models}</th><th scope="col" class="number">${c.limits}</th>
+      ? html`<div class="table-scroll" tabindex="0" role="group" aria-labelledby="keys-title"><table><thead><tr><th scope="col">${c.name}</th><th scope="col">${c.key}</th><th scope="col">${c.models}</th><th scope="col">${c.limits}</th>
           <th scope="col">${c.expires}</th><th scope="col">${c.used}</th><th scope="col" class="number">${c.tokens}</th><th scope="col" class="number">${c.rejected}</th><th><span class="off-screen">${c.actions}</span></th></tr></thead>
           <tbody>${keys.map((key) => html`<${Row} key=${key.name} apiKey=${key} onChange=${change} />`)}</tbody></table></div>`
       : null}</section>`;
@@ -64,8 +64,8 @@ function Row({ apiKey: key, onChange }) {
   const rejected = Object.values(key.rejections).reduce((sum, number) => sum + number, 0);
   const isExpired = key.expires !== null && key.expires * 1000 < Date.now();
   return html`<tr><th scope="row">${key.name}${key.role === "user" ? null : html` <span class="chip small">${t.role(key.role)}</span>`}</th><td><code>${key.prefix}…</code></td>
-    <td>${key.models.length ? key.models.join(", ") : t.allModels}</td><td class="number">${limits(key)}</td>
-    <td class=${isExpired ? "warn" : ""}>${key.is_disabled ? t.disabled : key.expires === null ? t.never : moment(key.expires)}</td><td>${key.last_used ? moment(key.last_used) : t.notUsed}</td>
+    <td>${key.models.length ? key.models.join(", ") : t.allModels}</td><td>${limits(key)}</td>
+    <td class=${isExpired ? "warn" : ""}>${key.is_disabled ? t.disabled : key.expires === null ? t.never : day(key.expires)}</td><td>${key.last_used ? day(key.last_used) : t.notUsed}</td>
     <td class="number">${count(key.prompt_tokens + key.completion_tokens)}</td><td class="number">${rejected ? html`<span title=${JSON.stringify(key.rejections)}>${count(rejected)}</span>` : "0"}</td>
     <td class="verbs">${key.role === "admin" ? html`<span class="faint">${t.adminKey}</span>` : html`<button type="button" onClick=${() => onChange("rotate", key)}>${t.keyVerb("rotate")}</button>
       <button type="button" onClick=${() => onChange("revoke", key)}>${t.keyVerb("revoke")}</button>`}</td></tr>`;
@@ -83,6 +83,9 @@ function showSecret({ secret, key }) {
     <div class="actions"><button type="button" class="primary" onClick=${closeDialog}>${t.close}</button></div>`;
   showDialog({ title: t.secretTitle(key.name), content });
 }
+
+/** @param {HTMLElement | null} element */
+const focusOnce = (element) => element?.focus();
 
 /** @param {{onDone: () => Promise<unknown>}} props */
 function KeyOrder({ onDone }) {
@@ -111,7 +114,7 @@ function KeyOrder({ onDone }) {
   const numbers = /** @type {const} */ (["rpm", "tpm", "concurrency", "days"]);
   const served = models.value.filter((model) => !model.parent);
   return html`<form class="key-order" onSubmit=${onSubmit}>
-    <label>${t.column.name}<input name="name" required maxlength="64" autocomplete="off" autofocus /></label>
+    <label>${t.column.name}<input name="name" required maxlength="64" autocomplete="off" ref=${focusOnce} /></label>
     <label>${t.roleLabel}<select name="role"><option value="user">${t.role("user")}</option><option value="metrics">${t.role("metrics")}</option></select></label>
     <fieldset><legend>${t.keyModels}</legend>${served.map((model) => html`<label class="check" key=${model.id}><input type="checkbox" name="models" value=${model.id} />${model.id}</label>`)}</fieldset>
     <div class="fields">${numbers.map((name) => html`<label key=${name}>${t.keyField(name)}<input type="number" name=${name} min="1" step="1" placeholder=${t.none} /></label>`)}</div>

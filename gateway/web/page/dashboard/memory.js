@@ -3,7 +3,7 @@
 import { html } from "../vendor/preact.js";
 import { liveModels, memory } from "../server/feed.js";
 import { t } from "../strings.js";
-import { bytes } from "../text/format.js";
+import { bytes, partOf } from "../text/format.js";
 import { hue } from "./hues.js";
 
 export function MemoryBar() {
@@ -15,7 +15,7 @@ export function MemoryBar() {
   const free = Math.max(0, now.budget_bytes - used);
   const told = loaded.map((model) => `${model.name} ${bytes(model.footprint_bytes)}`).concat(t.free(bytes(free))).join(", ");
   return html`<section class="memory" aria-labelledby="memory-title">
-    <h2 id="memory-title">${t.memory}<span class="faint">${t.memoryUsed(bytes(used), bytes(now.budget_bytes))}</span></h2>
+    <h2 id="memory-title">${t.memory}<span class="faint">${partOf(used, now.budget_bytes)}</span></h2>
     <div class="memory-bar" role="img" aria-label=${told}>${loaded.map(
       (model) => html`<span key=${model.name} class=${`part hue-${hue(model.name)}`} style=${{ width: `${(100 * model.footprint_bytes) / whole}%` }} title=${`${model.name}: ${bytes(model.footprint_bytes)}`}></span>`,
     )}</div>

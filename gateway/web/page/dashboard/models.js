@@ -8,7 +8,7 @@ import { liveModels } from "../server/feed.js";
 import { sentence } from "../server/http.js";
 import { order } from "../server/session.js";
 import { t } from "../strings.js";
-import { bytes, count, percent, rate } from "../text/format.js";
+import { bytes, count, partOf, percent, rate } from "../text/format.js";
 import { Charts } from "./charts.js";
 import { Files } from "./files.js";
 import { Finder } from "./finder.js";
@@ -73,14 +73,14 @@ function Loading({ model }) {
   const { loaded_bytes: loaded, total_bytes: total, state } = model;
   if (!total) return html`<p class="faint">${state === "backoff" ? t.startsAgain : t.loading}</p>`;
   return html`<p class="loading"><progress max="1" value=${loaded / total} aria-label=${t.loading}></progress><span>${percent(loaded / total)}</span>
-    <span class="faint">${t.ofBytes(bytes(loaded), bytes(total))}</span></p>`;
+    <span class="faint">${partOf(loaded, total)}</span></p>`;
 }
 
 /** @param {{model: LiveModel}} props */
 function Facts({ model }) {
   const cached = model.prompt_tokens ? percent(model.prompt_tokens_cached / model.prompt_tokens) : "–";
   const facts = [
-    [t.fact.memory, model.share_bytes ? t.ofBytes(bytes(model.footprint_bytes), bytes(model.share_bytes)) : bytes(model.footprint_bytes)],
+    [t.fact.memory, model.share_bytes ? partOf(model.footprint_bytes, model.share_bytes) : bytes(model.footprint_bytes)],
     [t.fact.kv, bytes(model.kv_bytes)],
     [t.fact.running, `${model.running} / ${model.slots}${model.waiting ? ` + ${model.waiting}` : ""}`],
     [t.fact.speed, t.perSecond(rate(model.tokens_per_s ?? 0))],

@@ -7,7 +7,7 @@ import { pulls } from "../server/feed.js";
 import { sentence } from "../server/http.js";
 import { order, sessionJson } from "../server/session.js";
 import { t } from "../strings.js";
-import { bytes, duration, percent } from "../text/format.js";
+import { bytes, duration, partOf, percent } from "../text/format.js";
 
 /** @typedef {import("../server/feed.js").Pull} Pull */
 
@@ -42,7 +42,7 @@ function Row({ pull: now }) {
   const part = now.total_bytes ? now.downloaded_bytes / now.total_bytes : 0;
   const isOpen = now.state === "running" || now.state === "waiting";
   const rate = now.bytes_per_s ? t.perSecondBytes(bytes(now.bytes_per_s)) : "";
-  const numbers = [percent(part), t.ofBytes(bytes(now.downloaded_bytes), bytes(now.total_bytes)), rate, now.left_s === null ? "" : t.left(duration(now.left_s))];
+  const numbers = [percent(part), partOf(now.downloaded_bytes, now.total_bytes), rate, now.left_s === null ? "" : t.left(duration(now.left_s))];
   return html`<li class="pull"><strong>${now.repository}</strong>
     ${now.state === "running" ? html`<progress max="1" value=${part} aria-label=${now.repository}></progress><span class="numbers">${numbers.filter(Boolean).join(" · ")}</span>` : null}
     ${now.state === "running" ? null : html`<span class=${now.state === "failed" ? "bad" : "faint"}>${[t.pullState(now.state), now.message].filter(Boolean).join(": ")}</span>`}

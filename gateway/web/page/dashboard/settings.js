@@ -45,10 +45,10 @@ export function Settings() {
     });
   const now = about.value;
   return html`
-    ${now ? html`<section><h2>mlxd ${now.version}</h2><dl class="facts"><div><dt>${t.upFor}</dt><dd>${duration(now.uptime_s)}</dd></div><div><dt>${t.address}</dt><dd>${now.url}</dd></div></dl></section>` : null}
+    ${now ? html`<section><h2>mlxd ${now.version}</h2><dl class="facts wide-facts"><div><dt>${t.upFor}</dt><dd>${duration(now.uptime_s)}</dd></div><div><dt>${t.address}</dt><dd>${now.url}</dd></div></dl></section>` : null}
     <section aria-labelledby="clients-title"><h2 id="clients-title">${t.connect}</h2><p class="faint">${t.connectText}</p>
       <div class="secret"><code>${apiAddress()}</code><${CopyButton} text=${apiAddress} /></div>
-      <p class="faint">${t.connectHow}</p><ul class="rows">${CLIENTS.map((name) => html`<li key=${name}><code class="grow">mlxctl connect ${name}</code><${CopyButton} text=${() => `mlxctl connect ${name}`} /></li>`)}</ul></section>
+      <p class="faint">${t.connectHow}</p><ul class="commands">${CLIENTS.map((name) => html`<li key=${name}><code>mlxctl connect ${name}</code><${CopyButton} text=${() => `mlxctl connect ${name}`} /></li>`)}</ul></section>
     <section aria-labelledby="config-title"><h2 id="config-title">${t.configuration}<span class="actions"><button type="button" disabled=${isBusy} onClick=${check}>${t.check}</button>
       <button type="button" disabled=${isBusy || checked?.ok === false} onClick=${reload}>${t.reload}</button></span></h2>
       ${config ? html`<p class="faint"><code>${config.file}</code></p>` : null}

@@ -4,7 +4,7 @@ import { batch, computed, effect, signal } from "../vendor/preact.js";
 import { route } from "../route.js";
 import { summary } from "../summary.js";
 import { t } from "../strings.js";
-import { bytes, rate } from "../text/format.js";
+import { partOf, rate } from "../text/format.js";
 import { isAdmin, sessionAuthorization } from "./credentials.js";
 import { readEvents } from "./events.js";
 import { Failure, request } from "./http.js";
@@ -178,7 +178,7 @@ effect(() => {
   }
   const ready = liveModels.value.filter((model) => model.state === "ready").length;
   const perSecond = liveModels.value.reduce((sum, model) => sum + (model.tokens_per_s ?? 0), 0);
-  summary.value = t.summary(ready, bytes(now.footprint_bytes), bytes(now.budget_bytes), perSecond ? rate(perSecond) : "");
+  summary.value = t.summary(ready, partOf(now.footprint_bytes, now.budget_bytes), perSecond ? rate(perSecond) : "");
 });
 
 document.addEventListener("visibilitychange", () => (isVisible.value = document.visibilityState === "visible"));

@@ -13,6 +13,13 @@ export function bytes(bytes) {
   return bytes >= 1024 ? `${Math.round(bytes / 1024)} KiB` : `${bytes} B`;
 }
 
+/** A part of a whole, with the unit once where both have the same. @param {number} part @param {number} whole */
+export function partOf(part, whole) {
+  const [first, second] = [bytes(part), bytes(whole)];
+  const unit = second.slice(second.indexOf(" "));
+  return t.ofBytes(first.endsWith(unit) ? first.slice(0, -unit.length) : first, second);
+}
+
 /** @param {number} count */
 export function count(count) {
   // Contexts are powers of two, and known by them.
@@ -49,3 +56,5 @@ export function period(at, now) {
 
 /** @param {number} seconds */
 export const moment = (seconds) => new Date(seconds * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });
+/** @param {number} seconds */
+export const day = (seconds) => new Date(seconds * 1000).toLocaleDateString(undefined, { dateStyle: "medium" });
