@@ -1,4 +1,4 @@
-# make setup | serve | test | test-clients | test-systemd | fuzz | soak | lint | bench.  Needs Python 3.11+; uses uv when it is installed, venv + pip otherwise.
+# make setup | serve | test | test-clients | test-web | test-systemd | fuzz | soak | lint | bench.  Needs Python 3.11+; uses uv when it is installed, venv + pip otherwise.
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PYTHON ?= python3
@@ -15,17 +15,18 @@ SAMPLES := tests/worker/parsers tests/worker/structured tests/worker/text tests/
 STORMS := tests/worker/test_verify.py tests/integration/test_prefix_http.py tests/integration/test_resume.py tests/integration/test_broker_models.py tests/integration/test_versions.py tests/worker/cache tests/worker/engine tests/demo_model tests/integration/test_demo_model.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-clients test-systemd fuzz soak lint bench openblas clean
+.PHONY: help setup serve test test-clients test-web test-systemd fuzz soak lint bench openblas clean
 
 help:
 	@echo "make setup   create $(VENV) with everything mlxd needs"
 	@echo "make serve   set up if needed, then serve on http://127.0.0.1:8484  (ARGS='--port 9000')"
 	@echo "make test    set up if needed, then run every test                  (ARGS='tests/worker -k stop', JOBS=4)"
 	@echo "make test-clients   drive mlxd with agents and libraries from npm and PyPI (installs them into .cache/clients)"
+	@echo "make test-web   drive the page in Chromium by Playwright (apt-get install --no-install-recommends chromium; Playwright goes into .cache/web)"
 	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
 	@echo "make fuzz    what make test samples, whole; then ten minutes of made-up requests (FUZZ_S=600)"
 	@echo "make soak    the storms of make test in full; then every architecture of mlx-lm, alone against batched, cached and resumed  (ARGS='mamba llama4', --write)"
-	@echo "make lint    ruff and pyright"
+	@echo "make lint    ruff, pyright, and tsc for the page where there is npm"
 	@echo "make bench   mlxd beside a bare batch loop and mlx_lm.server, as ratios"
 
 setup: $(STAMP)
@@ -44,6 +45,16 @@ test: $(STAMP)
 test-clients: $(STAMP)
 	@$(PY) -P -m pytest tests/clients $(ARGS)
 
+# Chromium is Debian's: apt-get update && apt-get install --no-install-recommends chromium. Its driver is kept out of .venv.
+PLAYWRIGHT := playwright==1.65.2
+DRIVER := .cache/web/$(PLAYWRIGHT)
+
+$(DRIVER): $(STAMP)
+	@$(PY) -m pip --version >/dev/null 2>&1 && $(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target $@ "$(PLAYWRIGHT)" || uv pip install --quiet --target $@ "$(PLAYWRIGHT)"
+
+test-web: $(STAMP) $(DRIVER)
+	@PYTHONPATH=$(DRIVER) $(PY) -P -m pytest -rs $(or $(ARGS),tests/browser)
+
 test-systemd: $(STAMP)
 	@MLXD_TEST_SYSTEMD=1 $(PY) -P -m pytest tests/deploy/test_systemd.py -rs $(ARGS)
 
@@ -61,6 +72,7 @@ lint: $(STAMP)
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/pyright
+	@deploy/web/check.sh
 
 bench: $(STAMP) openblas
 	@$(PY) -m benchmarks.compare $(ARGS)
