@@ -12,6 +12,7 @@ from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
 from gateway.ctl.chat import MaxTokens, System, Temperature
 from gateway.ctl.complete import Model
+from gateway.ctl.connect import verb as connecting
 from gateway.ctl.doctor import verb as inspect
 from gateway.ctl.hub import run, search
 from gateway.ctl.printing import Json, console, print_json, tell
@@ -66,6 +67,7 @@ def status(json: Json = False) -> None:
 
 app.command("logs")(logs.logs)
 app.command("cancel")(requests.cancel)
+app.command("connect")(connecting.connect)
 app.command("doctor")(inspect.doctor)
 app.command("bench")(bench.bench)
 app.command("drain")(drain.drain)

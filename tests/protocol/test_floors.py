@@ -25,6 +25,7 @@ GATEWAY: Final = {
     "supervisor": "link",
     "model_files": "failed",
     "home": "failed",
+    "connect": "failed",
     "telemetry": "errors supervisor",
     "config": "errors failed model_files",
     "install": "failed home",
@@ -48,7 +49,7 @@ GATEWAY: Final = {
     "app": "link telemetry config pool services reload admin api.openai api.anthropic api.responses middleware api web",
     "daemon": "link errors supervisor telemetry config keep_awake access pool http reload app",
     "main": "supervisor home telemetry config access http daemon",
-    "ctl": "errors failed admin_types model_files telemetry config install access memory main",
+    "ctl": "errors failed admin_types model_files connect telemetry config install access memory main",
 }
 WORKER: Final = {
     "text": "",

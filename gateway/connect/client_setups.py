@@ -1,0 +1,187 @@
+"""Settings of each client for this mlxd, as docs/clients.md has them and `make test-clients` runs them."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from msgspec import Struct
+
+from gateway.connect.config_edit import Edit, Form
+from gateway.failed import Failed
+
+# Of a model whose context is not known yet: agents need as much.
+CONTEXT: Final = 32768
+# Any text does while mlxd has no keys.
+NO_KEY: Final = "x"
+_ANSWER_MAX: Final = 8192
+
+
+class Endpoint(Struct, frozen=True):
+    """Address of mlxd, a model of it and a key; an empty key where it has none."""
+
+    url: str
+    model: str
+    context: int = CONTEXT
+    key: str = ""
+
+    @property
+    def openai(self) -> str:
+        return f"{self.url}/v1"
+
+    @property
+    def some_key(self) -> str:
+        return self.key or NO_KEY
+
+    @property
+    def answer(self) -> int:
+        """Most tokens of an answer; the rest of the context is the prompt's."""
+        return min(_ANSWER_MAX, self.context // 4)
+
+
+class Setup(Struct, frozen=True):
+    """Settings of one client: changes of its files, and the command that starts it with them."""
+
+    client: str
+    edits: tuple[Edit, ...]
+    command: str
+    note: str = ""
+
+
+def setup(client: str, endpoint: Endpoint) -> Setup:
+    """The settings of a client by its name. Raises `Failed` for one that is not known."""
+    try:
+        make = CLIENTS[client]
+    except KeyError:
+        raise Failed(f"unknown client {client!r}; known are {', '.join(CLIENTS)}. docs/clients.md has more") from None
+    return make(endpoint)
+
+
+def _claude(to: Endpoint) -> Setup:
+    env = {
+        "ANTHROPIC_BASE_URL": to.url,
+        "ANTHROPIC_AUTH_TOKEN": to.some_key,
+        "ANTHROPIC_MODEL": to.model,
+        "ANTHROPIC_SMALL_FAST_MODEL": to.model,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    return Setup("claude", (Edit("~/.claude/settings.json", Form.JSON, {"env": env}),), "claude")
+
+
+def _codex(to: Endpoint) -> Setup:
+    provider = {
+        "name": "mlxd",
+        "base_url": to.openai,
+        "wire_api": "responses",
+        "stream_idle_timeout_ms": 600000,
+    } | ({"env_key": "MLXD_KEY"} if to.key else {})
+    content = {
+        "model": to.model,
+        "model_provider": "mlxd",
+        "web_search": "disabled",
+        "model_providers": {"mlxd": provider},
+    }
+    folder = os.environ.get("CODEX_HOME") or "~/.codex"
+    return Setup(
+        "codex",
+        (Edit(f"{folder}/config.toml", Form.TOML, content),),
+        "MLXD_KEY=… codex" if to.key else "codex",
+        "Codex reads the key from the variable MLXD_KEY." if to.key else "",
+    )
+
+
+def _opencode(to: Endpoint) -> Setup:
+    model = {
+        "tool_call": True,
+        "reasoning": True,
+        "limit": {"context": to.context, "output": to.answer},
+    }
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": to.openai, "apiKey": to.some_key},
+        "models": {to.model: model},
+    }
+    content = {"model": f"mlxd/{to.model}", "small_model": f"mlxd/{to.model}", "provider": {"mlxd": provider}}
+    folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Setup("opencode", (Edit(f"{folder}/opencode/opencode.json", Form.JSON, content),), "opencode")
+
+
+def _aider(to: Endpoint) -> Setup:
+    content = {
+        "model": f"openai/{to.model}",
+        "weak-model": f"openai/{to.model}",
+        "openai-api-base": to.openai,
+        "openai-api-key": to.some_key,
+    }
+    return Setup("aider", (Edit("~/.aider.conf.yml", Form.YAML, content),), "aider")
+
+
+def _pi(to: Endpoint) -> Setup:
+    model = {
+        "id": to.model,
+        "name": to.model,
+        "reasoning": True,
+        "input": ["text"],
+        "contextWindow": to.context,
+        "maxTokens": to.answer,
+    }
+    provider = {"baseUrl": to.openai, "api": "openai-completions", "apiKey": to.some_key, "models": [model]}
+    edit = Edit("~/.pi/agent/models.json", Form.JSON, {"providers": {"mlxd": provider}}, item_key="id")
+    return Setup("pi", (edit,), f"pi --provider mlxd --model {to.model}")
+
+
+def _continue(to: Endpoint) -> Setup:
+    model = {
+        "name": "mlxd",
+        "provider": "openai",
+        "model": to.model,
+        "apiBase": to.openai,
+        "apiKey": to.some_key,
+        "roles": ["chat", "edit", "apply"],
+        "capabilities": ["tool_use"],
+    }
+    path = "~/.continue/config.yaml"
+    defaults = {"name": "local", "version": "1.0.0", "schema": "v1"}
+    edit = Edit(path, Form.YAML, {"models": [model]}, defaults=defaults, item_key="name")
+    return Setup("continue", (edit,), f"cn --config {path}", "The extension reads the same file.")
+
+
+def _qwen(to: Endpoint) -> Setup:
+    variables = {"OPENAI_BASE_URL": to.openai, "OPENAI_API_KEY": to.some_key, "OPENAI_MODEL": to.model}
+    return Setup("qwen", (Edit("~/.qwen/.env", Form.ENV, variables),), "qwen --auth-type openai")
+
+
+def _llm(to: Endpoint) -> Setup:
+    model = {
+        "model_id": "mlxd",
+        "model_name": to.model,
+        "api_base": to.openai,
+        "api_key_name": "mlxd",
+        "supports_tools": True,
+        "supports_schema": True,
+    }
+    own = "~/Library/Application Support" if sys.platform == "darwin" else "~/.config"
+    folder = os.environ.get("LLM_USER_PATH") or f"{own}/io.datasette.llm"
+    edits = (
+        Edit(f"{folder}/extra-openai-models.yaml", Form.YAML, [model], item_key="model_id"),
+        Edit(f"{folder}/keys.json", Form.JSON, {"mlxd": to.some_key}),
+    )
+    return Setup("llm", edits, "llm -m mlxd")
+
+
+CLIENTS: Final[Mapping[str, Callable[[Endpoint], Setup]]] = {
+    "claude": _claude,
+    "codex": _codex,
+    "opencode": _opencode,
+    "aider": _aider,
+    "pi": _pi,
+    "continue": _continue,
+    "qwen": _qwen,
+    "llm": _llm,
+}
+
+
+def as_data(setup: Setup) -> dict[str, Any]:
+    """For JSON: each file with the text that is merged into it."""
+    files = [{"path": edit.path, "form": edit.form, "text": edit.fragment()} for edit in setup.edits]
+    return {"client": setup.client, "files": files, "command": setup.command, "note": setup.note}

@@ -1,0 +1,183 @@
+"""Merge of settings into a configuration file: other content stays, and comments where the format has them."""
+
+import io
+import json
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Final
+
+import tomlkit
+from msgspec import Struct
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from tomlkit.exceptions import TOMLKitError
+
+# Of YAML: a value is never broken over lines.
+_WIDTH: Final = 4096
+_INDENT: Final = 2
+
+
+class Form(StrEnum):
+    """Formats of configuration files; `ENV` is lines of NAME=value."""
+
+    JSON = "json"
+    TOML = "toml"
+    YAML = "yaml"
+    ENV = "env"
+
+
+class NotEditable(Exception):
+    """A file has another form than its name says; the reason, for its owner."""
+
+
+class Edit(Struct, frozen=True):
+    """Change of one file. Mappings are merged into those that it has, at any depth; other values replace its own.
+
+    Items of a list replace those of equal `item_key`, or are appended. `defaults` are set where it has no such key.
+    """
+
+    path: str
+    form: Form
+    content: dict[str, Any] | list[dict[str, Any]]
+    defaults: dict[str, Any] = {}
+    item_key: str = ""
+
+    def fragment(self) -> str:
+        """The text of a file that has nothing else."""
+        return self.merged("")
+
+    def merged(self, text: str) -> str:
+        """The text of the file after the change; `text` itself where nothing is to change. Raises `NotEditable`."""
+        match self.form:
+            case Form.JSON:
+                return self._json(text)
+            case Form.TOML:
+                return self._toml(text)
+            case Form.YAML:
+                return self._yaml(text)
+            case Form.ENV:
+                return self._env(text)
+
+    def _json(self, text: str) -> str:
+        try:
+            data: Any = json.loads(text) if text.strip() else self._empty()
+        except ValueError as error:
+            raise NotEditable(f"it is no plain JSON ({error}); comments would be lost") from None
+        return self._changed(data, text, lambda: json.dumps(data, indent=_indent(text), ensure_ascii=False) + "\n")
+
+    def _toml(self, text: str) -> str:
+        try:
+            document = tomlkit.parse(text)
+        except TOMLKitError as error:
+            raise NotEditable(f"it is no valid TOML ({error})") from None
+        return self._changed(document, text, lambda: tomlkit.dumps(document))
+
+    def _yaml(self, text: str) -> str:
+        yaml = YAML()
+        yaml.preserve_quotes = True
+        yaml.width = _WIDTH
+        step, offset = _yaml_indents(text)
+        if offset is None:
+            offset = 0 if isinstance(self.content, list) else _INDENT
+        yaml.indent(mapping=step, sequence=offset + _INDENT, offset=offset)
+        try:
+            data = yaml.load(text)
+        except YAMLError as error:
+            raise NotEditable(f"it is no valid YAML ({str(error).splitlines()[0]})") from None
+        data = self._empty() if data is None else data
+
+        def dump() -> str:
+            out = io.StringIO()
+            yaml.dump(data, out)
+            return out.getvalue()
+
+        return self._changed(data, text, dump)
+
+    def _env(self, text: str) -> str:
+        assert isinstance(self.content, dict)
+        lines = text.splitlines()
+        for name, value in self.content.items():
+            wanted = f"{name}={value}"
+            places = [at for at, line in enumerate(lines) if re.match(rf"\s*(?:export\s+)?{re.escape(name)}\s*=", line)]
+            if not places:
+                lines.append(wanted)
+            for at in places:
+                lines[at] = wanted
+        return "".join(f"{line}\n" for line in lines)
+
+    def _empty(self) -> Any:
+        return [] if isinstance(self.content, list) else {}
+
+    def _changed(self, data: Any, text: str, dump: Any) -> str:
+        """Merge into `data`, and dump it where that has changed something. Raises `NotEditable`."""
+        if isinstance(data, list) != isinstance(self.content, list):
+            raise NotEditable("it holds something else at its top")
+        is_changed = False
+        if not isinstance(self.content, list):
+            for name, value in self.defaults.items():
+                if name not in data:
+                    data[name] = value
+                    is_changed = True
+        is_changed |= _merge(data, self.content, self.item_key)
+        return dump() if is_changed else text
+
+
+def _merge(data: Any, content: Any, item_key: str) -> bool:
+    """Merge `content` into `data` in place. Returns whether anything has changed."""
+    if isinstance(content, list):
+        changes = [_put(data, item, item_key) for item in content]
+    else:
+        changes = [_set(data, name, value, item_key) for name, value in content.items()]
+    return any(changes)
+
+
+def _set(data: Any, name: str, value: Any, item_key: str) -> bool:
+    old = data.get(name)
+    is_like = (isinstance(value, dict) and isinstance(old, Mapping)) or (
+        _is_items(value, item_key) and isinstance(old, list)
+    )
+    if is_like:
+        return _merge(old, value, item_key)
+    if old == value:
+        return False
+    data[name] = value
+    return True
+
+
+def _put(data: Any, item: dict[str, Any], item_key: str) -> bool:
+    """An item of a list in the place of one with its key, or at the end."""
+    for own in data:
+        if isinstance(own, Mapping) and own.get(item_key) == item[item_key]:  # type: ignore[reportUnknownMemberType]
+            return _merge(own, item, item_key)
+    data.append(item)
+    return True
+
+
+def _is_items(value: Any, item_key: str) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) and item_key in item for item in value)  # type: ignore[reportUnknownVariableType]
+
+
+def _indent(text: str) -> int | str:
+    """The indentation of a JSON file, so that only what changes does."""
+    first = re.search(r"\n([ \t]+)\S", text)
+    return first[1] if first else _INDENT
+
+
+def _yaml_indents(text: str) -> tuple[int, int | None]:
+    """The steps of a YAML file from a key to its keys and to the dashes of its list; None without a list."""
+    step = offset = None
+    last = 0
+    for line in text.splitlines():
+        content = line.lstrip(" ")
+        if not content or content.startswith("#"):
+            continue
+        depth = len(line) - len(content)
+        if content.startswith("- "):
+            offset = depth - last if offset is None and depth >= last else offset
+            # The keys of an item stand behind its dash.
+            depth += _INDENT
+        elif depth > last and step is None:
+            step = depth - last
+        last = depth
+    return step or _INDENT, offset

@@ -1,0 +1,3 @@
+"""`mlxctl connect`: clients configured for this mlxd."""
+
+__all__ = ["verb"]

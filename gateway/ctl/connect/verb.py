@@ -1,0 +1,154 @@
+"""`mlxctl connect`: prints the configuration of a client for this mlxd, or writes it."""
+
+import os
+from typing import TYPE_CHECKING, Annotated, Final, Protocol
+
+import typer
+
+from gateway.config.settings import Config, default_home, keys_path
+from gateway.ctl.complete import complete_models
+from gateway.ctl.offline import daemon, readable_config
+from gateway.ctl.printing import Json, print_json
+from gateway.failed import Failed
+
+if TYPE_CHECKING:
+    from gateway.connect.client_setups import Endpoint, Setup
+
+KEY_VARIABLE: Final = "MLXD_KEY"
+_DEMO: Final = "demo"
+
+
+class _Model(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+    @property
+    def context(self) -> int: ...
+
+
+def complete_clients(incomplete: str) -> list[str]:
+    """Names of clients."""
+    from gateway.connect.client_setups import CLIENTS
+
+    return [name for name in CLIENTS if name.startswith(incomplete)]
+
+
+def connect(
+    client: Annotated[
+        str,
+        typer.Argument(
+            help="claude, codex, opencode, aider, pi, continue, qwen or llm.",
+            autocompletion=complete_clients,
+            show_default=False,
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model for the client; by default the one with the alias `default`, or the first.",
+            autocompletion=complete_models,
+            show_default=False,
+        ),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Address of mlxd, if the client runs on another machine.")] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write it into the client's files; what they were is kept beside them.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Print the configuration of a client for this mlxd, or write it. Other settings in its files stay.
+
+    Where mlxd has API keys, the client's is taken from the variable MLXD_KEY.
+
+    Example: mlxctl connect codex --write
+    """
+    from gateway.connect.client_setups import as_data, setup
+
+    wanted = setup(client, _endpoint(model, url))
+    if write:
+        _write(wanted, json)
+    elif json:
+        print_json(as_data(wanted))
+    else:
+        for edit in wanted.edits:
+            typer.echo(f"{edit.path}:\n\n{edit.fragment()}")
+        _tell_command(wanted)
+
+
+def _write(setup: "Setup", json: bool) -> None:
+    from gateway.connect.config_write import write
+
+    done = [write(edit) for edit in setup.edits]
+    if json:
+        print_json({"client": setup.client, "files": done, "command": setup.command, "note": setup.note})
+        return
+    for file in done:
+        kept = f"; before: {file.backup}" if file.backup else ""
+        typer.echo(f"{file.path} has it already" if file.is_unchanged else f"{file.path} is written{kept}")
+    _tell_command(setup)
+
+
+def _tell_command(setup: "Setup") -> None:
+    typer.echo(f"Start it: {setup.command}")
+    if setup.note:
+        typer.echo(setup.note)
+
+
+def _endpoint(model: str | None, url: str | None) -> "Endpoint":
+    """Of the daemon, or of the one that the configuration describes. Raises `Failed`."""
+    from gateway.connect.client_setups import CONTEXT, Endpoint
+
+    status, config = daemon(), readable_config()
+    models: list[_Model] = []
+    if status is not None:
+        models = list(status.models)
+    elif config is not None:
+        models = list(config.models.values())
+    chosen = _chosen(models, model)
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    # With the file, even an empty one, keys are required.
+    if not key and keys_path(default_home()).exists():
+        raise Failed(
+            f"mlxd has API keys: put one of this client into {KEY_VARIABLE}, such as "
+            f"export {KEY_VARIABLE}=$(mlxctl keys create NAME)"
+        )
+    address = url or (status.url if status is not None else _address(config))
+    return Endpoint(address.rstrip("/").removesuffix("/v1"), chosen.name, _context(chosen) or CONTEXT, key)
+
+
+def _chosen(models: list[_Model], wanted: str | None) -> _Model:
+    """Raises `Failed`."""
+    if wanted is not None:
+        for model in models:
+            if wanted in (model.name, *model.aliases):
+                return model
+        names = ", ".join(model.name for model in models)
+        raise Failed(f"there is no model {wanted!r}; models here: {names or 'none'}")
+    if not models:
+        raise Failed("no model is configured or downloaded: mlxctl recommend lists some that fit")
+    by_alias = (model for model in models if "default" in model.aliases)
+    real = (model for model in models if model.name != _DEMO)
+    return next(by_alias, None) or next(real, models[0])
+
+
+def _context(model: _Model) -> int:
+    """As loaded or configured, or as its files say; 0 where that is not known."""
+    from gateway.ctl.offline import available_bytes
+    from gateway.model_files.metadata import Unreadable, find, inspect
+
+    if model.context:
+        return model.context
+    try:
+        return inspect(find(model.path), "auto", 0, available_bytes()).context or 0
+    except Unreadable:
+        return 0
+
+
+def _address(config: Config | None) -> str:
+    from gateway.config.settings import ServerConfig
+
+    server = config.server if config is not None else ServerConfig()
+    return f"http://127.0.0.1:{server.port}"

@@ -1,0 +1,101 @@
+import json
+import stat
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.support.ctl import ctl
+
+CONFIG = """
+[server]
+port = 9123
+[models.small]
+path = "org/small"
+context = 4096
+[models.coder]
+path = "org/coder"
+context = 65536
+aliases = ["default", "gpt-*"]
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of mlxd without a daemon, and beside it the user's, which is empty."""
+    home = tmp_path / "mlxd"
+    home.mkdir()
+    (home / "mlxd.toml").write_text(CONFIG)
+    for name in ("CODEX_HOME", "XDG_CONFIG_HOME", "LLM_USER_PATH", "MLXD_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return home
+
+
+def test_what_is_printed_is_what_would_be_written(home: Path, tmp_path: Path) -> None:
+    printed = ctl(home, "connect", "codex")
+    assert printed.returncode == 0, printed.stderr
+    place, _, rest = printed.stdout.partition(":\n\n")
+    text, _, command = rest.rpartition("Start it: ")
+    assert not (tmp_path / ".codex").exists()
+    written = ctl(home, "connect", "codex", "--write")
+
+    file = tmp_path / ".codex" / "config.toml"
+    assert (place, command) == ("~/.codex/config.toml", "codex\n")
+    assert file.read_text().strip() == text.strip()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert written.stdout == f"{file} is written\nStart it: codex\n"
+    settings = tomllib.loads(text)
+    assert (settings["model"], settings["model_providers"]["mlxd"]["base_url"]) == ("coder", "http://127.0.0.1:9123/v1")
+
+
+def test_what_a_file_was_is_kept_and_a_second_write_does_nothing(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / ".claude" / "settings.json"
+    file.parent.mkdir()
+    # A link into a folder of dot files stays a link.
+    real = tmp_path / "dotfiles.json"
+    real.write_text('{"theme": "dark"}')
+    real.chmod(0o640)
+    file.symlink_to(real)
+    first = ctl(home, "connect", "claude", "--write", "--model", "small", "--json")
+    second = ctl(home, "connect", "claude", "--write", "--model", "small", "--json")
+
+    [done] = json.loads(first.stdout)["files"]
+    assert Path(done["backup"]).read_text() == '{"theme": "dark"}'
+    assert file.is_symlink()
+    assert stat.S_IMODE(real.stat().st_mode) == 0o640
+    settings = json.loads(real.read_text())
+    assert settings["theme"] == "dark"
+    assert settings["env"]["ANTHROPIC_MODEL"] == "small"
+    assert json.loads(second.stdout)["files"] == [{"path": str(real), "backup": "", "is_unchanged": True}]
+    assert len(list(tmp_path.glob("dotfiles.json*"))) == 2
+
+
+def test_a_file_that_cannot_be_kept_whole_is_not_written(home: Path, tmp_path: Path) -> None:
+    file = tmp_path / ".config" / "opencode" / "opencode.json"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"theme": "x", // mine\n}')
+    done = ctl(home, "connect", "opencode", "--write")
+
+    assert done.returncode == 1
+    assert "was not changed: it is no plain JSON" in done.stderr
+    assert file.read_text() == '{"theme": "x", // mine\n}'
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_with_keys_the_clients_key_is_wanted_and_comes_from_a_variable(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = ctl(home, "keys", "create", "pi").stdout.strip()
+    without = ctl(home, "connect", "pi")
+    monkeypatch.setenv("MLXD_KEY", key)
+    given = json.loads(ctl(home, "connect", "pi", "--json").stdout)
+
+    assert without.returncode == 1
+    assert "put one of this client into MLXD_KEY" in without.stderr
+    assert json.loads(given["files"][0]["text"])["providers"]["mlxd"]["apiKey"] == key
+
+
+def test_an_unknown_client_or_model_is_told_which_are_known(home: Path) -> None:
+    assert "known are claude, codex," in ctl(home, "connect", "emacs").stderr
+    assert "models here: small, coder" in ctl(home, "connect", "pi", "--model", "x").stderr
