@@ -124,6 +124,7 @@ class Daemon:
                 _settle_garbage_collector()
                 count = len(self._app.services.config.models)
                 log.info("mlxd serves %d model%s on %s", count, "" if count == 1 else "s", self.url)
+                self._greet()
                 while (signum := await self._signals.get()) is signal.SIGHUP and _has_terminal() is had_terminal:
                     await self._reload()
                 await (self._hand_over() if signum is signal.SIGUSR2 else self._drain(signum))
@@ -132,6 +133,13 @@ class Daemon:
         finally:
             self._app.close()
             self._app.services.config.admin_socket.unlink(missing_ok=True)
+
+    def _greet(self) -> None:
+        """The link of the page, for a person at a terminal. Not by the log, whose files would keep its code."""
+        backend = self._app.backend
+        if sys.stderr.isatty() and backend is not None and self._app.services.config.ui.admin != "off":
+            link = f"{self.url}/ui/#code={backend.gate.sessions.make_code()}"
+            print(f"Open the page within a minute, or later with 'mlxctl ui':\n  {link}", file=sys.stderr, flush=True)
 
     def _wakefulness(self) -> Iterator[Coroutine[None, None, None]]:
         if CAN_HOLD_AWAKE:

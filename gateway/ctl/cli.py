@@ -15,6 +15,7 @@ from gateway.ctl.complete import Model
 from gateway.ctl.connect import verb as connecting
 from gateway.ctl.doctor import verb as inspect
 from gateway.ctl.hub import run, search
+from gateway.ctl.page import ui
 from gateway.ctl.printing import Json, console, print_json, tell
 
 app = typer.Typer(
@@ -78,6 +79,7 @@ app.command("rm")(rm.rm)
 app.command("run")(run.run)
 app.command("search")(search.search)
 app.command("top")(top.top)
+app.command("ui")(ui.ui)
 app.command("usage")(usage.usage)
 app.command("models")(models.models)
 app.command("ps")(models.ps)

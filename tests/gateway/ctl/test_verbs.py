@@ -16,7 +16,7 @@ from tests.support.scale import patient
 VERBS = [
     "serve", "status", "top", "models", "ps", "load", "unload", "restart", "pin", "unpin", "pull", "rm", "info", "chat",
     "requests", "cancel", "logs", "cache", "keys", "config", "drain", "doctor", "verify", "bench", "parse", "service",
-    "version",
+    "ui", "version",
 ]  # fmt: skip
 NESTED = [
     "cache stats", "cache clear", "config check", "config show", "config reload", "config schema", "keys create",

@@ -1,0 +1,3 @@
+"""`mlxctl ui`: the page in a browser."""
+
+__all__ = ["ui"]
