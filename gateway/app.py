@@ -68,6 +68,10 @@ class App:
             self._store.limit(server.response_store_bytes, server.response_store_age_s)
         return self.services.pool.apply(config)
 
+    async def finish(self, timeout_s: float) -> None:
+        """End what outlives its request. Before `close`, once the pool has ended."""
+        await self.services.tasks.finish(timeout_s)
+
     def close(self) -> None:
         """Finish writing what is kept. The last call."""
         if self._store is not None:

@@ -128,6 +128,7 @@ class Daemon:
                 while (signum := await self._signals.get()) is signal.SIGHUP and _has_terminal() is had_terminal:
                     await self._reload()
                 await (self._hand_over() if signum is signal.SIGUSR2 else self._drain(signum))
+                await self._app.finish(FLUSH_S)
                 for chore in chores:
                     chore.cancel()
         finally:

@@ -23,6 +23,7 @@ from gateway.request.in_flight import Requests
 from gateway.request.record import Record
 from gateway.request.routing import Live
 from gateway.request.runtime import Runtime
+from gateway.task_set import TaskSet
 from gateway.telemetry.metrics import Metrics
 
 
@@ -50,6 +51,7 @@ class Services(Runtime):
     usage: UsageFile
     tracer: Tracer | None
     tls: Tls | None
+    tasks: TaskSet
 
     @classmethod
     def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics, tracer: Tracer | None = None) -> "Services":
@@ -88,6 +90,7 @@ class Services(Runtime):
             ledger=ledger,
             tracer=tracer,
             tls=Tls(config.server.tls, metrics) if config.server.tls.certificate else None,
+            tasks=TaskSet(metrics.unhandled_error),
         )
 
     def close(self) -> None:

@@ -36,6 +36,10 @@ _RESPONSE_ID: Final = Parameter("id", "path", {"type": "string", "minLength": 1}
 _MODEL_ID: Final = Parameter(
     "id", "path", {"type": "string", "minLength": 1}, "A model's name or alias; it may contain slashes."
 )
+_EVENTS_AFTER: Final = (
+    Parameter("stream", "query", {"enum": ["true", "false"]}, "Stream the events of a background response."),
+    Parameter("starting_after", "query", {"type": "integer", "minimum": 0}, "With `stream`: the client's last event."),
+)
 _PAGE: Final = (
     _RESPONSE_ID,
     Parameter(
@@ -146,10 +150,20 @@ _RESPONSES: Final = (
         responses.NO_ACTION,
         headers=_IGNORED,
     ),
+    Operation(
+        "GET",
+        "/v1/responses/{id}",
+        "Get a response, or the events of a background response.",
+        responses_out.Response,
+        ErrorBody,
+        _KEPT,
+        events=(responses_out.Event,),
+        is_numbered=True,
+        parameters=(_RESPONSE_ID, *_EVENTS_AFTER),
+    ),
     *(
         Operation(method, path, summary, answer, ErrorBody, _KEPT, parameters=parameters)
         for method, path, summary, answer, parameters in (
-            ("GET", "/v1/responses/{id}", "Get a stored response.", responses_out.Response, (_RESPONSE_ID,)),
             ("DELETE", "/v1/responses/{id}", "Delete a stored response.", responses_out.Deleted, (_RESPONSE_ID,)),
             (
                 "POST",

@@ -235,7 +235,7 @@ async def respond_stream(
         if error is not None:
             record.outcome = error.code or "error"
     if watch.reason is not None:
-        _note_cut(record, watch.reason)
+        note_cut(record, watch.reason)
 
 
 async def respond_whole(generation: Generation, fold: Fold, record: Record, receive: Receive, send: Send) -> None:
@@ -261,9 +261,10 @@ async def cut_off(record: Record, receive: Receive) -> AsyncGenerator[None]:
     async with Watch(receive, 0) as watch:
         yield
     if watch.reason is not None:
-        _note_cut(record, watch.reason)
+        note_cut(record, watch.reason)
 
 
-def _note_cut(record: Record, reason: str) -> None:
+def note_cut(record: Record, reason: str) -> None:
+    """Record that the client left, or did not read."""
     record.outcome = reason
     record.status = record.status or CLIENT_CLOSED

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from starlette.types import Scope
@@ -66,6 +66,12 @@ class Record:
     late_headers: Callable[[], list[Header]] | None = None
     # Direct writes to the client, unless something wants to see what takes them.
     writer: ChunkWriter | None = None
+
+    def detached(self, lease: BodyLease) -> "Record":
+        """A record for what outlives the request: it takes over the room of its body, in place of which `lease` is."""
+        own = replace(self, phases=Phases(), finishes=[], headers=list(self.headers), writer=None)
+        self.lease = lease
+        return own
 
 
 def record_of(scope: Scope) -> Record:

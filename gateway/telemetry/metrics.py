@@ -249,6 +249,10 @@ class Metrics:
 
     # Requests.
 
+    def unhandled_error(self) -> None:
+        """A task ended by an exception that is no answer."""
+        self.unhandled_errors += 1
+
     def request_ended(self, model: str | None, key: str | None, status: int) -> None:
         """One HTTP request of an API was answered."""
         counter = self.requests_without_model if model is None else self.model(model).requests

@@ -140,6 +140,7 @@ async def running(
         await serving
         with contextlib.closing(listener), contextlib.closing(app):
             await pool.stop(0.0)
+            await app.finish(DEADLINE_S)
 
 
 def _command(worker: Path, options: Sequence[str]) -> Callable[[WorkerSpec], list[str]]:

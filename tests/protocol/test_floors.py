@@ -35,7 +35,7 @@ GATEWAY: Final = {
     "pool": "link supervisor config memory",
     "request": "link errors admin_types supervisor model_files telemetry config access pool",
     "http": "wall_clock errors admin_types telemetry config request",
-    "services": "link telemetry config access pool request http",
+    "services": "task_set link telemetry config access pool request http",
     "reload": "errors admin_types telemetry config access pool services",
     "api.common": "link errors supervisor config request http services",
     "admin": "errors admin_types supervisor config access request http services reload",

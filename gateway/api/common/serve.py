@@ -91,15 +91,16 @@ class Job:
     async def stream(self, encoder: StreamEncoder, receive: Receive, send: Send) -> None:
         """Generate and answer as events. Raises `ApiError` while the status can still say so."""
         write_timeout_s = self.services.config.server.write_timeout_s
-        with self._generation(encoder.bind) as generation:
+        with self.generation(encoder.bind) as generation:
             await respond_stream(generation, encoder, self.record, receive, send, write_timeout_s)
 
     async def whole(self, fold: Fold, receive: Receive, send: Send) -> None:
         """Generate and answer in one piece. Raises `ApiError`."""
-        with self._generation(fold.bind) as generation:
+        with self.generation(fold.bind) as generation:
             await respond_whole(generation, fold, self.record, receive, send)
 
-    def _generation(self, bind: Callable[[Sequence[int]], None]) -> Generation:
+    def generation(self, bind: Callable[[Sequence[int]], None]) -> Generation:
+        """The sequences of it. Entering takes the leases."""
         return Generation(self.services, self.model, self.generates, self.record, bind)
 
 

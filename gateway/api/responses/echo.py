@@ -18,6 +18,8 @@ def echo(
     return out.Response(
         id=response_id,
         created_at=created_at,
+        status="queued" if request.background else "in_progress",
+        background=bool(request.background),
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,

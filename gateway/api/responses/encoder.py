@@ -26,6 +26,8 @@ class Run:
     keep: Callable[[out.Response], None]
     stop: Callable[[Sequence[int]], None]
     is_cancelled: bool = False
+    # Its last state, once it has one.
+    last: out.Response | None = None
     _rids: Sequence[int] = field(default_factory=tuple[int, ...])
 
     def bind(self, rids: Sequence[int]) -> None:
@@ -54,7 +56,7 @@ class Run:
             )
         else:
             last = msgspec.structs.replace(self._state("completed"), usage=usage, completed_at=self.now())
-        self.keep(last)
+        self._end(last)
         return last
 
     def fail(self, error: ApiError) -> out.Response:
@@ -62,8 +64,12 @@ class Run:
         last = self._state("cancelled" if self.is_cancelled else "failed")
         if not self.is_cancelled:
             last = msgspec.structs.replace(last, error=out.ErrorInfo.of(error))
-        self.keep(last)
+        self._end(last)
         return last
+
+    def _end(self, last: out.Response) -> None:
+        self.last = last
+        self.keep(last)
 
     def _state(self, status: str) -> out.Response:
         return msgspec.structs.replace(self.response, status=status, output=self.output.items())
@@ -105,6 +111,21 @@ class ResponseStream:
     def _write(self, events: Sequence[out.Event]) -> bytes:
         data, self._number = out.stream_bytes(events, self._number)
         return data
+
+
+class QueuedStream(ResponseStream):
+    """The events of a background response, which is queued first."""
+
+    def queued(self) -> bytes:
+        """Events before anything is done for it."""
+        self._number = 0
+        response = self._run.response
+        return self._write([out.Created(response), out.Queued(response)])
+
+    def started(self) -> bytes:
+        """The event of its beginning: a worker has it."""
+        self._run.response = msgspec.structs.replace(self._run.response, status="in_progress")
+        return self._write([out.InProgress(self._run.response)])
 
 
 class ResponseFold:

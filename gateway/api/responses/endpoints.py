@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -13,6 +13,7 @@ from gateway.api.common import serve
 from gateway.api.common.canonical import with_thinking
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.responses import response as out
+from gateway.api.responses.background import GONE, Backgrounds, failed_by_restart
 from gateway.api.responses.compact import Compact
 from gateway.api.responses.echo import echo
 from gateway.api.responses.encoder import ResponseFold, ResponseStream, Run
@@ -23,7 +24,7 @@ from gateway.api.responses.request import Item, ResponsesRequest, decode_count, 
 from gateway.api.responses.store import Store, Stored
 from gateway.api.responses.tools import Toolbox, toolbox
 from gateway.config.settings import ModelConfig
-from gateway.errors import BadRequest, Unsupported
+from gateway.errors import BadRequest
 from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off
 from gateway.request.record import Record, record_of
@@ -31,6 +32,7 @@ from gateway.services import Services
 
 ITEMS_MAX: Final = 100
 ITEMS_DEFAULT: Final = 20
+NUMBER_DIGITS: Final = 12
 SEALED: Final = "reasoning.encrypted_content"
 
 # Streams that are being written, with their tenants: no other tenant can know the id.
@@ -43,9 +45,10 @@ def routes(services: Services, store: Store) -> list[Route]:
     """All of the API."""
     history = History(store, lambda: services.config.server.max_body_bytes)
     running: Running = {}
-    one = One(history, running)
+    backgrounds = Backgrounds(services)
+    one = One(services, history, running, backgrounds)
     return [
-        Route("/v1/responses", Create(services, history, running), methods=["POST"]),
+        Route("/v1/responses", Create(services, history, running, backgrounds), methods=["POST"]),
         Route("/v1/responses/compact", Compact(services, history), methods=["POST"]),
         Route("/v1/responses/input_tokens", CountTokens(services, history), methods=["POST"]),
         Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
@@ -57,10 +60,11 @@ def routes(services: Services, store: Store) -> list[Route]:
 class Create:
     """An ASGI endpoint."""
 
-    def __init__(self, services: Services, history: History, running: Running) -> None:
+    def __init__(self, services: Services, history: History, running: Running, backgrounds: Backgrounds) -> None:
         self._services = services
         self._history = history
         self._running = running
+        self._backgrounds = backgrounds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
@@ -78,6 +82,9 @@ class Create:
         )
         run = self._run(request, box, model, record)
         job = serve.Job(services, record, model, generates)
+        if request.background:
+            await self._start(run, job, stream, receive, send)
+            return
         if not stream:
             await job.whole(ResponseFold(run), receive, send)
             return
@@ -86,6 +93,18 @@ class Create:
             await job.stream(ResponseStream(run), receive, send)
         finally:
             del self._running[run.response.id]
+
+    async def _start(self, run: Run, job: serve.Job, stream: bool, receive: Receive, send: Send) -> None:
+        """Begin a background response, and answer with it as it is then, or with its events."""
+        record = job.record
+        if not self._history.is_on:
+            raise BadRequest("'background' needs [server] response_store, which is off.", "background")
+        background = self._backgrounds.start(run, job, tenant_of(record))
+        if stream:
+            write_timeout_s = self._services.config.server.write_timeout_s
+            await background.answer(-1, record, receive, send, write_timeout_s)
+        else:
+            await send_body(send, 200, _encode(background.snapshot()), record.headers)
 
     def _run(self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: Record) -> Run:
         stem = secrets.token_hex(20)
@@ -129,24 +148,34 @@ class CountTokens:
 class One:
     """An ASGI endpoint: retrieve, delete and cancel. What runs can be seen and cancelled by those who know its id."""
 
-    def __init__(self, history: History, running: Running) -> None:
+    def __init__(self, services: Services, history: History, running: Running, backgrounds: Backgrounds) -> None:
+        self._services = services
         self._history = history
         self._running = running
+        self._backgrounds = backgrounds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant, response_id = tenant_of(record_of(scope)), _path_id(scope)
+        record = record_of(scope)
+        tenant, response_id = tenant_of(record), _path_id(scope)
+        background = self._backgrounds.find(tenant, response_id)
         match scope["method"]:
             case "DELETE":
+                if background is not None:
+                    self._backgrounds.forget(background)
                 await self._history.delete(tenant, response_id)
                 body = _encode(out.Deleted(response_id))
             case "POST":
-                run = self._run(tenant, response_id)
+                run = background or self._run(tenant, response_id)
                 # One that has ended already is answered as it is.
                 body = await self._kept(tenant, response_id) if run is None else _encode(run.cancel())
             case _:
-                if _query(scope).get("stream", "").lower() == "true":
-                    raise Unsupported("'stream' is not supported here: only whole responses are kept.", "stream")
-                run = self._run(tenant, response_id)
+                after = _starting_after(_query(scope))
+                if after is not None:
+                    events = background or await self._without_events(tenant, response_id)
+                    write_timeout_s = self._services.config.server.write_timeout_s
+                    await events.answer(after, record, receive, send, write_timeout_s)
+                    return
+                run = background or self._run(tenant, response_id)
                 body = await self._kept(tenant, response_id) if run is None else _encode(run.snapshot())
         await send_body(send, 200, body)
 
@@ -155,7 +184,14 @@ class One:
         return run if owner == tenant else None
 
     async def _kept(self, tenant: str, response_id: str) -> bytes:
-        return (await self._history.get(tenant, response_id)).body
+        stored = await self._history.get(tenant, response_id)
+        return stored.body if self._history.has_ended(stored) else failed_by_restart(stored.body)
+
+    async def _without_events(self, tenant: str, response_id: str) -> NoReturn:
+        """Raises `BadRequest`, or `ResponseNotFound` where there is no response at all."""
+        if self._run(tenant, response_id) is None:
+            await self._history.get(tenant, response_id)
+        raise BadRequest(GONE, "stream", "events_gone")
 
 
 class InputItems:
@@ -170,6 +206,20 @@ class InputItems:
         stored: Stored = await self._history.get(tenant_of(record), _path_id(scope))
         items = [*await self._history.before(record, stored.previous), *self._history.inputs(stored)]
         await send_body(send, 200, _encode(_page(items, query, limit)))
+
+
+def _starting_after(query: QueryParams) -> int | None:
+    """Number of the client's last event, -1 for none; None where no stream is wanted. Raises `BadRequest`."""
+    given = query.get("starting_after")
+    if query.get("stream", "").lower() != "true":
+        if given is not None:
+            raise BadRequest("'starting_after' is for 'stream'.", "starting_after", "invalid_value")
+        return None
+    if given is None:
+        return -1
+    if not (given.isascii() and given.isdigit() and len(given) <= NUMBER_DIGITS):
+        raise BadRequest("Invalid value for 'starting_after': expected a number.", "starting_after", "invalid_value")
+    return int(given)
 
 
 def _limit(query: QueryParams) -> int:

@@ -32,6 +32,9 @@ class _Output(Struct, frozen=True):
     status: str = ""
 
 
+# Kept with one of these, a response has not ended; without a task that generates it, it never will.
+UNENDED: Final = frozenset({"queued", "in_progress"})
+
 _encode = msgspec.json.Encoder().encode
 _output = msgspec.json.Decoder(_Output)
 _items = msgspec.json.Decoder(list[Item])
@@ -120,9 +123,11 @@ class History:
             raise _broken() from None
         except TooMuchSaid:
             raise self._too_large("previous_response_id") from None
-        except NotContinued:
-            message = f"Response {previous[:100]!r} has failed: a conversation cannot go on from it."
-            raise BadRequest(message, "previous_response_id", "previous_response_failed") from None
+        except NotContinued as error:
+            has_failed = error.status == "failed"
+            what, code = ("failed", "failed") if has_failed else ("not ended", "not_ended")
+            message = f"Response {previous[:100]!r} has {what}: a conversation cannot go on from it."
+            raise BadRequest(message, "previous_response_id", f"previous_response_{code}") from None
         if found is None:
             message = f"Previous response with id {previous[:100]!r} not found, or one before it is gone."
             raise BadRequest(message, "previous_response_id", "previous_response_not_found")
@@ -153,6 +158,10 @@ class History:
         await _note(record, size)
         return [found.get(item.id, item) if item.kind == "item_reference" else item for item in items]
 
+    def has_ended(self, stored: Stored) -> bool:
+        """Whether its generation had ended when it was kept."""
+        return _output.decode(stored.body).status not in UNENDED
+
     def inputs(self, stored: Stored) -> list[Item]:
         """The client's input of a response."""
         return _items.decode(stored.inputs)
@@ -163,7 +172,11 @@ class History:
 
 
 class NotContinued(Exception):
-    """A response that has failed says nothing that a conversation could go on from."""
+    """A response that has failed, or not ended, says nothing that a conversation could go on from."""
+
+    def __init__(self, status: str) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 def tenant_of(record: Record) -> str:
@@ -174,8 +187,8 @@ def tenant_of(record: Record) -> str:
 def _turns(stored: Stored) -> list[Item]:
     """Items with which a conversation continues. Runs in the store's thread."""
     answer = _output.decode(stored.body)
-    if answer.status == "failed":
-        raise NotContinued
+    if answer.status == "failed" or answer.status in UNENDED:
+        raise NotContinued(answer.status)
     return [*_items.decode(stored.inputs), *answer.output]
 
 

@@ -159,7 +159,7 @@ class ResponsesRequest(CountRequest, frozen=True, kw_only=True):
 
     stream: bool | None = None
     store: bool | None = None
-    background: Annotated[bool, shape({"enum": [False]})] | None = None
+    background: bool | None = None
     include: list[str] | None = None
     max_output_tokens: Tokens | None = None
     max_tool_calls: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
@@ -189,8 +189,8 @@ _count = Schema(CountRequest, NO_ACTION | frozenset(ResponsesRequest.__struct_fi
 def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
     """The request, and the names of fields that are unknown or without effect. Raises `BadRequest`."""
     request, unknown = _responses.decode(body)
-    if request.background:
-        raise Unsupported("'background' is not supported: ask with 'stream' for a long answer.", "background")
+    if request.background and request.store is False:
+        raise BadRequest("'background' needs 'store': a response is found by its id.", "background", "invalid_value")
     return request, unknown + _refuse_unserved(request)
 
 

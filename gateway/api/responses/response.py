@@ -197,6 +197,10 @@ class Created(Struct, frozen=True, tag="response.created"):
     response: Response
 
 
+class Queued(Struct, frozen=True, tag="response.queued"):
+    response: Response
+
+
 class InProgress(Struct, frozen=True, tag="response.in_progress"):
     response: Response
 
@@ -294,6 +298,7 @@ class InputDone(Struct, frozen=True, tag="response.custom_tool_call_input.done")
 
 Event = (
     Created
+    | Queued
     | InProgress
     | Completed
     | IncompleteEvent
@@ -319,6 +324,12 @@ def event_bytes(event: Event, sequence_number: int) -> bytes:
     """One server-sent event."""
     tag = type(event).__struct_config__.tag
     return b'event: %b\ndata: %b,"sequence_number":%d}\n\n' % (str(tag).encode(), _encode(event)[:-1], sequence_number)
+
+
+def error_bytes(code: str, message: str, sequence_number: int) -> bytes:
+    """The event of a stream that cannot go on, though its response may."""
+    fields = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": sequence_number}
+    return b"event: error\ndata: %b\n\n" % _encode(fields)
 
 
 def stream_bytes(events: Iterable[Event], sequence_number: int) -> tuple[bytes, int]:

@@ -401,7 +401,7 @@ async def test_what_nobody_knows_cannot_be_cancelled(gateway: Gateway) -> None:
     ("fields", "param"),
     [
         ({"input": [{"type": "hologram"}]}, "input[0].type"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"tools": [{"type": "teleport"}]}, "tools[0].type"),
     ],

@@ -295,7 +295,7 @@ def test_what_does_nothing_here_is_named_or_tolerated() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"background": True},
+        {"background": True, "store": False},
         {"conversation": "conv_1"},
         {"prompt": {"id": "p"}},
         {"truncation": "middle"},
