@@ -1,3 +1,14 @@
 """Images, video and audio: from the bytes of a request to features beside a prompt's text."""
 
-__all__ = ["markers"]
+__all__ = [
+    "attach",
+    "checkpoint",
+    "encoded",
+    "encoder",
+    "features",
+    "graft",
+    "markers",
+    "media",
+    "needs",
+    "text_model",
+]
