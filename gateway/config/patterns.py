@@ -22,8 +22,8 @@ class Pattern:
             return False
         start = len(first)
         for piece in middle:
-            at = name.find(piece, start, end)
-            if at < 0:
+            found = name.find(piece, start, end)
+            if found < 0:
                 return False
-            start = at + len(piece)
+            start = found + len(piece)
         return True

@@ -25,12 +25,12 @@ def info(
 
     Example: mlxctl info mlx-community/Qwen3-4B-4bit
     """
-    info = _look(model)
+    found = _look(model)
     if json:
-        print_json(info)
+        print_json(found)
     else:
-        say(model, info)
-    if not info.fits or info.obstacles:
+        say(model, found)
+    if not found.fits or found.obstacles:
         raise typer.Exit(1)
 
 
@@ -73,12 +73,12 @@ def _on_hub(model: ModelConfig, here: Exception) -> "Info":
 
     try:
         repository = hub.look(*hub.split(model.path))
-        info = hub.inspect(repository, model.dtype, model.context, available_bytes())
-        if info is None:
+        found = hub.inspect(repository, model.dtype, model.context, available_bytes())
+        if found is None:
             raise Failed(f"{repository.id} cannot be loaded: {'; '.join(hub.obstacles(repository))}")
     except hub.HubFailed as error:
         raise Failed(f"{here}\n{error}") from None
-    return info
+    return found
 
 
 def is_repository(path: str) -> bool:

@@ -90,18 +90,18 @@ def _streams(requests: list[RequestView]) -> "Table":
 
     from gateway.ctl.tables import duration, table
 
-    rows = table(("REQUEST", "MODEL", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
-    for request in requests:
+    made = table(("REQUEST", "MODEL", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
+    for one in requests:
         # Ids may be a client's: never markup.
-        rows.add_row(
-            Text(request.id),
-            Text(request.model),
-            Text(request.state),
-            duration(request.age_s),
-            *map(str, (request.prompt_tokens, request.cached_tokens, request.generated_tokens)),
-            f"{request.tokens_per_s:.1f}",
+        made.add_row(
+            Text(one.id),
+            Text(one.model),
+            Text(one.state),
+            duration(one.age_s),
+            *map(str, (one.prompt_tokens, one.cached_tokens, one.generated_tokens)),
+            f"{one.tokens_per_s:.1f}",
         )
-    return rows
+    return made
 
 
 def _live(interval: float) -> None:

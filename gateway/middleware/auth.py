@@ -181,10 +181,10 @@ class Trusted:
 
 def _secrets(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
     """Secrets that the request presents as keys, in either header."""
-    secrets: list[bytes] = []
+    found: list[bytes] = []
     for name, value in headers:
         if name == b"x-api-key":
-            secrets.append(value.strip())
+            found.append(value.strip())
         elif name == b"authorization" and value[:7].lower() == b"bearer ":
-            secrets.append(value[7:].strip())
-    return [secret for secret in secrets[:SECRETS_MAX] if secret]
+            found.append(value[7:].strip())
+    return [secret for secret in found[:SECRETS_MAX] if secret]

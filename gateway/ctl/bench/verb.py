@@ -33,16 +33,16 @@ def bench(
     Example: mlxctl bench demo --concurrency 1,4
     """
     rounds = _numbers(concurrency)
-    reports = measure(model, rounds, prompt_tokens, tokens, requests)
+    found = measure(model, rounds, prompt_tokens, tokens, requests)
     if json:
-        print_json({"model": model, "prompt_tokens": prompt_tokens, "tokens": tokens, "reports": reports})
+        print_json({"model": model, "prompt_tokens": prompt_tokens, "tokens": tokens, "reports": found})
     else:
         from gateway.ctl.bench.closed_loop import as_table
 
-        typer.echo(as_table(reports))
-    for message in dict.fromkeys(message for one in reports for message in one.first_errors):
+        typer.echo(as_table(found))
+    for message in dict.fromkeys(message for one in found for message in one.first_errors):
         typer.echo(f"mlxctl: {message}", err=True)
-    if any(one.errors for one in reports):
+    if any(one.errors for one in found):
         raise typer.Exit(1)
 
 

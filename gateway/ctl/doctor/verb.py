@@ -18,14 +18,14 @@ def doctor(json: Json = False) -> None:
     from gateway.config.settings import default_home
     from gateway.ctl.doctor.look import examine, say
 
-    findings = list(examine(default_home(), say))
+    found = list(examine(default_home(), say))
     if json:
-        print_json(findings)
+        print_json(found)
     else:
-        for finding in findings:
+        for finding in found:
             typer.secho(_MARKS[finding.level], fg=_COLORS[finding.level], nl=False)
             typer.echo(f" {finding.name}: {finding.text}")
             if finding.advice:
                 typer.echo(f"       {finding.advice}")
-    if any(finding.level == "bad" for finding in findings):
+    if any(finding.level == "bad" for finding in found):
         raise typer.Exit(1)

@@ -27,17 +27,17 @@ class Marks:
 
     def pieces(self, text: str) -> list[str | int]:
         """Plain text and ids of control tokens, up to one that ends the answer."""
-        pieces: list[str | int] = []
+        found: list[str | int] = []
         at = 0
         for hit in self._split.finditer(text):
             if hit.start() > at:
-                pieces.append(text[at : hit.start()])
+                found.append(text[at : hit.start()])
             token = self._specials[hit[0]]
             if token in self._eos_ids:
-                return pieces
-            pieces.append(token)
+                return found
+            found.append(token)
             at = hit.end()
-        return [*pieces, text[at:]] if at < len(text) else pieces
+        return [*found, text[at:]] if at < len(text) else found
 
     def is_plain(self, text: str) -> bool:
         """Whether a text of ordinary tokens could be this."""
