@@ -114,7 +114,7 @@ class Bench:
         from worker.cache.prefix import PrefixCache
         from worker.engine.batch import Batch
 
-        batch = Batch(self._loaded.model, self._loaded.eos_ids, rows + 1, 512, PrefixCache(self._layout, 0))
+        batch = Batch(self._loaded.model, self._loaded.eos_ids, PrefixCache(self._layout, 0))
         for rid in range(rows):
             batch.insert(self._row(rid, ticks, ALONE))
         if case != ALONE:

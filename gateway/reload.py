@@ -45,14 +45,14 @@ class Reloader:
         """
         async with self._lock:
             try:
-                wanted = await asyncio.to_thread(self._read)
+                config = await asyncio.to_thread(self._read)
             except ConfigError as error:
                 log.error("configuration not reloaded, the previous one stays in force: %s", error)
                 raise
             if self._app.services.admission.is_draining:
                 # What is started now would outlive us.
                 raise Unavailable("The server is shutting down.", code="draining")
-            done = self._apply(wanted)
+            done = self._apply(config)
             if (tls := self._app.services.tls) is not None:
                 await tls.refresh()
             return done

@@ -254,7 +254,7 @@ def _requests(tokens: int, words: int, max_context: int) -> list[Generate]:
     rng = random.Random(0)
     shared = math.ceil(SHARED_PART * words)
     common = rng.choices(WORDS, k=shared)
-    made: list[Generate] = []
+    requests: list[Generate] = []
     for part in PARTS:
         for is_sampled in (False, True):
             own = rng.choices(WORDS, k=min(math.ceil(part * words), max_context // 8))
@@ -262,15 +262,15 @@ def _requests(tokens: int, words: int, max_context: int) -> list[Generate]:
             sampling = Sampling(temperature=0.0, ignore_eos=True)
             if is_sampled:
                 sampling = Sampling(temperature=0.8, top_p=0.95, seed=rng.getrandbits(62), ignore_eos=True)
-            made.append(Generate(len(made) + 1, TextPrompt(text), sampling, max_tokens=tokens, top_logprobs=2))
-    return made
+            requests.append(Generate(len(requests) + 1, TextPrompt(text), sampling, max_tokens=tokens, top_logprobs=2))
+    return requests
 
 
 def _crowd(vocab_size: int) -> list[Generate]:
-    made: list[Generate] = []
+    requests: list[Generate] = []
     for rid in range(1, CROWD + 1):
         ids = tuple((20 + rid * 31 + at * 7) % vocab_size for at in range(CROWD_PROMPT + CROWD_GIVEN))
-        made.append(
+        requests.append(
             Generate(
                 rid,
                 TokensPrompt(ids[:CROWD_PROMPT]),
@@ -280,7 +280,7 @@ def _crowd(vocab_size: int) -> list[Generate]:
                 resume=ids[CROWD_PROMPT:],
             )
         )
-    return made
+    return requests
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,11 +32,11 @@ class KeyAddresses:
         self._seen: defaultdict[str, set[str]] = defaultdict(set)
         for line in _lines(path):
             try:
-                found = _decoder.decode(line)
-                network = Address(found.client).network
+                event = _decoder.decode(line)
+                network = Address(event.client).network
             except (msgspec.DecodeError, ValueError):
                 continue
-            prefix = found.facts.get("prefix")
+            prefix = event.facts.get("prefix")
             if isinstance(prefix, str) and prefix in prefixes:
                 self._seen[prefix].add(network)
 

@@ -85,10 +85,10 @@ class KeyFile:
     def stamp(self) -> Stamp | None:
         """None without a file. Raises `OSError` when that cannot be known."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except FileNotFoundError:
             return None
-        return (found.st_ino, found.st_mtime_ns, found.st_size)
+        return (status.st_ino, status.st_mtime_ns, status.st_size)
 
     def read(self) -> tuple[Key, ...]:
         """All keys; none without a file. Raises `KeysUnusable`."""
@@ -123,11 +123,11 @@ class KeyFile:
             if key.name in keys:
                 raise KeyRefused(f"there is a key {key.name!r} already; revoke or rotate it, or choose another name")
             salt = "" if shares_cache else secrets.token_hex(8)
-            made, secret = _with_secret(msgspec.structs.replace(key, created=self._clock(), cache_salt=salt))
-            made = _marked(made)
-            _check(made)
-            keys[made.name] = made
-        return made, secret
+            created, secret = _with_secret(msgspec.structs.replace(key, created=self._clock(), cache_salt=salt))
+            created = _marked(created)
+            _check(created)
+            keys[created.name] = created
+        return created, secret
 
     def change(self, name: str, *, shares_cache: bool | None = None, **fields: Any) -> Key:
         """Replace fields of a key. Raises `KeyRefused`, `KeysUnusable`."""
@@ -196,8 +196,8 @@ def _decode(data: bytes) -> tuple[Key, ...]:
 def _encode(keys: Iterable[Key], before: dict[str, Any]) -> bytes:
     """The file with these keys, and with what others than this version have written of them and beside them."""
     others = {raw["name"]: {name: raw[name] for name in raw.keys() - KNOWN} for raw in before.get("keys", ())}
-    made = [_written(key) | others.get(key.name, {}) for key in keys]
-    whole = before | {"keys": made, "version": FILE_VERSION}
+    written = [_written(key) | others.get(key.name, {}) for key in keys]
+    whole = before | {"keys": written, "version": FILE_VERSION}
     return msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n"
 
 
@@ -219,8 +219,8 @@ def _marked(key: Key) -> Key:
 def _with_secret(key: Key) -> tuple[Key, str]:
     secret = SECRET_START + secrets.token_urlsafe(SECRET_BYTES)
     salt = secrets.token_hex(16)
-    made = msgspec.structs.replace(key, prefix=secret[:PREFIX_CHARS], salt=salt, hash=digest(salt, secret.encode()))
-    return made, secret
+    hashed = msgspec.structs.replace(key, prefix=secret[:PREFIX_CHARS], salt=salt, hash=digest(salt, secret.encode()))
+    return hashed, secret
 
 
 def _find(keys: dict[str, Key], name: str) -> Key:

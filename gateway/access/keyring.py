@@ -96,11 +96,11 @@ class Keyring:
 
     def _account(self, secret: bytes) -> Account | None:
         accounts = self._by_prefix.get(secret[:PREFIX_CHARS], ()) if len(secret) <= SECRET_CHARS_MAX else ()
-        found = [account for account in accounts if account.key.is_opened_by(secret)]
+        opened = [account for account in accounts if account.key.is_opened_by(secret)]
         if not accounts:
             # As long as it takes when there is one of this prefix.
             digest(_NO_SALT, secret[:SECRET_CHARS_MAX])
-        return found[0] if found else None
+        return opened[0] if opened else None
 
     def _look(self) -> Stamp | None:
         try:

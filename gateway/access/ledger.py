@@ -152,12 +152,12 @@ class Ledger:
         """The use of the days from `first` to `last`, one line for each that differs in what is in `by`."""
         self._roll()
         held = [*self._past, self._month]
-        found = [msgspec.structs.replace(line) for month in held for line in month.lines.values()]
-        wanted = {path for path in self._older() if f"{first:%Y-%m}" <= path.stem <= f"{last:%Y-%m}"}
-        wanted -= {month.file.path for month in held}
-        for path in sorted(wanted):
-            found += await asyncio.to_thread(_read, path)
-        return grouped((line for line in found if first.isoformat() <= line.day <= last.isoformat()), by)
+        lines = [msgspec.structs.replace(line) for month in held for line in month.lines.values()]
+        paths = {path for path in self._older() if f"{first:%Y-%m}" <= path.stem <= f"{last:%Y-%m}"}
+        paths -= {month.file.path for month in held}
+        for path in sorted(paths):
+            lines += await asyncio.to_thread(_read, path)
+        return grouped((line for line in lines if first.isoformat() <= line.day <= last.isoformat()), by)
 
     def today(self) -> date:
         self._roll()

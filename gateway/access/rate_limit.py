@@ -364,10 +364,10 @@ def _bucket(per_minute: int, now: float) -> Bucket | None:
 
 def _resized(bucket: Bucket | None, per_minute: int, now: float) -> Bucket | None:
     """A bucket from which as much is missing as from the one before."""
-    made = _bucket(per_minute, now)
-    if made is not None and bucket is not None:
-        made.take(bucket.capacity - bucket.level(now), now)
-    return made
+    fresh = _bucket(per_minute, now)
+    if fresh is not None and bucket is not None:
+        fresh.take(bucket.capacity - bucket.level(now), now)
+    return fresh
 
 
 def _whole(level: float) -> int:

@@ -110,15 +110,15 @@ def _last_hops(scope: Scope) -> list[str]:
     lines = [value for name, value in scope["headers"] if name == FORWARDED]
     if not lines:
         return []
-    told = b",".join(lines).decode("latin-1").rsplit(",", HOPS_MAX)[-HOPS_MAX:]
-    return [hop.strip() for hop in reversed(told)]
+    hops = b",".join(lines).decode("latin-1").rsplit(",", HOPS_MAX)[-HOPS_MAX:]
+    return [hop.strip() for hop in reversed(hops)]
 
 
 def _ip(hop: str) -> str | None:
     """The address of a hop, which some proxies write with its port; None if it is none."""
-    found = _WITH_PORT.fullmatch(hop)
+    match = _WITH_PORT.fullmatch(hop)
     try:
-        address = ipaddress.ip_address(hop if found is None else found[1] or found[2])
+        address = ipaddress.ip_address(hop if match is None else match[1] or match[2])
     except ValueError:
         return None
     if isinstance(address, IPv6Address):

@@ -221,8 +221,8 @@ def _is_jinja(text: str) -> bool:
 
 def _found_models() -> dict[str, ModelConfig]:
     demo = ModelConfig(name="demo", path="demo", aliases=("default",))
-    found = [name for name in cached_models() if name not in ("demo", "default") and not _bad_name(name)]
-    return {"demo": demo} | {name: ModelConfig(name=name, path=name) for name in found}
+    names = [name for name in cached_models() if name not in ("demo", "default") and not _bad_name(name)]
+    return {"demo": demo} | {name: ModelConfig(name=name, path=name) for name in names}
 
 
 def _refuse_duplicates(source: Source, models: dict[str, ModelConfig]) -> None:

@@ -60,14 +60,14 @@ class Names:
 
         Raises `ModelNotFound`, for a model that may not be used just as for none, and `BadRequest` without a name.
         """
-        found = self.find(name)
-        if found is None and not name:
+        match = self.find(name)
+        if match is None and not name:
             raise BadRequest("Missing required parameter: 'model'.", "model", "missing_required_parameter")
-        if found is None or not may_use(found.model):
+        if match is None or not may_use(match.model):
             raise ModelNotFound(name, [known.name for known in self._models.values() if may_use(known)])
-        if found.profile and found.profile not in found.model.profiles:
-            raise ModelNotFound(name, found.model.profiles, f"Profiles of {found.model.name}")
-        return found
+        if match.profile and match.profile not in match.model.profiles:
+            raise ModelNotFound(name, match.model.profiles, f"Profiles of {match.model.name}")
+        return match
 
     def find(self, name: str) -> Found | None:
         """The model behind `name` without checking access."""

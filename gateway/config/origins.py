@@ -26,20 +26,20 @@ def is_loopback(host: str) -> bool:
 
 def is_served(host: str, names: Collection[str]) -> bool:
     """Whether a `Host` header names this machine: its loopback, or one of `names`, with any port."""
-    found = _HOST.fullmatch(host.strip().lower())
-    if found is None:
+    match = _HOST.fullmatch(host.strip().lower())
+    if match is None:
         return False
-    name = found[1].removesuffix(".")
+    name = match[1].removesuffix(".")
     return name in names or is_loopback(name.strip("[]"))
 
 
 def is_address(host: str) -> bool:
     """Whether a `Host` header is an IP address, with any port, and no name."""
-    found = _HOST.fullmatch(host.strip().lower())
-    if found is None:
+    match = _HOST.fullmatch(host.strip().lower())
+    if match is None:
         return False
     try:
-        ipaddress.ip_address(found[1].strip("[]"))
+        ipaddress.ip_address(match[1].strip("[]"))
     except ValueError:
         return False
     return True

@@ -22,8 +22,8 @@ class Pattern:
             return False
         start = len(first)
         for piece in middle:
-            found = name.find(piece, start, end)
-            if found < 0:
+            at = name.find(piece, start, end)
+            if at < 0:
                 return False
-            start = found + len(piece)
+            start = at + len(piece)
         return True

@@ -111,8 +111,8 @@ def _message(response: "httpx.Response") -> str:
     try:
         error = response.json()["error"]
         if error["code"] == "unknown_url":
-            asked = f"{response.request.method} {response.request.url.path}"
-            return f"mlxd does not know {asked}: it is of another version than this mlxctl; restart it"
+            call = f"{response.request.method} {response.request.url.path}"
+            return f"mlxd does not know {call}: it is of another version than this mlxctl; restart it"
         return str(error["message"])
     except (ValueError, KeyError, TypeError):
         return f"HTTP {response.status_code}"

@@ -25,12 +25,12 @@ def info(
 
     Example: mlxctl info mlx-community/Qwen3-4B-4bit
     """
-    found = _look(model)
+    info = _look(model)
     if json:
-        print_json(found)
+        print_json(info)
     else:
-        say(model, found)
-    if not found.fits or found.obstacles:
+        say(model, info)
+    if not info.fits or info.obstacles:
         raise typer.Exit(1)
 
 
@@ -73,12 +73,12 @@ def _on_hub(model: ModelConfig, here: Exception) -> "Info":
 
     try:
         repository = hub.look(*hub.split(model.path))
-        found = hub.inspect(repository, model.dtype, model.context, available_bytes())
-        if found is None:
+        info = hub.inspect(repository, model.dtype, model.context, available_bytes())
+        if info is None:
             raise Failed(f"{repository.id} cannot be loaded: {'; '.join(hub.obstacles(repository))}")
     except hub.HubFailed as error:
         raise Failed(f"{here}\n{error}") from None
-    return found
+    return info
 
 
 def is_repository(path: str) -> bool:

@@ -109,9 +109,9 @@ def create(
     """
     from gateway.access.key import Key
 
-    asked = _asked(locals())
+    fields = _asked(locals())
     made, secret = _file().create(
-        Key(name=name, prefix="", salt="", hash="", **asked), shares_cache=share_cache is True
+        Key(name=name, prefix="", salt="", hash="", **fields), shares_cache=share_cache is True
     )
     _show_secret(made, secret, json)
 

@@ -35,11 +35,11 @@ def models(json: Json = False) -> None:
 
     Example: mlxctl models
     """
-    found = _list()
+    models = _list()
     if json:
-        print_json(found)
+        print_json(models)
     else:
-        console().print(_models_table(found))
+        console().print(_models_table(models))
 
 
 def ps(
@@ -52,14 +52,14 @@ def ps(
     """
     from gateway.ctl.tables import lanes
 
-    found = take(client.status, interval)
+    sample = take(client.status, interval)
     if json:
-        print_json(found.models)
-    elif not found.models:
+        print_json(sample.models)
+    elif not sample.models:
         typer.echo("No model has a process. One is started by the first request for it, or by: mlxctl load MODEL")
     else:
-        console().print(ps_table(found))
-        lanes(found.models, console())
+        console().print(ps_table(sample))
+        lanes(sample.models, console())
 
 
 def _list() -> list[Listed]:
@@ -68,12 +68,12 @@ def _list() -> list[Listed]:
 
     running, available = running_models(), available_bytes()
     if running is not None:
-        found = [_listed(_as_configured(model), model.state, available, is_loaded=model.pid != 0) for model in running]
+        listed = [_listed(_as_configured(model), model.state, available, is_loaded=model.pid != 0) for model in running]
     else:
-        found = [_listed(model, "stopped", available) for model in read_config().models.values()]
-    known = {model.path for model in found}
+        listed = [_listed(model, "stopped", available) for model in read_config().models.values()]
+    known = {model.path for model in listed}
     more = (ModelConfig(name=name, path=name) for name in cached_models() if name not in known)
-    return [*found, *(_listed(model, "not configured", available) for model in more)]
+    return [*listed, *(_listed(model, "not configured", available) for model in more)]
 
 
 def _as_configured(model: ModelStatus) -> ModelConfig:
@@ -98,11 +98,11 @@ def _models_table(found: list[Listed]) -> "Table":
 
     from gateway.ctl.tables import size_or_dash, state_text, table
 
-    made = table(("MODEL", "STATE"), ("DISK", "MEMORY", "CONTEXT"), ("FITS", "ALIASES", "PATH"))
+    rows = table(("MODEL", "STATE"), ("DISK", "MEMORY", "CONTEXT"), ("FITS", "ALIASES", "PATH"))
     for model in found:
         fits = {True: "yes", False: "no", None: "?"}[model.fits]
         # Names are data: never markup.
-        made.add_row(
+        rows.add_row(
             Text(model.name),
             state_text(model.state),
             size_or_dash(model.size_bytes),
@@ -112,7 +112,7 @@ def _models_table(found: list[Listed]) -> "Table":
             Text(", ".join(model.aliases) or "-"),
             Text("" if model.path == model.name else model.path),
         )
-    return made
+    return rows
 
 
 def ps_table(found: Sample, budget_bytes: int = 0) -> "Table":

@@ -81,13 +81,20 @@ def _table(found: RequestList) -> None:
         console().print("nothing is being served", highlight=False)
         return
     if found.requests:
-        made = table(("ID", "MODEL", "KEY", "PATH", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
-        for one in found.requests:
+        rows = table(("ID", "MODEL", "KEY", "PATH", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
+        for request in found.requests:
             # What a client may choose is data: never markup.
-            words = (one.id, one.model, one.key or "-", one.path, one.state, duration(one.age_s))
-            numbers = (one.prompt_tokens, one.cached_tokens, one.generated_tokens, one.tokens_per_s)
-            made.add_row(*(Text(word) for word in words), *(str(number or "-") for number in numbers))
-        console().print(made)
+            words = (
+                request.id,
+                request.model,
+                request.key or "-",
+                request.path,
+                request.state,
+                duration(request.age_s),
+            )
+            numbers = (request.prompt_tokens, request.cached_tokens, request.generated_tokens, request.tokens_per_s)
+            rows.add_row(*(Text(word) for word in words), *(str(number or "-") for number in numbers))
+        console().print(rows)
     for line in found.captured:
         when = datetime.fromtimestamp(line.at).astimezone().isoformat(" ", "seconds")
         text = f"{when} {line.id} {line.status} {line.path} {line.model or '-'} {line.ms:.0f} ms {line.outcome}"

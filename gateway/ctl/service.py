@@ -84,10 +84,10 @@ def status(system: System = False, json: Json = False) -> None:
     service, kind = find(system, None, needs_user=False), manager_of(None)
     question = kind.ask(service)
     try:
-        _, said = RealMachine().run(question)
+        _, output = RealMachine().run(question)
     except OSError as error:
         raise Failed(f"{question[0]}: {error.strerror}") from None
-    facts = _with_versions(kind.facts(said), service)
+    facts = _with_versions(kind.facts(output), service)
     if json:
         print_json(facts)
     else:

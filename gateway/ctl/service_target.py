@@ -40,8 +40,8 @@ def manager_of(kind: Kind | None) -> "Manager":
     """The named manager's module, or that of this system's."""
     from gateway.install import launchd, systemd
 
-    found = kind or ("launchd" if sys.platform == "darwin" else "systemd")
-    return launchd if found == "launchd" else systemd
+    manager = kind or ("launchd" if sys.platform == "darwin" else "systemd")
+    return launchd if manager == "launchd" else systemd
 
 
 def find(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":

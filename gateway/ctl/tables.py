@@ -125,13 +125,13 @@ def duration(seconds: float) -> str:
 
 def keys(found: Sequence[Key], used: Mapping[str, float], now: float, console: Console) -> None:
     """One row for each API key; what only some have is below."""
-    made = table(
+    rows = table(
         ("NAME", "KEY", "MODELS"), ("RPM", "TPM", "AT ONCE", "PRIORITY", "STATE", "EXPIRES", "AGE", "LAST USED")
     )
     for key in found:
         state = _key_state(key, now)
         last = used.get(key.name)
-        made.add_row(
+        rows.add_row(
             Text(key.name),
             f"{key.prefix}…",
             Text(_key_models(key)),
@@ -142,7 +142,7 @@ def keys(found: Sequence[Key], used: Mapping[str, float], now: float, console: C
             duration(now - key.created),
             "never" if last is None else f"{duration(max(0.0, now - last))} ago",
         )
-    console.print(made)
+    console.print(rows)
     for key in found:
         if more := _more_limits(key):
             console.print(f"{key.name}: {more}", highlight=False, markup=False)
@@ -183,12 +183,12 @@ def _more_limits(key: Key) -> str:
 
 def usage(report: UsageReport, console: Console) -> None:
     """One row for each API key that was in force since the daemon started."""
-    made = table(("NAME",), ("REQUESTS", "RUNNING", "PROMPT", "COMPLETION", "REJECTED"))
+    rows = table(("NAME",), ("REQUESTS", "RUNNING", "PROMPT", "COMPLETION", "REJECTED"))
     for key in report.keys:
         rejected = ", ".join(f"{reason} {count}" for reason, count in sorted(key.rejections.items()))
         numbers = (key.requests, key.running, key.prompt_tokens, key.completion_tokens)
-        made.add_row(Text(key.name), *map(str, numbers), rejected or "-")
-    console.print(made)
+        rows.add_row(Text(key.name), *map(str, numbers), rejected or "-")
+    console.print(rows)
     if report.failures:
         failed = ", ".join(f"{reason} {count}" for reason, count in sorted(report.failures.items()))
         console.print(f"without a valid key: {failed}", highlight=False)
@@ -196,15 +196,15 @@ def usage(report: UsageReport, console: Console) -> None:
 
 def usage_lines(report: UsageLines, console: Console) -> None:
     """One row for each line of usage, and one for all."""
-    made = table([name.upper() for name in report.by], ("REQUESTS", "PROMPT", "CACHED", "COMPLETION"))
+    rows = table([name.upper() for name in report.by], ("REQUESTS", "PROMPT", "CACHED", "COMPLETION"))
     for line in report.lines:
         names = [str(getattr(line, name)) or "(no key)" for name in report.by]
-        made.add_row(*map(Text, names), *map(str, _usage_numbers(line)))
+        rows.add_row(*map(Text, names), *map(str, _usage_numbers(line)))
     if len(report.lines) > 1 and report.by:
         sums = map(sum, zip(*map(_usage_numbers, report.lines), strict=True))
-        made.add_row("all", *[""] * (len(report.by) - 1), *map(str, sums))
+        rows.add_row("all", *[""] * (len(report.by) - 1), *map(str, sums))
     console.print(f"{report.first} to {report.last}", highlight=False)
-    console.print(made if report.lines else "Nothing was used.")
+    console.print(rows if report.lines else "Nothing was used.")
 
 
 def _usage_numbers(line: UsageLine) -> tuple[int, int, int, int]:
@@ -213,20 +213,20 @@ def _usage_numbers(line: UsageLine) -> tuple[int, int, int, int]:
 
 def cache(folders: Sequence[Folder], now: float, console: Console) -> None:
     """One row for each folder of the prefix cache on disk."""
-    made = table(("MODEL", "FOLDER"), ("FILES", "SIZE", "LAST USED"))
+    rows = table(("MODEL", "FOLDER"), ("FILES", "SIZE", "LAST USED"))
     for folder in folders:
         used = f"{duration(max(0.0, now - folder.used))} ago"
-        made.add_row(Text(folder.model or "?"), folder.key[:12], str(folder.files), size(folder.size_bytes), used)
-    console.print(made)
+        rows.add_row(Text(folder.model or "?"), folder.key[:12], str(folder.files), size(folder.size_bytes), used)
+    console.print(rows)
 
 
 def table(texts: Sequence[str], numbers: Sequence[str], more: Sequence[str] = ()) -> Table:
     """An empty one: columns of text, of numbers, and of text again."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    columns = Table(box=None, pad_edge=False, header_style="bold")
     for name in texts:
-        made.add_column(name, overflow="fold")
+        columns.add_column(name, overflow="fold")
     for name in numbers:
-        made.add_column(name, justify="right", no_wrap=True)
+        columns.add_column(name, justify="right", no_wrap=True)
     for name in more:
-        made.add_column(name, overflow="fold")
-    return made
+        columns.add_column(name, overflow="fold")
+    return columns

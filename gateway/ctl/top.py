@@ -90,18 +90,18 @@ def _streams(requests: list[RequestView]) -> "Table":
 
     from gateway.ctl.tables import duration, table
 
-    made = table(("REQUEST", "MODEL", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
-    for one in requests:
+    rows = table(("REQUEST", "MODEL", "STATE"), ("AGE", "PROMPT", "CACHED", "TOKENS", "TOK/S"))
+    for request in requests:
         # Ids may be a client's: never markup.
-        made.add_row(
-            Text(one.id),
-            Text(one.model),
-            Text(one.state),
-            duration(one.age_s),
-            *map(str, (one.prompt_tokens, one.cached_tokens, one.generated_tokens)),
-            f"{one.tokens_per_s:.1f}",
+        rows.add_row(
+            Text(request.id),
+            Text(request.model),
+            Text(request.state),
+            duration(request.age_s),
+            *map(str, (request.prompt_tokens, request.cached_tokens, request.generated_tokens)),
+            f"{request.tokens_per_s:.1f}",
         )
-    return made
+    return rows
 
 
 def _live(interval: float) -> None:

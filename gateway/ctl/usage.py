@@ -40,8 +40,8 @@ def usage(
 
     Example: mlxctl usage --from 2026-01-01 --to 2026-01-31 --by key,model --format csv
     """
-    asked = {"from": first and f"{first:%Y-%m-%d}", "to": last and f"{last:%Y-%m-%d}", "by": by}
-    query = urlencode({name: value for name, value in asked.items() if value is not None})
+    parameters = {"from": first and f"{first:%Y-%m-%d}", "to": last and f"{last:%Y-%m-%d}", "by": by}
+    query = urlencode({name: value for name, value in parameters.items() if value is not None})
     report = get(f"/v1/usage?{query}", UsageLines)
     match Format.JSON if json else output:
         case Format.JSON:

@@ -141,14 +141,14 @@ class HomeFolder:
             time.sleep(_LOCK_POLL_S)
 
     def _check_file(self, folder: int, file: int, name: str) -> None:
-        owner, found = os.fstat(folder), os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
+        owner, status = os.fstat(folder), os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise FolderRefused(f"{self.path / name} is no file")
         if not _is_foreign(owner):
             return
-        if found.st_uid != owner.st_uid:
-            raise FolderRefused(f"{self.path / name} is user {found.st_uid}'s, and the home user {owner.st_uid}'s")
-        if found.st_nlink > 1:
+        if status.st_uid != owner.st_uid:
+            raise FolderRefused(f"{self.path / name} is user {status.st_uid}'s, and the home user {owner.st_uid}'s")
+        if status.st_nlink > 1:
             raise FolderRefused(f"{self.path / name} has another name elsewhere, and may be another file")
 
 
@@ -217,12 +217,12 @@ def private_folder(path: Path, uid: int, gid: int) -> None:
 def _root_link(folder: int, at: Path, name: str) -> Path | None:
     """The target of a symbolic link that root has put into an open folder of its own; None when it is no link."""
     try:
-        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    if not stat.S_ISLNK(found.st_mode):
+    if not stat.S_ISLNK(status.st_mode):
         return None
-    owner = found.st_uid or os.fstat(folder).st_uid
+    owner = status.st_uid or os.fstat(folder).st_uid
     if owner != 0:
         raise FolderRefused(f"{at / name} is a symbolic link of user {owner}, which root does not follow")
     return Path(os.readlink(name, dir_fd=folder))

@@ -61,14 +61,14 @@ def _make_private(home: Path) -> None:
     """Let no other user enter a home that another program has made. Raises `HomeUnusable`, `OSError`."""
     folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        found = os.fstat(folder)
-        if found.st_uid != os.geteuid():
-            belongs = f"{home} belongs to user {found.st_uid}, and mlxd runs as {os.geteuid()}"
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid():
+            belongs = f"{home} belongs to user {status.st_uid}, and mlxd runs as {os.geteuid()}"
             raise HomeUnusable(f"{belongs}; run it as that user, or chown it")
-        if found.st_mode & stat.S_ISVTX:
+        if status.st_mode & stat.S_ISVTX:
             raise HomeUnusable(f"{home} is a folder that users share; set MLXD_HOME to a folder of mlxd's own")
-        if found.st_mode & 0o077:
+        if status.st_mode & 0o077:
             os.fchmod(folder, 0o700)
-            log.warning("other users could enter %s (mode %04o): changed to 0700", home, stat.S_IMODE(found.st_mode))
+            log.warning("other users could enter %s (mode %04o): changed to 0700", home, stat.S_IMODE(status.st_mode))
     finally:
         os.close(folder)

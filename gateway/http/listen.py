@@ -19,27 +19,27 @@ class CannotListen(Exception):
 def listen_tcp(host: str, port: int) -> list[socket.socket]:
     """One socket for each address of `host`, all on one port. Raises `CannotListen`."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise CannotListen(f"the host {host!r} cannot be resolved: {error.strerror}") from error
     sockets: list[socket.socket] = []
-    for family, kind, protocol, _, address in dict.fromkeys(found):
+    for family, kind, protocol, _, address in dict.fromkeys(addresses):
         try:
-            one = socket.socket(family, kind, protocol)
+            listener = socket.socket(family, kind, protocol)
         except OSError:
             continue  # an address family that this machine does not have
-        sockets.append(one)
+        sockets.append(listener)
         try:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            one.bind((address[0], port, *address[2:]))
-            one.listen(BACKLOG)
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((address[0], port, *address[2:]))
+            listener.listen(BACKLOG)
         except OSError as error:
             close_all(sockets)
             raise CannotListen(_why(error, host, port)) from error
         # Port 0 is chosen by the system for the first address, and kept for the others.
-        port = one.getsockname()[1]
+        port = listener.getsockname()[1]
     if not sockets:
         raise CannotListen(f"no address of {host!r} is available on this machine")
     return sockets
@@ -47,19 +47,19 @@ def listen_tcp(host: str, port: int) -> list[socket.socket]:
 
 def listen_unix(path: Path) -> socket.socket:
     """A socket file of mode 0600, in place of a stale one. The home's lock must be held. Raises `CannotListen`."""
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # Created private: between bind and chmod any user could connect.
     mask = os.umask(0o177)
     try:
         path.unlink(missing_ok=True)
-        one.bind(str(path))
-        one.listen(BACKLOG)
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
     except OSError as error:
-        one.close()
+        listener.close()
         raise CannotListen(f"cannot listen on {path}: {error.strerror or error}") from error
     finally:
         os.umask(mask)
-    return one
+    return listener
 
 
 def close_all(sockets: list[socket.socket]) -> None:

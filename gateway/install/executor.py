@@ -73,9 +73,9 @@ def _carry_out(action: Action, machine: Machine) -> None:
         case Link(path, target):
             machine.link(path, target)
         case Run(argv, may_fail, timeout_s, user):
-            status, said = machine.run(argv, timeout_s, user)
+            status, output = machine.run(argv, timeout_s, user)
             if status != 0 and not may_fail:
-                raise ServiceFailed(f"{' '.join(argv)} ended with {status}: {said.strip()}")
+                raise ServiceFailed(f"{' '.join(argv)} ended with {status}: {output.strip()}")
         case Wait(argv, pattern, deadline_s):
             end = time.monotonic() + deadline_s
             while re.search(pattern, machine.run(argv)[1]):

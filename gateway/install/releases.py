@@ -119,8 +119,8 @@ def version_of(env: Path | None) -> str:
         return ""
     if (release := read(env)) is not None:
         return release.version
-    found = sorted(env.glob(f"lib*/python3*/site-packages/{PACKAGE}-*.dist-info"))
-    return found[-1].name.removeprefix(f"{PACKAGE}-").removesuffix(".dist-info") if found else ""
+    folders = sorted(env.glob(f"lib*/python3*/site-packages/{PACKAGE}-*.dist-info"))
+    return folders[-1].name.removeprefix(f"{PACKAGE}-").removesuffix(".dist-info") if folders else ""
 
 
 def read(env: Path) -> Release | None:
@@ -132,11 +132,11 @@ def read(env: Path) -> Release | None:
 
 def fingerprint(env: Path) -> str:
     """Of what a worker runs: equal means that a running one need not be replaced. Empty when that cannot be told."""
-    found = sorted(env.glob("lib/python3*/site-packages/worker"))
-    if not found:
+    folders = sorted(env.glob("lib/python3*/site-packages/worker"))
+    if not folders:
         return ""
     digest = hashlib.sha256()
-    site = found[-1].parent
+    site = folders[-1].parent
     for path in sorted(path for package in _OF_WORKERS for path in (site / package).rglob("*.py")):
         # The version's own number is no reason to load a model again.
         lines = (line for line in path.read_bytes().splitlines() if not line.startswith(b"__version__"))
@@ -151,7 +151,7 @@ def writers(env: Path) -> set[int]:
     """The users but root who can change what runs from an environment; `EVERYBODY` where every user can."""
     program = python(env).resolve()
     sites = env.glob("lib*/python3*/site-packages")
-    found: set[int] = set()
+    owners: set[int] = set()
     for path in (env, env / "bin", program, *sites):
         real = path.resolve()
         for part in (real, *real.parents):
@@ -159,10 +159,10 @@ def writers(env: Path) -> set[int]:
                 facts = part.stat()
             except FileNotFoundError:
                 continue
-            found.add(facts.st_uid)
+            owners.add(facts.st_uid)
             if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
-                found.add(EVERYBODY)
-    return found - {0}
+                owners.add(EVERYBODY)
+    return owners - {0}
 
 
 def check_writers(env: Path, uid: int) -> str:

@@ -42,14 +42,14 @@ class Questions:
         return any(asked == epoch for asked, _ in self._open.values())
 
     def answered(self, message: Tokenized) -> None:
-        found = self._open.get(message.rid)
-        if found is not None and not found[1].done():
-            found[1].set_result(message)
+        pending = self._open.get(message.rid)
+        if pending is not None and not pending[1].done():
+            pending[1].set_result(message)
 
     def refused(self, rid: int, failure: Failure) -> None:
-        found = self._open.get(rid)
-        if found is not None and not found[1].done():
-            found[1].set_exception(Refused(failure))
+        pending = self._open.get(rid)
+        if pending is not None and not pending[1].done():
+            pending[1].set_exception(Refused(failure))
 
     def lost(self, epoch: int, failure: Failure) -> None:
         """This worker is gone."""

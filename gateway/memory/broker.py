@@ -221,11 +221,11 @@ class Broker:
         for tenancy in self.tenancies.values():
             self._end_shrinking(tenancy, now)
         if queue := self._queue():
-            made = policy.plan([asking.claim for asking in queue], self.picture(), self.terms(), now)
+            plan = policy.plan([asking.claim for asking in queue], self.picture(), self.terms(), now)
         else:
-            made = policy.relieve(self.picture(), self.terms(), now)
-        self._carry_out(made, now)
-        return made.wake_at
+            plan = policy.relieve(self.picture(), self.terms(), now)
+        self._carry_out(plan, now)
+        return plan.wake_at
 
     def _queue(self) -> list[Asking]:
         waiting = (asking for asking in self._asking.values() if not asking.answer.done())

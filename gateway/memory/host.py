@@ -69,14 +69,14 @@ class ThisMachine:
         if sys.platform == "darwin":
             return _darwin_footprint(pid)
         try:
-            found = _linux_footprint(pid)
+            footprint = _linux_footprint(pid)
         except OSError:
             return self._footprints.get(pid, 0)
-        if found:
-            self._footprints[pid] = found
+        if footprint:
+            self._footprints[pid] = footprint
         else:
             self._footprints.pop(pid, None)
-        return found
+        return footprint
 
     def unreturned(self, pid: int, footprint: int, available_before: int) -> int:
         if sys.platform == "darwin":
@@ -87,8 +87,8 @@ class ThisMachine:
 
 def linux_budget(limits: list[str | None], ram: int) -> int:
     """`limits`: what the files of cgroup v2 and v1 hold, None for one that is not there."""
-    found = [limit for text in limits if (limit := _number(text)) is not None]
-    total = min([ram, *found])
+    known = [limit for text in limits if (limit := _number(text)) is not None]
+    total = min([ram, *known])
     return total - _reserve(total)
 
 

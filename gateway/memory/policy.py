@@ -96,10 +96,10 @@ class Plan:
 
 def plan(claims: Sequence[Claim], tenants: Sequence[Tenant], terms: Terms, now: float) -> Plan:
     """`claims` in the order in which they are to be served."""
-    made = Plan()
+    plan = Plan()
     free = terms.budget - sum(tenant.share for tenant in tenants) - terms.returning
     places = terms.max_loaded - len(tenants) - terms.leaving if terms.max_loaded else len(claims)
-    waiting = [claim for claim in claims if not _is_hopeless(claim, tenants, terms, made)]
+    waiting = [claim for claim in claims if not _is_hopeless(claim, tenants, terms, plan)]
     is_first = True
     for position, claim in enumerate(waiting):
         floor = _floor(claim, tenants, terms)
@@ -110,26 +110,26 @@ def plan(claims: Sequence[Claim], tenants: Sequence[Tenant], terms: Terms, now: 
                 spare = min(spare, terms.available - floor)
             loan = int(max(0, spare) * LENT_PART) if is_first else 0
             share = min(max(claim.most, floor), floor + loan)
-            made.grants.append((claim.name, share))
+            plan.grants.append((claim.name, share))
             free -= share
             places -= 1
         elif is_first:
             # The others may take what this one could not use.
-            promised = _make_room(floor - free, 1 - places, tenants, terms, now, made)
+            promised = _make_room(floor - free, 1 - places, tenants, terms, now, plan)
             free -= max(0, floor - promised)
             places -= 1
             is_first = False
-    return made
+    return plan
 
 
 def relieve(tenants: Sequence[Tenant], terms: Terms, now: float) -> Plan:
     """Evictions and reclaims due because the operator lowered a limit, without a waiting claim."""
-    made = Plan()
+    plan = Plan()
     missing = sum(tenant.share for tenant in tenants) + terms.returning - terms.budget
     places = len(tenants) + terms.leaving - terms.max_loaded if terms.max_loaded else 0
     if missing > 0 or places > 0:
-        _make_room(missing, places, tenants, terms, now, made)
-    return made
+        _make_room(missing, places, tenants, terms, now, plan)
+    return plan
 
 
 # -- who can never be served -----------------------------------------------------------------------------------------

@@ -181,10 +181,10 @@ class Trusted:
 
 def _secrets(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
     """Secrets that the request presents as keys, in either header."""
-    found: list[bytes] = []
+    secrets: list[bytes] = []
     for name, value in headers:
         if name == b"x-api-key":
-            found.append(value.strip())
+            secrets.append(value.strip())
         elif name == b"authorization" and value[:7].lower() == b"bearer ":
-            found.append(value[7:].strip())
-    return [secret for secret in found[:SECRETS_MAX] if secret]
+            secrets.append(value[7:].strip())
+    return [secret for secret in secrets[:SECRETS_MAX] if secret]

@@ -112,7 +112,7 @@ def _operation(record: Record) -> str:
 
 
 def _attributes(record: Record) -> dict[str, AttributeValue]:
-    found: dict[str, AttributeValue] = {
+    attributes: dict[str, AttributeValue] = {
         "gen_ai.operation.name": _operation(record),
         "gen_ai.provider.name": "mlxd",
         "gen_ai.request.model": record.model or "",
@@ -127,12 +127,12 @@ def _attributes(record: Record) -> dict[str, AttributeValue]:
         "mlxd.request.stream": record.stream,
     }
     if record.finishes:
-        found["gen_ai.response.finish_reasons"] = record.finishes
+        attributes["gen_ai.response.finish_reasons"] = record.finishes
     if record.caller.key is not None:
-        found["mlxd.key"] = record.caller.key
+        attributes["mlxd.key"] = record.caller.key
     if record.first_token_s is not None:
-        found["gen_ai.response.time_to_first_chunk"] = record.first_token_s
-    return found
+        attributes["gen_ai.response.time_to_first_chunk"] = record.first_token_s
+    return attributes
 
 
 def _parent(context: TraceContext | None) -> Context:

@@ -214,8 +214,8 @@ def _is_ours(file: RemoteFile) -> bool:
 
 
 def _is_here(repository: Repository, file: RemoteFile) -> bool:
-    found = try_to_load_from_cache(repository.id, file.name, cache_dir(), repository.commit)
-    return isinstance(found, str) or (_is_ours(file) and _blob(repository, file).exists())
+    cached = try_to_load_from_cache(repository.id, file.name, cache_dir(), repository.commit)
+    return isinstance(cached, str) or (_is_ours(file) and _blob(repository, file).exists())
 
 
 def _size_so_far(repository: Repository, file: RemoteFile) -> int:

@@ -120,10 +120,12 @@ def read_weights(repository: Repository, dtype: str) -> Weights:
     api = HfApi(token=token())
 
     def tensors(name: str) -> list[Tensor]:
-        found = api.parse_safetensors_file_metadata(repository.id, name, revision=repository.commit, timeout=TIMEOUT_S)
+        headers = api.parse_safetensors_file_metadata(
+            repository.id, name, revision=repository.commit, timeout=TIMEOUT_S
+        )
         return [
             Tensor(tensor.dtype, tuple(tensor.shape), (tensor.data_offsets[0], tensor.data_offsets[1]))
-            for tensor in found.tensors.values()
+            for tensor in headers.tensors.values()
         ]
 
     with speaking_of(repository.id, repository.revision), ThreadPoolExecutor(_READERS) as readers:
@@ -136,8 +138,8 @@ def inspect(repository: Repository, dtype: str, context: int, available_bytes: i
     if config is None or not any(is_weights(file.name) for file in repository.files):
         return None
     weights = read_weights(repository, dtype)
-    found = estimate(repository.id, config, weights, context, available_bytes)
-    return msgspec.structs.replace(found, is_downloaded=False, obstacles=tuple(_obstacles(repository, config)))
+    info = estimate(repository.id, config, weights, context, available_bytes)
+    return msgspec.structs.replace(info, is_downloaded=False, obstacles=tuple(_obstacles(repository, config)))
 
 
 def obstacles(repository: Repository) -> list[str]:

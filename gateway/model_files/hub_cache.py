@@ -62,8 +62,8 @@ def remove(repository: str) -> int:
 
 def _blobs(repository: str) -> dict[Path, int]:
     """Blob files of a repository, and their sizes."""
-    found = (path.resolve() for path in folder_of(repository).glob("blobs/*"))
-    return {path: path.stat().st_size for path in found if path.is_file()}
+    paths = (path.resolve() for path in folder_of(repository).glob("blobs/*"))
+    return {path: path.stat().st_size for path in paths if path.is_file()}
 
 
 def _is_model(folder: Path) -> bool:

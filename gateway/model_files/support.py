@@ -15,16 +15,16 @@ def obstacles(config: dict[str, Any] | None, files: Sequence[str]) -> list[str]:
     """Reasons why a repository cannot be loaded, as clauses; empty when it can. `files` by name."""
     if config is None:
         return ["it holds no config.json"]
-    found: list[str] = []
+    reasons: list[str] = []
     if not any(is_weights(name) for name in files):
-        found.append(_without_weights(files))
-    found += architecture_obstacles(config)
+        reasons.append(_without_weights(files))
+    reasons += architecture_obstacles(config)
     quantization = config.get("quantization_config")
     if "quantization" not in config and isinstance(quantization, dict):
         method = quantization.get("quant_method")
         if method is not None and method not in _QUANT_METHODS:
-            found.append(f"its quantization is {method!r}, which MLX does not read")
-    return found
+            reasons.append(f"its quantization is {method!r}, which MLX does not read")
+    return reasons
 
 
 def architecture_obstacles(config: dict[str, Any]) -> list[str]:

@@ -46,11 +46,11 @@ def examine(name: str, status: int | None, goodbye: Goodbye | None, lines: list[
     """Classify an exit by its status (None: unknown), the worker's last message and the end of its output."""
     meaning = "its exit status is not known" if status is None else EXIT_MEANING.get(status, f"exit status {status}")
     detail = "\n".join(lines)
-    said = goodbye.failure if goodbye is not None else None
+    reported = goodbye.failure if goodbye is not None else None
     died = Failure(Code.WORKER_DIED, f"the worker of model '{name}' died ({meaning})", detail)
     failure = died
-    if said is not None:
-        failure = said
+    if reported is not None:
+        failure = reported
     elif status in _CODES:
         failure = Failure(_CODES[status], f"model '{name}' cannot be loaded: {meaning}", detail)
     return Postmortem(_kind(status, goodbye), failure, died)

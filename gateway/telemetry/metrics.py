@@ -155,15 +155,15 @@ class Metrics:
 
     def step(self, model: str, step: Step) -> None:
         """One decoded `Step`."""
-        found = self.model(model)
+        numbers = self.model(model)
         tokens = 0
         for delta in step.deltas:
             tokens += len(delta.token_ids)
         if tokens:
-            found.generation_tokens += tokens
-            found.iteration_tokens.observe(tokens)
+            numbers.generation_tokens += tokens
+            numbers.iteration_tokens.observe(tokens)
         if step.stats is not None:
-            found.stats = step.stats
+            numbers.stats = step.stats
 
     def pong(self, model: str, pong: Pong) -> None:
         """One heartbeat answered."""
@@ -176,10 +176,10 @@ class Metrics:
 
     def state(self, model: str, state: str) -> None:
         """A worker's state machine moved."""
-        found = self.model(model)
-        found.state = str(state)
+        numbers = self.model(model)
+        numbers.state = str(state)
         if state not in ("ready", "draining"):
-            found.stats, found.lane = None, ""
+            numbers.stats, numbers.lane = None, ""
 
     def load_seconds(self, model: str, s: float) -> None:
         """A load took this long, from spawn to Ready."""
@@ -215,9 +215,9 @@ class Metrics:
 
     def granted(self, model: str, wait_s: float, reason: str) -> None:
         """A model may be loaded, because there was room or others left."""
-        found = self.model(model)
-        found.loads[reason] += 1
-        found.load_wait.observe(wait_s)
+        numbers = self.model(model)
+        numbers.loads[reason] += 1
+        numbers.load_wait.observe(wait_s)
 
     def swapped(self, model: str, s: float) -> None:
         """A model for which others had to leave is ready."""

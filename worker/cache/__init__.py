@@ -1,3 +1,3 @@
 """Cache of prefixes: KV in memory, as a radix tree, and on disk."""
 
-__all__ = ["counts", "disk", "fingerprint", "kv", "prefix", "radix_tree"]
+__all__ = ["batched", "counts", "disk", "fingerprint", "kv", "prefix", "radix_tree", "ragged"]

@@ -205,8 +205,8 @@ def load(path: Path, key: str, *, with_state: bool) -> tuple[Span, list[Any] | N
     state = None
     if with_state and record.state is not None:
         state = [getattr(kinds, leaf.kind).from_state(_unflatten(leaf.state, arrays)) for leaf in record.state]
-    wanted = [array for name, array in arrays.items() if name.startswith("kv.") or (with_state and name != "tokens")]
-    mx.eval(wanted)
+    needed = [array for name, array in arrays.items() if name.startswith("kv.") or (with_state and name != "tokens")]
+    mx.eval(needed)
     return span, state
 
 
@@ -226,8 +226,8 @@ def _unflatten(tree: Tree, arrays: dict[str, mx.array]) -> Any:
         case Array(at=at):
             return arrays[f"state.{at}"]
         case Items(is_tuple=is_tuple, items=items):
-            made = [_unflatten(item, arrays) for item in items]
-            return tuple(made) if is_tuple else made
+            values = [_unflatten(item, arrays) for item in items]
+            return tuple(values) if is_tuple else values
         case Plain(value=value):
             return value
 

@@ -9,21 +9,11 @@ at the exact position where it was copied. Where there is any of the last two, a
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import (
-    BatchKVCache,
-    BatchRotatingKVCache,
-    CacheList,
-    ChunkedKVCache,
-    KVCache,
-    RotatingKVCache,
-)
-
-# What holds a sequence in the lane of one row; elsewhere these are merged into a batch's form of them.
-_ALONE: Final = (KVCache, RotatingKVCache, ChunkedKVCache)
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 Span = list[tuple[mx.array, mx.array]]
 """Keys and values `[1, heads, tokens, dim]` of each sliceable and each windowed layer over an edge of tokens. Windowed
@@ -62,66 +52,6 @@ def leaves(caches: Sequence[Any]) -> list[Any]:
     for cache in caches:
         flat.extend(leaves(cache.caches) if isinstance(cache, CacheList) else [cache])
     return flat
-
-
-def extract(caches: Sequence[Any], row: int) -> list[Any]:
-    """One row of a batch's caches, or the caches of the one row of a lane of one, as they are now.
-
-    KV comes as views: a caller that keeps a part copies that part, not all of it.
-    """
-    flat = leaves(caches)
-    # Together: one wait for the device, not one for each layer.
-    mx.eval([leaf.left_padding for leaf in flat if type(leaf) in (BatchKVCache, BatchRotatingKVCache)])
-    mx.eval([leaf.offset for leaf in flat if type(leaf) is BatchRotatingKVCache])
-
-    def take(cache: Any) -> Any:
-        if isinstance(cache, CacheList):
-            return CacheList(*(take(child) for child in cache.caches))
-        if isinstance(cache, _ALONE):
-            return _cut(copy.deepcopy(cache))
-        if type(cache) is BatchRotatingKVCache:
-            return _extract_window(cache, row)
-        if type(cache) is not BatchKVCache:
-            return cache.extract(row)
-        padding: Any = cache.left_padding.tolist()
-        keys, values = (array[row : row + 1, :, padding[row] :] for array in cache.keys_and_values())
-        return KVCache.from_state((keys, values, int(keys.shape[2])))
-
-    return [take(cache) for cache in caches]
-
-
-def _cut(leaf: Any) -> Any:
-    """Without the room that KV has to grow."""
-    if leaf.keys is None:
-        return leaf
-    # A chunk's KV begins where it does.
-    held = leaf.offset - getattr(leaf, "start_position", 0)
-    leaf.keys, leaf.values = leaf.keys[..., :held, :], leaf.values[..., :held, :]
-    return leaf
-
-
-def _extract_window(cache: Any, row: int) -> Any:
-    """As `BatchRotatingKVCache.extract`, without its copy of the whole window."""
-    keys, values, offset, left_padding, size, _, end, is_rotated = cache.state
-    if keys is None:
-        return RotatingKVCache(size)
-    views = [array[row : row + 1] for array in (keys, values)]
-    if is_rotated:
-        views, end = [mx.roll(view, -end, 2) for view in views], size
-    padding = max(0, left_padding.tolist()[row])
-    keys, values = (view[:, :, padding:end] for view in views)
-    return RotatingKVCache.from_state((keys, values, offset.tolist()[row], 0, size, int(keys.shape[2])))
-
-
-def order_windows(caches: Sequence[Any]) -> None:
-    """Put a batch's windows in order of time, as several tokens at once need them.
-
-    mlx-lm does so when it stores these tokens, but makes their mask before: behind a chunk of one token, which rotates,
-    that mask hides the oldest token of a padded row.
-    """
-    windows: list[Any] = [leaf for leaf in leaves(caches) if type(leaf) is BatchRotatingKVCache]
-    for leaf in windows:
-        leaf._temporal_order()
 
 
 def slice_span(caches: Sequence[Any], begin: int, end: int) -> Span:

@@ -1,164 +1,162 @@
-"""mlx-lm's `BatchGenerator` with rows that know who they are.
+"""The loop that runs sequences on a model: prompts in chunks, then one step after the other for all of them.
 
-Sampling is told which requests a forward pass is for, and a step with constrained rows waits for their masks after
-the forward pass is launched: the two batches that the generator holds for its whole life are of our subclasses, and
-`extend`, `split` and `generate` keep them so.
+The models and the caches of one sequence are mlx-lm's; the batch and its caches are ours.
 """
 
-from contextlib import nullcontext
-from typing import Any, Final, cast
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
+from mlx_lm.generate import StopSequences, generation_stream
+from mlx_lm.models.cache import make_prompt_cache
 
-from worker.cache.kv import extract, order_windows
-from worker.engine.sampling import RowSampler
+from worker.cache import batched
+from worker.engine.decode_batch import DecodeBatch, Sampled
+from worker.engine.forward import forward
+from worker.engine.member import Member, Members
+from worker.engine.sampling import Processor, RowSampler
 from worker.model.lanes import Lane
-from worker.vision.graft import graft_of
 
-# Free buffers go back to the system after this many tokens of prefill, as with chunks of mlx-lm's own size.
+# Free buffers go back to the system after this many tokens of prefill, or this many steps, as with mlx-lm's.
 CLEAR_TOKENS: Final = 2048
+CLEAR_STEPS: Final = 512
 
 
-class Generator(BatchGenerator):
-    """Runs rows as their lane asks for."""
+@dataclass(slots=True)
+class Prompted:
+    """Progress of a prompt; at its end it has its last token left, which runs with the rows that generate."""
 
-    def __init__(self, model: Any, sampler: RowSampler, lane: Lane, **options: Any) -> None:
-        super().__init__(model, sampler=sampler, **options)
+    uid: int
+    done: int
+    total: int
+    is_segment_end: bool
+    is_prompt_end: bool
+
+
+class Generator:
+    """Runs sequences as their lane asks for. One thread owns it.
+
+    A tick is one decode step for all rows past their prompt, and one chunk for each of the others.
+    """
+
+    def __init__(self, model: Any, sampler: RowSampler, lane: Lane) -> None:
+        self._model = model
         self._lane = lane
-        self._prompt_batch = _PromptBatch.empty(model, sampler, prefill_step_size=self.prefill_step_size)
-        self._generation_batch = _DecodeBatch.empty(model, sampler)
+        self._stream = generation_stream
+        self._count = 0
+        self._waiting: deque[Member] = deque()
+        self._prefill = Members()
+        self._decode = DecodeBatch(model, sampler)
+        self._uncleared_tokens = 0
+        self._uncleared_steps = 0
 
-    def _next(self) -> Any:
-        if self._lane is Lane.EQUAL:
-            self.prefill_step_size = min(self.prefill_step_size, self._shortest())
-        return super()._next()
+    @property
+    def stream(self) -> Any:
+        return self._stream
 
-    def _shortest(self) -> int:
-        """Tokens that every row in prefill has left in its segment: a chunk of no more needs no padding."""
-        waiting = (row[1] for row in self._unprocessed_sequences)
-        segments = [*(row[0] for row in self._currently_processing), *waiting]
-        return min((len(parts[0]) for parts in segments if len(parts) > 1), default=self.prefill_step_size)
+    @property
+    def nbytes(self) -> int:
+        """Of all caches."""
+        waiting = sum(cache.nbytes for member in self._waiting for cache in member.caches)
+        return int(waiting + self._prefill.nbytes + self._decode.nbytes)
 
-    def _make_batch(self, n: int) -> PromptProcessingBatch:
-        if self._lane is not Lane.SINGLE:
-            return super()._make_batch(n)
-        assert n == 1, "the lane of one row takes one"
-        row = self._unprocessed_sequences.popleft()
-        self._unprocessed_sequences.appendleft((*row[:3], [], *row[4:]))
-        batch = super()._make_batch(1)
-        batch.prompt_cache = row[3]
-        return batch
+    def insert(
+        self,
+        segments: list[list[int]],
+        max_tokens: int,
+        caches: list[Any],
+        tokens: list[int],
+        processors: Sequence[Processor],
+        stops: StopSequences,
+    ) -> int:
+        """Queue a sequence whose `caches` hold `tokens`; returns its number here. Its segments are not empty."""
+        uid, self._count = self._count, self._count + 1
+        caches = caches or make_prompt_cache(self._model)
+        self._waiting.append(Member(uid, segments, max_tokens, caches, tokens, processors, stops.matcher()))
+        return uid
 
+    def extract(self, uid: int) -> tuple[list[Any], list[int]]:
+        """The caches of one sequence, views while it is in a batch, and the tokens that they hold."""
+        for member in self._waiting:
+            if member.uid == uid:
+                return member.caches, member.tokens
+        for rows in (self._prefill, self._decode):
+            if (at := rows.index(uid)) is not None:
+                return rows.extract(at)
+        raise KeyError(uid)
 
-class _PromptBatch(PromptProcessingBatch):
-    # Prompt tokens since free buffers were given back.
-    unclear_tokens = 0
+    def remove(self, uid: int) -> tuple[list[Any], list[int]]:
+        """Take a sequence out, in any phase."""
+        extracted = self.extract(uid)
+        self._waiting = deque(member for member in self._waiting if member.uid != uid)
+        for rows in (self._prefill, self._decode):
+            if (at := rows.index(uid)) is not None:
+                rows.keep([other for other in range(len(rows)) if other != at])
+        return extracted
 
-    def filter(self, keep: list[int]) -> None:
-        """As mlx-lm's, but for all rows nothing: caches of the lane of one row have no `filter`."""
-        if len(keep) < len(self.uids):
-            super().filter(keep)
+    def next(self, chunk: int) -> tuple[list[Prompted], list[Sampled]]:
+        """One tick, with at most `chunk` tokens of each prompt."""
+        with mx.stream(self._stream):
+            self._admit()
+            prompted = self._join()
+            sampled = self._decode.next()
+            self._uncleared_steps += bool(sampled)
+            return prompted + self._run_prompts(chunk), sampled
 
-    def prompt(self, tokens: list[list[int]]) -> None:
-        """As mlx-lm's for one chunk, but free buffers go back to the system no more often than with its own large
-        chunks: beside running rows ours are small, and the next step would ask for the same buffers again."""
-        if not tokens:
+    def _admit(self) -> None:
+        if not self._waiting:
             return
-        for held, new in zip(self.tokens, tokens, strict=True):
-            held += new
-        lengths = [len(new) for new in tokens]
-        longest = max(lengths)
-        padding = [longest - length for length in lengths]
-        if any(padding):
-            tokens = [[*new, *[0] * missing] for new, missing in zip(tokens, padding, strict=True)]
-            for cache in self.prompt_cache:
-                cache.prepare(lengths=lengths, right_padding=padding)
-        if longest > 1:
-            order_windows(self.prompt_cache)
-        graft = graft_of(self.model)
-        starts = [len(held) - length for held, length in zip(self.tokens, lengths, strict=True)]
-        with graft.rows(self.uids, starts, lengths, longest) if graft is not None else nullcontext():
-            self.model(mx.array(tokens), cache=self.prompt_cache)
-        mx.eval([cache.state for cache in self.prompt_cache])
-        if any(padding):
-            for cache in self.prompt_cache:
-                cache.finalize()
-            mx.eval([cache.state for cache in self.prompt_cache])
-        self.unclear_tokens += longest
-        if self.unclear_tokens >= CLEAR_TOKENS:
-            self.unclear_tokens = 0
+        if self._lane is Lane.SINGLE:
+            if len(self._prefill) or len(self._decode):
+                return
+            members = [self._waiting.popleft()]
+            caches = members[0].caches
+        else:
+            members, self._waiting = list(self._waiting), deque()
+            caches = batched.merge([member.caches for member in members])
+        for member in members:
+            member.caches = []
+        self._prefill.extend(Members(members, caches))
+
+    def _join(self) -> list[Prompted]:
+        """Rows that have only the last token of their prompt left go on with the decode rows."""
+        ready = [at for at, member in enumerate(self._prefill.members) if member.is_prefilled]
+        if not ready:
+            return []
+        rows = self._prefill.split(ready)
+        self._decode.join(rows)
+        return [Prompted(member.uid, member.total, member.total, True, True) for member in rows.members]
+
+    def _run_prompts(self, chunk: int) -> list[Prompted]:
+        members = self._prefill.members
+        if not members:
+            self._clear()
+            return []
+        if self._lane is Lane.EQUAL:  # a chunk that every row has the tokens for needs no padding
+            chunk = min(chunk, *(len(member.segments[0]) for member in members))
+        parts = [member.segments[0][:chunk] for member in members]
+        lengths = [len(part) for part in parts]
+        width = max(lengths)
+        inputs = mx.array([[*part, *[0] * (width - len(part))] for part in parts])
+        forward(self._model, members, inputs, self._prefill.caches, lengths)
+        batched.rewind(self._prefill.caches, [width - length for length in lengths])
+        self._prefill.evaluate()
+        self._uncleared_tokens += width
+        self._clear()
+        return [self._advance(member, part) for member, part in zip(members, parts, strict=True)]
+
+    def _advance(self, member: Member, part: list[int]) -> Prompted:
+        member.tokens.extend(part)
+        member.done += len(part)
+        rest = member.segments[0][len(part) :]
+        member.segments[:1] = [rest] if rest else []
+        return Prompted(member.uid, member.done, member.total, not rest, False)
+
+    def _clear(self) -> None:
+        """Give free buffers back now and then: beside running rows chunks are small, and the next step would ask for
+        the same buffers again."""
+        if self._uncleared_tokens >= CLEAR_TOKENS or self._uncleared_steps >= CLEAR_STEPS:
+            self._uncleared_tokens = self._uncleared_steps = 0
             mx.clear_cache()
-
-    def generate(self, tokens: list[list[int]]) -> GenerationBatch:
-        """As mlx-lm's, but what comes out is ours from its first step on."""
-        assert all(len(last) == 1 for last in tokens), "the generator prefills all but the last token"
-        batch = _DecodeBatch(
-            self.model,
-            self.uids,
-            mx.array([last[-1] for last in tokens]),
-            self.prompt_cache,
-            self.tokens,
-            self.samplers,
-            self.fallback_sampler,
-            self.logits_processors,
-            self.stop_sequences,
-            self.max_tokens,
-        )
-        self.uids, self.prompt_cache, self.tokens = [], [], []
-        self.samplers, self.logits_processors, self.stop_sequences, self.max_tokens = [], [], [], []
-        return batch
-
-    def extract_cache(self, idx: int) -> list[Any]:
-        return extract(self.prompt_cache, idx)
-
-
-class _DecodeBatch(GenerationBatch):
-    def _step(self) -> Any:
-        sampler = cast(RowSampler, self.fallback_sampler)
-        graft = graft_of(self.model)
-        starts = [len(held) for held in self.tokens] if graft is not None else []
-        with (
-            sampler.rows(self.uids),
-            graft.rows(self.uids, starts, [1] * len(starts), 1) if graft is not None else nullcontext(),
-        ):
-            if sampler.masks.constrains(self.uids):
-                return self._constrained_step(sampler)
-            return super()._step()
-
-    def _constrained_step(self, sampler: RowSampler) -> tuple[list[int], list[mx.array]]:
-        """mlx-lm's `_step`, launched in two parts: see `worker.structured.masks`."""
-        is_first = cast(mx.array | None, self._current_tokens) is None
-        inputs = self._current_tokens = self._next_tokens
-        self._current_logprobs = self._next_logprobs
-        logits = self.model(inputs[:, None], cache=self.prompt_cache)[:, -1, :]
-        logits, contexts = self._process(inputs, logits)
-        mx.async_eval(logits, contexts)
-        mx.eval(inputs, self._current_logprobs)
-        ids: Any = inputs.tolist()
-        if not is_first:  # the first inputs are of the prompt
-            sampler.masks.take(self.uids, ids)
-        logits = sampler.masks.apply(self.uids, logits)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        self._next_tokens = sampler(logprobs)
-        self._next_logprobs = list(logprobs)
-        mx.async_eval(self._next_tokens, self._next_logprobs)
-        for tokens, token in zip(self.tokens, ids, strict=True):
-            tokens.append(token)
-        return ids, self._current_logprobs
-
-    def _process(self, inputs: mx.array, logits: mx.array) -> tuple[mx.array, list[mx.array]]:
-        """Logits after the processors of each row, and the contexts that they were given."""
-        contexts: list[mx.array] = []
-        for at, chain in enumerate(self.logits_processors or ()):
-            if chain:
-                context = self._token_context[at].update_and_fetch(inputs[at : at + 1])
-                contexts.append(context)
-                row = logits[at : at + 1]
-                for processor in chain:
-                    row = processor(context, row)
-                logits[at : at + 1] = row
-        return logits, contexts
-
-    def extract_cache(self, idx: int) -> list[Any]:
-        return extract(self.prompt_cache, idx)

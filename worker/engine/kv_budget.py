@@ -10,10 +10,11 @@ from typing import Any, Final
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from worker.cache.kv import arrays_of, is_sliceable, leaves
+from worker.cache.ragged import STEP
 from worker.engine.row import Row
 
-# mlx-lm grows KV in steps of this many tokens (mlx_lm/models/cache.py, KVCache.step).
-STEP_TOKENS: Final = 256
+# KV grows in steps of this many tokens, in a batch and in mlx-lm's caches of one sequence.
+STEP_TOKENS: Final = STEP
 # A token's id in the prefix cache.
 ID_BYTES: Final = 4
 # Admission counts on this much output; a row that grows further may have to make room for older ones.
@@ -55,8 +56,8 @@ class KvCost:
         return rows * (self.token_bytes * padded + windows + self.fixed_bytes)
 
     def transient(self, rows: int, tokens: int) -> int:
-        """Bytes that a join, or growth by a step, takes beside `bytes` for a moment: mlx-lm makes the KV of all rows
-        again, layer by layer, and frees a layer's old KV once its new one exists."""
+        """Bytes that a join, or growth by a step, takes beside `bytes` for a moment: the KV of all rows is made
+        again, layer by layer, and a layer's old KV is freed once its new one exists."""
         return rows * self.widest * (-(-tokens // STEP_TOKENS) * STEP_TOKENS)
 
     def stored(self, tokens: int, checkpoints: int) -> int:

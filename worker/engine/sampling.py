@@ -30,16 +30,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class RowSampler:
     """Samples for all rows at once; told by `rows` which requests the next call is for."""
 
-    def __init__(self, masks: Masks | None = None, suppressed: Sequence[int] = ()) -> None:
+    def __init__(self, masks: Masks | None = None) -> None:
         # What grammars forbid: it goes onto the logits before they become the log-probabilities given to `__call__`.
         self.masks = masks or Masks()
         self._params: dict[int, Sampling] = {}
         self._position: dict[int, int] = {}
         self._uids: tuple[int, ...] = ()
         self._plans: dict[tuple[int, ...], _Plan] = {}
-        # Ids that are never drawn, and by what their log-probabilities are changed.
-        self._suppressed = tuple(suppressed)
-        self._penalty: mx.array | None = None
 
     def add(self, uid: int, params: Sampling, position: int) -> None:
         """Start sampling for `uid` at output position `position`."""
@@ -68,13 +65,7 @@ class RowSampler:
         keys = [_key(self._params[uid].seed, self._position[uid]) for uid in self._uids] if plan.is_random else []
         for uid in self._uids:
             self._position[uid] += 1
-        return plan.sample(self._suppress(logprobs) if self._suppressed else logprobs, keys)
-
-    def _suppress(self, logprobs: mx.array) -> mx.array:
-        if self._penalty is None or self._penalty.dtype != logprobs.dtype:
-            ids = mx.array([token for token in self._suppressed if token < logprobs.shape[-1]])
-            self._penalty = mx.zeros(logprobs.shape[-1:], dtype=logprobs.dtype).at[ids].add(-math.inf)
-        return logprobs + self._penalty
+        return plan.sample(logprobs, keys)
 
 
 @dataclass(slots=True)

@@ -172,7 +172,7 @@ class _Check:
     def _run(self, lane: Lane, waves: Sequence[Sequence[list[int]]], chunk: int, cache_bytes: int = 0) -> list[_Said]:
         """Each wave together, one after the other, through a batch of their own."""
         cache = PrefixCache(self._layout, cache_bytes)
-        batch = Batch(self._model, (), 1 if lane is Lane.SINGLE else len(self._prompts), chunk, cache, lane)
+        batch = Batch(self._model, (), cache, lane)
         said: list[_Said] = []
         try:
             for wave in waves:

@@ -27,9 +27,6 @@ _LOAD_CACHE_BYTES: Final = 64 << 20
 _BUFFER_PART: Final = 8
 _BUFFER_MIN: Final = 16 << 20
 _KV_PART: Final = 0.75
-# Of what is for prefixes, this part is for features of media, and if there is enough, at least so much.
-_FEATURE_PART: Final = 8
-_FEATURES_MIN: Final = 64 << 20
 # Python's own memory grows a little while requests come in.
 _HOST_SLACK: Final = 16 << 20
 # After a failed allocation KV and prefixes get half, an eighth at least, and twice as much again after so long without.
@@ -65,11 +62,6 @@ class Limits:
     prefixes: int
     buffers: int
     total: int = 0
-
-    @property
-    def features(self) -> int:
-        """Bytes that features of media take of `prefixes`, for a model that has a tower."""
-        return max(self.prefixes // _FEATURE_PART, min(_FEATURES_MIN, self.prefixes // 2))
 
 
 def divide(order: SetMemory, weights: int, host: int, *, kv: int = -1, prefixes: int = -1) -> Limits:
@@ -200,8 +192,7 @@ class Share:
     def enforce(self, limits: Limits) -> None:
         """Give MLX its limits, and the system the unused buffers.
 
-        To be called when what is above them has been let go of, and after whatever may have set them otherwise, as each
-        `BatchGenerator` does with the wired one.
+        To be called when what is above them has been let go of.
         """
         device = self._device
         device.clear_cache()
@@ -223,7 +214,6 @@ class Share:
         if wanted < self._wired and device.active() > wanted:
             device.synchronize()  # what was let go of is free when the step has ended that used it last
             if device.active() > wanted:
-                # What a new generator has set is taken back meanwhile.
                 wanted = self._wired
         if is_new or wanted != self._wired:
             device.synchronize()

@@ -98,10 +98,10 @@ def read_name(r: Reader) -> Steps[str]:
     parts: list[str] = []
     size = 0
     while size <= NAME_LIMIT:
-        found = _NAME.match(r.buf, r.at)
-        if found:
-            size += len(found[0])
-            parts.append(r.take(len(found[0])))
+        match = _NAME.match(r.buf, r.at)
+        if match:
+            size += len(match[0])
+            parts.append(r.take(len(match[0])))
         if r.at < len(r.buf) or r.ended:
             break
         yield
@@ -180,14 +180,14 @@ def _member_value(r: Reader, params: Parameters, key: str, emit: Emit, dialect: 
         return
     if not is_string and not dialect.bare:
         word = yield from token(r)
-        found = quoted(word) if "string" in types and is_padded(word) else padded(word)
+        text = quoted(word) if "string" in types and is_padded(word) else padded(word)
     else:
         levels = ")" if dialect.is_python else ""
-        found = yield from collected(lambda emit: scalar(r, char, emit, dialect, levels))
-    if found.startswith('"'):
-        emit(coerced_string(found, types))
+        text = yield from collected(lambda emit: scalar(r, char, emit, dialect, levels))
+    if text.startswith('"'):
+        emit(coerced_string(text, types))
     else:
-        emit(quoted(found) if types == STRING and not found.startswith("n") else found)
+        emit(quoted(text) if types == STRING and not text.startswith("n") else text)
 
 
 def json_arguments(ctx: Context, params: Parameters, emit: Emit | None = None) -> Steps[None]:
@@ -197,11 +197,11 @@ def json_arguments(ctx: Context, params: Parameters, emit: Emit | None = None) -
         ctx.r.take(1)
         yield from members(ctx, params, emit)
         return
-    found = yield from collected(lambda emit: value(ctx.r, emit))
-    if found in ("null", '""', "[]"):
+    text = yield from collected(lambda emit: value(ctx.r, emit))
+    if text in ("null", '""', "[]"):
         emit("{}")
         return
-    inner = json_text(json.loads(found).strip()) if found.startswith('"') else None
+    inner = json_text(json.loads(text).strip()) if text.startswith('"') else None
     if inner is None or not inner.startswith("{"):
         raise Malformed
     emit(inner)

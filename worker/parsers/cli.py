@@ -64,12 +64,12 @@ def _options() -> argparse.ArgumentParser:
 def _tools(path: str | None) -> list[dict[str, Any]]:
     if not path:
         return []
-    found = json.loads(Path(path).read_text(encoding="utf-8"))
-    if isinstance(found, dict):
-        found = cast("dict[str, Any]", found).get("tools", [found])
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", found)):
+    tools = json.loads(Path(path).read_text(encoding="utf-8"))
+    if isinstance(tools, dict):
+        tools = cast("dict[str, Any]", tools).get("tools", [tools])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", tools)):
         raise ValueError(f"{path}: expected a JSON list of tools")
-    return cast("list[dict[str, Any]]", found)
+    return cast("list[dict[str, Any]]", tools)
 
 
 def _start(family: str, text: str, tools: list[dict[str, Any]], options: argparse.Namespace) -> bool | None:

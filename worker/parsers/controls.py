@@ -23,10 +23,10 @@ class Controls:
 
     def offsets(self, marker: str) -> tuple[int, ...]:
         """Offsets at which tokens begin in `marker`."""
-        found = self._found.get(marker)
-        if found is None:
-            found = self._found[marker] = tuple(hit.start() for hit in self._pattern.finditer(marker))
-        return found
+        offsets = self._found.get(marker)
+        if offsets is None:
+            offsets = self._found[marker] = tuple(hit.start() for hit in self._pattern.finditer(marker))
+        return offsets
 
     def are_special(self, marker: str) -> bool:
         """Whether `marker` has such tokens and all of them are special, so that no text has them."""

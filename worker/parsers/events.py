@@ -176,10 +176,10 @@ class Output:
 def _missing(arguments: str) -> str | None:
     """The brackets that make this JSON; None if others than these are missing."""
     open_: list[str] = []
-    for found in _BRACKET.finditer(arguments):
-        if found[0] in _CLOSERS:
-            open_.append(_CLOSERS[found[0]])
-        elif found[0] in "]}" and open_:
+    for match in _BRACKET.finditer(arguments):
+        if match[0] in _CLOSERS:
+            open_.append(_CLOSERS[match[0]])
+        elif match[0] in "]}" and open_:
             open_.pop()
     closing = "".join(reversed(open_))
     try:

@@ -111,11 +111,11 @@ class JsonCalls:
             params = ctx.tools.parameters(call.name)
             call.arguments = yield from collected(lambda emit: json_arguments(ctx, params, emit))
             return
-        found = yield from collected(lambda emit: value(ctx.r, emit))
-        if key in _NAMES and found.startswith('"') and not call.name:
-            call.name = json.loads(found)
-        elif key in _IDS and found not in ('""', "null") and found[0] not in "[{":
-            call.call_id = json.loads(found) if found.startswith('"') else found
+        text = yield from collected(lambda emit: value(ctx.r, emit))
+        if key in _NAMES and text.startswith('"') and not call.name:
+            call.name = json.loads(text)
+        elif key in _IDS and text not in ('""', "null") and text[0] not in "[{":
+            call.call_id = json.loads(text) if text.startswith('"') else text
 
     def _announce(self, ctx: Context, call: "_Call", has_arguments: bool = False) -> None:
         if self.bare and not (has_arguments or call.arguments):

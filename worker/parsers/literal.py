@@ -75,8 +75,8 @@ def number(token: str) -> str:
 
 def is_padded(token: str) -> bool:
     """Whether this is a number with zeros in front, which may be meant as text, such as a postcode."""
-    found = _PADDED.fullmatch(token)
-    return bool(found and _LOOSE_NUMBER.fullmatch(found[2]))
+    match = _PADDED.fullmatch(token)
+    return bool(match and _LOOSE_NUMBER.fullmatch(match[2]))
 
 
 def padded(token: str) -> str:
@@ -219,9 +219,9 @@ def token(r: Reader) -> Steps[str]:
     """Read what may be a number or word."""
     parts: list[str] = []
     while True:
-        found = _TOKEN.match(r.buf, r.at)
-        if found:
-            parts.append(r.take(len(found[0])))
+        match = _TOKEN.match(r.buf, r.at)
+        if match:
+            parts.append(r.take(len(match[0])))
         if r.at < len(r.buf) or r.ended:
             return "".join(parts)
         yield
@@ -238,9 +238,9 @@ def string(r: Reader, quote: str, emit: Emit, levels: str = "", is_key: bool = F
     emit('"')
     run = _RUNS[quote]
     while True:
-        found = run.match(r.buf, r.at)
-        if found:
-            text = r.take(len(found[0]))
+        match = run.match(r.buf, r.at)
+        if match:
+            text = r.take(len(match[0]))
             emit(text.replace('"', '\\"') if quote == "'" else text)
         char = yield from r.peek()
         if not char:

@@ -25,8 +25,8 @@ class LlamaCalls:
             return
         code = next((name for name in ("python", "code_interpreter", "ipython") if name in ctx.tools), "")
         parts: list[str] = []
-        found = yield from r.until(markers(".call(", "\n"), parts.append, NAME_LIMIT, keep=not code)
-        if found == ".call(":
+        word = yield from r.until(markers(".call(", "\n"), parts.append, NAME_LIMIT, keep=not code)
+        if word == ".call(":
             yield from r.literal(markers(".call("))
             params = begin(ctx, checked("".join(parts)))
             yield from members(ctx, params, ctx.out.args, close=")", separator=markers("="))
@@ -35,7 +35,7 @@ class LlamaCalls:
         if not code:
             raise Malformed
         begin(ctx, code)
-        parts.append(found)
+        parts.append(word)
         yield from r.until(markers(), parts.append)
         ctx.out.args('{"code": ' + quoted("".join(parts)) + "}")
         end(ctx)

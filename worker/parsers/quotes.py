@@ -124,8 +124,8 @@ def _word(r: Reader, at: int) -> Steps[tuple[int, str]]:
 
 def _run(r: Reader, at: int, kind: re.Pattern[str]) -> Steps[tuple[int, str]]:
     while True:
-        found = kind.match(r.buf, r.at + at, r.at + at + _LOOK_LIMIT)
-        end = found.end() if found else r.at + at
+        match = kind.match(r.buf, r.at + at, r.at + at + _LOOK_LIMIT)
+        end = match.end() if match else r.at + at
         if end < len(r.buf) or r.ended or end - r.at - at >= _LOOK_LIMIT:
             return end - r.at, r.buf[end : end + 1] if end - r.at - at < _LOOK_LIMIT else ""
         yield

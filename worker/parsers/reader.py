@@ -118,10 +118,10 @@ class Reader:
     def space(self) -> Steps[str]:
         """Consume white space, if any; returns the character after it, "" at the end of the text."""
         while True:
-            found = _NOT_SPACE.search(self.buf, self.at)
-            self.take((found.start() if found else len(self.buf)) - self.at)
-            if found:
-                return found[0]
+            match = _NOT_SPACE.search(self.buf, self.at)
+            self.take((match.start() if match else len(self.buf)) - self.at)
+            if match:
+                return match[0]
             if self.ended:
                 return ""
             yield
@@ -133,8 +133,8 @@ class Reader:
             if (not rest or rest in words.prefixes) and not self.ended:
                 yield
                 continue
-            found = words.pattern.match(self.buf, self.at)
-            word = self._genuine(words, found) if found else ""
+            match = words.pattern.match(self.buf, self.at)
+            word = self._genuine(words, match) if match else ""
             return self.take(len(word)) if word else ""
 
     def until(self, words: Markers, emit: Emit, limit: int = -1, keep: bool = False) -> Steps[str]:
@@ -162,11 +162,11 @@ class Reader:
 
     def _find(self, words: Markers) -> tuple[int, str]:
         """Position of the first of `words`, and the word."""
-        found = words.pattern.search(self.buf, self.at)
-        while found:
-            if word := self._genuine(words, found):
-                return found.start(), word
-            found = words.pattern.search(self.buf, found.start() + 1)
+        match = words.pattern.search(self.buf, self.at)
+        while match:
+            if word := self._genuine(words, match):
+                return match.start(), word
+            match = words.pattern.search(self.buf, match.start() + 1)
         return 0, ""
 
     def _genuine(self, words: Markers, found: re.Match[str]) -> str:

@@ -83,10 +83,10 @@ def mapping(value: Any) -> Schema:
 
 def referred(ref: str, root: Schema) -> Schema:
     """Target of a `$ref` into the same document (RFC 6901); empty, and so any value, if there is none."""
-    found = root
+    target = root
     for step in unquote(ref).removeprefix("#").split("/")[1:]:
-        found = mapping(found.get(step.replace("~1", "/").replace("~0", "~")))
-    return found
+        target = mapping(target.get(step.replace("~1", "/").replace("~0", "~")))
+    return target
 
 
 def _types(found: Any, root: Schema, depth: int) -> Types:
@@ -138,21 +138,21 @@ def coerced(text: str, types: Types) -> str:
     if types == STRING:
         return quoted(text)
     bare = text.strip()
-    found = json_text(bare)
-    if found is not None and "string" in types and is_padded(bare):
+    literal = json_text(bare)
+    if literal is not None and "string" in types and is_padded(bare):
         return quoted(text)
-    if found is not None:
-        kind = json_type(found)
+    if literal is not None:
+        kind = json_type(literal)
         if kind == "string":
             # Quotes around a string belong to it, unless no string is wanted there.
-            return quoted(text) if not types or "string" in types else coerced_string(found, types)
+            return quoted(text) if not types or "string" in types else coerced_string(literal, types)
         if not types:
             # A guess: `+41` and `1_000` are not meant as numbers.
-            is_plain = kind in ("array", "object") or bare in (found, "True", "False", "None")
-            return found if is_plain else quoted(text)
+            is_plain = kind in ("array", "object") or bare in (literal, "True", "False", "None")
+            return literal if is_plain else quoted(text)
         if kind in types or (kind == "integer" and "number" in types):
-            return found
-        if kind == "number" and "integer" in types and (whole := _whole(found)):
+            return literal
+        if kind == "number" and "integer" in types and (whole := _whole(literal)):
             return whole
     if "string" not in types:
         if "boolean" in types and bare.lower() in ("true", "false"):

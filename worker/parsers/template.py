@@ -33,8 +33,8 @@ def render(
     def strftime_now(form: str) -> str:
         return datetime.now(UTC).strftime(form)
 
-    def tojson(found: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(found, ensure_ascii=ensure_ascii, indent=indent)
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = tojson

@@ -181,8 +181,8 @@ def _attribute(head: str, *names: str) -> str:
     """The first of these attributes in a tag, with XML's two common entities resolved."""
     if "=" not in head:
         return ""
-    for found in _ATTRIBUTE.finditer(head):
-        if found[1] in names:
-            text = found[2] or found[3] or found[4] or ""
+    for match in _ATTRIBUTE.finditer(head):
+        if match[1] in names:
+            text = match[2] or match[3] or match[4] or ""
             return text.replace("&quot;", '"').replace("&amp;", "&")
     return ""

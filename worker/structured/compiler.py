@@ -275,8 +275,8 @@ def lark_json(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
     options = {**_JSON_OPTIONS, "lenient": is_lenient}
     try:
         check(schema)
-        made = exact(schema)
-        schema, options = made.schema, options | (_PLAIN_KEYS if made.has_loose_keys else {})
+        rewrite = exact(schema)
+        schema, options = rewrite.schema, options | (_PLAIN_KEYS if rewrite.has_loose_keys else {})
     except (SchemaInvalid, RecursionError, OverflowError):
         if not is_lenient:
             raise
@@ -310,11 +310,11 @@ def _schema(text: str) -> dict[str, Any]:
 
 def _json_schema(schema: dict[str, Any], *, is_lenient: bool = False) -> str:
     with _refusing():
-        made = exact(schema)
-        written = json.dumps(made.schema, ensure_ascii=False, allow_nan=False)
+        rewrite = exact(schema)
+        written = json.dumps(rewrite.schema, ensure_ascii=False, allow_nan=False)
         written.encode()
     options = _JSON_OPTIONS | {"lenient": is_lenient}
-    return _json(written, options | _PLAIN_KEYS if made.has_loose_keys else options)
+    return _json(written, options | _PLAIN_KEYS if rewrite.has_loose_keys else options)
 
 
 @contextmanager
@@ -339,8 +339,8 @@ def _check_schemas(text: str) -> None:
     try:
         for written in _MULTIPLE.findall(text):
             check({"multipleOf": json.loads(written)})
-        for found in _JSON_RULE.finditer(text):
-            schema, _ = _decoder.raw_decode(text, found.end())
+        for match in _JSON_RULE.finditer(text):
+            schema, _ = _decoder.raw_decode(text, match.end())
             check(schema)
             bound(schema)
     except SchemaInvalid as error:

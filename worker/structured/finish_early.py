@@ -35,8 +35,8 @@ class Haste:
         self._eos_ids = list(eos_ids)
 
         def spelled(texts: Sequence[str]) -> list[tuple[int, ...]]:
-            found = [tuple(encode(text)) for text in texts]
-            return [tokens for tokens in found if tokens and max(tokens) < vocab_size]
+            spellings = [tuple(encode(text)) for text in texts]
+            return [tokens for tokens in spellings if tokens and max(tokens) < vocab_size]
 
         self._texts = spelled((*value_ends, '"'))
         self._marks = spelled((*ends, *value_ends, *_STRUCTURE))

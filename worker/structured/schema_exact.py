@@ -75,10 +75,10 @@ class Exact:
 def exact(schema: Schema) -> Exact:
     """For a schema that `check` has let through. Raises `SchemaInvalid`."""
     walk = _Walk()
-    made = walk.schema(schema, ())
+    rewritten = walk.schema(schema, ())
     walk.check_references()
     walk.check_merges()
-    return Exact(made, walk.has_loose_keys)
+    return Exact(rewritten, walk.has_loose_keys)
 
 
 def loosened(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
@@ -148,10 +148,10 @@ class _Walk:
             raise SchemaInvalid(f"{_shown(path)}/properties has more than {PROPERTIES_MAX} entries")
         if "pattern" in fields and len(fields.get("enum", ())) > TRIED_MAX:
             raise SchemaInvalid(f"{_shown(path)}/enum has more than {TRIED_MAX} values beside a pattern")
-        made = {key: self._inner(key, value, (*path, key)) for key, value in fields.items()}
+        rewritten = {key: self._inner(key, value, (*path, key)) for key, value in fields.items()}
         if self.is_exact:
-            _make_exact(made, _shown(path))
-        return made
+            _make_exact(rewritten, _shown(path))
+        return rewritten
 
     def check_references(self) -> None:
         """Refuse references to places without a schema: they would be compiled unchecked, without bounds on numbers."""
@@ -280,8 +280,8 @@ def _count_keys(fields: dict[str, Any], where: str) -> None:
 
 def _check_pattern(pattern: str, where: str) -> None:
     """Classes within classes, and what adds and takes away: there, the regexes of JSON Schema have other meanings."""
-    for found in _CLASS.finditer(pattern):
-        if found[1] is not None and _SETS.search(_ESCAPED.sub("", found[1])):
+    for match in _CLASS.finditer(pattern):
+        if match[1] is not None and _SETS.search(_ESCAPED.sub("", match[1])):
             raise SchemaInvalid(f"{where or 'it'} has a pattern with '[', '&&', '--' or '~~' inside of brackets")
 
 

@@ -99,12 +99,12 @@ class ToolRules:
         marks = self._known_marks()
         loose = tuple(name for name in map(_name, prompt.tools) if name not in prompt.strict_tools)
         calls = Calls(prompt.tools, is_parallel=not prompt.one_call, loose_names=loose)
-        found = strict_grammar(self._family, calls, marks)
-        if found is None:
+        grammar = strict_grammar(self._family, calls, marks)
+        if grammar is None:
             return self._strict_by_head(prompt) if self._family in HEADS else None
         strict = prompt.strict_tools
-        compiled = self._compile(lambda calls: strict_grammar(self._family, calls, marks) or found, calls, strict)
-        rule = self._rules.of_grammar(compiled.grammar, Prologue((found.trigger.encode(),), is_open=True))
+        compiled = self._compile(lambda calls: strict_grammar(self._family, calls, marks) or grammar, calls, strict)
+        rule = self._rules.of_grammar(compiled.grammar, Prologue((grammar.trigger.encode(),), is_open=True))
         return replace(rule, is_lazy=True)
 
     def _strict_by_head(self, prompt: ChatPrompt) -> Rule:

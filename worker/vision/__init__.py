@@ -1,14 +1,3 @@
 """Images, video and audio: from the bytes of a request to features beside a prompt's text."""
 
-__all__ = [
-    "attach",
-    "checkpoint",
-    "encoded",
-    "encoder",
-    "features",
-    "graft",
-    "markers",
-    "media",
-    "needs",
-    "text_model",
-]
+__all__ = ["markers"]

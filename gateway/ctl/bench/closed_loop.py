@@ -41,11 +41,11 @@ class Load:
 
     def body(self, job: Job) -> bytes:
         """The JSON of one streaming greedy request."""
-        asked: dict[str, Any] = (
+        prompt: dict[str, Any] = (
             {"messages": [{"role": "user", "content": job.prompt}]} if self.endpoint == CHAT else {"prompt": job.prompt}
         )
         fixed = {"model": self.model, "max_tokens": job.max_tokens, "temperature": 0, "stream": True}
-        return msgspec.json.encode(asked | fixed | {"stream_options": {"include_usage": True}} | (self.extra or {}))
+        return msgspec.json.encode(prompt | fixed | {"stream_options": {"include_usage": True}} | (self.extra or {}))
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -144,9 +144,13 @@ def as_table(reports: Sequence[Report]) -> str:
         "p99 ms",
     )  # fmt: skip
     rows: list[list[str]] = []
-    for one in reports:
+    for report in reports:
         marks = [
-            f"{mark:.1f}" for part in (one.ttft_ms, one.itl_ms, one.e2e_ms) for mark in (part.p50, part.p90, part.p99)
+            f"{mark:.1f}"
+            for part in (report.ttft_ms, report.itl_ms, report.e2e_ms)
+            for mark in (part.p50, part.p90, part.p99)
         ]
-        rows.append([str(one.concurrency), str(one.requests), str(one.errors), f"{one.tokens_per_s:.1f}", *marks])
+        rows.append(
+            [str(report.concurrency), str(report.requests), str(report.errors), f"{report.tokens_per_s:.1f}", *marks]
+        )
     return table(header, rows)

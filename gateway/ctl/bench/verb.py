@@ -33,16 +33,16 @@ def bench(
     Example: mlxctl bench demo --concurrency 1,4
     """
     rounds = _numbers(concurrency)
-    found = measure(model, rounds, prompt_tokens, tokens, requests)
+    reports = measure(model, rounds, prompt_tokens, tokens, requests)
     if json:
-        print_json({"model": model, "prompt_tokens": prompt_tokens, "tokens": tokens, "reports": found})
+        print_json({"model": model, "prompt_tokens": prompt_tokens, "tokens": tokens, "reports": reports})
     else:
         from gateway.ctl.bench.closed_loop import as_table
 
-        typer.echo(as_table(found))
-    for message in dict.fromkeys(message for one in found for message in one.first_errors):
+        typer.echo(as_table(reports))
+    for message in dict.fromkeys(message for one in reports for message in one.first_errors):
         typer.echo(f"mlxctl: {message}", err=True)
-    if any(one.errors for one in found):
+    if any(one.errors for one in reports):
         raise typer.Exit(1)
 
 

@@ -157,5 +157,5 @@ def completion(probes: Sequence[Probe]) -> Finding:
     if slow:
         text = "; ".join(f"{probe.model} took {probe.ms / 1000:.1f} s for one token" for probe in slow)
         return Finding("completion", "warn", text, "mlxctl requests shows what it does")
-    said = [f"{probe.model} is {probe.state} ({probe.ms:.0f} ms for one token)" for probe in probes]
-    return Finding("completion", "ok", "; ".join(said))
+    states = [f"{probe.model} is {probe.state} ({probe.ms:.0f} ms for one token)" for probe in probes]
+    return Finding("completion", "ok", "; ".join(states))

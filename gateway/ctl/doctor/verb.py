@@ -18,14 +18,14 @@ def doctor(json: Json = False) -> None:
     from gateway.config.settings import default_home
     from gateway.ctl.doctor.look import examine, say
 
-    found = list(examine(default_home(), say))
+    findings = list(examine(default_home(), say))
     if json:
-        print_json(found)
+        print_json(findings)
     else:
-        for finding in found:
+        for finding in findings:
             typer.secho(_MARKS[finding.level], fg=_COLORS[finding.level], nl=False)
             typer.echo(f" {finding.name}: {finding.text}")
             if finding.advice:
                 typer.echo(f"       {finding.advice}")
-    if any(finding.level == "bad" for finding in found):
+    if any(finding.level == "bad" for finding in findings):
         raise typer.Exit(1)

@@ -13,6 +13,7 @@ from gateway.config.settings import ServerConfig
 from gateway.ctl.logs import plain
 from gateway.telemetry.logs import ConsoleFormatter, JsonFormatter, Logs, LogWriter, dropped_records
 from tests.gateway.harness import chat, running, until
+from tests.support.scale import patient
 
 
 def record(message: str, **fields: object) -> logging.LogRecord:
@@ -138,19 +139,27 @@ async def test_a_request_is_one_line_without_its_prompt(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_a_slow_request_is_warned_of_with_where_its_time_went_and_without_its_prompt(tmp_path: Path) -> None:
     stream = io.StringIO()
-    server = ServerConfig(slow_request_s=0.1)
     with Logs("warning", json=True, stream=stream):
-        async with running(tmp_path, ["--step-ms", "1"], server=server, worker="talkative") as gateway:
+        async with running(tmp_path, server=ServerConfig(slow_request_s=0.1), worker="talkative") as gateway:
             slow = json.dumps([["text", "secret"], *[["wait"]] * 5, ["finish", "stop"]])
             await gateway.client.post("/v1/chat/completions", json=chat(slow))
-            await gateway.client.post("/v1/chat/completions", json=chat("a secret prompt"))
 
     assert "secret" not in stream.getvalue()
     [line] = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert line["level"] == "warning"
-    assert line["message"].startswith("slow request: POST /v1/chat/completions took 0.")
+    assert line["message"].startswith("slow request: POST /v1/chat/completions took ")
     assert (line["queue_ms"], line["prefill_ms"], line["decode_ms"], line["cached_tokens"]) == (1.0, 2.0, 3.0, 1)
     assert line["load_ms"] > 0
+
+
+@pytest.mark.anyio
+async def test_a_request_within_the_limit_is_not_warned_of(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with Logs("warning", json=True, stream=stream):
+        async with running(tmp_path, server=ServerConfig(slow_request_s=patient(60))) as gateway:
+            await gateway.client.post("/v1/chat/completions", json=chat())
+
+    assert stream.getvalue() == ""
 
 
 @pytest.mark.anyio

@@ -4,10 +4,9 @@ from itertools import pairwise
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from tests.support.caches import KINDS, WINDOW, contents, filled, grow, layout
-from worker.cache.kv import Layout, arrays_of, assemble, copy_state, cut_span, extract, slice_span, view_span
+from worker.cache.kv import Layout, arrays_of, assemble, copy_state, cut_span, slice_span, view_span
 
 TOKENS = list(range(40, 60))
 
@@ -66,14 +65,3 @@ def test_a_layout_counts_layers_inside_of_lists() -> None:
         "only recurrent": (0, 0, 2), "only sliding": (0, 2, 0), "two windows": (1, 2, 1),
     }  # fmt: skip
     assert layouts["two windows"].windows == ((WINDOW, 0), (WINDOW // 2, 2))
-
-
-def test_one_row_of_a_padded_batch_is_what_the_row_was() -> None:
-    rows = [filled("plain", TOKENS[:5]), filled("plain", TOKENS)]
-    batch = [BatchKVCache.merge([row[layer] for row in rows]) for layer in range(2)]
-    for at, row in enumerate(rows):
-        assert contents(extract(batch, at)) == contents(row)
-        assert all(type(cache) is KVCache for cache in extract(batch, at))
-    lists = filled("lists", TOKENS)
-    merged = [type(cache).merge([cache, cache]) for cache in lists]
-    assert contents(extract(merged, 1)) == contents(lists)

@@ -32,7 +32,7 @@ def row(loaded: Loaded, rid: int, prompt: int, output: int = 4) -> Row:
 def test_a_long_prompt_stays_a_long_one_to_its_end(model_folder: Callable[[str], Path]) -> None:
     loaded = load(spec(model_folder("qwen3")), nothing)
     cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 24)
-    batch = Batch(loaded.model, loaded.eos_ids, 4, 512, cache)
+    batch = Batch(loaded.model, loaded.eos_ids, cache)
     batch.insert(row(loaded, 1, 300))
     seen: list[int] = []
     while batch.prefilling:
@@ -49,7 +49,7 @@ def test_a_long_prompt_stays_a_long_one_to_its_end(model_folder: Callable[[str],
 def test_a_running_rows_prompt_is_stored_when_somebody_asks_for_it(model_folder: Callable[[str], Path]) -> None:
     loaded = load(spec(model_folder("qwen3")), nothing)
     cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 24)
-    batch = Batch(loaded.model, loaded.eos_ids, 4, 512, cache)
+    batch = Batch(loaded.model, loaded.eos_ids, cache)
     first, stranger, relative = row(loaded, 1, 200), row(loaded, 2, 200), row(loaded, 1, 300)
     for other in (first, stranger):
         other.max_tokens = 50
@@ -73,7 +73,7 @@ def test_a_long_prompt_that_joins_takes_no_more_memory_than_is_counted(
     wide = {"num_key_value_heads": 8, "num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 8}
     loaded = load(spec(build("qwen3", tmp_path / "wide", **wide)), nothing)
     cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 30)
-    batch = Batch(loaded.model, loaded.eos_ids, 4, 512, cache)
+    batch = Batch(loaded.model, loaded.eos_ids, cache)
     batch.insert(row(loaded, 1, 20, output=1))
     while batch:
         batch.tick(64)
@@ -98,9 +98,7 @@ def test_small_chunks_do_not_give_back_the_buffers_of_the_next_step(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load(spec(model_folder("qwen3")), nothing)
-    batch = Batch(
-        loaded.model, loaded.eos_ids, 4, 512, PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0)
-    )
+    batch = Batch(loaded.model, loaded.eos_ids, PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0))
     cleared: list[int] = []
     monkeypatch.setattr("worker.engine.generator.CLEAR_TOKENS", 256)
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(longest.prefilled + 16))
@@ -120,7 +118,7 @@ def test_a_message_of_one_token_beside_another_prompt_changes_no_token_of_a_slid
     loaded = load(spec(model_folder(architecture)), nothing)
 
     def said(rows: list[Row], chunk: int) -> list[int]:
-        batch = Batch(loaded.model, (), 4, 128, PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0))
+        batch = Batch(loaded.model, (), PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0))
         for each in rows:
             batch.insert(each)
         ids: list[int] = []

@@ -31,8 +31,8 @@ class Calls:
     loose_names: tuple[str, ...] = ()
 
     def checked(self) -> list[Tool]:
-        found = [tool_of(tool) for tool in self.tools]
-        return [anything(tool) if tool.name in self.loose_names else tool for tool in found]
+        tools = [tool_of(tool) for tool in self.tools]
+        return [anything(tool) if tool.name in self.loose_names else tool for tool in tools]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,17 +27,17 @@ class Marks:
 
     def pieces(self, text: str) -> list[str | int]:
         """Plain text and ids of control tokens, up to one that ends the answer."""
-        found: list[str | int] = []
+        pieces: list[str | int] = []
         at = 0
         for hit in self._split.finditer(text):
             if hit.start() > at:
-                found.append(text[at : hit.start()])
+                pieces.append(text[at : hit.start()])
             token = self._specials[hit[0]]
             if token in self._eos_ids:
-                return found
-            found.append(token)
+                return pieces
+            pieces.append(token)
             at = hit.end()
-        return [*found, text[at:]] if at < len(text) else found
+        return [*pieces, text[at:]] if at < len(text) else pieces
 
     def is_plain(self, text: str) -> bool:
         """Whether a text of ordinary tokens could be this."""

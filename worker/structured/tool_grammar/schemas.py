@@ -88,11 +88,11 @@ def closed(schema: Any, depth: int = 0) -> Any:
 
 def resolved(schema: Any, root: Schema) -> Schema:
     """Behind `$ref`s into the same document; what cannot be found may be anything."""
-    found = mapping(schema)
+    target = mapping(schema)
     for _ in range(_MAX_DEPTH):
-        if not isinstance(ref := found.get("$ref"), str):
-            return found
-        found = referred(ref, root)
+        if not isinstance(ref := target.get("$ref"), str):
+            return target
+        target = referred(ref, root)
     return {}
 
 
@@ -116,11 +116,11 @@ def only(schema: Schema, *keywords: str) -> bool:
 def constants(schema: Schema) -> list[Any]:
     """The only values that are allowed: those of its types, if there are any."""
     if "const" in schema:
-        found: list[Any] = [schema["const"]]
+        values: list[Any] = [schema["const"]]
     else:
-        found = list(cast("list[Any]", schema["enum"])) if isinstance(schema["enum"], list) else []
+        values = list(cast("list[Any]", schema["enum"])) if isinstance(schema["enum"], list) else []
     kinds = types_of(schema) if "type" in schema else ()
-    return [value for value in found if not kinds or any(_is_of(kind, value) for kind in kinds)] or found or [None]
+    return [value for value in values if not kinds or any(_is_of(kind, value) for kind in kinds)] or values or [None]
 
 
 def _is_of(kind: str, value: Any) -> bool:

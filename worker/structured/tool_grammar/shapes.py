@@ -83,8 +83,8 @@ def json_shape(lark: Lark, form: JsonCalls, family: str, tools: Sequence[Tool]) 
         return f'{head} {either(names)} "}}"'
 
     if shape.many == "each":
-        one = f"{lark.text(open_)} {call(0)} {lark.text(close)}"
-        return Shape(start, one, (lark.rule(f"{lark.text(shape.between + start)} {one}"),) * MANY)
+        first = f"{lark.text(open_)} {call(0)} {lark.text(close)}"
+        return Shape(start, first, (lark.rule(f"{lark.text(shape.between + start)} {first}"),) * MANY)
     numbers = NUMBERED if shape.before else MANY
     more = tuple(lark.rule(f"{lark.text(shape.between)} {call(index + 1)}") for index in range(numbers))
     return Shape(start, f"{lark.text(open_)} {call(0)}", more, lark.text(close), ends=(close,))
@@ -94,8 +94,8 @@ def mistral_shape(lark: Lark, form: MistralCalls, family: str, tools: Sequence[T
     if family == "mistral_v3":
         return json_shape(lark, JsonCalls(form.starts), family, tools)
     mark = form.starts[0]
-    one = either([f"{lark.text(tool.name + '[ARGS]')} {whole_json(lark, tool)}" for tool in tools])
-    return Shape(mark, one, (lark.rule(f"{lark.text(mark)} {one}"),) * MANY)
+    first = either([f"{lark.text(tool.name + '[ARGS]')} {whole_json(lark, tool)}" for tool in tools])
+    return Shape(mark, first, (lark.rule(f"{lark.text(mark)} {first}"),) * MANY)
 
 
 def section_shape(lark: Lark, form: SectionCalls, family: str, tools: Sequence[Tool]) -> Shape:
@@ -123,13 +123,13 @@ def section_shape(lark: Lark, form: SectionCalls, family: str, tools: Sequence[T
 
 def tagged_json_shape(lark: Lark, form: TaggedJson, tools: Sequence[Tool]) -> Shape:
     start, end = form.starts[0], lark.text(form.ends[0])
-    one = either([f"{lark.text(tool.name + '>')} {whole_json(lark, tool)} {end}" for tool in tools])
-    return Shape(start, one, (lark.rule(f"{lark.text(start)} {one}"),) * MANY)
+    first = either([f"{lark.text(tool.name + '>')} {whole_json(lark, tool)} {end}" for tool in tools])
+    return Shape(start, first, (lark.rule(f"{lark.text(start)} {first}"),) * MANY)
 
 
 def recipient_shape(lark: Lark, form: RecipientJson, tools: Sequence[Tool]) -> Shape:
-    one = either([f"{lark.text(tool.name + chr(10))} {whole_json(lark, tool)}" for tool in tools])
-    return Shape(form.starts[0], one, (lark.rule(f"{lark.text(chr(10) + form.starts[0])} {one}"),) * MANY)
+    first = either([f"{lark.text(tool.name + chr(10))} {whole_json(lark, tool)}" for tool in tools])
+    return Shape(form.starts[0], first, (lark.rule(f"{lark.text(chr(10) + form.starts[0])} {first}"),) * MANY)
 
 
 def python_shape(lark: Lark, form: PythonCalls, family: str, tools: Sequence[Tool]) -> Shape:
@@ -141,9 +141,9 @@ def python_shape(lark: Lark, form: PythonCalls, family: str, tools: Sequence[Too
     for tool in tools:
         members = Values(lark, tool, PYTHON).members(lark.parameters(tool), tool.required, "{}=")
         calls.append(f'{lark.text(tool.name + "(")} {members} ")"')
-    one = either(calls)
-    more = (lark.rule(f"{lark.text(between)} {one}"),) * MANY
-    return Shape(start, f"{lark.text(open_)} {one}", more, lark.text(close), ends=(close,))
+    first = either(calls)
+    more = (lark.rule(f"{lark.text(between)} {first}"),) * MANY
+    return Shape(start, f"{lark.text(open_)} {first}", more, lark.text(close), ends=(close,))
 
 
 def gemma_shape(lark: Lark, form: GemmaCalls, tools: Sequence[Tool]) -> Shape:
@@ -154,5 +154,5 @@ def gemma_shape(lark: Lark, form: GemmaCalls, tools: Sequence[Tool]) -> Shape:
         values = Values(lark, tool, style, (*form.starts, *form.ends))
         members = values.members(lark.parameters(tool), tool.required, "{}:")
         calls.append(f'{lark.text("call:" + tool.name + "{")} {members} "}}" {end}')
-    one = either(calls)
-    return Shape(start, one, (lark.rule(f"{lark.text(start)} {one}"),) * MANY, value_ends=(style.delimiter,))
+    first = either(calls)
+    return Shape(start, first, (lark.rule(f"{lark.text(start)} {first}"),) * MANY, value_ends=(style.delimiter,))

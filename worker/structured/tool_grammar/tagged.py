@@ -149,8 +149,8 @@ def minimax_m3_shape(lark: Lark, form: MiniMaxM3Calls, tools: Sequence[Tool]) ->
         return f"{lark.text(f'<invoke name={chr(34)}{tool.name}{chr(34)}>')} {' '.join(params)}"
 
     close = lark.text(f"{mark}</invoke>\n")
-    one = lark.rule(f"{lark.text(mark)} {either([call(tool) for tool in tools])} {close}")
-    return Shape(start, f"{lark.text(chr(10))} {one}", (one,) * MANY, lark.text(end), (f"{mark}</",), (end,))
+    first = lark.rule(f"{lark.text(mark)} {either([call(tool) for tool in tools])} {close}")
+    return Shape(start, f"{lark.text(chr(10))} {first}", (first,) * MANY, lark.text(end), (f"{mark}</",), (end,))
 
 
 def parameter(lark: Lark, tool: Tool, key: str, schema: Any, end: str, banned: Sequence[str]) -> str:

@@ -1,0 +1,71 @@
+"""Forward passes that the loop makes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import StopSequences
+
+from protocol.messages import Sampling
+from tests.support.engine import spec
+from worker.engine.generator import Generator
+from worker.engine.sampling import RowSampler
+from worker.model.lanes import Lane
+from worker.model.loader import load
+
+
+class Watched:
+    """A model that keeps the shape of what it is called with, and whether a mask was needed."""
+
+    def __init__(self, model: Any) -> None:
+        self.layers = model.layers
+        self.shapes: list[tuple[int, ...]] = []
+        self.masks: list[Any] = []
+        self._model = model
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        self.shapes.append(tuple(inputs.shape))
+        self.masks.append(cache[0].make_mask(inputs.shape[1]))
+        return self._model(inputs, cache=cache)
+
+
+def generator_of(folder: Path) -> tuple[Generator, Watched, Callable[[list[int]], int]]:
+    model = Watched(load(spec(folder), lambda *_: None).model)
+    sampler = RowSampler()
+    generator = Generator(model, sampler, Lane.TOGETHER)
+
+    def insert(prompt: list[int]) -> int:
+        uid = generator.insert([prompt], 8, [], [], (), StopSequences())
+        sampler.add(uid, Sampling(temperature=0.0), 0)
+        return uid
+
+    return generator, model, insert
+
+
+def test_a_prompts_last_token_runs_in_the_step_of_the_rows_that_generate(model_folder: Callable[[str], Path]) -> None:
+    generator, model, insert = generator_of(model_folder("qwen3"))
+    first = insert([5, 6, 7, 8])
+    for _ in range(3):
+        generator.next(64)
+    model.shapes.clear()
+    second = insert([9, 10, 11])
+    generator.next(64)
+    assert model.shapes == [(1, 1), (1, 2)], "a step, and the second prompt but for its last token"
+    generator.next(64)
+    _, sampled = generator.next(64)
+    assert model.shapes[2:] == [(2, 1), (2, 1)]
+    assert {each.uid for each in sampled} == {first, second}
+
+
+def test_rows_of_equal_length_are_computed_without_a_mask(model_folder: Callable[[str], Path]) -> None:
+    generator, model, insert = generator_of(model_folder("qwen3"))
+    insert([5, 6, 7, 8])
+    insert([9, 10, 11, 12])
+    for _ in range(3):
+        generator.next(64)
+    assert model.masks == ["causal", None, None]
+    insert([13, 14])
+    for _ in range(3):
+        generator.next(64)
+    assert isinstance(model.masks[-1], mx.array), "a shorter row needs one"

@@ -1,0 +1,120 @@
+"""Caches of several sequences in the form of a batch: merged, joined, taken apart, and rewound after a block."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+
+from worker.cache.kv import leaves
+from worker.cache.ragged import Lengths, RaggedKVCache, RaggedWindowCache
+
+# What holds a sequence in the lane of one row; elsewhere these are merged into a batch's form of them.
+_ALONE: Final = (KVCache, RotatingKVCache, ChunkedKVCache)
+_REWOUND: Final = (RaggedKVCache, RaggedWindowCache)
+
+
+def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """The batch form of each layer's caches of these sequences."""
+    shared: dict[tuple[int, ...], Lengths] = {}
+
+    def layer(column: Sequence[Any]) -> Any:
+        first = column[0]
+        if isinstance(first, CacheList):
+            children = [cache.caches for cache in column]
+            return CacheList(*(layer(same) for same in zip(*children, strict=True)))
+        if type(first) is KVCache:
+            lengths = tuple(cache.offset for cache in column)
+            return RaggedKVCache.merge(column, shared.setdefault(lengths, Lengths(lengths)))
+        return RaggedWindowCache.merge(column) if type(first) is RotatingKVCache else type(first).merge(column)
+
+    return [layer(column) for column in zip(*rows, strict=True)]
+
+
+def extend(caches: Sequence[Any], others: Sequence[Any]) -> None:
+    """Put the rows of `others` behind those of `caches`."""
+    for cache, other in zip(caches, others, strict=True):
+        cache.extend(other)
+
+
+def keep(caches: Sequence[Any], rows: Sequence[int]) -> None:
+    """Keep only these rows, in this order."""
+    for cache in caches:
+        cache.filter(list(rows))
+
+
+def extract(caches: Sequence[Any], row: int) -> list[Any]:
+    """One row of a batch's caches, or the caches of the one row of a lane of one, as they are now.
+
+    KV comes as views: a caller that keeps a part copies that part, not all of it.
+    """
+
+    def take(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*(take(child) for child in cache.caches))
+        return _cut(copy.deepcopy(cache)) if isinstance(cache, _ALONE) else cache.extract(row)
+
+    return [take(cache) for cache in caches]
+
+
+def begin_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None:
+    """Before a forward pass of `width` tokens a row, of which `lengths[i]` are row i's and the rest padding.
+
+    mlx-lm puts windows in order of time when it stores several tokens, but makes their mask before: while the buffer
+    is rotated, that mask hides the oldest token.
+    """
+    flat = leaves(caches)
+    if width > 1:
+        for leaf in flat:
+            if isinstance(leaf, RaggedWindowCache):
+                leaf.order()
+    if min(lengths) < width:
+        padding = [width - length for length in lengths]
+        for leaf in flat:
+            if not isinstance(leaf, _REWOUND):
+                leaf.prepare(lengths=list(lengths), right_padding=padding)
+
+
+def end_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None:
+    """After it: padding has gone from all caches but those that `rewind` takes it from."""
+    if min(lengths) < width:
+        for leaf in leaves(caches):
+            if not isinstance(leaf, _REWOUND):
+                leaf.finalize()
+
+
+def rewind(caches: Sequence[Any], drop: Sequence[int]) -> None:
+    """Give back the newest `drop[i]` tokens of the last block of row i, where tokens are kept one by one."""
+    if any(drop):
+        for leaf in leaves(caches):
+            if isinstance(leaf, _REWOUND):
+                leaf.rewind(tuple(drop))
+
+
+def states(caches: Sequence[Any]) -> list[list[Any]]:
+    """The arrays of recurrent layers as they are now; arrays do not change, so this costs nothing."""
+    return [list(leaf.cache) for leaf in leaves(caches) if isinstance(leaf, ArraysCache)]
+
+
+def restore(caches: Sequence[Any], before: Sequence[list[Any]], rows: Sequence[bool]) -> None:
+    """Put the recurrent layers of these rows back to what `states` gave."""
+    if not any(rows):
+        return
+    is_restored = mx.array(list(rows))
+    recurrent = [leaf for leaf in leaves(caches) if isinstance(leaf, ArraysCache)]
+    for leaf, held in zip(recurrent, before, strict=True):
+        for at, (old, new) in enumerate(zip(held, leaf.cache, strict=True)):
+            if new is not None:
+                chosen = is_restored.reshape(-1, *[1] * (new.ndim - 1))
+                leaf.cache[at] = mx.where(chosen, mx.zeros_like(new) if old is None else old, new)
+
+
+def _cut(leaf: Any) -> Any:
+    """Without the room that KV has to grow."""
+    if leaf.keys is None:
+        return leaf
+    # A chunk's KV begins where it does.
+    held = leaf.offset - getattr(leaf, "start_position", 0)
+    leaf.keys, leaf.values = leaf.keys[..., :held, :], leaf.values[..., :held, :]
+    return leaf

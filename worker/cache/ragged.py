@@ -1,0 +1,295 @@
+"""Batch caches of KV whose rows may give back different numbers of their newest tokens.
+
+mlx-lm's `BatchKVCache` is right-justified: all rows end at the same slot, so rows that keep different numbers of
+tokens would have to be rolled, and attention needs a mask even where no row is padded. Here each row begins at slot 0:
+giving back is a subtraction, and rows of equal length need no mask.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final, Self, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import dynamic_roll as roll_rows
+
+# Room grows in steps of this many tokens, as in mlx-lm's caches.
+STEP: Final = 256
+
+
+class Lengths:
+    """The rows' lengths, and the arrays that follow from them.
+
+    All layers of a batch go from one object to the next together, so that an array is made once for all of them.
+    """
+
+    __slots__ = ("_mask", "_next", "_offset", "_slots", "is_level", "longest", "of")
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.of = tuple(lengths)
+        self.longest = max(self.of, default=0)
+        self.is_level = min(self.of, default=0) == self.longest
+        self._offset: mx.array | None = None
+        self._slots: tuple[int, mx.array] | None = None
+        self._mask: tuple[tuple[int, int | None], mx.array] | None = None
+        # The change that was asked for last, and what it led to.
+        self._next: tuple[object, Lengths] | None = None
+
+    @property
+    def offset(self) -> mx.array:
+        """`[rows]`: the position of each row's next token."""
+        if self._offset is None:
+            self._offset = mx.array(list(self.of), dtype=mx.int32)
+        return self._offset
+
+    def slots(self, count: int) -> mx.array:
+        """`[rows, 1, count, 1]`: the slots of each row's next tokens."""
+        if self._slots is None or self._slots[0] != count:
+            self._slots = count, (self.offset[:, None] + mx.arange(count, dtype=mx.int32))[:, None, :, None]
+        return self._slots[1]
+
+    def mask(self, count: int, window: int | None) -> mx.array:
+        """`[rows, 1, count, slots]`: the slots that each of the next tokens sees, itself among them."""
+        if self._mask is None or self._mask[0] != (count, window):
+            own, slots = self.slots(count), mx.arange(self.longest + count, dtype=mx.int32)
+            mask = slots <= own
+            self._mask = (count, window), mask & (slots > own - window) if window else mask
+        return self._mask[1]
+
+    def grown(self, count: int) -> "Lengths":
+        return self._derive(count, lambda: [length + count for length in self.of])
+
+    def shortened(self, drop: tuple[int, ...]) -> "Lengths":
+        return self._derive(drop, lambda: [length - less for length, less in zip(self.of, drop, strict=True)])
+
+    def kept(self, rows: Sequence[int]) -> "Lengths":
+        return self._derive(("rows", *rows), lambda: [self.of[row] for row in rows])
+
+    def joined(self, other: "Lengths") -> "Lengths":
+        return self._derive(("join", other.of), lambda: [*self.of, *other.of])
+
+    def _derive(self, change: object, lengths: Callable[[], list[int]]) -> "Lengths":
+        if self._next is None or self._next[0] != change:
+            self._next = change, Lengths(lengths())
+        return self._next[1]
+
+
+class RaggedKVCache:
+    """KV of several rows, each from slot 0 on. A batch's layers share `lengths` as long as they change alike."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.lengths = lengths
+
+    @classmethod
+    def merge(cls, caches: Sequence[KVCache], lengths: Lengths) -> Self:
+        """One row of each cache of one sequence; `lengths` are theirs."""
+        merged = cls(lengths)
+        held = next((cache for cache in caches if cache.offset), None)
+        if held is not None:
+            size, keys, values = _room(lengths.longest), cast(mx.array, held.keys), cast(mx.array, held.values)
+            merged.keys = mx.concatenate([_row(cache.keys, cache.offset, keys, size) for cache in caches])
+            merged.values = mx.concatenate([_row(cache.values, cache.offset, values, size) for cache in caches])
+        return merged
+
+    @property
+    def offset(self) -> mx.array:
+        return self.lengths.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        before, count = self.lengths, keys.shape[2]
+        end = before.longest + count
+        held_keys, held_values = self._grown(end, keys, values)
+        if before.is_level:
+            held_keys[..., before.longest : end, :] = keys
+            held_values[..., before.longest : end, :] = values
+        else:
+            slots = before.slots(count)
+            held_keys, held_values = _scatter(held_keys, slots, keys), _scatter(held_values, slots, values)
+        self.keys, self.values, self.lengths = held_keys, held_values, before.grown(count)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Up to the end of the longest row. Models whose layers share KV read it so."""
+        assert self.keys is not None
+        assert self.values is not None
+        end = self.lengths.longest
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 - the name in mlx-lm
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> mx.array | str | None:
+        """None where each row sees all of its slots, `causal` where that says it all."""
+        lengths = self.lengths
+        window = window_size if window_size and lengths.longest + N > window_size else None
+        if lengths.is_level and window is None:
+            if N == 1:
+                return None
+            if not return_array:
+                return "causal"
+        return lengths.mask(N, window)
+
+    def rewind(self, drop: tuple[int, ...]) -> None:
+        """Give back the newest `drop[i]` tokens of row i."""
+        self.lengths = self.lengths.shortened(drop)
+
+    def filter(self, rows: Sequence[int]) -> None:
+        if self.keys is not None and self.values is not None:
+            size, index = _room(max(self.lengths.of[row] for row in rows)), mx.array(list(rows))
+            self.keys, self.values = self.keys[:, :, :size][index], self.values[:, :, :size][index]
+        self.lengths = self.lengths.kept(rows)
+
+    def extend(self, other: Self) -> None:
+        size = _room(max(self.lengths.longest, other.lengths.longest))
+        mine, theirs = len(self.lengths.of), len(other.lengths.of)
+        if self.keys is not None or other.keys is not None:
+            self.keys, self.values = (
+                mx.concatenate([_padded(mine, own, like, size), _padded(theirs, others, like, size)])
+                for own, others in ((self.keys, other.keys), (self.values, other.values))
+                for like in [own if own is not None else cast(mx.array, others)]
+            )
+        self.lengths = self.lengths.joined(other.lengths)
+
+    def extract(self, row: int) -> KVCache:
+        """The row as views of this cache."""
+        if self.keys is None or self.values is None:
+            return KVCache()
+        end = self.lengths.of[row]
+        views = self.keys[row : row + 1, :, :end], self.values[row : row + 1, :, :end]
+        return KVCache.from_state((*views, end))
+
+    def size(self) -> int:
+        return self.lengths.longest
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    def is_trimmable(self) -> bool:
+        """Rows are, by `rewind`; mlx-lm's `trim` of all of them is not needed."""
+        return False
+
+    @property
+    def state(self) -> tuple[mx.array | None, mx.array | None]:
+        return self.keys, self.values
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
+
+    def _grown(self, end: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values with room up to slot `end`."""
+        if self.keys is None or self.values is None:
+            rows, heads, _, _ = keys.shape
+            room = (rows, heads, _room(end))
+            return mx.zeros((*room, keys.shape[3]), keys.dtype), mx.zeros((*room, values.shape[3]), values.dtype)
+        if end <= self.keys.shape[2]:
+            return self.keys, self.values
+        rows = keys.shape[0]
+        return _padded(rows, self.keys, keys, _room(end)), _padded(rows, self.values, values, _room(end))
+
+
+class RaggedWindowCache(BatchRotatingKVCache):
+    """mlx-lm's sliding window of a batch, which knows when no mask is needed and gives tokens back after a block.
+
+    `held` are the rows' lengths.
+    """
+
+    held: list[int]
+
+    @classmethod
+    def merge(cls, caches: Sequence[RotatingKVCache]) -> Self:
+        merged = super().merge(caches)
+        merged.held = [cache.offset for cache in caches]
+        return merged
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.held = [length + keys.shape[2] for length in self.held]
+        return cast(tuple[mx.array, mx.array], super().update_and_fetch(keys, values))
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 - the name in mlx-lm
+        window_size: int | None = None,
+        return_array: bool = False,
+    ) -> mx.array | str | None:
+        if not return_array and window_size in (None, self.max_size):
+            if N == 1 and min(self.held) + 1 >= min(self._offset + 1, self.max_size):
+                return None
+            if N > 1 and min(self.held) == self._offset and self._offset + N <= self.max_size:
+                return "causal"
+        return cast(mx.array, super().make_mask(N, window_size, return_array))
+
+    def order(self) -> None:
+        """Put the buffer in order of time."""
+        self._temporal_order()
+
+    def rewind(self, drop: tuple[int, ...]) -> None:
+        """Give back the newest `drop[i]` tokens of row i, no more than the block that was just run had.
+
+        The window before the block is still there: its tokens come back into sight.
+        """
+        if not any(drop):
+            return
+        size = self.keys.shape[2]
+        common = min(drop) if size == self._offset else min(*drop, max(0, size - self.max_size))
+        if common:
+            self.keys, self.values = self.keys[..., : size - common, :], self.values[..., : size - common, :]
+            self.offset = self.offset - common
+            self._offset -= common
+            self._idx -= common
+        rest = [less - common for less in drop]
+        if any(rest):
+            roll = mx.array(rest)
+            self.keys = roll_rows(self.keys, roll[:, None], axis=2)
+            self.values = roll_rows(self.values, roll[:, None], axis=2)
+            self.left_padding = self.left_padding + roll
+            self.offset = self.offset - roll
+        self.held = [length - less for length, less in zip(self.held, drop, strict=True)]
+
+    def filter(self, batch_indices: Sequence[int]) -> None:
+        super().filter(mx.array(list(batch_indices)))
+        self.held = [self.held[row] for row in batch_indices]
+
+    def extend(self, other: Self) -> None:
+        super().extend(other)
+        self.held = self.held + other.held
+
+    def extract(self, idx: int) -> RotatingKVCache:
+        """As mlx-lm's, but as views: no copy of the whole window."""
+        if self.empty():
+            return RotatingKVCache(self.max_size)
+        views, end = [array[idx : idx + 1] for array in (self.keys, self.values)], self._idx
+        if self.rotated:
+            views, end = [mx.roll(view, -end, 2) for view in views], self.max_size
+        begin = end - min(self.held[idx], self.max_size, end)
+        keys, values = (view[:, :, begin:end] for view in views)
+        state = (keys, values, self.held[idx], 0, self.max_size, int(keys.shape[2]))
+        return RotatingKVCache.from_state(state)
+
+
+def _room(tokens: int) -> int:
+    return -(-tokens // STEP) * STEP
+
+
+def _row(array: mx.array | None, length: int, like: mx.array, size: int) -> mx.array:
+    """One sequence's keys or values with room for `size` tokens; `like` has the shape where there are none."""
+    if array is None:
+        return mx.zeros((1, like.shape[1], size, like.shape[3]), like.dtype)
+    return _padded(1, array[..., :length, :], like, size)
+
+
+def _padded(rows: int, array: mx.array | None, like: mx.array, size: int) -> mx.array:
+    """Keys or values with room for `size` tokens, no more and no less."""
+    if array is None:
+        return mx.zeros((rows, like.shape[1], size, like.shape[3]), like.dtype)
+    held = array.shape[2]
+    if held >= size:
+        return array[..., :size, :]
+    return mx.pad(array, [(0, 0), (0, 0), (0, size - held), (0, 0)])
+
+
+def _scatter(array: mx.array, slots: mx.array, new: mx.array) -> mx.array:
+    return mx.put_along_axis(array, mx.broadcast_to(slots, new.shape), new, axis=2) if new.size else array

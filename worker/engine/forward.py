@@ -1,0 +1,25 @@
+"""The model's forward pass: the one place where a model is called."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from worker.cache.batched import begin_block, end_block
+from worker.engine.member import Member
+
+
+def forward(
+    model: Any, members: Sequence[Member], inputs: mx.array, caches: list[Any], lengths: Sequence[int] | None = None
+) -> mx.array:
+    """Logits `[rows, width, vocab]` of the next tokens `[rows, width]`, which the caches then hold.
+
+    Row i begins at position `len(members[i].tokens)`. It has `lengths[i]` tokens, or all of them; what follows is
+    padding, which caches that keep tokens one by one hold until they are rewound.
+    """
+    width = inputs.shape[1]
+    lengths = lengths or [width] * len(members)
+    begin_block(caches, lengths, width)
+    logits = model(inputs, cache=caches)
+    end_block(caches, lengths, width)
+    return logits
