@@ -75,13 +75,13 @@ def refused(message: str, param: str, code: Code = Code.INVALID_IMAGE) -> Reques
 def check_bytes(data: bytes, limits: Limits, kind: str, param: str) -> None:
     """Raises `RequestInvalid` for a medium that is empty or has more bytes than are allowed."""
     if not data:
-        raise refused(f"The {kind} is empty.", param, _INVALID[kind])
+        raise refused(f"The {kind} is empty.", param, INVALID[kind])
     if len(data) > limits.bytes:
         message = f"The {kind} has {len(data)} bytes; at most {limits.bytes} are taken."
-        raise refused(message, param, Code.IMAGE_TOO_LARGE if kind == "image" else _INVALID[kind])
+        raise refused(message, param, Code.IMAGE_TOO_LARGE if kind == "image" else INVALID[kind])
 
 
-_INVALID: Final = {"image": Code.INVALID_IMAGE, "video": Code.INVALID_VIDEO, "audio": Code.INVALID_AUDIO}
+INVALID: Final = {"image": Code.INVALID_IMAGE, "video": Code.INVALID_VIDEO, "audio": Code.INVALID_AUDIO}
 
 
 def read_header(data: bytes, limits: Limits, param: str = "") -> ImageHeader:

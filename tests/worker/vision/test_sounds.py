@@ -1,0 +1,114 @@
+"""Audio: WAV files of every width by the standard library, mono at the model's rate, and others by PyAV."""
+
+import io
+import struct
+import wave
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from protocol.failures import Code
+from protocol.messages import Media
+from worker.errors import RequestInvalid
+from worker.vision import clips
+from worker.vision.sounds import read_audio, resampled
+
+RATE = 16_000
+
+
+def tone(rate: int, seconds: float = 0.5, hertz: float = 440.0) -> npt.NDArray[np.float64]:
+    return 0.5 * np.sin(2 * np.pi * hertz * np.arange(int(rate * seconds)) / rate)
+
+
+def wav(samples: npt.NDArray[np.float64], rate: int, width: int = 2, channels: int = 1) -> bytes:
+    if width == 1:
+        raw = ((samples + 1.0) * 127.5).astype(np.uint8).tobytes()
+    else:
+        wide = (samples * (2**31 - 1)).astype("<i4").reshape(-1, 1).view(np.uint8)
+        raw = wide[:, 4 - width :].tobytes()
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(channels)
+        writer.setsampwidth(width)
+        writer.setframerate(rate)
+        writer.writeframes(raw)
+    return file.getvalue()
+
+
+def media(data: bytes) -> Media:
+    return Media("audio", b"", data, {}, "messages[0].content[0]")
+
+
+def refusal(data: bytes, most_s: float = 30.0) -> tuple[Code, str, str | None]:
+    with pytest.raises(RequestInvalid) as caught:
+        read_audio(media(data), RATE, most_s)
+    failure = caught.value.failure
+    return failure.code, failure.message, failure.param
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_wav_files_of_every_width_give_the_same_sound(width: int) -> None:
+    samples = read_audio(media(wav(tone(RATE), RATE, width)), RATE, 30.0)
+
+    assert samples.dtype == np.float32
+    assert np.abs(samples - tone(RATE)).max() < (0.02 if width == 1 else 1e-3)
+
+
+def test_channels_are_mixed() -> None:
+    left = tone(RATE)
+    both = np.stack([left, -left], axis=1).reshape(-1)
+
+    assert np.abs(read_audio(media(wav(both, RATE, 2, channels=2)), RATE, 30.0)).max() < 1e-3
+
+
+@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 48_000])
+def test_a_tone_keeps_its_pitch_and_length_at_another_rate(rate: int) -> None:
+    samples = read_audio(media(wav(tone(rate), rate)), RATE, 30.0)
+
+    assert len(samples) == RATE // 2
+    assert np.abs(samples[800:-800] - tone(RATE)[800:-800]).max() < 0.01
+
+
+def test_what_a_lower_rate_cannot_hold_is_left_out_and_not_folded_back() -> None:
+    assert np.abs(resampled(tone(48_000, hertz=12_000.0), 48_000, 16_000)[800:-800]).max() < 0.01
+
+
+def test_a_clip_that_is_too_long_is_refused_by_its_header() -> None:
+    code, message, param = refusal(wav(tone(8_000, 3.0), 8_000), most_s=2.0)
+
+    assert (code, param) == (Code.INVALID_AUDIO, "messages[0].content[0]")
+    assert "3.0 seconds" in message
+
+
+@pytest.mark.parametrize(
+    "data", [b"RIFF\0\0\0\0WAVE", wav(tone(RATE), RATE)[:30], wav(np.zeros(0), RATE)], ids=["bare", "cut", "silent"]
+)
+def test_broken_and_empty_files_are_refused(data: bytes) -> None:
+    assert refusal(data)[0] is Code.INVALID_AUDIO
+
+
+@pytest.mark.parametrize("data", [b"ID3\x04", wav(tone(RATE), RATE).replace(b"\1\0\1\0", b"\3\0\1\0", 1)])
+def test_other_formats_name_the_extra_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(clips, "find_spec", lambda _: None)
+    code, message, _ = refusal(data)
+
+    assert code is Code.UNSUPPORTED_MODALITY
+    assert "mlxd[media]" in message
+
+
+def test_a_compressed_file_is_read_by_pyav() -> None:
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format="flac") as container:
+        stream = container.add_stream("flac", rate=44_100, layout="mono")
+        frame = av.AudioFrame.from_ndarray((tone(44_100) * 32767).astype(np.int16)[None], format="s16", layout="mono")
+        frame.sample_rate = 44_100
+        for packet in [*stream.encode(frame), *stream.encode(None)]:
+            container.mux(packet)
+    samples = read_audio(media(file.getvalue()), RATE, 30.0)
+
+    assert abs(len(samples) - RATE // 2) < 64
+    assert np.abs(samples[800:-800] - tone(RATE)[800 : len(samples) - 800]).max() < 0.05
+    assert refusal(b"ID3\x04" + struct.pack(">I", 7))[0] is Code.INVALID_AUDIO
+    assert refusal(file.getvalue(), most_s=0.1)[0] is Code.INVALID_AUDIO

@@ -1,0 +1,206 @@
+"""Video clips: lists of JPEG frames, and files where PyAV is installed. Frames are read when they are asked for."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from io import BytesIO
+from typing import Any, Final, Protocol
+
+import numpy as np
+from PIL import Image
+
+from protocol.failures import Code
+from protocol.messages import Media
+from worker.errors import RequestInvalid
+from worker.vision.images import ImageHeader, Limits, decode, read_header, refused
+
+_NO_PYAV: Final = (
+    "{} need PyAV, which is not installed: install mlxd with its extra media (pip install 'mlxd[media]'). {}"
+)
+_FRAMES_INSTEAD: Final = "A list of JPEG frames (data:video/jpeg;base64,…) needs nothing."
+_LENGTH: Final = struct.Struct(">I")
+# Of a list of frames that comes without its rate.
+_DEFAULT_RATE: Final = 2.0
+# From so many frames before the next one that is wanted on, a file is read from a key frame again.
+_SEEK_FRAMES: Final = 48
+
+
+class Clip(Protocol):
+    """A video that is not decoded yet: `rate` is in frames a second."""
+
+    count: int
+    rate: float
+    width: int
+    height: int
+
+    def frames(self, indices: Sequence[int]) -> list[Image.Image]:
+        """These frames in RGB, upright. Raises `RequestInvalid`."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class Sampling:
+    """Frames of a clip that a model sees: `rate` a second, from `least` to `most`, a multiple of `factor`."""
+
+    rate: float = 2.0
+    least: int = 4
+    most: int = 768
+    factor: int = 2
+
+    def indices(self, clip: Clip, options: dict[str, int | float]) -> list[int]:
+        """Indices of frames, spread over the clip. A list of frames is sampled already: all of it counts."""
+        most = min(self.most, clip.count)
+        if "num_frames" in options:
+            wanted = float(options["num_frames"])
+        elif "frames" in options:
+            wanted = float(clip.count)
+        else:
+            wanted = max(clip.count / clip.rate * float(options.get("fps", self.rate)), self.least)
+        number = max(1, int(min(wanted, most)))
+        if number > self.factor:
+            number -= number % self.factor
+        return np.linspace(0, clip.count - 1, number).round().astype(int).tolist()
+
+
+def open_clip(media: Media, limits: Limits) -> Clip:
+    """The clip of a request's video, its frames neither decoded nor counted one by one. Raises `RequestInvalid`."""
+    for name in ("fps", "num_frames"):
+        if (value := media.options.get(name, 1)) <= 0:
+            raise refused(f"{name} is {value:g}; it must be positive.", media.param, Code.INVALID_REQUEST)
+    if "frames" in media.options:
+        return FrameList(media, limits)
+    return VideoFile(media, limits)
+
+
+def pyav(files: str, instead: str, param: str) -> Any:
+    """PyAV, where it is installed. Raises `RequestInvalid`, which names what can be sent `instead`."""
+    if find_spec("av") is None:
+        raise refused(_NO_PYAV.format(files, instead), param, Code.UNSUPPORTED_MODALITY)
+    return import_module("av")
+
+
+class FrameList:
+    """JPEG files one after the other, each after its length in 4 bytes; all of one size."""
+
+    def __init__(self, media: Media, limits: Limits) -> None:
+        self._param = media.param
+        self._files = _split(media)
+        self.count = len(self._files)
+        self.rate = float(media.options.get("fps", _DEFAULT_RATE))
+        self._headers = [self._header(index, file, limits) for index, file in enumerate(self._files)]
+        first = self._headers[0]
+        self.width, self.height = first.width, first.height
+        for index, header in enumerate(self._headers):
+            if (header.width, header.height) != (self.width, self.height):
+                message = f"Frame {index} of the video has another size than the first."
+                raise refused(message, self._param, Code.INVALID_VIDEO)
+
+    def frames(self, indices: Sequence[int]) -> list[Image.Image]:
+        return [decode(self._files[index], self._headers[index], self._param) for index in indices]
+
+    def _header(self, index: int, file: bytes, limits: Limits) -> ImageHeader:
+        try:
+            return read_header(file, limits, self._param)
+        except RequestInvalid as error:
+            message = f"Frame {index} of the video: {error.failure.message}"
+            raise refused(message, self._param, Code.INVALID_VIDEO) from error
+
+
+def _split(media: Media) -> list[bytes]:
+    files: list[bytes] = []
+    at = 0
+    while at + _LENGTH.size <= len(media.data):
+        (length,) = _LENGTH.unpack_from(media.data, at)
+        at += _LENGTH.size
+        files.append(media.data[at : at + length])
+        at += length
+    if at != len(media.data) or len(files) != int(media.options["frames"]) or not files:
+        raise refused("The video's list of frames is broken.", media.param, Code.INVALID_VIDEO)
+    return files
+
+
+class VideoFile:
+    """A file that PyAV can read. Its first frame is decoded for its size and turn; sound is left out."""
+
+    def __init__(self, media: Media, limits: Limits) -> None:
+        self._data = media.data
+        self._param = media.param
+        with self._opened() as container:
+            stream = _stream(container, media.param)
+            first = next(iter(container.decode(stream)), None)
+            rate = stream.average_rate or stream.guessed_rate
+            seconds = float((stream.duration or 0) * (stream.time_base or 0)) or (container.duration or 0) / 1e6
+            self.rate = float(rate or _DEFAULT_RATE)
+            self.count = int(stream.frames or seconds * self.rate) or 1
+            if first is None:
+                raise refused("The video holds no frame.", media.param, Code.INVALID_VIDEO)
+            if first.width * first.height > limits.pixels:
+                message = f"The video has {first.width} × {first.height} pixels; at most {limits.pixels} are taken."
+                raise refused(message, media.param, Code.IMAGE_TOO_LARGE)
+            self.width, self.height = _upright(first).size
+
+    def frames(self, indices: Sequence[int]) -> list[Image.Image]:
+        images: list[Image.Image] = []
+        with self._opened() as container:
+            stream = _stream(container, self._param)
+            at, frame, frames = -1, None, iter(container.decode(stream))
+            for wanted in indices:
+                if wanted - at > _SEEK_FRAMES and stream.time_base:
+                    container.seek(self._time(stream, wanted), stream=stream)
+                    at, frames = wanted - _SEEK_FRAMES, iter(container.decode(stream))
+                while at < wanted and (following := next(frames, None)) is not None:
+                    frame = following
+                    at = self._index(stream, frame, at + 1)
+                if frame is None:
+                    raise refused("The video is broken: a frame is missing.", self._param, Code.INVALID_VIDEO)
+                # A file may end before the frames that its header counts: the last one stands for those.
+                images.append(_upright(frame).resize((self.width, self.height)))
+        return images
+
+    def _time(self, stream: Any, index: int) -> int:
+        return int(index / self.rate / stream.time_base) + (stream.start_time or 0)
+
+    def _index(self, stream: Any, frame: Any, otherwise: int) -> int:
+        if frame.pts is None or not stream.time_base:
+            return otherwise
+        return round(float((frame.pts - (stream.start_time or 0)) * stream.time_base) * self.rate)
+
+    def _opened(self) -> "_Container":
+        return _Container(self._data, self._param)
+
+
+class _Container:
+    """A file opened by PyAV: what PyAV raises on broken ones becomes a refusal."""
+
+    def __init__(self, data: bytes, param: str) -> None:
+        self._av = pyav("Video files", _FRAMES_INSTEAD, param)
+        self._data, self._param = data, param
+
+    def __enter__(self) -> Any:
+        try:
+            self._container = self._av.open(BytesIO(self._data))
+        except (self._av.error.FFmpegError, ValueError) as error:
+            raise self._refusal(error) from error
+        return self._container
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
+        self._container.close()
+        if isinstance(error, self._av.error.FFmpegError | ValueError):
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: object) -> RequestInvalid:
+        return refused(f"The video cannot be read: {error}", self._param, Code.INVALID_VIDEO)
+
+
+def _stream(container: Any, param: str) -> Any:
+    if not container.streams.video:
+        raise refused("The file holds no video.", param, Code.INVALID_VIDEO)
+    return container.streams.video[0]
+
+
+def _upright(frame: Any) -> Image.Image:
+    image: Image.Image = frame.to_image()
+    turn = getattr(frame, "rotation", 0) or 0
+    return image.rotate(turn, expand=True) if turn else image

@@ -1,0 +1,151 @@
+"""Layouts of Gemma 3, 3n and 4: images, frames of clips and audio between markers of their own."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from worker.vision.clips import Sampling
+from worker.vision.layouts import Bounds, Expansion, Inputs, Layout, Piece, arrays
+from worker.vision.markers import Markers
+
+
+class Gemma3(Layout):
+    """Gemma 3: a fixed number of placeholders between two markers, and as many for each crop of a long image."""
+
+    is_scaled = False
+
+    def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
+        super().__init__(processor, config)
+        self._tokens = int(processor.image_seq_length)
+        begin: str = processor.boi_token
+        self._one = f"{begin}{self.token}{processor.tokenizer.eoi_token}"
+        self.markers = Markers({"image": begin}, (self.token, processor.tokenizer.eoi_token))
+
+    def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
+        image = f"\n\n{self._one}\n\n"
+        crops = self._crops(width, height)
+        text = image
+        if crops:
+            text = f"Here is the original image {image} and here are some crops to help you see better "
+            text += " ".join([image] * crops)
+        runs = (self._tokens,) * (1 + crops)
+        return Expansion(text, runs, (Piece(sum(runs)),))
+
+    def image_inputs(self, image: Image.Image, _bounds: Bounds) -> Inputs:
+        return arrays(self.images([image]), "num_crops")
+
+    def _crops(self, width: int, height: int) -> int:
+        images = self.images
+        if not images.do_pan_and_scan:
+            return 0
+        # An array without memory of its own: only its shape counts.
+        blank = np.broadcast_to(np.uint8(0), (3, height, width))
+        ways = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+        return len(
+            images.pan_and_scan(
+                blank, **{f"pan_and_scan_{way}": getattr(images, f"pan_and_scan_{way}") for way in ways}
+            )
+        )
+
+
+class Gemma3n(Layout):
+    """Gemma 3n: a fixed number of placeholders for an image, and for an audio clip of up to half a minute."""
+
+    is_scaled = False
+    _AUDIO_S: Final = 30.0
+
+    def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
+        super().__init__(processor, config)
+        tokenizer = processor.tokenizer
+        self._tokens = int(processor.image_seq_length)
+        self._text = f"\n\n{processor.boi_token}{self.token}{tokenizer.eoi_token}\n\n"
+        self.markers = Markers({"image": self.token}, (processor.boi_token, tokenizer.eoi_token))
+        self._sounds: Any = processor.feature_extractor
+        if self._sounds is not None:
+            self._audio_tokens = int(processor.audio_seq_length)
+            self._audio_text = f"\n\n{processor.boa_token}{processor.audio_token}{tokenizer.eoa_token}\n\n"
+            self.audio_rate, self.audio_s = int(self._sounds.sampling_rate), self._AUDIO_S
+            others = (*self.markers.others, processor.boa_token, tokenizer.eoa_token)
+            self.markers = Markers({"image": self.token, "audio": processor.audio_token}, others)
+
+    def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
+        return Expansion(self._text, (self._tokens,), (Piece(self._tokens),))
+
+    def audio(self, _samples: int) -> Expansion:
+        return Expansion(self._audio_text, (self._audio_tokens,), (Piece(self._audio_tokens),))
+
+    def audio_inputs(self, samples: npt.NDArray[np.float32]) -> Inputs:
+        return arrays(self._sounds([samples], sampling_rate=self.audio_rate, return_attention_mask=True))
+
+
+class Gemma4(Layout):
+    """Gemma 4: placeholders by the shape of an image, of each frame after its time, and by the length of audio."""
+
+    def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
+        super().__init__(processor, config)
+        self._begin, self._end = processor.boi_token, processor.eoi_token
+        self._videos: Any = processor.video_processor
+        self._clip_token: str = processor.video_token
+        kinds, others = {"image": self.token, "video": self._clip_token}, (self._begin, self._end)
+        self.sampling = Sampling(most=int(self._videos.num_frames), least=1, factor=1)
+        self._sounds: Any = processor.feature_extractor if config.get("audio_config") else None
+        if self._sounds is not None and processor.audio_token:
+            self._most_audio = int(processor.audio_seq_length)
+            self._around_audio = (processor.boa_token, processor.audio_token, processor.eoa_token)
+            self.audio_rate = int(self._sounds.sampling_rate)
+            self.audio_s = self._most_audio * processor.audio_ms_per_token / 1e3
+            kinds, others = (
+                {**kinds, "audio": processor.audio_token},
+                (*others, processor.boa_token, processor.eoa_token),
+            )
+        self.markers = Markers(kinds, others)
+
+    def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
+        tokens, grid = self._tokens(self.images, width, height)
+        return Expansion(f"{self._begin}{self.token}{self._end}", (tokens,), (Piece(tokens, grid),))
+
+    def image_inputs(self, image: Image.Image, _bounds: Bounds) -> Inputs:
+        return arrays(self.images([image])[0], "num_soft_tokens_per_image")
+
+    def clip(self, width: int, height: int, seconds: Sequence[float], rate: float) -> Expansion:
+        tokens, grid = self._tokens(self._videos, width, height)
+        frame = f"{self._begin}{self._clip_token}{self._end}"
+        text = " ".join(f"{int(second // 60):02d}:{int(second % 60):02d} {frame}" for second in seconds)
+        pieces = tuple(Piece(tokens, grid, (at,)) for at in range(len(seconds)))
+        return Expansion(text, (tokens,) * len(pieces), pieces)
+
+    def clip_inputs(self, frames: list[Image.Image], _count: int) -> Inputs:
+        video = np.stack([np.asarray(frame) for frame in frames]).transpose(0, 3, 1, 2)
+        inputs = self._videos([video])
+        return arrays({name: inputs[name] for name in ("pixel_values_videos", "video_position_ids")})
+
+    def audio(self, samples: int) -> Expansion:
+        begin, token, end = self._around_audio
+        tokens = min(self._audio_tokens(samples), self._most_audio)
+        return Expansion(f"{begin}{token}{end}", (tokens,), (Piece(tokens),))
+
+    def audio_inputs(self, samples: npt.NDArray[np.float32]) -> Inputs:
+        return arrays(self._sounds([samples], sampling_rate=self.audio_rate, return_attention_mask=True))
+
+    def _audio_tokens(self, samples: int) -> int:
+        """As transformers 5.23 counts, after two convolutions of stride 2; mlx-vlm goes by milliseconds alone."""
+        sounds = self._sounds
+        if hasattr(sounds, "audio_samples_per_token"):
+            return math.ceil(samples / sounds.audio_samples_per_token)
+        steps = (samples + sounds.frame_length // 2 - sounds.frame_length - 1) // sounds.hop_length + 1
+        for _ in range(2):
+            steps = (steps - 1) // 2 + 1
+        return max(1, steps)
+
+    @staticmethod
+    def _tokens(processor: Any, width: int, height: int) -> tuple[int, tuple[int, int, int]]:
+        from mlx_vlm.models.gemma4.processing_gemma4 import get_aspect_ratio_preserving_size
+
+        patch, pool = processor.patch_size, processor.pooling_kernel_size
+        high, wide = get_aspect_ratio_preserving_size(height, width, patch, processor.max_soft_tokens * pool**2, pool)
+        grid = (1, high // patch, wide // patch)
+        return grid[1] * grid[2] // pool**2, grid

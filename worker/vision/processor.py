@@ -1,0 +1,312 @@
+"""Processor of a model's media: a request's bytes to media that can be counted, placed in a prompt, and loaded.
+
+Headers alone are read until a medium is loaded. The processors are mlx-vlm's and transformers', called directly.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from PIL import Image
+
+from protocol.failures import Code
+from protocol.messages import Media
+from worker.errors import RequestInvalid
+from worker.vision.clips import Sampling, open_clip
+from worker.vision.gemma_layouts import Gemma3, Gemma3n, Gemma4
+from worker.vision.images import INVALID, Limits, check_bytes, check_shape, decode, read_header, refused
+from worker.vision.layouts import Bounds, Expansion, Inputs, Layout
+from worker.vision.markers import Markers
+from worker.vision.media import Medium
+from worker.vision.positions import Grid
+from worker.vision.qwen_layouts import Qwen, QwenByTime
+from worker.vision.sounds import read_audio
+from worker.vision.tile_layouts import Idefics3, Lfm2Vl, Llava, Pixtral
+from worker.vision.unserved import Unserved
+
+log = logging.getLogger("mlxd.worker")
+
+Result = TypeVar("Result")
+
+# Module and class of mlx-vlm's processor, and the layout, by the model type of config.json.
+_FAMILIES: Final[dict[str, tuple[str, str, type[Layout]]]] = {
+    "qwen2_vl": ("qwen2_vl.processing_qwen2_vl", "Qwen2VLProcessor", Qwen),
+    "qwen2_5_vl": ("qwen2_5_vl.processing_qwen2_5_vl", "Qwen2_5_VLProcessor", Qwen),
+    "qwen3_vl": ("qwen3_vl.processing_qwen3_vl", "Qwen3VLProcessor", QwenByTime),
+    "qwen3_vl_moe": ("qwen3_vl.processing_qwen3_vl", "Qwen3VLProcessor", QwenByTime),
+    "qwen3_5": ("qwen3_vl.processing_qwen3_vl", "Qwen3VLProcessor", QwenByTime),
+    "qwen3_5_moe": ("qwen3_vl.processing_qwen3_vl", "Qwen3VLProcessor", QwenByTime),
+    "gemma3": ("gemma3.processing_gemma3", "Gemma3Processor", Gemma3),
+    "gemma3n": ("gemma3n.processing_gemma3n", "Gemma3nProcessor", Gemma3n),
+    "gemma4": ("gemma4.processing_gemma4", "Gemma4Processor", Gemma4),
+    "gemma4_unified": ("gemma4_unified.processing_gemma4_unified", "Gemma4UnifiedProcessor", Gemma4),
+    "idefics3": ("idefics3.processing_idefics3", "Idefics3Processor", Idefics3),
+    "smolvlm": ("smolvlm.processing_smolvlm", "SmolVLMProcessor", Idefics3),
+    "llava": ("llava.processing_llava", "LlavaProcessor", Llava),
+    "pixtral": ("pixtral.processing_pixtral", "PixtralProcessor", Pixtral),
+    "mistral3": ("mistral3.processing_mistral3", "Mistral3Processor", Pixtral),
+    "lfm2_vl": ("lfm2_vl.processing_lfm2_vl", "Lfm2VlProcessor", Lfm2Vl),
+}
+# Files of a checkpoint that say how pixels become inputs.
+_FILES: Final = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+# Sizes of images on which a layout is compared with its processor at load.
+_PROBES: Final = ((640, 480), (200, 700))
+# Of clips shown as images: more made answers worse.
+_FRAMES: Final = Sampling(most=16)
+# Attention of a tower takes its heads times the square of its patches, in 4 bytes, and may take this part of memory.
+_ATTENTION_PART: Final = 8
+_MEASURED: Final = (1024, 1024)
+
+
+@dataclass(slots=True, frozen=True)
+class Prepared:
+    """A medium of a prompt: its text with one placeholder for each run, and the media whose features fill the runs."""
+
+    kind: str
+    text: str
+    runs: tuple[int, ...]
+    media: tuple[Medium, ...]
+    grids: tuple[Grid, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.runs)
+
+
+class Processor:
+    """Processor of one model's media, for any thread."""
+
+    def __init__(
+        self, layout: Layout, kinds: frozenset[str], limits: Limits, digest: bytes, most_pixels: int = 0
+    ) -> None:
+        """`most_pixels` of an image are what the tower's attention has memory for; 0 is no limit."""
+        self._layout = layout
+        self._limits = limits
+        self._digest = digest
+        self._most_pixels = most_pixels
+        markers = layout.markers
+        self.markers = Markers(
+            {kind: marker for kind, marker in markers.by_kind.items() if kind in kinds},
+            (*markers.others, *(marker for kind, marker in markers.by_kind.items() if kind not in kinds)),
+        )
+
+    @property
+    def max_pixels(self) -> int:
+        """Pixels that larger images are reduced to; 0 where the size follows from something else."""
+        own = int(getattr(self._layout.images, "max_pixels", 0) or 0)
+        return min(limit for limit in (own, self._most_pixels) if limit) if own or self._most_pixels else 0
+
+    @property
+    def image_tokens(self) -> int:
+        """Placeholders of a square image of 1,024 pixels a side."""
+        return sum(self._lay_out(*_MEASURED, (None, None)).runs)
+
+    def read(self, media: Media) -> Prepared:
+        """One medium as it stands in a prompt, by its header. Raises `RequestInvalid`."""
+        check_bytes(media.data, self._limits, media.kind, media.param)
+        match media.kind:
+            case "image":
+                return self._image(media)
+            case "video":
+                return self._clip(media)
+            case _:
+                return self._sound(media)
+
+    def read_frames(self, media: Media) -> list[Prepared]:
+        """A video as images, for a model that is shown no videos. Raises `RequestInvalid`."""
+        check_bytes(media.data, self._limits, media.kind, media.param)
+        clip = open_clip(media, self._limits)
+        check_shape(clip.width, clip.height, self._layout.patch, media.param)
+        bounds = self._bounds(media)
+        laid = self._lay_out(clip.width, clip.height, bounds)
+
+        def load(index: int) -> Callable[[], Inputs]:
+            return lambda: self._pixels(clip.frames([index])[0], bounds)
+
+        return [
+            self._prepared(media, "image", laid, [load(index)], f"frame {index} {bounds}")
+            for index in _FRAMES.indices(clip, media.options)
+        ]
+
+    def _image(self, media: Media) -> Prepared:
+        header = read_header(media.data, self._limits, media.param)
+        check_shape(header.width, header.height, self._layout.patch, media.param)
+        bounds = self._bounds(media)
+        laid = self._lay_out(header.width, header.height, bounds)
+
+        def load() -> Inputs:
+            return self._pixels(decode(media.data, header, media.param), bounds)
+
+        return self._prepared(media, "image", laid, [load], f"{bounds}")
+
+    def _clip(self, media: Media) -> Prepared:
+        layout, sampling = self._layout, self._layout.sampling
+        assert sampling is not None, "clips are read as frames by models that are not shown them"
+        clip = open_clip(media, self._limits)
+        check_shape(clip.width, clip.height, layout.patch, media.param)
+        indices = sampling.indices(clip, media.options)
+        seconds = [index / clip.rate for index in indices]
+        spacing = (indices[-1] - indices[0]) / (len(indices) - 1) / clip.rate if len(indices) > 1 else 1 / clip.rate
+        laid = self._guarded(media, lambda: layout.clip(clip.width, clip.height, seconds, 1 / max(spacing, 1e-3)))
+
+        def load(frames: Sequence[int]) -> Callable[[], Inputs]:
+            # The last frame fills the last group.
+            wanted = [indices[min(frame, len(indices) - 1)] for frame in frames]
+            return lambda: layout.clip_inputs(clip.frames(wanted), len(indices))
+
+        return self._prepared(media, "video", laid, [load(piece.frames) for piece in laid.pieces], f"{indices}")
+
+    def _sound(self, media: Media) -> Prepared:
+        layout = self._layout
+        samples = read_audio(media, layout.audio_rate, layout.audio_s)
+        laid = layout.audio(len(samples))
+        return self._prepared(media, "audio", laid, [lambda: layout.audio_inputs(samples)], "")
+
+    def _prepared(
+        self, media: Media, kind: str, laid: Expansion, loads: Sequence[Callable[[], Inputs]], how: str
+    ) -> Prepared:
+        """`how` is all of the options that pixels or positions depend on."""
+        parts: list[Medium] = []
+        for index, (piece, load) in enumerate(zip(laid.pieces, loads, strict=True)):
+            what = f"{media.kind} as {kind} {index} {how}".encode()
+            key = blake2b(media.digest + self._digest + what, digest_size=32).digest()
+            parts.append(Medium(kind, key, piece.grid, piece.tokens, self._loading(media, load)))
+        return Prepared(kind, laid.text, laid.runs, tuple(parts), laid.grids)
+
+    def _loading(self, media: Media, load: Callable[[], Inputs]) -> Callable[[], Inputs]:
+        return lambda: self._guarded(media, load)
+
+    def _guarded(self, media: Media, act: Callable[[], Result]) -> Result:
+        """Run code of a processor: what it raises is the end of one request."""
+        try:
+            return act()
+        except RequestInvalid:
+            raise
+        except Exception as error:  # the boundary to code of every family
+            reason = str(error).partition("\n")[0]
+            message = f"The model's processor refused the {media.kind}: {type(error).__name__}: {reason}"
+            raise refused(message, media.param, INVALID[media.kind]) from error
+
+    def _bounds(self, media: Media) -> Bounds:
+        """Bounds of an image's pixels: as the request asks, within what memory allows; None is the model's own."""
+        least, most = (self._positive(media, name) for name in ("min_pixels", "max_pixels"))
+        own_least, own_most = (int(getattr(self._layout.images, name, 0) or 0) for name in ("min_pixels", "max_pixels"))
+        highest = min((limit for limit in (most, self._most_pixels) if limit), default=None)
+        if most is None and 0 < own_most <= (highest or own_most):
+            highest = None
+        if highest is not None and (least or own_least) > highest:
+            least = highest
+        return least, highest
+
+    def _positive(self, media: Media, name: str) -> int | None:
+        value = media.options.get(name)
+        if value is not None and value < 1:
+            raise refused(f"{name} is {value:g}; it must be positive.", media.param, Code.INVALID_REQUEST)
+        return None if value is None else int(value)
+
+    def _lay_out(self, width: int, height: int, bounds: Bounds) -> Expansion:
+        return self._layout.image(*self._scaled(width, height, bounds), bounds)
+
+    def _pixels(self, image: Image.Image, bounds: Bounds) -> Inputs:
+        size = self._scaled(image.width, image.height, bounds)
+        scaled = image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
+        return self._layout.image_inputs(scaled, bounds)
+
+    def _scaled(self, width: int, height: int, bounds: Bounds) -> tuple[int, int]:
+        """Size of an image that a family's processor lays out by its shape alone, within bounds."""
+        least, most = bounds
+        pixels = width * height
+        if not self._layout.is_scaled or (least or 0) <= pixels <= (most or pixels):
+            return width, height
+        factor = math.sqrt(((most if most and pixels > most else least) or pixels) / pixels)
+        return max(self._layout.patch, int(width * factor)), max(self._layout.patch, int(height * factor))
+
+
+def open_processor(
+    path: Path,
+    config: Mapping[str, Any],
+    encode: Callable[[str], list[int]],
+    placeholders: Mapping[str, int],
+    limits: Limits,
+    memory_bytes: int = 0,
+) -> Processor:
+    """The processor of a checkpoint. `encode` is of the model's tokenizer, with the tokens that it adds by itself.
+
+    `placeholders` are ids by kind of medium that the towers take. Raises `Unserved` with the reason why the model takes
+    no media: without a processor that agrees with ours on what an image is in a prompt.
+    """
+    kind = str(config.get("model_type", ""))
+    if kind == "llava" and (config.get("vision_config") or {}).get("model_type") == "pixtral":
+        kind = "pixtral"
+    if kind not in _FAMILIES:
+        raise Unserved(f"mlxd does not know how '{kind}' shows images in a prompt")
+    module, name, layout = _FAMILIES[kind]
+    try:
+        processor = getattr(import_module(f"mlx_vlm.models.{module}"), name).from_pretrained(
+            str(path), trust_remote_code=False
+        )
+        laid = layout(processor, config)
+        _check(laid, processor, encode, placeholders)
+    except Unserved:
+        raise
+    except Exception as error:  # the boundary to code of every family
+        log.warning("the image processor of %s cannot be used", path, exc_info=True)
+        reason = str(error).partition("\n")[0]
+        raise Unserved(f"its image processor cannot be used: {type(error).__name__}: {reason}") from error
+    most = most_pixels(config, laid.patch, memory_bytes)
+    own = int(getattr(laid.images, "max_pixels", 0) or 0)
+    if own > most > 0:
+        log.info("memory limits images to %d of %d pixels", most, own)
+    return Processor(laid, frozenset(placeholders), limits, _digest(path), most)
+
+
+def most_pixels(config: Mapping[str, Any], patch: int, memory_bytes: int) -> int:
+    """Pixels whose attention takes an eighth of memory: heads × patches² × 4 bytes. 0 is no limit.
+
+    Of memory the next lower power of two counts, so that a worker that comes back with a little less of it sees images
+    in the same size.
+    """
+    vision: Mapping[str, Any] = config.get("vision_config") or {}
+    heads = int(vision.get("num_heads") or vision.get("num_attention_heads") or 0)
+    if not heads or not memory_bytes:
+        return 0
+    memory = 1 << (memory_bytes.bit_length() - 1)
+    return int(math.sqrt(memory / _ATTENTION_PART / (heads * 4))) * patch**2
+
+
+def _check(layout: Layout, processor: Any, encode: Callable[[str], list[int]], placeholders: Mapping[str, int]) -> None:
+    """Compare a layout with its processor on images. Raises `Unserved`."""
+    marker = layout.markers.by_kind["image"]
+    for width, height in _PROBES:
+        noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        theirs = processor(images=[Image.fromarray(noise)], text=f"a{marker}b")["input_ids"]
+        laid = layout.image(width, height, (None, None))
+        ours = expanded(encode(f"a{laid.text}b"), placeholders["image"], laid.runs)
+        if ours != np.asarray(theirs).reshape(-1).tolist():
+            raise Unserved(f"its processor lays out an image of {width} × {height} pixels in another way than mlxd")
+
+
+def expanded(ids: Sequence[int], placeholder: int, runs: Sequence[int]) -> list[int]:
+    """Ids in which the k-th placeholder stands `runs[k]` times. Raises ValueError for another number of them."""
+    array = np.array(ids, dtype=np.int64)
+    counts = np.ones(len(array), dtype=np.int64)
+    counts[array == placeholder] = runs
+    return np.repeat(array, counts).tolist()
+
+
+def _digest(path: Path) -> bytes:
+    """Digest of all that a processor's outputs depend on beside a medium: its files, and the libraries."""
+    state = blake2b(digest_size=32)
+    for name in _FILES:
+        file = path / name
+        state.update(name.encode() + (file.read_bytes() if file.exists() else b""))
+    state.update(json.dumps([version(library) for library in ("mlx-vlm", "transformers", "pillow")]).encode())
+    return state.digest()
