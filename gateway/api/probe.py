@@ -12,7 +12,7 @@ from gateway.access.caller import OWNER
 from gateway.admin_types import DeepHealth, Probe
 from gateway.errors import Forbidden, Unauthorized
 from gateway.link.collector import Collector
-from gateway.link.link import WorkerGone
+from gateway.link.transport import WorkerGone
 from gateway.request.record import Record
 from gateway.services import Services
 from gateway.supervisor.handle import WorkerHandle

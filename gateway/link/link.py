@@ -1,7 +1,6 @@
-"""The gateway's two sockets, the table of running sequences, and the fence that keeps old epochs out."""
+"""The link to the workers: the table of running sequences, and the fence that keeps old epochs out."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import secrets
@@ -9,14 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-import zmq
-
 from gateway.link.aborts import Aborts
 from gateway.link.calls import Questions
 from gateway.link.collector import Collector
 from gateway.link.events import LinkEvents
 from gateway.link.sequence import PARKED, Connection, Peer, Sequence
-from protocol import sockets
+from gateway.link.transport import Transport, WorkerGone
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, MalformedFrame, Unsendable, decode_up, encode
 from protocol.failures import Code, Failure
 from protocol.messages import (
@@ -36,7 +33,6 @@ from protocol.messages import (
     Progress,
     Ready,
     Rejected,
-    Shutdown,
     Step,
     Tokenize,
     Tokenized,
@@ -45,14 +41,7 @@ from protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-# Deltas handled before other tasks get a turn.
-BATCH_DELTAS: Final = 128
-# A frame beyond this is not copied: libzmq sends it from where it is.
-LARGE_BYTES: Final = 256 * 1024
 MALFORMED_LOG_S: Final = 1.0
-# A worker that is refused is told so within this many tries; its sockets connect one after the other.
-DISMISSALS: Final = 100
-DISMISS_RETRY_S: Final = 0.1
 # A rid is the boot in its upper half, so that what a surviving worker still says about an earlier gateway's requests
 # can never be taken for ours. A Ping's seq is the epoch in its upper part: a Pong names no worker.
 RID_BITS: Final = 32
@@ -61,26 +50,21 @@ _LOST: Final = Failure(Code.WORKER_DIED, "the model's worker was lost; try again
 # A worker ends a sequence at its deadline; we do it so much later, for a worker that does not.
 LATE_GRACE_S: Final = 1.0
 LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
-
-
 UNSENDABLE: Final = Failure(Code.INVALID_REQUEST, "the request cannot be sent to the model's worker")
-
-
-class WorkerGone(Exception):
-    """The worker could not be reached. Nothing was sent: another attempt is safe."""
 
 
 class Link:
     """Sends to workers, and tells each collector what was said about its sequences.
 
-    `run` owns the sockets; everything here runs on its loop. An epoch belongs to one worker incarnation of this
+    The transport owns the sockets; everything here runs on its loop. An epoch belongs to one worker incarnation of this
     home, forever: messages of an epoch that is not attached are dropped and counted.
     """
 
     def __init__(self, run_dir: Path, events: LinkEvents, *, boot: int | None = None) -> None:
         self.boot = secrets.randbits(31) | 1 if boot is None else boot
         self.aborts = Aborts()
-        self.down, self.up = sockets.addresses(run_dir)
+        self._transport = Transport(run_dir, self._handle, self._deliver)
+        self.down, self.up = self._transport.down, self._transport.up
         self._events = events
         self._connections: dict[int, Connection] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -89,66 +73,22 @@ class Link:
         self._rids = itertools.count((self.boot << RID_BITS) + 1)
         self._seq = 0
         self._next_malformed_log = 0.0
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._router: zmq.Socket[bytes] | None = None
-        self._pull: zmq.Socket[bytes] | None = None
         # Whose readers have something to read.
         self._due: dict[Collector, None] = {}
-        # Ends `run`.
-        self._broken: asyncio.Future[None] | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Bind both sockets. The run directory's lock must be held: stale socket files are replaced."""
-        self._context = zmq.Context()
-        self._router = sockets.bind_router(self._context, self.down)
-        self._pull = sockets.bind_pull(self._context, self.up)
+        self._transport.open()
 
     async def run(self) -> None:
         """Read until cancelled. Raises what reading raised."""
-        assert self._pull is not None, "open() comes first"
-        loop = asyncio.get_running_loop()
-        descriptor = self._pull.fileno()
-        self._broken = loop.create_future()
-        loop.add_reader(descriptor, self._read)
-        try:
-            # The descriptor tells only of what comes from now on.
-            self._read()
-            await self._broken
-        finally:
-            loop.remove_reader(descriptor)
-            self._broken = None
-
-    def _read(self) -> None:
-        """Everything that is there, in batches. A callback, not a task: it is cheaper, and every token comes this way.
-
-        It always reads until there is nothing left, or comes back: the descriptor wakes us only once for what is there.
-        """
-        broken, pull = self._broken, self._pull
-        if broken is None or broken.done() or pull is None:
-            return
-        deltas = 0
-        try:
-            while deltas < BATCH_DELTAS and (frame := sockets.receive_now(pull)) is not None:
-                deltas += self._handle(frame)
-            if deltas >= BATCH_DELTAS:
-                asyncio.get_running_loop().call_soon(self._read)
-            # After all that is there, so that several deltas for one reader are one.
-            due, self._due = self._due, {}
-            for collector in due:
-                collector.deliver()
-        except Exception as error:  # the root of the callback: `run` raises it
-            broken.set_exception(error)
+        await self._transport.run()
 
     def close(self) -> None:
         """Close the sockets at once. What was not sent is dropped."""
-        for socket in (self._router, self._pull):
-            if socket is not None:
-                socket.close(0)
-        if self._context is not None:
-            self._context.term()
-        self._context = self._router = self._pull = None
+        self._transport.close()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -182,7 +122,7 @@ class Link:
                     continue
                 deadline = now + request.deadline_ms / 1000 if request.deadline_ms else None
                 self._sequences[request.rid] = Sequence(request, worker, worker.epoch, collector, deadline)
-                self._send(worker, frame)
+                self._transport.send_frame(worker, frame)
         except WorkerGone:
             for request in requests:
                 self._sequences.pop(request.rid, None)
@@ -222,7 +162,7 @@ class Link:
             try:
                 return await answer
             except asyncio.CancelledError:  # its client has left, or will not wait any longer
-                self._try_send(worker, Abort((question.rid,)))
+                self._transport.try_send(worker, Abort((question.rid,)))
                 raise
 
     def abort(self, rids: Iterable[int], reason: str) -> None:
@@ -238,7 +178,7 @@ class Link:
         for epoch, (peer, own) in by_worker.items():
             if peer.epoch == epoch:
                 self.aborts.sent(epoch, own)
-                self._try_send(peer, Abort(tuple(own), reason))
+                self._transport.try_send(peer, Abort(tuple(own), reason))
 
     def stop(self, rids: Iterable[int], reason: str, failure: Failure | None = None) -> None:
         """Abort sequences whose reader goes on reading: it is told that they ended, and of a failure if it was one."""
@@ -280,7 +220,7 @@ class Link:
             by_worker.setdefault(sequence.epoch, (sequence.peer, []))[1].append(sequence.rid)
         for epoch, (peer, rids) in by_worker.items():
             if peer.epoch == epoch:
-                self._try_send(peer, Abort(tuple(rids), "gateway restarts"))
+                self._transport.try_send(peer, Abort(tuple(rids), "gateway restarts"))
         self.fail(sequences, failure)
 
     def expire(self, sequences: Iterable[Sequence]) -> None:
@@ -292,30 +232,20 @@ class Link:
 
     def send(self, peer: Peer, message: Down) -> None:
         """Send at once. Raises `WorkerGone` when the worker is not connected, and `Unsendable`."""
-        self._send(peer, encode(message))
-
-    def _send(self, peer: Peer, frame: bytes) -> None:
-        self._post(peer.name, peer.epoch, frame)
-
-    def _post(self, name: str, epoch: int, frame: bytes) -> None:
-        if self._router is None:
-            raise WorkerGone("the link is closed")
-        try:
-            identity = f"{name}#{epoch}".encode()
-            self._router.send_multipart((identity, frame), zmq.NOBLOCK, copy=len(frame) < LARGE_BYTES)
-        except zmq.ZMQError as error:
-            raise WorkerGone(f"{name}#{epoch}: {error}") from error
+        self._transport.send(peer, message)
 
     def ping(self, peer: Peer, t_ns: int) -> None:
         """Send a heartbeat. A worker that is gone is noticed elsewhere."""
         self._seq = (self._seq + 1) & ((1 << SEQ_BITS) - 1)
-        self._try_send(peer, Ping(peer.epoch << SEQ_BITS | self._seq, t_ns))
-
-    def _try_send(self, peer: Peer, message: Down) -> None:
-        with contextlib.suppress(WorkerGone):
-            self.send(peer, message)
+        self._transport.try_send(peer, Ping(peer.epoch << SEQ_BITS | self._seq, t_ns))
 
     # -- what workers say --------------------------------------------------------------------------------------------
+
+    def _deliver(self) -> None:
+        """Hand on what has come, after all that is there, so that several deltas for one reader are one."""
+        due, self._due = self._due, {}
+        for collector in due:
+            collector.deliver()
 
     def _handle(self, frame: bytes) -> int:
         """Dispatch one frame. Returns how much work it was, in deltas."""
@@ -361,7 +291,7 @@ class Link:
             collector.add(delta, now)
             due[collector] = None
         if strangers:
-            self._try_send(connection.peer, Abort(tuple(strangers), "gateway restarted"))
+            self._transport.try_send(connection.peer, Abort(tuple(strangers), "gateway restarted"))
         if step.stats is not None:
             connection.stats = step.stats
         self._events.step(connection.peer.name, step)
@@ -432,27 +362,12 @@ class Link:
         self._events.pong(connection.peer.name, pong)
 
     def _on_hello(self, hello: Hello) -> None:
-        # A DEALER's first frame only makes it routable; nothing else ever comes up this way.
-        if self._router is not None:
-            while sockets.receive_now(self._router) is not None:
-                pass
+        self._transport.drop_greetings()
         if self._is_attached(hello):
             self._connections[hello.epoch].peer.post(hello)
             return
         self._events.stale_message()
-        log.warning("refused worker %s#%d (pid %d): not an expected incarnation", hello.worker, hello.epoch, hello.pid)
-        self._dismiss(hello, DISMISSALS)
-
-    def _dismiss(self, hello: Hello, tries: int) -> None:
-        """End a worker that was not started here: it holds memory that is not counted."""
-        if self._router is None or self._is_attached(hello):
-            return
-        try:
-            self._post(hello.worker, hello.epoch, encode(Shutdown("not one that is wanted")))
-        except WorkerGone:
-            # Its Hello came before its other socket was connected.
-            if tries > 1:
-                asyncio.get_running_loop().call_later(DISMISS_RETRY_S, self._dismiss, hello, tries - 1)
+        self._transport.dismiss(hello, self._is_attached)
 
     def _is_attached(self, hello: Hello) -> bool:
         connection = self._connections.get(hello.epoch)

@@ -11,7 +11,8 @@ from contextlib import suppress
 from typing import Final
 
 from gateway.config.settings import Config, ModelConfig
-from gateway.link.link import Link, WorkerGone
+from gateway.link.link import Link
+from gateway.link.transport import WorkerGone
 from gateway.memory import policy
 from gateway.memory.estimate import Need, estimate
 from gateway.memory.grants import Asking, Return, Tenancy

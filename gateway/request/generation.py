@@ -14,7 +14,8 @@ from gateway.access.rate_limit import Bill, Meter
 from gateway.config.settings import ModelConfig
 from gateway.errors import ApiError, Cancelled, Unavailable, from_failure, from_unsendable
 from gateway.link.collector import Collector, Relay
-from gateway.link.link import LATE, WorkerGone
+from gateway.link.link import LATE
+from gateway.link.transport import WorkerGone
 from gateway.request.headers import relaxed_header
 from gateway.request.record import Header, Record
 from gateway.request.runtime import Runtime

@@ -14,8 +14,8 @@ import logging
 from collections.abc import Iterable
 from typing import Final
 
-from gateway.link.link import WorkerGone
 from gateway.link.sequence import Peer, Sequence
+from gateway.link.transport import WorkerGone
 from gateway.supervisor.ports import Wire
 from gateway.supervisor.quarantine import REFUSED, Quarantine, fingerprint
 from gateway.supervisor.state import Events, Limits

@@ -3,8 +3,8 @@
 import signal
 import time
 
-from gateway.link.link import WorkerGone
 from gateway.link.sequence import Connection, Peer, Sequence
+from gateway.link.transport import WorkerGone
 from gateway.supervisor.ports import Effects, Process, Wire
 from gateway.supervisor.state import Limits
 from gateway.supervisor.timers import Watchers

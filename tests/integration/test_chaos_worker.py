@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.link.collector import Collector
-from gateway.link.link import WorkerGone
+from gateway.link.transport import WorkerGone
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.quarantine import REFUSED
 from gateway.supervisor.state import Limits, ModelUnavailable, State

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable
 
 from gateway.link.collector import Collector
-from gateway.link.link import WorkerGone
 from gateway.link.sequence import PARKED, Connection, Peer, Sequence
+from gateway.link.transport import WorkerGone
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import Limits, MemoryView, ModelUnavailable, State
 from protocol.failures import Code, Failure

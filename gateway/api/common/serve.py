@@ -16,7 +16,7 @@ from gateway.http.encoder import Fold, StreamEncoder
 from gateway.http.exchange import read_body
 from gateway.http.sse import respond_stream, respond_whole
 from gateway.link.calls import Refused
-from gateway.link.link import WorkerGone
+from gateway.link.transport import WorkerGone
 from gateway.request.generation import BYTES_PER_TOKEN, Generation
 from gateway.request.headers import ignored_header
 from gateway.request.record import Record

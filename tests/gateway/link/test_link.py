@@ -8,8 +8,9 @@ import zmq
 from msgspec.structs import replace
 
 from gateway.link.collector import Collector
-from gateway.link.link import RID_BITS, SEQ_BITS, Link, WorkerGone
+from gateway.link.link import RID_BITS, SEQ_BITS, Link
 from gateway.link.sequence import Sequence
+from gateway.link.transport import WorkerGone
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, decode_down, encode
 from protocol.failures import Code, Failure
