@@ -15,9 +15,11 @@ from deploy.demo_model.train.training import IGNORED, targets
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from .questions import CATEGORIES, held_out_samples
-from .rendering import VOCABULARY, rendered
-from .train import DEMO, PATCH, Qwen3VL, Recipe, _marks, begun, packed
+from .architecture import Qwen3VL, Recipe
+from .batches import marks_of, packed
+from .rendering import PATCH, VOCABULARY, rendered
+from .samples import CATEGORIES, held_out_samples
+from .train import DEMO, begun
 
 # The share of held-out renderings that must be right.
 WANTED: Final = {
@@ -46,7 +48,7 @@ def loaded(folder: Path, recipe: Recipe, device: str) -> Qwen3VL:
 
 @torch.no_grad()
 def right(model: Qwen3VL, bpe: Tokenizer, category: str, number: int, recipe: Recipe, device: str) -> list[bool]:
-    marks = _marks(bpe)
+    marks = marks_of(bpe)
     rows = []
     for sample in held_out_samples(category, number):
         row = rendered(bpe, sample)

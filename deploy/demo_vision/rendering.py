@@ -16,7 +16,8 @@ from deploy.demo_model.train import tokenizer as text
 from PIL import Image
 from tokenizers import Tokenizer
 
-from .questions import Clip, Medium, VisionSample
+from .questions import Clip, Medium
+from .samples import VisionSample
 
 PATCH: Final = 8
 MERGE: Final = 2

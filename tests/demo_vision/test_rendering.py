@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from deploy.demo_model.corpus.generate import training_sample
 from deploy.demo_model.train.tokenizer import Renderer
-from deploy.demo_vision.questions import CATEGORIES, SEED, Clip, VisionSample, held_out_samples
+from deploy.demo_vision.questions import Clip
 from deploy.demo_vision.rendering import (
     MARKS,
     conversations,
@@ -18,6 +18,7 @@ from deploy.demo_vision.rendering import (
     template,
     vocabulary,
 )
+from deploy.demo_vision.samples import CATEGORIES, SEED, VisionSample, held_out_samples
 from tests.demo_vision.conftest import REPOSITORY
 
 DEMO = REPOSITORY / "worker" / "demo_model"
