@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from gateway.link.sequence import PARKED
 from gateway.supervisor.state import Limits, ModelUnavailable, State
 from protocol.failures import Code, Failure
-from protocol.messages import Drain, Drained, Dump, Goodbye, Shutdown, Welcome
+from protocol.messages import MINOR, Drain, Drained, Dump, Goodbye, Shutdown, Welcome
 from tests.support.machine import FakeProcess, Machine, settle
 from tests.support.scale import patient
 
@@ -41,7 +41,7 @@ async def test_a_worker_is_welcomed_once_with_our_boot() -> None:
         m.hello()
         m.hello()
         await settle()
-        assert m.world.sent == [Welcome(0, 77, 1.0)]
+        assert m.world.sent == [Welcome(MINOR, 77, 1.0)]
 
 
 async def test_a_worker_that_introduces_itself_twice_is_one_worker() -> None:
@@ -596,7 +596,7 @@ async def test_an_adopted_worker_is_ready_once_it_has_said_so() -> None:
         process = FakeProcess(pid=4242, is_adopted=True)
         m.worker.adopt(process, 17)
         await settle()
-        assert m.world.sent == [Welcome(0, 77, 1.0)]
+        assert m.world.sent == [Welcome(MINOR, 77, 1.0)]
         waiting = await m.ask()
         for _ in range(2):
             m.hello()
