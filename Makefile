@@ -1,4 +1,5 @@
-# make setup | serve | test | test-clients | test-web | test-systemd | fuzz | soak | lint | bench.  Needs Python 3.11+; uses uv when it is installed, venv + pip otherwise.
+# make setup | serve | test | test-clients | test-web | test-systemd | test-dist | fuzz | soak | lint | bench | plots | dist.
+# Needs Python 3.11+, or any with pip, which then fetches uv; uses uv when it is installed, venv + pip otherwise.
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PYTHON ?= python3
@@ -15,7 +16,7 @@ SAMPLES := tests/worker/parsers tests/worker/structured tests/worker/text tests/
 STORMS := tests/worker/test_verify.py tests/integration/test_prefix_http.py tests/integration/test_resume.py tests/integration/test_broker_models.py tests/integration/test_versions.py tests/worker/cache tests/worker/engine tests/demo_model tests/integration/test_demo_model.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-clients test-web test-systemd fuzz soak lint bench openblas clean
+.PHONY: help setup serve test test-clients test-web test-systemd test-dist fuzz soak lint bench plots dist openblas clean
 
 help:
 	@echo "make setup   create $(VENV) with everything mlxd needs"
@@ -24,10 +25,13 @@ help:
 	@echo "make test-clients   drive mlxd with agents and libraries from npm and PyPI (installs them into .cache/clients)"
 	@echo "make test-web   drive the page in Chromium by Playwright (apt-get install --no-install-recommends chromium; Playwright goes into .cache/web)"
 	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
+	@echo "make test-dist   install the wheel and the sdist by pip, pipx and uv into empty environments, and serve from there"
 	@echo "make fuzz    what make test samples, whole; then ten minutes of made-up requests (FUZZ_S=600)"
 	@echo "make soak    the storms of make test in full; then every architecture of mlx-lm, alone against batched, cached and resumed  (ARGS='mamba llama4', --write)"
 	@echo "make lint    ruff, pyright, and tsc for the page where there is npm"
 	@echo "make bench   mlxd beside a bare batch loop and mlx_lm.server, as ratios"
+	@echo "make plots   draw the recorded figures of the benchmarks as pictures"
+	@echo "make dist    build the wheel and the sdist into dist/  (docs/release.md)"
 
 setup: $(STAMP)
 
@@ -58,6 +62,9 @@ test-web: $(STAMP) $(DRIVER)
 test-systemd: $(STAMP)
 	@MLXD_TEST_SYSTEMD=1 $(PY) -P -m pytest tests/deploy/test_systemd.py -rs $(ARGS)
 
+test-dist: $(STAMP)
+	@MLXD_TEST_DIST=1 $(PY) -P -m pytest tests/deploy/test_dist.py -rs $(ARGS)
+
 # A third of the time each: scripted workers, the embedded model, and the HTTP edge. Before it the samples of `make test`, whole.
 fuzz: $(STAMP)
 	@$(if $(ARGS),,MLXD_TEST_FULL=1 $(PY) -P -m pytest $(SAMPLES))
@@ -76,6 +83,15 @@ lint: $(STAMP)
 
 bench: $(STAMP) openblas
 	@$(PY) -m benchmarks.compare $(ARGS)
+
+plots: $(STAMP)
+	@$(PY) -m benchmarks.plots $(ARGS)
+
+# By the build backend itself, which is in the environment: nothing is downloaded.
+dist: $(STAMP)
+	@rm -rf dist
+	@$(PY) -m hatchling build --directory dist
+	@ls -l dist
 
 openblas: $(STAMP)
 	@deploy/openblas.sh "$(PY)"

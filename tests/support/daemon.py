@@ -32,16 +32,20 @@ class DaemonProcess:
         module: str = "tests.support.scripted_daemon",
         files: int | None = None,
         code: Path = ROOT,
+        program: Path | None = None,
     ) -> None:
-        """With `files` it and its workers may have so many open files, and no more. `code` may be another version's."""
+        """With `files` it and its workers may have so many open files, and no more. `code` may be another version's.
+
+        `program` is an installed one, which is started outside of any checkout.
+        """
         self.home = home
         self.log = home / "stderr"
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *args],
-                cwd=code,
-                env=os.environ | {"MLXD_HOME": str(home), "PYTHONPATH": str(code)},
+                [program, *args] if program else [sys.executable, "-m", module, *args],
+                cwd=home if program else code,
+                env=os.environ | {"MLXD_HOME": str(home)} | ({} if program else {"PYTHONPATH": str(code)}),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
