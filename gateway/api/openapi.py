@@ -130,8 +130,8 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
             data |= {"properties": {"sequence_number": {"type": "integer"}}, "required": ["sequence_number"]}
         content[EVENTS] = {"x-itemSchema": _event(data)}
     always = {"x-request-id": _header("Id of this request, as in mlxd's log.", is_required=True)}
-    told = {name: _header(text) for name, text in operation.headers.items()}
-    made: Schema = {"200": {"description": "The answer.", "headers": always | told, "content": content}}
+    sent = {name: _header(text) for name, text in operation.headers.items()}
+    made: Schema = {"200": {"description": "The answer.", "headers": always | sent, "content": content}}
     for status, text in operation.also.items():
         made[str(status)] = {"description": text, "headers": always, "content": {JSON: {"schema": answer}}}
     for status in sorted(operation.errors):
@@ -171,9 +171,9 @@ def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Sche
     found, schemas = msgspec.json.schema_components([*asked, *answered], ref_template=_REF + "{name}")
     names = {_given_name(struct, schemas): struct for struct in (*inputs, *outputs)}
     for name, struct in names.items():
-        told = getattr(struct, "told", None)
-        if told is not None:
-            schemas[name]["allOf"] = [told]
+        hint = getattr(struct, "hint", None)
+        if hint is not None:
+            schemas[name]["allOf"] = [hint]
         if struct not in inputs:
             schemas[name]["required"] = _sent(struct)
     for operation in operations:

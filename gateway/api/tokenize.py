@@ -25,7 +25,7 @@ from protocol.messages import ChatPrompt, TextPrompt
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
     """Either `prompt` or `messages`."""
 
-    told: ClassVar = {
+    hint: ClassVar = {
         "anyOf": [
             case(("prompt",), prompt=TEXT, messages=NULL),
             case(("messages",), messages={"type": "array", "minItems": 1}),

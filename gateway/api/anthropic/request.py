@@ -73,7 +73,7 @@ class Message(Struct, frozen=True):
 class ToolSpec(Struct, frozen=True):
     """A client tool, or by its `type` one that Anthropic's servers run."""
 
-    told: ClassVar = {"required": ["name"], "properties": {"name": TEXT}}
+    hint: ClassVar = {"required": ["name"], "properties": {"name": TEXT}}
 
     name: str = ""
     type: str | None = None

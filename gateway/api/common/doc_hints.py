@@ -1,7 +1,7 @@
 """Schema hints of the OpenAPI document: constraints on a field beyond its type. Decoding does not look at them: the
 lowering refuses a value, with its own message, and the hints tell clients beforehand which values are accepted.
 
-A struct's own `told`, a class variable, is added to its schema: what its fields mean together.
+A struct's own `hint`, a class variable, is added to its schema: what its fields mean together.
 """
 
 from typing import Any, Final

@@ -47,7 +47,7 @@ class StreamOptions(Struct, frozen=True):
 class Part(Struct, frozen=True):
     """One part of a message's content. Only text is served; `text` is what `refusal` parts carry in another field."""
 
-    told: ClassVar = {
+    hint: ClassVar = {
         "anyOf": [
             case(("text",), type={"enum": list(TEXT_PARTS)}, text={"type": "string"}),
             case(type={"const": "refusal"}),
@@ -67,7 +67,7 @@ class CalledFunction(Struct, frozen=True):
 class CallSpec(Struct, frozen=True):
     """A call of an earlier turn."""
 
-    told: ClassVar = case(("function",), function={"type": "object"})
+    hint: ClassVar = case(("function",), function={"type": "object"})
 
     id: str = ""
     type: Annotated[str, Meta(max_length=64), words("function")] = "function"
@@ -78,7 +78,7 @@ _SAID: Final = {"type": ["string", "array"]}
 
 
 class Message(Struct, frozen=True):
-    told: ClassVar = {
+    hint: ClassVar = {
         "anyOf": [
             case(
                 ("content",),

@@ -34,7 +34,7 @@ _SAID: Final = {"type": ["string", "array"]}
 class Part(Struct, frozen=True, omit_defaults=True):
     """One part of a message, of a tool's output or of a reasoning item."""
 
-    told: ClassVar = {
+    hint: ClassVar = {
         "anyOf": [
             case(("text",), type={"not": {"const": "refusal"}}, text=_TEXT),
             case(type={"const": "refusal"}),
@@ -49,7 +49,7 @@ class Part(Struct, frozen=True, omit_defaults=True):
 class Item(Struct, frozen=True, omit_defaults=True):
     """An input item of any type, and an output item that comes back. Without a type it is a message or a reference."""
 
-    told: ClassVar = {
+    hint: ClassVar = {
         "anyOf": [
             case(("role", "content"), type={"enum": ["message", None]}, role=_TEXT, content=_SAID),
             case(("id",), type={"enum": ["item_reference", None]}, id=_TEXT),
@@ -118,7 +118,7 @@ class TextWish(Struct, frozen=True):
 class CountRequest(Struct, frozen=True, kw_only=True):
     """`POST /v1/responses/input_tokens`: the part of a request that is the prompt."""
 
-    told: ClassVar = {
+    hint: ClassVar = {
         "anyOf": [
             case(("input",), input={"type": ["string", "array"], "minItems": 1}),
             case(("previous_response_id",), previous_response_id=_TEXT),
