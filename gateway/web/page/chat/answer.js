@@ -147,7 +147,8 @@ export class Answer {
   async #takeWhole(id) {
     for (;;) {
       const { text, reasoning, calls, response } = await wholeResponse(id, this.#stop.signal);
-      Object.assign(this.draft, { text, reasoning, calls });
+      // A response that failed may hold less than what came here before.
+      if (text.length >= this.draft.text.length) Object.assign(this.draft, { text, reasoning, calls });
       this.#draw();
       if (response.status === "failed") throw new Failure(response.error?.message ?? t.cutOff, { status: 500 });
       if (response.status !== "in_progress" && response.status !== "queued") return;
@@ -218,8 +219,8 @@ export class Answer {
   #count({ prompt, cached, completion, reasoning }) {
     const seconds = (performance.now() - this.#firstAt) / 1000;
     // The first token's time is the prompt's.
-    const rate = this.#firstAt && completion > 1 && seconds > 0.001 ? (completion - 1) / seconds : undefined;
-    this.draft.timings = { ...this.draft.timings, prompt, cached, tokens: completion, reasoning_tokens: reasoning, rate };
+    const speed = this.#firstAt && completion > 1 && seconds > 0.001 ? { rate: (completion - 1) / seconds } : {};
+    this.draft.timings = { ...this.draft.timings, prompt, cached, tokens: completion, reasoning_tokens: reasoning, ...speed };
   }
 
   /** Shows the draft with the next frame, and saves it now and then. */

@@ -1,0 +1,16 @@
+"""Waiting for what a browser or a daemon does, by polling with a deadline."""
+
+import time
+from collections.abc import Callable
+
+from tests.support.scale import patient
+
+DEADLINE_S = patient(20)
+
+
+def until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    """Poll, with a deadline."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
