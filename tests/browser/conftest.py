@@ -50,7 +50,10 @@ class Visit:
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
     def listen(self) -> None:
-        self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
+        self.page.on(
+            "console",
+            lambda message: self.complaints.append(f"{message.type}: {message.text} {message.location['url']}"),
+        )
         self.page.on("pageerror", lambda error: self.complaints.append(f"uncaught: {error}"))
         self.page.on("request", self._note)
 

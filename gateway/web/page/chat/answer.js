@@ -17,6 +17,8 @@ import { completionBody, isResponse, responseBody } from "./body.js";
 
 const SAVE_MS = 1_000;
 const HIDDEN_FRAME_MS = 500;
+/** The daemon keeps a response shortly after its last event. */
+const FORGET_MS = 2_000;
 const JOIN_WAITS_MS = [250, 500, 1_000, 2_000, 4_000];
 const JOIN_MS_MAX = 15 * 60_000;
 
@@ -116,7 +118,7 @@ export class Answer {
     });
     this.#save(this.message.value);
     // This browser has it whole: the daemon need not keep it. One that failed may still be wanted from there.
-    if (response !== null && draft.state !== "failed") forgetResponse(response.id).catch(() => {});
+    if (response !== null && draft.state !== "failed") setTimeout(() => forgetResponse(response.id).catch(() => {}), FORGET_MS);
   }
 
   async #join() {
