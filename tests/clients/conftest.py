@@ -12,8 +12,9 @@ from gateway.config.settings import ModelConfig
 from tests.clients.install import node_path
 from tests.gateway.harness import Gateway, running
 from tests.support.pool import short_home
+from tests.support.scale import patient
 
-RUN_TIMEOUT_S = 120.0
+RUN_TIMEOUT_S = patient(120)
 
 
 @dataclass(frozen=True, slots=True)
