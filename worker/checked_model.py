@@ -7,7 +7,7 @@ from protocol.spec import WorkerSpec
 from worker.engine.self_check import choose, sample
 from worker.model.lanes import DETERMINISTIC
 from worker.model.loader import Loaded, load
-from worker.prompt.templates import check_template
+from worker.prompt.templates import adopt_template, check_template
 
 
 def load_checked(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
@@ -15,6 +15,8 @@ def load_checked(spec: WorkerSpec, progress: Callable[[str, int, int], None]) ->
     if spec.chat_template:
         check_template(spec.chat_template)
     loaded = load(spec, progress)
+    if not spec.chat_template:
+        adopt_template(loaded.tokenizer, loaded.path)
     if spec.deterministic:
         return replace(loaded, plan=DETERMINISTIC)
     return replace(loaded, plan=choose(loaded.model, sample(loaded.tokenizer, loaded.vocab_size), spec.batching))

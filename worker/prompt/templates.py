@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final, cast
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -335,6 +336,29 @@ def check_template(template: str) -> None:
         raise LoadFailed(Code.BAD_CONFIG, message) from error
     except _REFUSALS:
         pass  # of a chat without messages
+
+
+def adopt_template(tokenizer: Any, path: Path) -> None:
+    """Give a tokenizer the template that stands beside it for a model's processor.
+
+    That is where it has none of its own, or one that knows no images while the other does.
+    """
+    beside = _template_beside(path)
+    own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    if beside and (not tokenizer.has_chat_template or (own and "image" not in own and "image" in beside)):
+        tokenizer.chat_template, tokenizer.has_chat_template = beside, True
+
+
+def _template_beside(path: Path) -> str:
+    with suppress(OSError, ValueError):
+        match json.loads((path / "chat_template.json").read_bytes()):
+            case {"chat_template": str(template)}:
+                return template
+            case _:
+                pass
+    with suppress(OSError, ValueError):
+        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    return ""
 
 
 def _templates(chat_template: Any) -> dict[str, str]:

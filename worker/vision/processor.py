@@ -6,7 +6,7 @@ Headers alone are read until a medium is loaded. The processors are mlx-vlm's an
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import import_module
@@ -60,7 +60,7 @@ _FILES: Final = ("config.json", "preprocessor_config.json", "processor_config.js
 # Sizes of images on which a layout is compared with its processor at load.
 _PROBES: Final = ((640, 480), (200, 700))
 # Of clips shown as images: more made answers worse.
-_FRAMES: Final = Sampling(most=16)
+_FRAMES: Final = Sampling(most=16, factor=1)
 # Attention of a tower takes its heads times the square of its patches, in 4 bytes, and may take this part of memory.
 _ATTENTION_PART: Final = 8
 _MEASURED: Final = (1024, 1024)
@@ -289,17 +289,27 @@ def _check(layout: Layout, processor: Any, encode: Callable[[str], list[int]], p
         noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
         theirs = processor(images=[Image.fromarray(noise)], text=f"a{marker}b")["input_ids"]
         laid = layout.image(width, height, (None, None))
-        ours = expanded(encode(f"a{laid.text}b"), placeholders["image"], laid.runs)
+        token = placeholders["image"]
+        _, ours = expanded(encode(f"a{laid.text}b"), [token], [token] * len(laid.runs), laid.runs)
         if ours != np.asarray(theirs).reshape(-1).tolist():
             raise Unserved(f"its processor lays out an image of {width} × {height} pixels in another way than mlxd")
 
 
-def expanded(ids: Sequence[int], placeholder: int, runs: Sequence[int]) -> list[int]:
-    """Ids in which the k-th placeholder stands `runs[k]` times. Raises ValueError for another number of them."""
+def expanded(
+    ids: Sequence[int], placeholders: Iterable[int], marks: Sequence[int], runs: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Begins of the runs of placeholders, and ids in which the k-th stands `runs[k]` times: it must be `marks[k]`.
+
+    Raises ValueError for other placeholders than those.
+    """
     array = np.array(ids, dtype=np.int64)
+    found = np.flatnonzero(np.isin(array, list(placeholders)))
+    if array[found].tolist() != list(marks):
+        raise ValueError(f"{len(found)} placeholders instead of {len(marks)}")
     counts = np.ones(len(array), dtype=np.int64)
-    counts[array == placeholder] = runs
-    return np.repeat(array, counts).tolist()
+    counts[found] = runs
+    begins = np.cumsum(counts) - counts
+    return begins[found].tolist(), np.repeat(array, counts).tolist()
 
 
 def _digest(path: Path) -> bytes:

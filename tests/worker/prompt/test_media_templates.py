@@ -1,5 +1,7 @@
 """Media in templates: each stands where the client put it, and nothing that a client types is taken for one."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from tests.worker.prompt.test_templates import WEATHER, Tokenizer
 from worker.errors import RequestInvalid
 from worker.prompt.contents import joined, parts, words, wrapped
 from worker.prompt.rewrites import SHOWN_NEXT
-from worker.prompt.templates import Renderer
+from worker.prompt.templates import Renderer, adopt_template
 from worker.vision.markers import Markers
 
 MARKERS = Markers({"image": "<img>", "video": "<vid>"}, ("<pad>",))
@@ -103,6 +105,29 @@ def test_a_template_that_renders_lists_only_gets_text_as_a_list() -> None:
     renderer = Renderer(Tokenizer(lists + "{% endfor %}{% endfor %}"), MARKERS)
 
     assert renderer.render(ChatPrompt([{"role": "user", "content": "hello"}])) == "[user]hello"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "used"),
+    [
+        ("", {"chat_template.json": json.dumps({"chat_template": KEEPS})}, KEEPS),
+        ("", {"chat_template.jinja": KEEPS}, KEEPS),
+        (TOOLS, {"chat_template.json": json.dumps({"chat_template": KEEPS})}, KEEPS),
+        (KEEPS, {"chat_template.json": json.dumps({"chat_template": DROPS})}, KEEPS),
+        (TOOLS, {"chat_template.json": "{"}, TOOLS),
+        (TOOLS, {"chat_template.json": json.dumps({"chat_template": TOOLS + "x"})}, TOOLS),
+    ],
+)
+def test_a_template_beside_the_tokenizer_is_used_where_its_own_shows_no_images(
+    tmp_path: Path, own: str, files: dict[str, str], used: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    tokenizer = Tokenizer(own)
+    tokenizer.has_chat_template = bool(own)
+    adopt_template(tokenizer, tmp_path)
+
+    assert (tokenizer.chat_template, tokenizer.has_chat_template) == (used, True)
 
 
 def test_kinds_that_a_template_shows_are_found_and_others_are_not() -> None:

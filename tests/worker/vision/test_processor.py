@@ -279,7 +279,8 @@ def test_broken_clips_are_refused(opened: Open, clip: Media, said: str) -> None:
     assert said in caught.value.failure.message
 
 
-def test_the_placeholder_stands_as_often_as_its_run_is_long() -> None:
-    assert expanded([1, 9, 2, 9], 9, (2, 3)) == [1, 9, 9, 2, 9, 9, 9]
-    with pytest.raises(ValueError, match="cannot assign"):
-        expanded([1, 9], 9, (2, 3))
+def test_placeholders_stand_as_often_as_their_runs_are_long() -> None:
+    assert expanded([1, 9, 2, 8], (8, 9), (9, 8), (2, 3)) == ([1, 4], [1, 9, 9, 2, 8, 8, 8])
+    for other in ((8, 9), (9,)):
+        with pytest.raises(ValueError, match="placeholders"):
+            expanded([1, 9, 2, 8], (8, 9), other, (2,) * len(other))
