@@ -16,6 +16,8 @@ from gateway.config.settings import Config, audit_path
 from gateway.http.capture import Captures
 from gateway.http.tls import Tls
 from gateway.link.link import Link
+from gateway.media.in_flight_bytes import InFlightBytes
+from gateway.media.resolve import Fetch, fetch_public
 from gateway.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.bodies import Bodies, memory_bytes, share_bytes
@@ -42,6 +44,9 @@ class Services(Runtime):
     """The runtime, with what keys, logs, captures and traces need."""
 
     bodies: Bodies
+    media: InFlightBytes
+    # Of media by URL.
+    fetch: Fetch
     keyring: Keyring
     audit: AuditTrail
     addresses: KeyAddresses
@@ -79,6 +84,8 @@ class Services(Runtime):
             metrics=metrics,
             admission=Admission(metrics.rejected),
             bodies=bodies,
+            media=InFlightBytes(lambda: live.config.media.in_flight_bytes),
+            fetch=fetch_public,
             keyring=keyring,
             audit=trail,
             addresses=KeyAddresses(trail, audit_path(config.home), keyring.prefixes),

@@ -58,6 +58,7 @@ class Entry:
         if "traceparent" in headers:
             record.trace = read_context(headers.getlist("traceparent"), headers.getlist("tracestate"))
         record.lease = self._services.bodies.lease()
+        record.media_lease = self._services.media.lease()
         scope["mlxd.record"] = record
         # Makes starlette raise HTTPException instead of answering in plain text.
         scope["app"] = self
@@ -85,6 +86,7 @@ class Entry:
             await self._refuse(answer, record, ApiError(500, "Internal error.", type="server_error", code="internal"))
         finally:
             record.lease.close()
+            record.media_lease.close()
             self._account(record, tape)
 
     async def _refuse(self, answer: Answer, record: Record, error: ApiError) -> None:

@@ -16,6 +16,7 @@ from gateway.errors import ApiError, Cancelled, Unavailable, from_failure, from_
 from gateway.link.collector import Collector, Relay
 from gateway.link.link import LATE
 from gateway.link.transport import WorkerGone
+from gateway.media.modalities import check, likely_tokens
 from gateway.request.headers import relaxed_header
 from gateway.request.record import Header, Record
 from gateway.request.runtime import Runtime
@@ -101,8 +102,13 @@ class Generation:
         """Tokens that this will probably be charged: the prompts' by their size, for they are not tokenized here."""
         if not meter.is_limited:
             return 0.0
-        # Each sequence is charged for its prompt, and for the conversation that it continues, sent again or not.
-        return sum(prompt_bytes(each) / BYTES_PER_TOKEN + meter.expected(each.max_tokens) for each in self._generates)
+        # Each sequence is charged for its prompt, and for the conversation that it continues, sent again or not. Media
+        # have far more bytes than tokens.
+        media_bytes, media_tokens = self.record.media_bytes, likely_tokens(self.record.media)
+        return sum(
+            (prompt_bytes(each) - media_bytes) / BYTES_PER_TOKEN + media_tokens + meter.expected(each.max_tokens)
+            for each in self._generates
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -180,6 +186,8 @@ class Generation:
 
     def _submit(self, worker: WorkerHandle) -> bool:
         generates = self._generates
+        if self.record.media and worker.is_ready:
+            check(self._model.name, self._model.path, worker.ready, self.record.media)
         if self._deadline < math.inf:
             left_ms = max(1, int((self._deadline - time.perf_counter()) * 1000))
             generates = [msgspec.structs.replace(generate, deadline_ms=left_ms) for generate in generates]

@@ -9,9 +9,11 @@ from starlette.types import Scope
 
 from gateway.access.caller import NOBODY, Caller
 from gateway.config.address import UNKNOWN, Address
+from gateway.media.in_flight_bytes import MediaLease
 from gateway.request.bodies import BodyLease
 from gateway.request.timings import Phases
 from gateway.request.trace_context import TraceContext
+from protocol.messages import Media
 
 Header = tuple[bytes, bytes]
 
@@ -59,6 +61,11 @@ class Record:
     # Of the body, with what it has had read again of earlier ones; and the room that they have.
     body_bytes: int = 0
     lease: BodyLease | None = None
+    # Images, video and audio without their bytes: how many these are, how many of the body's they were, and their room.
+    media: tuple[Media, ...] = ()
+    media_bytes: int = 0
+    encoded_bytes: int = 0
+    media_lease: MediaLease | None = None
     # Headers that the endpoint's answer carries, and its refusal once the endpoint knows them.
     headers: list[Header] = field(default_factory=list[Header])
     # Headers of the middleware, on any answer: known before the endpoint runs, and only when it answers.
@@ -67,10 +74,10 @@ class Record:
     # Direct writes to the client, unless something wants to see what takes them.
     writer: ChunkWriter | None = None
 
-    def detached(self, lease: BodyLease) -> "Record":
-        """A record for what outlives the request: it takes over the room of its body, in place of which `lease` is."""
+    def detached(self, lease: BodyLease, media_lease: MediaLease) -> "Record":
+        """A record for what outlives the request: it takes over the room of its body and media, for these leases."""
         own = replace(self, phases=Phases(), finishes=[], headers=list(self.headers), writer=None)
-        self.lease = lease
+        self.lease, self.media_lease = lease, media_lease
         return own
 
 

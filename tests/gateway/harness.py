@@ -18,7 +18,7 @@ import msgspec
 import uvicorn
 
 from gateway.app import App, create_admin_app, create_app
-from gateway.config.settings import Config, ModelConfig, ServerConfig, url_of
+from gateway.config.settings import Config, MediaConfig, ModelConfig, ServerConfig, url_of
 from gateway.http.connection import GuardedProtocol
 from gateway.http.connection_limits import public_connections
 from gateway.http.handshake import HANDSHAKE_S, Handshake
@@ -88,6 +88,7 @@ async def running(
     protocol: type[GuardedProtocol] = GuardedProtocol,
     handshake_s: float = HANDSHAKE_S,
     verify: ssl.SSLContext | bool = True,
+    media: MediaConfig | None = None,
 ) -> AsyncGenerator[Gateway, None]:
     """A gateway whose workers are scripted with `options`; a `talkative` one also says what it is told.
 
@@ -98,6 +99,7 @@ async def running(
         server=server or ServerConfig(),
         models={model.name: model for model in models or [ModelConfig(name="m", path="m")]},
         config_path=home / "mlxd.toml",
+        media=media or MediaConfig(),
     )
     config.run_dir.mkdir(parents=True, exist_ok=True)
     metrics = Metrics()

@@ -185,15 +185,15 @@ async def test_compact_missing_model(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "reason"),
+    ("part", "code", "reason"),
     [
-        ({"type": "input_image", "image_url": IMAGE}, "Images are not supported"),
-        ({"type": "input_file", "filename": "page.pdf", "file_data": PAGE}, "not supported"),
+        ({"type": "input_image", "image_url": IMAGE}, "unsupported_modality", "takes no images"),
+        ({"type": "input_file", "filename": "page.pdf", "file_data": PAGE}, "unsupported_parameter", "not supported"),
     ],
     ids=["image-input", "file-input"],
 )
 async def test_what_a_text_model_cannot_see_is_refused_in_so_many_words(
-    gateway: Gateway, part: dict[str, Any], reason: str
+    gateway: Gateway, part: dict[str, Any], code: str, reason: str
 ) -> None:
     asked = message("user", [{"type": "input_text", "text": "What is this?"}, part])
     reply = await post(gateway, input=[asked])
@@ -201,4 +201,4 @@ async def test_what_a_text_model_cannot_see_is_refused_in_so_many_words(
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert reason in error["message"]
-    assert (error["param"], error["code"]) == ("input[0].content[1]", "unsupported_parameter")
+    assert (error["param"], error["code"]) == ("input[0].content[1]", code)

@@ -31,7 +31,7 @@ class Messages:
         model, seed = serve.begin(services, record, request.model, bool(request.stream), None, ignored)
         deadline_ms = serve.deadline_ms(services)
         generates = await serve.lower(
-            services, record, lambda: lower_messages(request, model, services.link.next_rid, seed, deadline_ms)
+            services, record, model, lambda: lower_messages(request, model, services.link.next_rid, seed, deadline_ms)
         )
         job = serve.Job(services, record, model, generates)
         message_id = serve.new_id("msg").replace("-", "_")

@@ -7,13 +7,24 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.api.common import canonical
-from gateway.api.common.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX, Call, Choice, Thinking, Tool, ToolUse
+from gateway.api.common.canonical import (
+    EFFORTS,
+    STOP_CHARS_MAX,
+    STOPS_MAX,
+    Call,
+    Choice,
+    Content,
+    Thinking,
+    Tool,
+    ToolUse,
+)
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, known, words
 from gateway.api.common.thinking import of_config
 from gateway.api.openai.lowering import derive_seed
 from gateway.config.settings import ModelConfig, ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported
+from gateway.media.reference import IMAGE, by_base64, by_url
 from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling
 
 # Claude Code's first system block; its value changes with every session and would spoil every cached prefix.
@@ -21,7 +32,7 @@ VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"
 # Blocks and messages are joined the same way whether they come as a list or as a string.
 JOINT: Final = "\n\n"
 BLOCKS: Final = (
-    *("text", "document", "search_result", "tool_reference", "tool_use", "tool_result", "thinking"),
+    *("text", "image", "document", "search_result", "tool_reference", "tool_use", "tool_result", "thinking"),
     "redacted_thinking",
 )
 CHOICES: Final = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "tool": Choice.NAMED, "none": Choice.NONE}
@@ -225,25 +236,26 @@ def _turns(message: Message, where: str) -> list[dict[str, Any]]:
             return [_assistant_turn(blocks)]
         case "system":
             # Other blocks tell of tools that come and go; the list of tools says so too.
-            return [canonical.system(_texts([block for block in blocks if block.type == "text"], where))]
+            texts = [block.text or "" for block in blocks if block.type == "text"]
+            return [canonical.system(JOINT.join(texts))]
         case role:
             raise BadRequest(f"{where}.role: {role[:40]!r} is none of user, assistant, system.", f"{where}.role")
 
 
 def _user_turns(blocks: list[Block], where: str) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[str | dict[str, Any]] = []
     for index, block in enumerate(blocks):
         at = f"{where}.content.{index}"
         if block.type != "tool_result":
-            texts.append(_text(block, at))
+            parts.append(_part(block, at))
             continue
-        if texts:
-            turns.append(canonical.user(JOINT.join(texts)))
-            texts = []
+        if parts:
+            turns.append(canonical.user(canonical.content(parts, JOINT)))
+            parts = []
         turns.append(canonical.tool_result(block.tool_use_id or "", "", _result(block, at)))
-    if texts or not turns:
-        turns.append(canonical.user(JOINT.join(texts)))
+    if parts or not turns:
+        turns.append(canonical.user(canonical.content(parts, JOINT)))
     return turns
 
 
@@ -265,23 +277,43 @@ def _assistant_turn(blocks: list[Block]) -> dict[str, Any]:
     return canonical.assistant(JOINT.join(texts), calls, JOINT.join(reasoning) or None)
 
 
-def _result(block: Block, where: str) -> str:
-    text = _content(block, where)
-    return f"Error: {text}" if block.is_error else text
+def _result(block: Block, where: str) -> Content:
+    shown = _content(block, where)
+    if not block.is_error:
+        return shown
+    return f"Error: {shown}" if isinstance(shown, str) else [{"type": "text", "text": "Error:"}, *shown]
 
 
-def _content(block: Block, where: str) -> str:
+def _content(block: Block, where: str) -> Content:
     match block.content:
         case str(text):
             return text
         case list(blocks):
-            return _texts(blocks, where)
+            parts = (_part(inner, f"{where}.content.{index}") for index, inner in enumerate(blocks))
+            return canonical.content(parts, JOINT)
         case _:
             return ""
 
 
-def _texts(blocks: list[Block], where: str) -> str:
-    return JOINT.join(_text(block, f"{where}.{index}") for index, block in enumerate(blocks))
+def _part(block: Block, where: str) -> str | dict[str, Any]:
+    """Text of a block, or the part of a turn that shows its image."""
+    return _image(block, where) if block.type == "image" else _text(block, where)
+
+
+def _image(block: Block, where: str) -> dict[str, Any]:
+    source = block.source if isinstance(block.source, dict) else {}
+    match source:
+        case {"type": "base64", "data": str(data)}:
+            return by_base64(IMAGE, data, where)
+        case {"type": "url", "url": str(url)}:
+            return by_url(IMAGE, url, where)
+        case {"type": "file"}:
+            raise Unsupported(f"{where}: there are no uploaded files here; send the image as base64.", where)
+        case _:
+            param = f"{where}.source"
+            raise BadRequest(
+                f"{param}: an image's source is of type base64, with data, or url.", param, "invalid_value"
+            )
 
 
 def _text(block: Block, where: str) -> str:
@@ -291,11 +323,13 @@ def _text(block: Block, where: str) -> str:
         case "document" if isinstance(block.source, dict) and block.source.get("type") == "text":
             return f"{block.title or ''}\n{block.source.get('data', '')}".strip()
         case "search_result":
-            return f"{block.title or ''}\n{block.source or ''}\n{_content(block, where)}".strip()
+            said = canonical.only_text(_content(block, where), where)
+            return f"{block.title or ''}\n{block.source or ''}\n{said}".strip()
         case "tool_reference":
             return f"Tool available: {block.tool_name or ''}"
-        case "image":
-            raise Unsupported(f"{where}: images are not supported yet.", where)
+        case "document":
+            message = f"{where}: documents are not supported but as text: send their text, or their pages as images."
+            raise Unsupported(message, where)
         case kind:
             raise Unsupported(f"{where}: content blocks of type {kind[:40]!r} are not supported.", where)
 

@@ -4,7 +4,7 @@ Each dialect's lowering builds these; from here to `protocol.Generate` there is 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any, Final, TypeVar
 
@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from gateway.errors import BadRequest
-from protocol.messages import ChatPrompt
+from gateway.media.reference import Reference
+from protocol.messages import ChatPrompt, Media
 
 T = TypeVar("T")
 
@@ -142,11 +143,42 @@ def _is_sendable(value: object) -> bool:
     return True
 
 
+# A turn's text, or its texts and media in order, each a part of a message.
+Content = str | list[dict[str, Any]]
+
+
+def content(parts: Iterable[str | dict[str, Any]], joint: str) -> Content:
+    """The content of a turn. Texts that follow one another are one, with `joint` between them."""
+    shown: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        shown += [*_text_part(texts, joint), part]
+        texts = []
+    return [*shown, *_text_part(texts, joint)] if shown else joint.join(texts)
+
+
+def _text_part(texts: list[str], joint: str) -> list[dict[str, Any]]:
+    text = joint.join(texts)
+    return [{"type": "text", "text": text}] if text else []
+
+
+def only_text(content: Content, where: str) -> str:
+    """The content of a turn that cannot show media. Raises `BadRequest`."""
+    if isinstance(content, str):
+        return content
+    param = next((part["media"].param for part in content if "media" in part), where)
+    message = f"'{param}': media belong in messages of the user and in results of tools."
+    raise BadRequest(message, param, "invalid_value")
+
+
 def system(content: str) -> dict[str, Any]:
     return {"role": "system", "content": content}
 
 
-def user(content: str) -> dict[str, Any]:
+def user(content: Content) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
@@ -163,7 +195,7 @@ def assistant(content: str, calls: Sequence[Call] = (), reasoning: str | None = 
     return turn
 
 
-def tool_result(call_id: str, name: str, content: str) -> dict[str, Any]:
+def tool_result(call_id: str, name: str, content: Content) -> dict[str, Any]:
     """The result of a tool call. `name` is that of the call it belongs to; some templates want it."""
     turn = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**turn, "name": name} if name else turn
@@ -178,6 +210,7 @@ def chat_prompt(
 ) -> ChatPrompt:
     """The prompt of any dialect. The caller puts `thinking.budget` on the `Generate`."""
     offered, choice = tool_use.offered, tool_use.choice
+    messages, media = _numbered(messages)
     return ChatPrompt(
         messages,
         [tool.for_template() for tool in offered],
@@ -190,7 +223,25 @@ def chat_prompt(
         # A named tool is called once, as OpenAI does.
         one_call=bool(offered) and (choice is Choice.NAMED or not tool_use.is_parallel),
         strict_tools=tuple(tool.name for tool in offered if tool.is_strict),
+        media=media,
     )
+
+
+def _numbered(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[Media, ...]]:
+    """The messages with the media in them by their place in a list, and that list."""
+    media: list[Reference] = []
+
+    def number(part: dict[str, Any]) -> dict[str, Any]:
+        if "media" not in part:
+            return part
+        media.append(part["media"])
+        return part | {"media": len(media) - 1}
+
+    numbered = [
+        turn if isinstance(turn["content"], str) else turn | {"content": [number(part) for part in turn["content"]]}
+        for turn in messages
+    ]
+    return numbered, tuple(media)
 
 
 def named_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

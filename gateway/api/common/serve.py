@@ -3,11 +3,12 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from gateway.config.settings import ModelConfig
@@ -17,13 +18,16 @@ from gateway.http.exchange import read_body
 from gateway.http.sse import respond_stream, respond_whole
 from gateway.link.calls import Refused
 from gateway.link.transport import WorkerGone
+from gateway.media.modalities import check, likely_tokens
+from gateway.media.reference import Reference
+from gateway.media.resolve import Reading, Stored, resolve
 from gateway.request.generation import BYTES_PER_TOKEN, Generation
 from gateway.request.headers import ignored_header
 from gateway.request.record import Record
 from gateway.services import Services
 from gateway.supervisor.state import ModelUnavailable
 from protocol.codec import Unsendable, pack
-from protocol.messages import Detokenize, Generate, Prompt, Tokenize, Tokenized
+from protocol.messages import ChatPrompt, Detokenize, Generate, Media, Prompt, Tokenize, Tokenized
 
 T = TypeVar("T")
 
@@ -40,17 +44,43 @@ async def read(
     return await services.bodies.work(record.body_bytes, decode, body)
 
 
-async def lower(services: Services, record: Record, action: Callable[[], Generate | list[Generate]]) -> list[Generate]:
-    """Lower a decoded request with `action` to messages for the worker. Raises `ApiError`."""
-
-    def packed() -> list[Generate]:
-        made = action()
-        return pack(made if isinstance(made, list) else [made])
-
+async def lower(
+    services: Services, record: Record, model: ModelConfig, action: Callable[[], Generate | list[Generate]]
+) -> list[Generate]:
+    """Lower a decoded request with `action` to messages for the worker, with their media. Raises `ApiError`."""
+    work = services.bodies.work
+    lowered = await work(record.body_bytes, action)
+    generates = lowered if isinstance(lowered, list) else [lowered]
+    # All choices of a chat share one prompt, and no other request has media.
+    prompt = generates[0].prompt
+    if isinstance(prompt, ChatPrompt) and prompt.media:
+        prompt = await with_media(services, record, model, prompt)
+        generates = [msgspec.structs.replace(each, prompt=prompt) for each in generates]
     try:
-        return await services.bodies.work(record.body_bytes, packed)
+        return await work(record.body_bytes + record.media_bytes, pack, generates)
     except Unsendable as error:
         raise from_unsendable(error) from None
+
+
+async def with_media(
+    services: Services, record: Record, model: ModelConfig, prompt: ChatPrompt, stored: Stored | None = None
+) -> ChatPrompt:
+    """The prompt with the bytes of its media, of which `stored` gives those that were kept. Raises `ApiError`."""
+    references = [each for each in prompt.media if isinstance(each, Reference)]
+    if not references:
+        return prompt
+    check(model.name, model.path, services.pool.worker(model.name).ready, references)
+    assert record.media_lease is not None, "the middleware makes one for each request"
+    size = record.encoded_bytes = sum(len(each.encoded) + len(each.url) for each in references)
+
+    def offload(action: Callable[[], list[Media]]) -> Awaitable[list[Media]]:
+        return services.bodies.work(size, action)
+
+    reading = Reading(services.config.media, record.media_lease, services.fetch, offload, stored)
+    prompt = await resolve(prompt, reading)
+    record.media = tuple(msgspec.structs.replace(each, data=b"") for each in prompt.media)
+    record.media_bytes = record.media_lease.size_bytes
+    return prompt
 
 
 def begin(
@@ -108,7 +138,9 @@ async def tokenize(
     services: Services, record: Record, model: ModelConfig, prompt: Prompt, *, want_ids: bool = False
 ) -> Tokenized:
     """A prompt's tokens, from the model's worker. Raises `ApiError`."""
-    estimate = record.body_bytes / BYTES_PER_TOKEN
+    if isinstance(prompt, ChatPrompt):
+        prompt = await with_media(services, record, model, prompt)
+    estimate = (record.body_bytes - record.encoded_bytes) / BYTES_PER_TOKEN + likely_tokens(record.media)
     return await _ask(services, record, model, estimate, lambda rid: Tokenize(rid, prompt, want_ids))
 
 
@@ -130,18 +162,19 @@ async def _ask(
         held.enter_context(services.admission.question(model, caller.key, share))
         bill = None if caller.meter is None else held.enter_context(caller.meter.question(estimate))
         held.enter_context(services.pool.busy(model.name))
-        answer = await _answer(services, model, question)
+        answer = await _answer(services, record, model, question)
         if bill is not None:
             bill.prompt = answer.count
         return answer
 
 
 async def _answer(
-    services: Services, model: ModelConfig, question: Callable[[int], Tokenize | Detokenize]
+    services: Services, record: Record, model: ModelConfig, question: Callable[[int], Tokenize | Detokenize]
 ) -> Tokenized:
     try:
         async with asyncio.timeout(services.config.server.queue_timeout_s or None):
             worker = await services.pool.ensure_ready(model.name)
+            check(model.name, model.path, worker.ready, record.media)
             return await services.link.ask(worker, question(services.link.next_rid()))
     except (ModelUnavailable, Refused) as error:
         raise from_failure(error.failure, getattr(error, "retry_after_s", 0.0)) from None

@@ -24,7 +24,7 @@ class ChatCompletions:
         model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown, choices)
         deadline_ms = serve.deadline_ms(services)
         generates = await serve.lower(
-            services, record, lambda: lower_chat(request, model, services.link.next_rid, seed, deadline_ms)
+            services, record, model, lambda: lower_chat(request, model, services.link.next_rid, seed, deadline_ms)
         )
         heading = Heading(
             serve.new_id("chatcmpl"), serve.now(), model.name, choices, choices, is_legacy=bool(request.functions)

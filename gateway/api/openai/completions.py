@@ -24,7 +24,7 @@ class Completions:
         model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown, sequences)
         deadline_ms = serve.deadline_ms(services)
         generates = await serve.lower(
-            services, record, lambda: lower_completion(request, model, services.link.next_rid, seed, deadline_ms)
+            services, record, model, lambda: lower_completion(request, model, services.link.next_rid, seed, deadline_ms)
         )
         heading = Heading(serve.new_id("cmpl"), serve.now(), model.name, len(generates), request.n or 1)
         job = serve.Job(services, record, model, generates)

@@ -6,6 +6,7 @@ from typing import Any, Final
 from gateway.api.common.canonical import chat_prompt, sendable
 from gateway.api.common.constraints import lower_constraint
 from gateway.api.common.thinking import lower_thinking
+from gateway.api.openai.media_parts import media_options
 from gateway.api.openai.messages import turns
 from gateway.api.openai.request import PROMPTS_MAX, ChatRequest, CompletionRequest, SamplingFields
 from gateway.api.openai.tools import lower_tools
@@ -43,7 +44,7 @@ def lower_chat(
     request: ChatRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> list[Generate]:
     """One `Generate` per choice. Raises `BadRequest`."""
-    messages = turns(request.messages)
+    messages = turns(request.messages, media_options(request))
     continues = bool(request.continue_final_message)
     if continues and request.messages[-1].role != "assistant":
         raise BadRequest("The last message must be the assistant's to be continued.", "continue_final_message")

@@ -6,22 +6,23 @@ from typing import Any
 import msgspec
 
 from gateway.api.common import canonical
-from gateway.api.common.canonical import Call, named_results
+from gateway.api.common.canonical import Call, Content, named_results
+from gateway.api.openai.media_parts import MEDIA_PARTS, NO_OPTIONS, MediaOptions, media_part
 from gateway.api.openai.request import ROLES, TEXT_PARTS, CalledFunction, CallSpec, Message, Part
 from gateway.errors import BadRequest, Unsupported
 
 
-def turns(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A conversation with the name of its call on each result. Raises `BadRequest`."""
+def turns(messages: Sequence[Message], options: MediaOptions = NO_OPTIONS) -> list[dict[str, Any]]:
+    """A conversation with the name of its call on each result; `options` are of all its media. Raises `BadRequest`."""
     lowered: list[dict[str, Any]] = []
     # Calls of the time before tools have no ids: each gets one, by which its result finds it.
     legacy: dict[str, str] = {}
     for index, message in enumerate(messages):
-        lowered.append(_turn(message, index, legacy))
+        lowered.append(_turn(message, index, legacy, options))
     return named_results(lowered)
 
 
-def _turn(message: Message, index: int, legacy: dict[str, str]) -> dict[str, Any]:
+def _turn(message: Message, index: int, legacy: dict[str, str], options: MediaOptions) -> dict[str, Any]:
     where = f"messages[{index}]"
     if message.role not in ROLES:
         raise BadRequest(
@@ -38,17 +39,19 @@ def _turn(message: Message, index: int, legacy: dict[str, str]) -> dict[str, Any
     if message.role == "tool":
         if message.tool_call_id is None:
             raise _missing(f"{where}.tool_call_id")
-        return canonical.tool_result(message.tool_call_id, message.name or "", _content(message.content, where))
+        content = _content(message.content, where, options)
+        return canonical.tool_result(message.tool_call_id, message.name or "", content)
     if message.role == "function":
         if message.name is None:
             raise _missing(f"{where}.name")
         call_id = legacy.get(message.name, f"call_{message.name}")
-        return canonical.tool_result(call_id, message.name, _content(message.content, where))
+        return canonical.tool_result(call_id, message.name, _content(message.content, where, options))
     if message.content is None:
         raise _missing(f"{where}.content")
-    content = _content(message.content, where)
+    content = _content(message.content, where, options)
+    is_user = message.role == "user"
     # Templates know "system"; "developer" is OpenAI's newer name of the same.
-    turn = canonical.user(content) if message.role == "user" else canonical.system(content)
+    turn = canonical.user(content) if is_user else canonical.system(canonical.only_text(content, where))
     return turn if message.name is None else {**turn, "name": message.name}
 
 
@@ -59,7 +62,8 @@ def _assistant(message: Message, where: str, legacy: dict[str, str]) -> dict[str
         function = message.function_call
         legacy[function.name] = f"call_{len(legacy)}_{function.name}"
         calls.append(Call(legacy[function.name], function.name, _arguments(function)))
-    turn = canonical.assistant(_content(message.content, where), calls, reasoning)
+    said = canonical.only_text(_content(message.content, where, NO_OPTIONS), where)
+    turn = canonical.assistant(said, calls, reasoning)
     return turn if message.name is None else {**turn, "name": message.name}
 
 
@@ -81,23 +85,24 @@ def _missing(param: str) -> BadRequest:
     return BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
 
 
-def _content(content: str | list[Part] | None, where: str) -> str:
+def _content(content: str | list[Part] | None, where: str, options: MediaOptions) -> Content:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    return "".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+    parts = (_part(part, f"{where}.content[{index}]", options) for index, part in enumerate(content))
+    return canonical.content(parts, "")
 
 
-def _part(part: Part, where: str) -> str:
+def _part(part: Part, where: str, options: MediaOptions) -> str | dict[str, Any]:
     if part.type in TEXT_PARTS:
         if part.text is None:
             raise BadRequest(f"Missing required parameter: '{where}.text'.", f"{where}.text")
         return part.text
     if part.type == "refusal":
         return part.refusal or ""
-    if part.type in ("image_url", "input_image", "image"):
-        raise Unsupported("Images are not supported yet.", where)
-    if part.type in ("input_audio", "audio", "file", "input_file", "video_url"):
-        raise Unsupported(f"Content of type '{part.type}' is not supported.", where)
+    if part.type in MEDIA_PARTS:
+        return media_part(part, where, options)
+    if part.type in ("file", "input_file"):
+        raise Unsupported("Files are not supported: send their text, or their pages as images.", where)
     raise BadRequest(f"Invalid value for '{where}.type': {part.type[:50]!r}.", f"{where}.type", "invalid_value")

@@ -11,9 +11,14 @@ from gateway.api.common.doc_hints import NULL, TEXT, UNSERVED, case, shape, word
 from gateway.api.common.thinking import ReasoningSpec, ThinkingSpec
 from gateway.api.openai.tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
 from gateway.errors import Unsupported
+from gateway.media.reference import DETAILS
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
+MEDIA_TYPES: Final = (
+    *("image_url", "input_image", "image", "video_url", "input_video", "video"),
+    *("input_audio", "audio_url"),
+)
 PROMPTS_MAX: Final = 4096
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -44,19 +49,74 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class Link(Struct, frozen=True):
+    """Location of a medium: a data URI, or a URL where these are fetched. `detail` is of images."""
+
+    url: Annotated[str, shape(TEXT)]
+    detail: Annotated[str, words(*DETAILS)] | None = None
+
+
+class AudioData(Struct, frozen=True):
+    """Audio in base64. Its format is found by its bytes."""
+
+    data: Annotated[str, shape(TEXT)]
+    format: str = ""
+
+
+def _media_case(*types: str, **fields: Any) -> dict[str, Any]:
+    return case(tuple(fields), type={"enum": list(types)}, **fields)
+
+
+_LINKED: Final = {"anyOf": [TEXT, {"type": "object", "required": ["url"]}]}
+
+
 class Part(Struct, frozen=True):
-    """One part of a message's content. Only text is served; `text` is what `refusal` parts carry in another field."""
+    """One part of a message's content, in OpenAI's words, and those of other servers for images, video and audio."""
 
     hint: ClassVar = {
         "anyOf": [
             case(("text",), type={"enum": list(TEXT_PARTS)}, text={"type": "string"}),
             case(type={"const": "refusal"}),
+            _media_case("image_url", "input_image", image_url=_LINKED),
+            _media_case("image", image=_LINKED),
+            _media_case("video_url", video_url=_LINKED),
+            _media_case("video", "input_video", video=_LINKED),
+            _media_case("audio_url", audio_url=_LINKED),
+            _media_case("input_audio", input_audio={"type": "object", "required": ["data"]}),
         ]
     }
 
-    type: Annotated[str, words(*TEXT_PARTS, "refusal")]
+    type: Annotated[str, words(*TEXT_PARTS, "refusal", *MEDIA_TYPES)]
     text: str | None = None
     refusal: str | None = None
+    image_url: str | Link | None = None
+    image: str | Link | None = None
+    detail: Annotated[str, words(*DETAILS)] | None = None
+    video_url: str | Link | None = None
+    video: str | Link | None = None
+    audio_url: str | Link | None = None
+    input_audio: AudioData | None = None
+
+
+class VideoReading(Struct, frozen=True, forbid_unknown_fields=True):
+    """Frames to take of a video: how many, or how many a second of it."""
+
+    num_frames: Annotated[int, Meta(ge=1, le=2048)] | None = None
+    fps: Annotated[float, Meta(gt=0, le=240)] | None = None
+
+
+class MediaReading(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's `media_io_kwargs`."""
+
+    video: VideoReading | None = None
+
+
+class Processing(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's `mm_processor_kwargs`: bounds of an image's pixels, and frames a second of a video."""
+
+    min_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
+    max_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
+    fps: Annotated[float, Meta(gt=0, le=240)] | None = None
 
 
 class CalledFunction(Struct, frozen=True):
@@ -177,6 +237,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     # Tools as they once were.
     functions: list[FunctionSpec] | None = None
     function_call: Annotated[Any, shape(FUNCTION_CALL)] = None
+    # Of images and video, as vLLM spells them.
+    media_io_kwargs: MediaReading | None = None
+    mm_processor_kwargs: Processing | None = None
     # Known, not served yet.
     modalities: list[Annotated[str, words("text")]] | None = None
     audio: Annotated[Any, UNSERVED] = None

@@ -161,10 +161,12 @@ class Backgrounds:
         running = [each for each in self._known.values() if not each.is_over]
         if len(running) >= RUNNING_MAX or sum(each.tenant == tenant for each in running) >= RUNNING_OF_KEY:
             raise Overloaded("Too many background responses are being generated. Try again later.", RETRY_AFTER_S)
-        record = job.record.detached(self._services.bodies.lease())
+        record = job.record.detached(self._services.bodies.lease(), self._services.media.lease())
         with ExitStack() as held:
             assert record.lease is not None
+            assert record.media_lease is not None
             held.callback(record.lease.close)
+            held.callback(record.media_lease.close)
             generation = held.enter_context(dataclasses.replace(job, record=record).generation(run.bind))
             background = Background(tenant, run, generation)
             # A daemon that ends before it does finds it there.

@@ -45,9 +45,10 @@ class Compact:
         await work(size, lower_prompt, whole, toolbox(request), before)
         prompt, left_out = await work(size, lower_prompt, asking, toolbox(asking), before)
         model, seed = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])
-        deadline_ms = serve.deadline_ms(services)
+        prompt = await serve.with_media(services, record, model, prompt, self._history.media(record))
+        deadline_ms, next_rid = serve.deadline_ms(services), services.link.next_rid
         generates = await serve.lower(
-            services, record, lambda: lower_responses(asking, prompt, model, services.link.next_rid, seed, deadline_ms)
+            services, record, model, lambda: lower_responses(asking, prompt, model, next_rid, seed, deadline_ms)
         )
         job = serve.Job(services, record, model, generates)
         await job.whole(_Summary(before), receive, send)

@@ -1,7 +1,7 @@
 """`/v1/responses`: create, retrieve, delete, cancel, list what went in, count tokens."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
 import msgspec
@@ -17,7 +17,7 @@ from gateway.api.responses.background import GONE, Backgrounds, failed_by_restar
 from gateway.api.responses.compact import Compact
 from gateway.api.responses.echo import echo
 from gateway.api.responses.encoder import ResponseFold, ResponseStream, Run
-from gateway.api.responses.history import History, numbered, tenant_of
+from gateway.api.responses.history import History, numbered, tenant_of, with_stored_media
 from gateway.api.responses.items import Output
 from gateway.api.responses.lowering import lower_prompt, lower_responses
 from gateway.api.responses.request import Item, ResponsesRequest, decode_count, decode_responses
@@ -29,6 +29,7 @@ from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off
 from gateway.request.record import Record, record_of
 from gateway.services import Services
+from protocol.messages import ChatPrompt, Generate, Media
 
 ITEMS_MAX: Final = 100
 ITEMS_DEFAULT: Final = 20
@@ -76,11 +77,9 @@ class Create:
         ignored = list(dict.fromkeys([*ignored, *box.ignored, *left_out]))
         stream = bool(request.stream)
         model, seed = serve.begin(services, record, request.model, stream, request.seed, ignored)
-        deadline_ms = serve.deadline_ms(services)
-        generates = await serve.lower(
-            services, record, lambda: lower_responses(request, prompt, model, services.link.next_rid, seed, deadline_ms)
-        )
-        run = self._run(request, box, model, record)
+        prompt = await serve.with_media(services, record, model, prompt, self._history.media(record))
+        generates = await serve.lower(services, record, model, _lowering(services, request, prompt, model, seed))
+        run = self._run(request, box, model, record, prompt.media)
         job = serve.Job(services, record, model, generates)
         if request.background:
             await self._start(run, job, stream, receive, send)
@@ -106,22 +105,33 @@ class Create:
         else:
             await send_body(send, 200, _encode(background.snapshot()), record.headers)
 
-    def _run(self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: Record) -> Run:
+    def _run(
+        self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: Record, media: Sequence[Media]
+    ) -> Run:
         stem = secrets.token_hex(20)
         is_stored = self._history.is_on and request.store is not False
         response = echo(request, box, model, f"resp_{stem}", serve.now(), is_stored)
-        inputs = numbered(request.items, stem)
+        inputs = numbered(with_stored_media(request.items, media), stem)
+        own = {each.digest: each.data for each in media if is_stored and each.param.startswith("input[")}
+        size = record.body_bytes - record.encoded_bytes + sum(map(len, own.values()))
         link = self._services.link
 
         def keep(last: out.Response) -> None:
             if is_stored:
-                self._history.keep(tenant_of(record), last, inputs, record.body_bytes)
+                self._history.keep(tenant_of(record), last, inputs, own, size)
 
         def stop(rids: Sequence[int]) -> None:
             link.stop(rids, "cancelled")
 
         output = Output(stem, box.forms, request.includes(SEALED))
         return Run(response, output, serve.now, keep, stop)
+
+
+def _lowering(
+    services: Services, request: ResponsesRequest, prompt: ChatPrompt, model: ModelConfig, seed: int
+) -> Callable[[], Generate]:
+    deadline_ms = serve.deadline_ms(services)
+    return lambda: lower_responses(request, prompt, model, services.link.next_rid, seed, deadline_ms)
 
 
 class CountTokens:
@@ -139,6 +149,7 @@ class CountTokens:
         box = toolbox(request)
         prompt, left_out = await services.bodies.work(record.body_bytes, lower_prompt, request, box, before)
         model, _ = serve.begin(services, record, request.model, False, None, [*ignored, *left_out])
+        prompt = await serve.with_media(services, record, model, prompt, self._history.media(record))
         prompt = with_thinking(prompt, lower_thinking(request, model.thinking))
         async with cut_off(record, receive):
             tokenized = await serve.tokenize(services, record, model, prompt)

@@ -1,18 +1,22 @@
 """History of a response: those kept before it, and the items in them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
+from gateway.api.openai.request import AudioData
 from gateway.api.responses import response as out
 from gateway.api.responses.lowering import FOREIGN_ITEMS, unseal
-from gateway.api.responses.request import Item
+from gateway.api.responses.request import Item, Part
 from gateway.api.responses.store import Store, StoreBroken, Stored, TooMuchSaid
 from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.http.exchange import reserve
+from gateway.media.reference import stored_url
 from gateway.request.record import Record
+from protocol.codec import MAX_FRAME_BYTES
+from protocol.messages import Media
 
 # Of the conversation before a request, in all.
 ITEMS_MAX: Final = 20_000
@@ -64,6 +68,36 @@ def _bare(item: Item) -> Item:
     return Item(status=item.status, call_id=item.call_id)
 
 
+def with_stored_media(items: Sequence[Item], media: Sequence[Media]) -> list[Item]:
+    """Input items, their media by digest in place of their bytes."""
+    digests = {each.param: each.digest for each in media}
+    if not digests:
+        return list(items)
+    return [_stored_media(item, f"input[{index}]", digests) for index, item in enumerate(items)]
+
+
+def _stored_media(item: Item, where: str, digests: dict[str, bytes]) -> Item:
+    def kept(parts: str | list[Part] | None, name: str) -> str | list[Part] | None:
+        if not isinstance(parts, list):
+            return parts
+        return [_by_digest(part, digests.get(f"{where}.{name}[{at}]")) for at, part in enumerate(parts)]
+
+    return msgspec.structs.replace(item, content=kept(item.content, "content"), output=kept(item.output, "output"))
+
+
+def _by_digest(part: Part, digest: bytes | None) -> Part:
+    if digest is None:
+        return part
+    url = stored_url(digest)
+    match part.type:
+        case "input_image":
+            return msgspec.structs.replace(part, image_url=url)
+        case "input_video":
+            return msgspec.structs.replace(part, video_url=url)
+        case _:
+            return msgspec.structs.replace(part, input_audio=AudioData(url))
+
+
 class History:
     """The store, in the terms of this API. Everything raises `ApiError`.
 
@@ -79,16 +113,32 @@ class History:
     def is_on(self) -> bool:
         return self._store.is_on
 
-    def keep(self, tenant: str, last: out.Response, inputs: Sequence[Item], about_bytes: int) -> None:
-        """Keep a response that has ended."""
+    def keep(
+        self, tenant: str, last: out.Response, inputs: Sequence[Item], media: Mapping[bytes, bytes], about_bytes: int
+    ) -> None:
+        """Keep a response that has ended, with the bytes of the media that its input has by digest."""
 
         def make() -> Stored:
             ids = [item.id for item in (*inputs, *last.output) if item.id]
             sent = _encode(inputs)
             said_bytes = len(sent) + len(_encode(last.output))
-            return Stored(last.id, tenant, last.previous_response_id, _encode(last), sent, ids, said_bytes)
+            return Stored(last.id, tenant, last.previous_response_id, _encode(last), sent, ids, said_bytes, media)
 
         self._store.keep(about_bytes, make)
+
+    def media(self, record: Record) -> Callable[[Sequence[bytes]], Awaitable[dict[bytes, bytes]]]:
+        """Bytes of media that earlier responses of the request's tenant have kept. Raises `ApiError`."""
+
+        async def kept(digests: Sequence[bytes]) -> dict[bytes, bytes]:
+            try:
+                return await self._store.media(tenant_of(record), digests, MAX_FRAME_BYTES)
+            except StoreBroken:
+                raise _broken() from None
+            except TooMuchSaid:
+                message = f"The media of the conversation are larger than {MAX_FRAME_BYTES} bytes."
+                raise BadRequest(message, "previous_response_id", "conversation_too_large") from None
+
+        return kept
 
     async def get(self, tenant: str, response_id: str) -> Stored:
         """Raises `ResponseNotFound`."""

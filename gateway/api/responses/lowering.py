@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from gateway.api.common import canonical
-from gateway.api.common.canonical import Call
+from gateway.api.common.canonical import Call, Content
 from gateway.api.common.constraints import lower_constraint
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.lowering import derive_seed, template_kwargs
@@ -18,6 +18,7 @@ from gateway.api.responses.request import CountRequest, Item, Part, ResponsesReq
 from gateway.api.responses.tools import INPUT, Toolbox, flat_name
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest, Unsupported
+from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options
 from protocol.messages import ChatPrompt, Constraint, Generate, Sampling
 
 T = TypeVar("T")
@@ -205,7 +206,7 @@ class _Turns:
                 self._flush()
                 call_id = _required(item.call_id, f"{where}.call_id")
                 output = _required(item.output, f"{where}.output")
-                self.messages.append(canonical.tool_result(call_id, "", _text(output, f"{where}.output", JOINT)))
+                self.messages.append(canonical.tool_result(call_id, "", _content(output, f"{where}.output", JOINT)))
             case "compaction" if (summary := unseal(item.encrypted_content)) is not None:
                 self.add_system(f"{SUMMARY}{summary}")
             case "item_reference":
@@ -217,15 +218,16 @@ class _Turns:
                 raise BadRequest(message, f"{where}.type", "invalid_value")
 
     def _add_message(self, item: Item, where: str) -> None:
-        content = _required(item.content, f"{where}.content")
+        place = f"{where}.content"
+        content = _required(item.content, place)
         match item.role:
             case "assistant":
-                self._texts.append(_text(content, f"{where}.content", ""))
+                self._texts.append(canonical.only_text(_content(content, place, ""), place))
             case "user":
                 self._flush()
-                self.messages.append(canonical.user(_text(content, f"{where}.content", JOINT)))
+                self.messages.append(canonical.user(_content(content, place, JOINT)))
             case "system" | "developer":
-                self.add_system(_text(content, f"{where}.content", JOINT))
+                self.add_system(canonical.only_text(_content(content, place, JOINT), place))
             case None:
                 raise BadRequest(f"Missing required parameter: '{where}.role'.", f"{where}.role")
             case role:
@@ -260,22 +262,30 @@ def _reasoning(item: Item) -> str:
     return JOINT.join(part.text or "" for part in item.summary or ())
 
 
-def _text(content: str | list[Part], where: str, joint: str) -> str:
+def _content(content: str | list[Part], where: str, joint: str) -> Content:
     if isinstance(content, str):
         return content
-    return joint.join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+    return canonical.content((_part(part, f"{where}[{index}]") for index, part in enumerate(content)), joint)
 
 
-def _part(part: Part, where: str) -> str:
+def _part(part: Part, where: str) -> str | dict[str, Any]:
     match part.type:
         case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
             return _required(part.text, f"{where}.text")
         case "refusal":
             return part.refusal or ""
         case "input_image":
-            raise Unsupported("Images are not supported yet.", where)
-        case "input_file" | "input_audio" | "input_video":
-            raise Unsupported(f"Content of type '{part.type}' is not supported.", where)
+            if part.file_id is not None:
+                raise Unsupported("There are no uploaded files here: send the image as a data URI.", f"{where}.file_id")
+            url = _required(part.image_url, f"{where}.image_url")
+            return by_url(IMAGE, url, where, detail_options(part.detail, f"{where}.detail"))
+        case "input_video":
+            return by_url(VIDEO, _required(part.video_url, f"{where}.video_url"), where)
+        case "input_audio":
+            audio = _required(part.input_audio, f"{where}.input_audio")
+            return by_base64(AUDIO, audio.data, where)
+        case "input_file":
+            raise Unsupported("Files are not supported: send their text, or their pages as images.", where)
         case kind:
             raise BadRequest(f"Invalid value for '{where}.type': {kind[:50]!r}.", f"{where}.type", "invalid_value")
 

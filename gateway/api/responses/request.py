@@ -7,8 +7,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, UNSERVED, case, shape, typed, words
 from gateway.api.common.thinking import Budget, ReasoningSpec, ThinkingSpec
-from gateway.api.openai.request import Effort, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP, Unit
+from gateway.api.openai.request import AudioData, Effort, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP, Unit
 from gateway.errors import BadRequest, Unsupported
+from gateway.media.reference import DETAILS
 
 # Accepted because they ask for nothing that a local server does, whatever their value.
 NO_ACTION: Final = frozenset(
@@ -27,6 +28,7 @@ TOOL: Final = typed(
 TOOL_CHOICE: Final = typed("function", "custom", "allowed_tools", name=TEXT)
 
 
+TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _TEXT: Final = {"type": "string"}
 _SAID: Final = {"type": ["string", "array"]}
 
@@ -36,14 +38,22 @@ class Part(Struct, frozen=True, omit_defaults=True):
 
     hint: ClassVar = {
         "anyOf": [
-            case(("text",), type={"not": {"const": "refusal"}}, text=_TEXT),
+            case(("text",), type={"enum": list(TEXT_PARTS)}, text=_TEXT),
             case(type={"const": "refusal"}),
+            case(("image_url",), type={"const": "input_image"}, image_url=_TEXT),
+            case(("video_url",), type={"const": "input_video"}, video_url=_TEXT),
+            case(("input_audio",), type={"const": "input_audio"}, input_audio={"type": "object"}),
         ]
     }
 
-    type: Annotated[str, words("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")]
+    type: Annotated[str, words(*TEXT_PARTS, "refusal", "input_image", "input_video", "input_audio")]
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    detail: Annotated[str, words(*DETAILS)] | None = None
+    file_id: Annotated[Any, UNSERVED] = None
+    video_url: str | None = None
+    input_audio: AudioData | None = None
 
 
 class Item(Struct, frozen=True, omit_defaults=True):

@@ -6,7 +6,7 @@ import os
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
@@ -42,6 +42,18 @@ CREATE INDEX IF NOT EXISTS items_id ON items (id);
 CREATE TABLE IF NOT EXISTS said (
     response TEXT PRIMARY KEY REFERENCES responses (id) ON DELETE CASCADE, size INTEGER NOT NULL
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS media (
+    tenant TEXT NOT NULL, digest BLOB NOT NULL, data BLOB NOT NULL, PRIMARY KEY (tenant, digest)
+);
+CREATE TABLE IF NOT EXISTS media_of (
+    response TEXT NOT NULL REFERENCES responses (id) ON DELETE CASCADE, tenant TEXT NOT NULL, digest BLOB NOT NULL,
+    PRIMARY KEY (response, digest)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS media_of_digest ON media_of (tenant, digest);
+CREATE TRIGGER IF NOT EXISTS media_unused AFTER DELETE ON media_of BEGIN
+    DELETE FROM media WHERE tenant = OLD.tenant AND digest = OLD.digest AND NOT EXISTS
+        (SELECT 1 FROM media_of WHERE tenant = OLD.tenant AND digest = OLD.digest);
+END;
 """
 
 
@@ -49,7 +61,8 @@ class Stored(Struct, frozen=True):
     """One response: `body` is its JSON, `inputs` the JSON list of its own input items.
 
     `item_ids` are those of all items in it, by which they can be referred to. `tenant` is who may read it. `said_bytes`
-    is what a conversation that goes on from it has to read again: its items, in and out.
+    is what a conversation that goes on from it has to read again: its items, in and out. `media` are the bytes that its
+    input refers to, by their digests.
     """
 
     id: str
@@ -59,6 +72,7 @@ class Stored(Struct, frozen=True):
     inputs: bytes
     item_ids: Sequence[str] = ()
     said_bytes: int = 0
+    media: Mapping[bytes, bytes] = {}
 
 
 class StoreBroken(Exception):
@@ -143,6 +157,10 @@ class Store:
         Each response is read once. Raises `TooMuchSaid` before any is read.
         """
         return await self._call(lambda: self._owners(tenant, item_ids, most_bytes, read))
+
+    async def media(self, tenant: str, digests: Sequence[bytes], most_bytes: int) -> dict[bytes, bytes]:
+        """The bytes of those media that are kept. Raises `TooMuchSaid` before any is read."""
+        return await self._call(lambda: self._media(tenant, digests, most_bytes))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Whether it was there. Its text is in none of our files then."""
@@ -290,7 +308,7 @@ class Store:
                 self._evict(database, tenant)
 
     def _keep(self, database: sqlite3.Connection, stored: Stored) -> None:
-        size = len(stored.body) + len(stored.inputs)
+        size = len(stored.body) + len(stored.inputs) + sum(map(len, stored.media.values()))
         row = (stored.id, stored.tenant, stored.previous, self._now(), size, stored.body, stored.inputs)
         with database:
             database.execute("BEGIN")
@@ -298,6 +316,10 @@ class Store:
             database.execute("INSERT OR REPLACE INTO said VALUES (?, ?)", (stored.id, stored.said_bytes or size))
             items = [(item_id, stored.id) for item_id in stored.item_ids]
             database.executemany("INSERT OR IGNORE INTO items VALUES (?, ?)", items)
+            for digest, data in stored.media.items():
+                database.execute("INSERT OR IGNORE INTO media VALUES (?, ?, ?)", (stored.tenant, digest, data))
+                row = (stored.id, stored.tenant, digest)
+                database.execute("INSERT OR IGNORE INTO media_of VALUES (?, ?, ?)", row)
             self._evict(database, stored.tenant)
 
     def _evict(self, database: sqlite3.Connection, tenant: str) -> None:
@@ -372,6 +394,18 @@ class Store:
             raise TooMuchSaid
         owners = (self._get(database, tenant, response_id) for response_id in sizes)
         return [one for stored in owners if stored is not None for one in read(stored)]
+
+    def _media(self, tenant: str, digests: Sequence[bytes], most_bytes: int) -> dict[bytes, bytes]:
+        database = self._open()
+        sizes: dict[bytes, int] = {}
+        for digest in dict.fromkeys(digests):
+            sql = "SELECT length(data) FROM media WHERE tenant = ? AND digest = ?"
+            if (row := database.execute(sql, (tenant, digest)).fetchone()) is not None:
+                sizes[digest] = row[0]
+        if sum(sizes.values()) > most_bytes:
+            raise TooMuchSaid
+        sql = "SELECT data FROM media WHERE tenant = ? AND digest = ?"
+        return {digest: database.execute(sql, (tenant, digest)).fetchone()[0] for digest in sizes}
 
     def _delete(self, tenant: str, response_id: str) -> bool:
         sql = "DELETE FROM responses WHERE id = ? AND tenant = ?"

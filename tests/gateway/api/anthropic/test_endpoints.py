@@ -150,7 +150,8 @@ async def test_an_image_is_a_clear_refusal(gateway: Gateway) -> None:
     answer = await gateway.client.post(PATH, json=message(messages=[{"role": "user", "content": [image]}]))
 
     assert answer.status_code == 400
-    assert "images are not supported" in answer.json()["error"]["message"]
+    message_of = answer.json()["error"]["message"]
+    assert message_of == "'messages.0.content.0': the model 'm' takes no images: it takes text."
 
 
 async def test_a_full_queue_and_a_draining_server_have_anthropics_types(tmp_path: Path) -> None:

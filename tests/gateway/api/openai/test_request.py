@@ -200,15 +200,8 @@ def test_bad_values_name_their_parameter(fields: dict[str, Any], param: str) -> 
         ({"prediction": {"type": "content"}}, "prediction"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "messages[0].tool_calls[0].type"),
-        (
-            {"messages": [{"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0]",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content[0]",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_file"}]}]}, "messages[0].content[0]"),
     ],
 )
 def test_what_is_not_served_yet_is_refused_by_name(fields: dict[str, Any], param: str) -> None:

@@ -111,7 +111,7 @@ def test_each_choice_means_one_thing(
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]},
          "messages[0].tool_calls[0].function.name"),
         ({"messages": [{"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url"}]}]},
-         "messages[0].content[0]"),
+         "messages[0].content[0].image_url"),
     ],
 )  # fmt: skip
 def test_bad_shapes_are_refused_by_name(fields: dict[str, Any], param: str) -> None:

@@ -1,0 +1,75 @@
+"""Parts of a message that hold an image, a video or audio, in OpenAI's words and in those of other servers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gateway.api.openai.request import AudioData, ChatRequest, Link, Part
+from gateway.errors import BadRequest
+from gateway.media.reference import AUDIO, IMAGE, VIDEO, by_base64, by_url, detail_options, merged
+
+# The kind of each type of part, and the fields in which clients put its URL: the first is the usual one.
+MEDIA_PARTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "image_url": (IMAGE, ("image_url",)),
+    "input_image": (IMAGE, ("image_url", "image")),
+    "image": (IMAGE, ("image", "image_url")),
+    "video_url": (VIDEO, ("video_url",)),
+    "input_video": (VIDEO, ("video", "video_url")),
+    "video": (VIDEO, ("video", "video_url")),
+    "audio_url": (AUDIO, ("audio_url",)),
+    "input_audio": (AUDIO, ("input_audio", "audio_url")),
+}
+
+Options = dict[str, int | float]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaOptions:
+    """Options that a request sets for all its media of a kind."""
+
+    image: Options = field(default_factory=dict[str, int | float])
+    video: Options = field(default_factory=dict[str, int | float])
+
+
+NO_OPTIONS: Final = MediaOptions()
+
+
+def media_options(request: ChatRequest) -> MediaOptions:
+    """From `mm_processor_kwargs`, and over it `media_io_kwargs`. Raises `BadRequest`."""
+    processing, reading = request.mm_processor_kwargs, request.media_io_kwargs
+    pixels = {} if processing is None else _set(min_pixels=processing.min_pixels, max_pixels=processing.max_pixels)
+    if pixels.get("min_pixels", 0) > pixels.get("max_pixels", 1 << 30):
+        param = "mm_processor_kwargs.min_pixels"
+        raise BadRequest(f"'{param}' is more than 'max_pixels'.", param, "invalid_value")
+    frames = {} if processing is None else _set(fps=processing.fps)
+    if reading is not None and reading.video is not None:
+        frames |= _set(num_frames=reading.video.num_frames, fps=reading.video.fps)
+    return MediaOptions(pixels, pixels | frames)
+
+
+def media_part(part: Part, where: str, options: MediaOptions) -> dict[str, Any]:
+    """The part of a turn, for a part whose type is one of `MEDIA_PARTS`. Raises `BadRequest`."""
+    kind, fields = MEDIA_PARTS[part.type]
+    given = next((value for name in fields if (value := getattr(part, name)) is not None), None)
+    if isinstance(given, AudioData):
+        return by_base64(kind, given.data, where)
+    if given is None:
+        param = f"{where}.{fields[0]}"
+        raise BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    url, detail = (given.url, given.detail) if isinstance(given, Link) else (given, None)
+    asked = detail_options(detail or part.detail, f"{where}.detail") if kind == IMAGE else {}
+    return by_url(kind, url, where, _over(asked, kind, options))
+
+
+def _over(asked: Mapping[str, int | float], kind: str, options: MediaOptions) -> Options:
+    match kind:
+        case "image":
+            return merged(asked, options.image)
+        case "video":
+            return options.video
+        case _:
+            return {}
+
+
+def _set(**options: float | None) -> Options:
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,36 @@
+"""Media in files of this machine: `file:` URLs below the folders that the configuration names."""
+
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+FILE: Final = "file:"
+
+
+class NotReadable(Exception):
+    """The file is not below a folder that may be read, or is none that can be."""
+
+
+def read_file(url: str, folders: Sequence[str], limit_bytes: int) -> bytes:
+    """At most one byte more than `limit_bytes` of a file. Links are followed before its place is checked.
+
+    Raises `NotReadable`.
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost") or not folders:
+            raise NotReadable
+        path = Path(unquote(parts.path)).resolve(strict=True)
+        if not any(path.is_relative_to(Path(folder).resolve()) for folder in folders):
+            raise NotReadable
+        # A pipe would wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise NotReadable
+            return file.read(limit_bytes + 1)
+    except (OSError, ValueError, RuntimeError):
+        raise NotReadable from None

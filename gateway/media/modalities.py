@@ -1,0 +1,68 @@
+"""Modalities of a model: what a prompt for it may hold beside text, by its worker, or by its files before a load."""
+
+import importlib.util
+import json
+from collections.abc import Iterable
+from typing import Any, Final
+
+from gateway.errors import BadRequest
+from gateway.model_files.metadata import Unreadable, find
+from protocol.messages import Media, Ready
+
+TEXT: Final = "text"
+SETUP: Final = "mlxctl setup vision"
+# A guess before the worker has counted, for rate limits.
+TOKENS: Final = {"image": 1024, "video": 4096, "audio": 512}
+_PLURALS: Final = {"image": "images", "video": "videos", "audio": "audio"}
+
+
+def expected(path: str) -> tuple[str, ...] | None:
+    """Modalities that the files of a model promise; its worker may serve fewer. None where they cannot be read."""
+    try:
+        config: Any = json.loads((find(path) / "config.json").read_bytes())
+    except (Unreadable, OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    promised: list[str] = []
+    if isinstance(config.get("vision_config"), dict):
+        promised += ("image", "video")
+    if isinstance(config.get("audio_config"), dict):
+        promised.append("audio")
+    return tuple(promised)
+
+
+def has_towers_library() -> bool:
+    """Whether mlx-vlm, which has the encoders of all media, is installed."""
+    return importlib.util.find_spec("mlx_vlm") is not None
+
+
+def likely_tokens(media: Iterable[Media]) -> int:
+    """About as many tokens as these will be in a prompt."""
+    return sum(TOKENS[each.kind] for each in media)
+
+
+def check(name: str, path: str, ready: Ready | None, media: Iterable[Media]) -> None:
+    """Raises `BadRequest` for a medium that the model does not take, as far as that is known before it is loaded."""
+    first = {each.kind: each.param for each in reversed(list(media))}
+    if not first:
+        return
+    taken = expected(path) if ready is None else ready.modalities
+    if taken is None:
+        return
+    for kind, param in first.items():
+        if kind in taken and (ready is not None or has_towers_library()):
+            continue
+        reason = _reason(kind, path, ready, kind in taken)
+        raise BadRequest(
+            f"'{param}': the model {name!r} takes no {_PLURALS[kind]}: {reason}.", param, "unsupported_modality"
+        )
+
+
+def _reason(kind: str, path: str, ready: Ready | None, is_promised: bool) -> str:
+    if ready is not None and ready.media is not None and ready.media.reason:
+        return ready.media.reason.rstrip(".")
+    if is_promised or (ready is not None and kind in (expected(path) or ()) and not has_towers_library()):
+        return f"mlx-vlm, which encodes them, is not installed (operator: {SETUP})"
+    taken = (TEXT, *(ready.modalities if ready is not None else expected(path) or ()))
+    return f"it takes {', '.join(taken)}"

@@ -1,0 +1,165 @@
+"""Fetches of media by URL, guarded: public addresses only, each redirect checked, bounded in bytes and in time.
+
+A name is resolved once, and one of the addresses that were checked is dialled: a DNS server that answers otherwise
+the next time changes nothing. No proxy of the environment, no cookies, no credentials; a refusal names no address.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from typing import Final, cast
+from urllib.parse import urljoin, urlsplit
+
+import certifi
+import httpcore
+
+from gateway.media.reference import FetchFailed, TooManyBytes
+
+REDIRECTS_MAX: Final = 3
+URL_CHARS_MAX: Final = 8192
+_REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+_HEADERS: Final = [
+    ("accept", "image/*, video/*, audio/*, */*;q=0.5"),
+    # What is sent compressed could grow beyond every bound.
+    ("accept-encoding", "identity"),
+    ("user-agent", "mlxd"),
+]
+_NAT64: Final = IPv6Network("64:ff9b::/96")
+
+IPAddress = IPv4Address | IPv6Address
+Resolver = Callable[[str, int], Awaitable[Iterable[str]]]
+
+
+def is_public(address: IPAddress) -> bool:
+    """Whether an address is one of the public internet, and so is the IPv4 address that it may stand for."""
+    if isinstance(address, IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if address in _NAT64:
+            inner = IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(inner)
+        if address.teredo is not None:
+            return False
+    return address.is_global and not address.is_multicast
+
+
+async def resolve_name(host: str, port: int) -> list[str]:
+    """All addresses of a name, as the system knows them. Raises `OSError`."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+class Fetcher:
+    """Fetches over connections of its own. `resolve` and `may_dial` are the system's and `is_public`, but in tests."""
+
+    def __init__(self, resolve: Resolver = resolve_name, may_dial: Callable[[IPAddress], bool] = is_public) -> None:
+        self._backend = _Guarded(resolve, may_dial)
+
+    async def fetch(self, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+        """The body behind a URL. `take` is told of each piece before it is kept, and may raise.
+
+        Raises `FetchFailed`, of which `TooManyBytes` is one.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                # The authorities are read from disk: a fetch is rare.
+                tls = await asyncio.to_thread(ssl.create_default_context, cafile=certifi.where())
+                async with httpcore.AsyncConnectionPool(ssl_context=tls, network_backend=self._backend) as pool:
+                    return await self._follow(pool, url, limit_bytes, take)
+        except TimeoutError:
+            raise FetchFailed(f"it took longer than {timeout_s:g} seconds") from None
+        except (httpcore.ConnectError, httpcore.ConnectTimeout):
+            raise FetchFailed("its server cannot be reached") from None
+        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException):
+            raise FetchFailed("its server broke off, or does not speak HTTP") from None
+
+    async def _follow(
+        self, pool: httpcore.AsyncConnectionPool, url: str, limit_bytes: int, take: Callable[[int], None]
+    ) -> bytes:
+        for _ in range(REDIRECTS_MAX + 1):
+            check_url(url)
+            async with _opened(pool, url) as answer:
+                if answer.status in _REDIRECTS:
+                    url = urljoin(url, _header(answer, b"location"))
+                    continue
+                if answer.status != 200:
+                    raise FetchFailed(f"its server answered with status {answer.status}")
+                return await _body(answer, limit_bytes, take)
+        raise FetchFailed(f"it was redirected more than {REDIRECTS_MAX} times")
+
+
+def check_url(url: str) -> None:
+    """Raises `FetchFailed` for what is not a plain URL of the web."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise FetchFailed("it is not a valid URL") from None
+    if parts.scheme not in ("http", "https"):
+        raise FetchFailed("only http and https URLs are fetched")
+    if len(url) > URL_CHARS_MAX or not url.isascii() or not url.isprintable() or " " in url:
+        raise FetchFailed("it is not a valid URL")
+    if not parts.hostname or port == 0 or "@" in parts.netloc:
+        raise FetchFailed("it names no host, or a user")
+
+
+@asynccontextmanager
+async def _opened(pool: httpcore.AsyncConnectionPool, url: str) -> AsyncGenerator[httpcore.Response]:
+    try:
+        async with pool.stream("GET", url, headers=_HEADERS) as answer:
+            yield answer
+    except (httpcore.UnsupportedProtocol, ValueError, UnicodeError):
+        raise FetchFailed("it is not a valid URL") from None
+
+
+async def _body(answer: httpcore.Response, limit_bytes: int, take: Callable[[int], None]) -> bytes:
+    length = _header(answer, b"content-length")
+    if length.isdigit() and (len(length) > 18 or int(length) > limit_bytes):
+        raise TooManyBytes("it is too large")
+    if _header(answer, b"content-encoding") not in ("", "identity"):
+        raise FetchFailed("its server compressed the answer, which it was asked not to")
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in answer.aiter_stream():
+        size += len(chunk)
+        if size > limit_bytes:
+            raise TooManyBytes("it is too large")
+        take(len(chunk))
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _header(answer: httpcore.Response, name: bytes) -> str:
+    values = [value for key, value in answer.headers if key.lower() == name]
+    return values[0].decode("latin-1").strip() if values else ""
+
+
+class _Guarded(httpcore.AsyncNetworkBackend):
+    """Dials only addresses that may be dialled, of names of which every address may."""
+
+    def __init__(self, resolve: Resolver, may_dial: Callable[[IPAddress], bool]) -> None:
+        self._resolve = resolve
+        self._may_dial = may_dial
+        self._inner = cast(httpcore.AsyncNetworkBackend, httpcore.AnyIOBackend())
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        try:
+            addresses = list(await self._resolve(host, port))
+        except (OSError, UnicodeError):
+            raise FetchFailed("its host is not known") from None
+        if not addresses or not all(self._may_dial(ip_address(address)) for address in addresses):
+            raise FetchFailed("its host is not on the public internet")
+        return await self._inner.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
+
+    async def sleep(self, seconds: float) -> None:
+        await self._inner.sleep(seconds)

@@ -1,0 +1,172 @@
+"""References to media become bytes with a digest: decoded, fetched or read, within the bounds of the configuration."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+import msgspec
+
+from gateway.config.settings import MediaConfig
+from gateway.errors import BadRequest
+from gateway.media.base64_data import DATA, decode, invalid, too_large
+from gateway.media.in_flight_bytes import MediaLease
+from gateway.media.local_file import FILE, NotReadable, read_file
+from gateway.media.reference import STORED, FetchFailed, Reference, TooManyBytes
+from protocol.messages import ChatPrompt, Media
+
+# Fetches of one request at a time.
+FETCHES_MAX: Final = 4
+DIGEST_BYTES: Final = 32
+
+Stored = Callable[[Sequence[bytes]], Awaitable[dict[bytes, bytes]]]
+# URL, most bytes, seconds, and what is told of each piece: the arguments of `Fetcher.fetch`.
+Fetch = Callable[[str, int, float, Callable[[int], None]], Awaitable[bytes]]
+
+
+def digest_of(data: bytes) -> bytes:
+    """BLAKE2b-256: the digest by which prefixes, features and stored media are found."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+async def fetch_public(url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+    """The bytes behind a URL of the public internet. Raises `FetchFailed`."""
+    # Most daemons fetch nothing: the HTTP client is loaded with the first.
+    from gateway.media.public_url import Fetcher
+
+    return await Fetcher().fetch(url, limit_bytes, timeout_s, take)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Bounds and means of reading one request's media. `offload` runs work on many bytes in a thread.
+
+    `stored` gives the bytes of digests that were kept for the request's tenant, as many as there are.
+    """
+
+    settings: MediaConfig
+    lease: MediaLease
+    fetch: Fetch
+    offload: Callable[[Callable[[], list[Media]]], Awaitable[list[Media]]]
+    stored: Stored | None = None
+
+
+async def resolve(prompt: ChatPrompt, reading: Reading) -> ChatPrompt:
+    """The prompt with the bytes of all its media. Raises `ApiError`."""
+    references = cast(tuple[Reference, ...], prompt.media)
+    limit = reading.settings.max_count
+    if len(references) > limit:
+        param = references[limit].param
+        message = f"The request has {len(references)} images, videos and audio clips; at most {limit} are taken."
+        raise BadRequest(message, param, "too_many_media")
+    kept = await _stored(references, reading)
+    fetched = await _fetched(references, reading)
+
+    def read() -> list[Media]:
+        return [_read(reference, index, kept, fetched, reading) for index, reference in enumerate(references)]
+
+    media = await reading.offload(read)
+    # What was fetched is counted already.
+    reading.lease.grow(sum(len(each.data) for index, each in enumerate(media) if index not in fetched))
+    return msgspec.structs.replace(prompt, media=tuple(media))
+
+
+def _read(
+    reference: Reference, index: int, kept: dict[bytes, bytes], fetched: dict[int, bytes], reading: Reading
+) -> Media:
+    limit_bytes = reading.settings.max_size_bytes
+    options = reference.options
+    if index in fetched:
+        data = fetched[index]
+    elif reference.url.startswith(STORED):
+        data = _kept(reference, kept)
+    elif reference.url[: len(FILE)].lower() == FILE:
+        data = _file(reference, reading.settings.folders, limit_bytes)
+    else:
+        data, frames = decode(reference, limit_bytes)
+        options = options | {"frames": frames} if frames else options
+    if not data:
+        raise invalid(reference, "it is empty")
+    return Media(reference.kind, digest_of(data), data, options, reference.param)
+
+
+def _is_remote(reference: Reference) -> bool:
+    scheme = reference.url.partition(":")[0].lower()
+    if reference.encoded or f"{scheme}:" in (DATA, FILE) or reference.url.startswith(STORED):
+        return False
+    if scheme in ("http", "https"):
+        return True
+    raise invalid(reference, "it is neither a data URI nor a URL")
+
+
+async def _fetched(references: Sequence[Reference], reading: Reading) -> dict[int, bytes]:
+    remote = {index: reference for index, reference in enumerate(references) if _is_remote(reference)}
+    if not remote:
+        return {}
+    if reading.settings.urls == "off":
+        reason = "URLs are not fetched here; send the bytes as a data URI (operator: [media] urls)"
+        raise _not_fetched(next(iter(remote.values())), reason)
+    at_once = asyncio.Semaphore(FETCHES_MAX)
+
+    async def fetch(reference: Reference) -> bytes:
+        async with at_once:
+            return await _fetch(reference, reading)
+
+    try:
+        async with asyncio.timeout(reading.settings.fetch_timeout_s), asyncio.TaskGroup() as tasks:
+            fetches = {index: tasks.create_task(fetch(reference)) for index, reference in remote.items()}
+    except TimeoutError:
+        reason = f"it took longer than {reading.settings.fetch_timeout_s:g} seconds"
+        raise _not_fetched(next(iter(remote.values())), reason) from None
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return {index: task.result() for index, task in fetches.items()}
+
+
+async def _fetch(reference: Reference, reading: Reading) -> bytes:
+    settings = reading.settings
+    try:
+        return await reading.fetch(reference.url, settings.max_size_bytes, settings.fetch_timeout_s, reading.lease.grow)
+    except TooManyBytes:
+        raise too_large(reference, settings.max_size_bytes) from None
+    except FetchFailed as error:
+        raise _not_fetched(reference, str(error)) from None
+
+
+def _file(reference: Reference, folders: Sequence[str], limit_bytes: int) -> bytes:
+    try:
+        data = read_file(reference.url, folders, limit_bytes)
+    except NotReadable:
+        reason = "no file that may be read is there (operator: [media] folders)"
+        raise _not_fetched(reference, reason) from None
+    if len(data) > limit_bytes:
+        raise too_large(reference, limit_bytes)
+    return data
+
+
+async def _stored(references: Sequence[Reference], reading: Reading) -> dict[bytes, bytes]:
+    """The bytes of what was kept of an earlier response; the digests are checked as those of all others are."""
+    wanted = [digest for reference in references if (digest := _digest(reference)) is not None]
+    return await reading.stored(wanted) if wanted and reading.stored is not None else {}
+
+
+def _kept(reference: Reference, kept: dict[bytes, bytes]) -> bytes:
+    digest = _digest(reference)
+    if digest is None or (data := kept.get(digest)) is None:
+        raise _not_fetched(reference, "nothing is kept under this digest, or no longer; send its bytes again")
+    return data
+
+
+def _digest(reference: Reference) -> bytes | None:
+    if not reference.url.startswith(STORED):
+        return None
+    try:
+        digest = bytes.fromhex(reference.url.removeprefix(STORED))
+    except ValueError:
+        return None
+    return digest if len(digest) == DIGEST_BYTES else None
+
+
+def _not_fetched(reference: Reference, reason: str) -> BadRequest:
+    return BadRequest(f"'{reference.param}' could not be fetched: {reason}.", reference.param, "media_fetch_failed")

@@ -1,0 +1,47 @@
+"""A scripted worker that takes media, and answers with the messages and the media that it was given."""
+
+import json
+import sys
+from typing import Any
+
+import msgspec
+from scripted import Scripted, main
+
+from protocol.messages import Accepted, ChatPrompt, Delta, Down, Finish, Generate, Ready, Tokenize, Tokenized, Usage
+
+TOKENS_OF_ONE = 16
+
+
+class Seeing(Scripted):
+    def ready(self) -> Ready:
+        return msgspec.structs.replace(super().ready(), modalities=("image", "video", "audio"))
+
+    def handle(self, message: Down) -> None:
+        if isinstance(message, Tokenize):
+            self.send(Tokenized(message.rid, 3 + self.media_tokens(message.prompt)))
+        else:
+            super().handle(message)
+
+    def generate(self, request: Generate) -> None:
+        prompt = request.prompt
+        assert isinstance(prompt, ChatPrompt)
+        media: list[dict[str, Any]] = [
+            {"kind": m.kind, "digest": m.digest.hex(), "data": m.data.hex(), "options": m.options, "param": m.param}
+            for m in prompt.media
+        ]
+        said = json.dumps({"messages": prompt.messages, "media": media})
+        tokens = self.media_tokens(prompt)
+        images, audio = (
+            sum(TOKENS_OF_ONE for each in prompt.media if each.kind == kind) for kind in ("image", "audio")
+        )
+        usage = Usage(3 + tokens, 0, 1, image_tokens=images, audio_tokens=audio)
+        self.send(Accepted(request.rid, 3 + tokens))
+        self.send_step([Delta(request.rid, text=said, token_ids=(1,), finish=Finish.STOP, usage=usage)])
+
+    @staticmethod
+    def media_tokens(prompt: object) -> int:
+        return TOKENS_OF_ONE * len(prompt.media) if isinstance(prompt, ChatPrompt) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Seeing))
