@@ -1,0 +1,139 @@
+"""Pictures of the recorded tables: python -m benchmarks.plots [FOLDER]
+
+Every number in them is a cell of a table in benchmarks/README.md, and each says which run printed it.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.recorded import Table, table
+
+FOLDER: Final = Path(__file__).with_name("plots")
+MLXD, OTHER, BARE = "#2463b0", "#c9722b", "#8a8f98"
+COLOURS: Final = {"mlxd": MLXD, "mlx_lm.server": OTHER, "bare": BARE}
+INK: Final = "#24292f"
+GRID: Final = "#d8dce1"
+SIZE: Final = (8.0, 4.2)
+
+
+def compare(axes: Any, run: Table) -> None:
+    """Tokens per second over HTTP ÷ those of the bare loop, by the number of clients."""
+    clients = list(dict.fromkeys(row[0] for row in run.rows))
+    at = run.head.index("÷ bare")
+    engines = ("mlxd", "mlx_lm.server")
+    for place, engine in enumerate(engines):
+        values = [next(float(row[at]) for row in run.rows if row[:2] == [count, engine]) for count in clients]
+        places = [index + (place - 0.5) * 0.38 for index in range(len(clients))]
+        bars = axes.bar(places, values, 0.34, color=COLOURS[engine], label=engine)
+        axes.bar_label(bars, fmt="%g", padding=-14, fontsize=9, color="white")
+    _line_of_one(axes, "bare loop of mlx-lm = 1")
+    axes.set_xticks(range(len(clients)), clients)
+    axes.set_xlabel("clients at once")
+    axes.legend(loc="upper left", ncols=2, framealpha=1)
+
+
+def stall(axes: Any, run: Table) -> None:
+    """Slowest 1 % of gaps between tokens of running streams while a long prompt is processed."""
+    # The fourth number: p99 during. An engine has its newest run.
+    newest = {row[0].split(",")[0] if row[0].startswith("mlxd") else row[0]: float(row[4]) for row in run.rows}
+    names = list(newest)[::-1]
+    colours = [COLOURS[name.split(",")[0]] for name in names]
+    _label(axes, axes.barh(names, [newest[name] for name in names], 0.6, color=colours), "%g ms")
+    axes.set_xscale("log")
+    axes.set_xlim(10, max(newest.values()) * 3)
+    axes.set_xlabel("p99 between two tokens, ms (logarithmic)")
+
+
+def prefix(axes: Any, run: Table) -> None:
+    """Time to the first token of a prompt that is new, in memory, on disk and after a restart."""
+    kinds = (("cold", BARE), ("memory", MLXD), ("disk", "#5b8fd0"), ("restart", "#9dbde6"))
+    rows = [row for row in run.rows if row[0] == "mlxd"]
+    for place, (kind, colour) in enumerate(kinds):
+        values = [float(row[run.head.index(kind)]) for row in rows]
+        places = [index + (place - 1.5) * 0.21 for index in range(len(rows))]
+        _label(axes, axes.bar(places, values, 0.19, color=colour, label=kind), "%g s", 8)
+    axes.set_xticks(range(len(rows)), [f"{row[1]} tokens" for row in rows])
+    axes.set_yscale("log")
+    axes.set_ylim(0.03, 1000)
+    axes.set_ylabel("seconds (logarithmic)")
+    axes.legend(loc="upper left", framealpha=1)
+
+
+def stall_bodies(axes: Any, run: Table) -> None:
+    """Longest time that the event loop stood still while a body arrived, the least of two runs."""
+    at = run.head.index("stall, least")
+    rows = sorted(run.rows, key=lambda row: float(row[at]))
+    bars = axes.barh([f"{row[0]}, {row[1]} MiB" for row in rows], [float(row[at]) for row in rows], 0.7, color=MLXD)
+    _label(axes, bars, "%g ms", 8)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_xlabel("ms, with others' load in them")
+
+
+def constrain(axes: Any, run: Table) -> None:
+    """Throughput of free rows beside one with a grammar ÷ beside another free row."""
+    rows = [row for row in run.rows if row[1] == "+ a constrained row"]
+    bars = axes.bar([row[0] for row in rows], [float(row[3]) for row in rows], 0.5, color=MLXD)
+    axes.bar_label(bars, fmt="%g", padding=-14, fontsize=9, color="white")
+    _line_of_one(axes, "a free row beside them = 1")
+    axes.set_xlabel("free rows in the batch")
+
+
+# Name of the picture and of its benchmark, its title, and the height of the drawing.
+PLOTS: Final[dict[str, tuple[str, Callable[[Any, Table], None], float]]] = {
+    "compare": ("Serving over HTTP ÷ the bare loop", compare, 4.2),
+    "stall": ("A long prompt beside running streams", stall, 3.0),
+    "prefix": ("Time to first token of a known prompt (mlxd)", prefix, 4.2),
+    "stall_bodies": ("Large bodies of every kind", stall_bodies, 6.4),
+    "constrain": ("Rows beside a grammar", constrain, 3.6),
+}
+
+
+def draw(name: str, folder: Path) -> Path:
+    """Draw one picture into a folder. The same table gives the same file."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    title, plot, height = PLOTS[name]
+    run = table(name)
+    style = {
+        "svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif", "text.color": INK,
+        "axes.labelcolor": INK, "axes.edgecolor": GRID, "xtick.color": INK, "ytick.color": INK,
+        "axes.spines.top": False, "axes.spines.right": False,
+    }  # fmt: skip
+    with matplotlib.rc_context(style):
+        figure, axes = pyplot.subplots(figsize=(SIZE[0], height), layout="constrained")
+        plot(axes, run)
+        axes.grid(axis="x" if name.startswith("stall") else "y", color=GRID, linewidth=0.6)
+        axes.set_axisbelow(True)
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        figure.supxlabel(f"{run.command}   (2-core Linux VM, CPU)", x=0.01, ha="left", fontsize=8, color=BARE)
+        path = folder / f"{name}.svg"
+        figure.savefig(path, metadata={"Date": None, "Title": title, "Description": run.command})
+        pyplot.close(figure)
+    # matplotlib ends lines with a blank.
+    path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
+    return path
+
+
+def _label(axes: Any, bars: Any, form: str, size: int = 9) -> None:
+    axes.bar_label(bars, fmt=form, padding=2, fontsize=size, color=INK)
+
+
+def _line_of_one(axes: Any, text: str) -> None:
+    axes.axhline(1, color=BARE, linestyle="--", linewidth=1)
+    axes.text(1, 1.02, text, color=INK, ha="right", fontsize=9, transform=axes.get_yaxis_transform())
+    axes.set_ylim(0, 1.3)
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in PLOTS:
+        print(draw(name, folder))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if sys.argv[1:] else FOLDER)
