@@ -45,7 +45,8 @@ DRIFT: Final = 5e-3
 _BEGIN: Final = "<!-- make soak: begin -->"
 _END: Final = "<!-- make soak: end -->"
 _HEAD: Final = (
-    "| architecture | caches | lane | batched | chunks | memory | disk | preempted | resumed | drift | self-check |"
+    "| architecture | caches | lane | batched | chunks | memory | disk | preempted | resumed | drafts | drift "
+    "| self-check |"
 )
 
 
@@ -66,7 +67,7 @@ class Row(msgspec.Struct, frozen=True):
 
     def line(self) -> str:
         if self.failed:
-            return f"| {self.name} | {self.failed} ||||||||||"
+            return f"| {self.name} | {self.failed} |||||||||||"
         cells = (self.name, self.caches, self.lane, *self.checks, f"{self.drift:.0e}", f"{self.check_ms:.0f} ms")
         return f"| {' | '.join(cells)} |"
 

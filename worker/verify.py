@@ -1,8 +1,8 @@
 """`python -m worker.verify`: is a request's output its own, however it is run?
 
-Runs the same requests alone, then batched, chunked, from caches, preempted and resumed, and compares every token.
-Prints a `protocol.verify.Check` a line. Exit statuses: 0 all equal · 1 a difference, or a check that proved nothing ·
-else as a worker's.
+Runs the same requests alone, then batched, chunked, from caches, preempted, resumed and with drafts, and compares
+every token. Prints a `protocol.verify.Check` a line. Exit statuses: 0 all equal · 1 a difference, or a check that
+proved nothing · else as a worker's.
 """
 
 import argparse
@@ -44,6 +44,8 @@ from worker.errors import LoadFailed, RequestInvalid
 from worker.model import memory
 from worker.model.loader import Loaded
 from worker.prompt.intake import Intake
+from worker.speculation.drafter import Drafter
+from worker.speculation.noisy import NoisyDrafts
 
 DIFFERENT: Final = 1
 # Words of the longest prompt. The others are parts of that; every other request continues a beginning that they share.
@@ -88,11 +90,11 @@ class Output:
 class Session:
     """One engine from warm-up to shutdown, on the calling thread."""
 
-    def __init__(self, loaded: Loaded, intake: Intake, spec: WorkerSpec) -> None:
+    def __init__(self, loaded: Loaded, intake: Intake, spec: WorkerSpec, drafter: Drafter | None = None) -> None:
         self.gauges = Gauges()
         self._intake = intake
         self._inbox = Inbox()
-        self._engine = Engine(loaded, spec, self._inbox, self._receive, self.gauges, intake.writer)
+        self._engine = Engine(loaded, spec, self._inbox, self._receive, self.gauges, intake.writer, drafter)
         self._outputs: dict[int, Output] = {}
         self._waves: list[Sequence[Generate]] = []
         self._open: set[int] = set()
@@ -174,6 +176,7 @@ class Verifier:
         yield self._disk()
         yield self._preempted()
         yield self._resumed()
+        yield self._speculated()
 
     def _disk(self) -> Check:
         with tempfile.TemporaryDirectory(prefix="mlxd-verify-") as folder:
@@ -206,6 +209,16 @@ class Verifier:
         for output, alone, cut in zip(rest, self._alone, cuts, strict=True):
             output.ids = alone.ids[:cut] + output.ids
         return self._compare("resumed", rest)
+
+    def _speculated(self) -> Check:
+        """With drafts of which some are right, so that rows keep different numbers of a block's tokens."""
+        drafter = NoisyDrafts(self._loaded.vocab_size)
+        for request, output in zip(self._requests, self._alone, strict=True):
+            drafter.learn([*self._intake.row(request, 0.0).prompt, *output.ids])
+        outputs = Session(self._loaded, self._intake, self._spec, drafter).run([self._requests])
+        if not drafter.drafted:
+            return Check("speculated", note="drafts cannot be verified in this lane", is_skipped=True)
+        return self._compare("speculated", outputs)
 
     def _session(self, spec: WorkerSpec) -> Session:
         return Session(self._loaded, self._intake, spec)

@@ -174,7 +174,7 @@ def verify(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Verify that a model generates the same tokens alone, batched, chunked, from its caches, preempted and resumed.
+    """Verify that a model generates the same tokens alone, batched, cached, preempted, resumed and with drafts.
 
     The model is loaded once more, in a process of its own. The exit status is 1 if any token differs.
 

@@ -33,6 +33,7 @@ from worker.engine.loop import Engine
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.prompt.intake import Intake
+from worker.speculation.drafter import Drafter
 
 TIMEOUT_S = patient(60)
 
@@ -63,9 +64,15 @@ def spec(path: Path, **settings: Any) -> WorkerSpec:
 class EngineHarness:
     """`with EngineHarness(spec) as engine: engine.run([Generate(…)])`."""
 
-    def __init__(self, spec: WorkerSpec, wrap: Callable[[Any], Any] = lambda model: model) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        wrap: Callable[[Any], Any] = lambda model: model,
+        drafter: Drafter | None = None,
+    ) -> None:
         self.spec = spec
         self._wrap = wrap
+        self._drafter = drafter
         self.gauges = Gauges()
         self.results: dict[int, Result] = {}
         self.ended: list[int] = []  # rids, in the order of their terminal events
@@ -93,7 +100,9 @@ class EngineHarness:
             loaded = load_checked(self.spec, lambda *_: None)
             self.loaded = replace(loaded, model=self._wrap(loaded.model))
             self.intake = Intake(self.loaded, self.spec.parser)
-            self.engine = Engine(self.loaded, self.spec, self._inbox, self._receive, self.gauges, self.intake.writer)
+            self.engine = Engine(
+                self.loaded, self.spec, self._inbox, self._receive, self.gauges, self.intake.writer, self._drafter
+            )
             self.engine.warm_up(list(range(8)))
             self.kv_cost = self.engine.kv_cost
             self._is_loaded.set()

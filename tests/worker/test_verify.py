@@ -16,6 +16,7 @@ from worker.verify import Verifier, main
 
 NAMES = [
     "alone", "batched", "chunks of 32", "cache in memory", "cache on disk", "preempted", "resumed",
+    "speculated",
 ]  # fmt: skip
 
 

@@ -92,6 +92,22 @@ def rewind(caches: Sequence[Any], drop: Sequence[int]) -> None:
                 leaf.rewind(tuple(drop))
 
 
+def is_recurrent(caches: Sequence[Any]) -> bool:
+    """Whether some layers' state is of all tokens at once."""
+    return any(isinstance(leaf, ArraysCache) for leaf in leaves(caches))
+
+
+def can_rewind(caches: Sequence[Any]) -> bool:
+    """Whether rows of the batch form of these caches of one sequence can go back to before a block.
+
+    A window and recurrent layers together cannot: the window has all of a block to give back but its first token.
+    """
+    flat = leaves(caches)
+    kinds = {type(leaf) for leaf in flat}
+    has_sinks = any(type(leaf) is RotatingKVCache and leaf.keep for leaf in flat)
+    return kinds <= {KVCache, RotatingKVCache, ArraysCache} and len(kinds - {KVCache}) < 2 and not has_sinks
+
+
 def states(caches: Sequence[Any]) -> list[list[Any]]:
     """The arrays of recurrent layers as they are now; arrays do not change, so this costs nothing."""
     return [list(leaf.cache) for leaf in leaves(caches) if isinstance(leaf, ArraysCache)]

@@ -8,15 +8,19 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import StopSequences
+from mlx_lm.models.cache import make_prompt_cache
 
+from worker.cache import batched
 from worker.cache.prefix import PrefixCache
 from worker.cache.radix_tree import common_prefix
+from worker.engine.decode_batch import REFEED
 from worker.engine.generator import Generator
 from worker.engine.kv_budget import KvCost
 from worker.engine.row import Row
 from worker.engine.sampling import Guard, RowSampler, processors
 from worker.errors import is_allocation_failure
 from worker.model.lanes import Lane
+from worker.speculation.drafter import Drafter, NoDrafts
 from worker.structured.masks import Masks
 
 log = logging.getLogger("mlxd.worker")
@@ -45,12 +49,13 @@ class Token:
 
 @dataclass(slots=True, frozen=True)
 class Tick:
-    """Results of one tick."""
+    """Results of one tick. `block_s` are the seconds of its block, 0 if it had a plain step."""
 
     tokens: list[Token]
     progress: list[tuple[Row, int, int]]
     broken: list[tuple[Row, Exception]]
     prefilled: int
+    block_s: float
 
 
 class Batch:
@@ -66,6 +71,7 @@ class Batch:
         eos_ids: Sequence[int],
         cache: PrefixCache,
         lane: Lane = Lane.TOGETHER,
+        drafter: Drafter | None = None,
     ) -> None:
         # Known once a first row, the one for warming up, has ended.
         self.kv_cost: KvCost | None = None
@@ -83,7 +89,9 @@ class Batch:
         self._ended: list[tuple[Row, list[int], list[Any]]] = []
         self._eos = StopSequences([[token] for token in eos_ids])
         self._never = StopSequences()
-        self._generator = Generator(model, self._sampler, lane)
+        can_verify = lane is Lane.TOGETHER and batched.can_rewind(make_prompt_cache(model))
+        self._drafter: Drafter = drafter if drafter is not None and can_verify else NoDrafts()
+        self._generator = Generator(model, self._sampler, lane, self._drafter)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -105,6 +113,11 @@ class Batch:
     @property
     def decoding(self) -> int:
         return len(self._rows) - len(self._prefilling)
+
+    @property
+    def widest_step(self) -> int:
+        """Tokens that a row may bring to the next step."""
+        return max(self._drafter.widest, REFEED) if self._drafter.widest > 1 else 1
 
     @property
     def kv_bytes(self) -> int:
@@ -163,6 +176,7 @@ class Batch:
         self._guards[uid] = guards
         self._prefilling.add(uid)
         self._sampler.add(uid, row.sampling, len(row.output))
+        self._drafter.add(uid, tokens, row.drafting)
         if parked is not None:
             self._masks.move(parked, uid)
         elif row.rule is not None:
@@ -240,7 +254,7 @@ class Batch:
                 self._ended.append((row, sampled.tokens, sampled.caches))
                 self._forget(row)
         self._park()
-        return Tick(tokens, progress, broken, prefilled)
+        return Tick(tokens, progress, broken, prefilled, self._generator.block_s)
 
     def settle(self) -> None:
         """Store the rows that ended. Not in `tick`: it takes a while, in which their clients can have their answers."""
@@ -266,6 +280,7 @@ class Batch:
             self._guards.pop(uid)
             self._prefilling.discard(uid)
             self._sampler.discard(uid)
+            self._drafter.discard(uid)
             self.insert(row, parked=uid)
 
     def abandon(self) -> None:
@@ -336,5 +351,6 @@ class Batch:
         self._prefilling.discard(row.uid)
         self._unstored.discard(row.uid)
         self._sampler.discard(row.uid)
+        self._drafter.discard(row.uid)
         row.uid = None
         row.prefilled = row.reused = 0

@@ -18,6 +18,7 @@ from worker.engine.forward import forward
 from worker.engine.member import Member, Members
 from worker.engine.sampling import Processor, RowSampler
 from worker.model.lanes import Lane
+from worker.speculation.drafter import Drafter
 
 # Free buffers go back to the system after this many tokens of prefill, or this many steps, as with mlx-lm's.
 CLEAR_TOKENS: Final = 2048
@@ -41,20 +42,27 @@ class Generator:
     A tick is one decode step for all rows past their prompt, and one chunk for each of the others.
     """
 
-    def __init__(self, model: Any, sampler: RowSampler, lane: Lane) -> None:
+    def __init__(self, model: Any, sampler: RowSampler, lane: Lane, drafter: Drafter) -> None:
         self._model = model
         self._lane = lane
         self._stream = generation_stream
         self._count = 0
         self._waiting: deque[Member] = deque()
         self._prefill = Members()
-        self._decode = DecodeBatch(model, sampler)
+        self._decode = DecodeBatch(model, sampler, drafter)
         self._uncleared_tokens = 0
         self._uncleared_steps = 0
+        # No chunk of a prompt has run since the newest step.
+        self._is_steady = True
 
     @property
     def stream(self) -> Any:
         return self._stream
+
+    @property
+    def block_s(self) -> float:
+        """Seconds of the newest step if it was a block, else 0."""
+        return self._decode.block_s
 
     @property
     def nbytes(self) -> int:
@@ -101,8 +109,9 @@ class Generator:
         with mx.stream(self._stream):
             self._admit()
             prompted = self._join()
-            sampled = self._decode.next()
+            sampled = self._decode.next(is_steady=self._is_steady)
             self._uncleared_steps += bool(sampled)
+            self._is_steady = not self._prefill.members
             return prompted + self._run_prompts(chunk), sampled
 
     def _admit(self) -> None:

@@ -91,11 +91,12 @@ class KvBudget:
         lengths = [_expected(other) for other in running]
         return not lengths or self._fits(len(lengths) + 1, max(*lengths, _expected(row)))
 
-    def surplus(self, running: Sequence[Row]) -> Row | None:
-        """The row to take out before the next step, if memory would not last: the least urgent, last admitted one."""
+    def surplus(self, running: Sequence[Row], step: int = 1) -> Row | None:
+        """The row to take out before the next step of so many tokens a row, if memory would not last: the least urgent,
+        last admitted one."""
         if len(running) < 2:
             return None
-        if self._fits(len(running), max(len(row.prompt) + len(row.output) for row in running) + 1):
+        if self._fits(len(running), max(len(row.prompt) + len(row.output) for row in running) + step):
             return None
         return max(running, key=lambda row: (row.priority, row.admitted, row.arrival))
 

@@ -50,6 +50,7 @@ from worker.model import memory
 from worker.model.lanes import Lane
 from worker.model.loader import Loaded
 from worker.parsers import Event
+from worker.speculation.drafter import Drafter
 from worker.text.encodable import encodable
 
 log = logging.getLogger("mlxd.worker")
@@ -78,8 +79,10 @@ class Engine:
         send: Callable[[Up], None],
         gauges: Gauges,
         writer: Writer,
+        drafter: Drafter | None = None,
     ) -> None:
         self._loaded = loaded
+        self._drafter = drafter
         self._spec = spec
         self._inbox = inbox
         self._send = send
@@ -296,7 +299,7 @@ class Engine:
 
     def _make_room(self) -> None:
         """Put rows back into the queue, their KV into the prefix cache, while the next step would not fit."""
-        while (row := self._kv.surplus(self._batch.rows)) is not None:
+        while (row := self._kv.surplus(self._batch.rows, self._batch.widest_step)) is not None:
             log.info("row %d is preempted for older ones", row.rid)
             self._batch.remove(row)
             self._queue.push(row)
@@ -308,7 +311,8 @@ class Engine:
         started = time.monotonic()
         tick = self._batch.tick(chunk)
         now = time.monotonic()
-        self._policy.observe(now - started, tick.prefilled, decoding)
+        # A block waits for itself, so its time is known; a plain step's is that of the steps around it.
+        self._policy.observe(now - started - tick.block_s, tick.prefilled, 0 if tick.block_s else decoding)
         self._gauges.step_seq += 1
         self._gauges.prompt_tokens += tick.prefilled
         self._gauges.generation_tokens += len(tick.tokens)
@@ -327,12 +331,15 @@ class Engine:
         for row, done, total in tick.progress:
             if row.want_progress:
                 self._send(Progress(row.rid, done, total, row.cached or 0))
-        logprobs = self._read_logprobs(tick.tokens)
-        for token in tick.tokens:
+        closed: set[Row] = set()
+        for token, logprob in zip(tick.tokens, self._read_logprobs(tick.tokens), strict=True):
+            if token.row.is_finished or token.row in closed:
+                continue  # of a block, what comes after the row's end
             if not token.row.first_token:
                 token.row.first_token = now
-            self._advance(token.row, token.id, token.ended, logprobs.get(token.row.rid))
+            self._advance(token.row, token.id, token.ended, logprob)
             if token.row.has_thought_enough and not token.row.is_finished:
+                closed.add(token.row)
                 self._close_reasoning(token.row)
         for row, error in tick.broken:
             if not row.is_finished:
@@ -365,12 +372,12 @@ class Engine:
                 return
         self._batch.insert(row)
 
-    def _read_logprobs(self, tokens: list[Token]) -> dict[int, TokenLogprob]:
+    def _read_logprobs(self, tokens: list[Token]) -> list[TokenLogprob | None]:
         wanted = [token for token in tokens if token.row.top_logprobs is not None]
         if not wanted:
-            return {}
-        entries = self._logprobs.read([(token.id, token.logprobs, token.row.top_logprobs or 0) for token in wanted])
-        return {token.row.rid: entry for token, entry in zip(wanted, entries, strict=True)}
+            return [None] * len(tokens)
+        entries = iter(self._logprobs.read([(each.id, each.logprobs, each.row.top_logprobs or 0) for each in wanted]))
+        return [next(entries) if token.row.top_logprobs is not None else None for token in tokens]
 
     def _say(self, row: Row, piece: Piece, usage: Usage | None = None, failure: Failure | None = None) -> None:
         """One delta for each event; ids and logprobs ride on the first, the end on the last."""
@@ -475,4 +482,5 @@ class Engine:
             self._loaded.eos_ids,
             self._cache,
             self._plan.lane,
+            self._drafter,
         )

@@ -35,6 +35,8 @@ class Member:
     generated: int = 0
     # Its newest input was a token that was sampled, not the last of the prompt.
     has_begun: bool = False
+    # Generated, but not in its caches: recurrent layers went back to before a block that was rejected in part.
+    owed: list[int] = field(default_factory=list[int])
     context: TokenBuffer | None = None
 
     def __post_init__(self) -> None:

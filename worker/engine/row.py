@@ -10,6 +10,7 @@ import numpy.typing as npt
 from protocol.messages import Sampling, TokenLogprob, Usage
 from worker.cache.prefix import Ticket
 from worker.parsers import Parser
+from worker.speculation.drafter import Drafting
 from worker.structured.guides import Rule
 from worker.text.detokenize import Detokenizer
 from worker.text.stops import StopScanner
@@ -44,6 +45,7 @@ class Row:
     processors: list[Any] = field(default_factory=list)
     # What the output must match.
     rule: Rule | None = None
+    drafting: Drafting = field(default_factory=Drafting)
 
     arrival: int = 0
     uid: int | None = None

@@ -36,7 +36,8 @@ class RowSampler:
         self._params: dict[int, Sampling] = {}
         self._position: dict[int, int] = {}
         self._uids: tuple[int, ...] = ()
-        self._plans: dict[tuple[int, ...], _Plan] = {}
+        # By the requests, and how many positions of each.
+        self._plans: dict[tuple[tuple[int, ...], int], _Plan] = {}
 
     def add(self, uid: int, params: Sampling, position: int) -> None:
         """Start sampling for `uid` at output position `position`."""
@@ -58,14 +59,28 @@ class RowSampler:
             self._uids = before
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Log-probabilities `[rows, vocab]` to token ids `[rows]`."""
-        plan = self._plans.get(self._uids)
+        """Log-probabilities `[rows, vocab]` to token ids `[rows]`, one for each; the next are of the next position."""
+        ids = self.block(logprobs[:, None])[:, 0]
+        self.advance([1] * len(self._uids))
+        return ids
+
+    def block(self, logprobs: mx.array) -> mx.array:
+        """Log-probabilities `[rows, positions, vocab]` to the ids that each row samples at its next positions."""
+        rows, steps, vocab = logprobs.shape
+        plan = self._plans.get((self._uids, steps))
         if plan is None:
-            plan = self._plans[self._uids] = _Plan.of([self._params[uid] for uid in self._uids])
-        keys = [_key(self._params[uid].seed, self._position[uid]) for uid in self._uids] if plan.is_random else []
-        for uid in self._uids:
-            self._position[uid] += 1
-        return plan.sample(logprobs, keys)
+            params = [self._params[uid] for uid in self._uids for _ in range(steps)]
+            plan = self._plans[self._uids, steps] = _Plan.of(params)
+        keys: list[list[int]] = []
+        if plan.is_random:
+            begins = [(self._params[uid].seed, self._position[uid]) for uid in self._uids]
+            keys = [_key(seed, position + step) for seed, position in begins for step in range(steps)]
+        return plan.sample(logprobs.reshape(rows * steps, vocab), keys).reshape(rows, steps)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Go on by so many positions."""
+        for uid, count in zip(self._uids, counts, strict=True):
+            self._position[uid] += count
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from worker.engine.generator import Generator
 from worker.engine.sampling import RowSampler
 from worker.model.lanes import Lane
 from worker.model.loader import load
+from worker.speculation.drafter import NoDrafts
 
 
 class Watched:
@@ -33,7 +34,7 @@ class Watched:
 def generator_of(folder: Path) -> tuple[Generator, Watched, Callable[[list[int]], int]]:
     model = Watched(load(spec(folder), lambda *_: None).model)
     sampler = RowSampler()
-    generator = Generator(model, sampler, Lane.TOGETHER)
+    generator = Generator(model, sampler, Lane.TOGETHER, NoDrafts())
 
     def insert(prompt: list[int]) -> int:
         uid = generator.insert([prompt], 8, [], [], (), StopSequences())

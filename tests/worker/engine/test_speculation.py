@@ -1,0 +1,120 @@
+"""Drafts change no token: whatever is drafted, a request's output is what it is without."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from protocol.messages import Abort, Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
+from tests.support.engine import EngineHarness, Result, spec
+from tests.support.models import ARCHITECTURES, LANES, VOCAB
+from tests.support.scale import scaled
+from tests.worker.engine.test_exact import requests, tokens
+from worker.speculation.noisy import NoisyDrafts
+
+GREEDY = Sampling(temperature=0.0)
+ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
+# Plain KV, experts, a sliding window, recurrent layers: one of each kind, and all of them in full.
+VERIFIED = scaled(list(ARCHITECTURES), ["qwen3", "gemma3_text", "qwen3_5"])
+
+
+def learned(engine: EngineHarness, drafter: NoisyDrafts, batch: Sequence[Generate]) -> list[Result]:
+    """Each request alone and without drafts, which from now on there are."""
+    alone = [engine.run([request])[0] for request in batch]
+    assert drafter.drafted == 0
+    for request, result in zip(batch, alone, strict=True):
+        assert isinstance(request.prompt, TokensPrompt)
+        drafter.learn([*request.prompt.ids, *request.resume, *result.ids])
+    return alone
+
+
+@pytest.mark.parametrize("architecture", VERIFIED)
+def test_rows_with_drafts_of_any_length_equal_each_alone(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    """Greedy and seeded, with filters, penalties, a grammar and log-probabilities, joining and leaving."""
+    batch = [structs.replace(request, top_logprobs=2 if request.rid % 3 == 0 else None) for request in requests(12)]
+    batch[5] = structs.replace(batch[5], constraint=Constraint(ConstraintKind.REGEX, "[a-z ]+"), max_tokens=30)
+    drafter = NoisyDrafts(VOCAB)
+    with EngineHarness(spec(model_folder(architecture), prefill_chunk=64), drafter=drafter) as engine:
+        alone = learned(engine, drafter, batch)
+        results: list[Result] = []
+        for request in batch:
+            seen = engine.gauges.step_seq
+            results.append(engine.submit(request))
+            engine.wait(lambda seen=seen, result=results[-1]: engine.gauges.step_seq > seen or result.terminals)
+        engine.wait(lambda: all(result.terminals for result in results))
+    assert [tokens(result) for result in results] == [tokens(result) for result in alone]
+    for result, other in zip(results, alone, strict=True):
+        assert [entry.token for entry in result.logprobs] == [entry.token for entry in other.logprobs]
+        assert [entry.logprob for entry in result.logprobs] == pytest.approx(
+            [entry.logprob for entry in other.logprobs], abs=1e-4
+        )
+    assert drafter.accepted > 20
+    assert drafter.accepted < drafter.drafted
+
+
+@pytest.mark.parametrize("architecture", LANES)
+def test_rows_of_lanes_that_cannot_verify_are_never_given_drafts(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    batch = requests(3)
+    drafter = NoisyDrafts(VOCAB)
+    with EngineHarness(spec(model_folder(architecture)), drafter=drafter) as engine:
+        alone = learned(engine, drafter, batch)
+        assert [tokens(result) for result in engine.run(batch)] == [tokens(result) for result in alone]
+    assert drafter.drafted == 0
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])
+def test_rows_with_drafts_end_where_they_would_have(architecture: str, model_folder: Callable[[str], Path]) -> None:
+    """The end may be at each place of a block: by budget, by a token that ends the text, by a stop string."""
+    whole = [Generate(rid, TokensPrompt((20, 21, 22 + rid)), ENDLESS, max_tokens=24) for rid in (1, 2)]
+    drafter = NoisyDrafts(VOCAB, longest=5)
+    with EngineHarness(spec(model_folder(architecture), cache_bytes=1 << 26), drafter=drafter) as engine:
+        alone = learned(engine, drafter, whole)
+        for count in range(1, 24, scaled(1, 4)):
+            cut = engine.run([structs.replace(each, rid=each.rid + 10 * count, max_tokens=count) for each in whole])
+            assert [result.ids for result in cut] == [result.ids[:count] for result in alone]
+        text = alone[0].text
+        for begin in range(2, len(text) - 4, scaled(2, 9)):
+            stopped = engine.run([structs.replace(whole[0], rid=1000 + begin, stop=(text[begin : begin + 3],))])[0]
+            assert stopped.text == text[: text.find(text[begin : begin + 3])]
+        engine.engine.cache.check()
+    assert drafter.accepted > 20
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
+def test_rows_with_drafts_that_make_room_or_are_resumed_keep_their_tokens(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    # Admission counts on 256 tokens of output; these rows, resumed after 250, grow past a step of 256 beyond that.
+    batch = [
+        Generate(
+            rid,
+            TokensPrompt(tuple(20 + (rid * 31 + at * 7) % 400 for at in range(240))),
+            Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True),
+            max_tokens=290,
+            resume=tuple(20 + (rid * 17 + at * 5) % 400 for at in range(250)),
+        )
+        for rid in (1, 2, 3)
+    ]
+    drafter = NoisyDrafts(VOCAB)
+    folder = model_folder(architecture)
+    with EngineHarness(spec(folder, cache_bytes=1 << 28), drafter=drafter) as engine:
+        alone = [result.ids for result in learned(engine, drafter, batch)]
+        cost = engine.kv_cost
+        rest = [
+            structs.replace(request, rid=100 + request.rid, resume=(*request.resume, *ids[:20]))
+            for request, ids in zip(batch, alone, strict=True)
+        ]
+        assert [result.ids for result in engine.run(rest)] == [ids[20:] for ids in alone]
+        leaving = engine.submit(structs.replace(batch[0], rid=7))
+        engine.wait(lambda: len(leaving.ids) > 5)
+        engine.command(Abort((7,)))
+        engine.wait(lambda: leaving.terminals == 1)
+        assert leaving.ids == alone[0][: len(leaving.ids)]
+    with EngineHarness(spec(folder, cache_bytes=1 << 28, kv_bytes=cost.bytes(3, 512) + 1), drafter=drafter) as engine:
+        assert [result.ids for result in engine.run(batch)] == alone
+        assert engine.gauges.preemptions > 0

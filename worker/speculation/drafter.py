@@ -1,0 +1,85 @@
+"""Drafter: guesses at the tokens that rows will generate next, for the batch to verify.
+
+A draft changes which forward passes are made, never a token: the batch samples at each position as it would have, and
+keeps the tokens of a draft for as long as they are the ones sampled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True, frozen=True)
+class Drafting:
+    """A request's part: the most tokens of a draft, the output that its client predicts, and whose text it may see."""
+
+    most: int = 1 << 30
+    prediction: tuple[int, ...] = ()
+    salt: str = ""
+
+
+class Drafter(Protocol):
+    """Drafts for the rows of one batch, by their uids. Owned by the engine thread.
+
+    `widest` are the most tokens that a row has in one forward pass, its newest and the draft.
+    """
+
+    widest: int
+
+    def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
+        """Follow a row, whose prompt and output so far are `tokens`."""
+        ...
+
+    def discard(self, uid: int) -> None: ...
+
+    def note(self, uid: int, tokens: Sequence[int]) -> None:
+        """The row has generated these."""
+        ...
+
+    def is_ready(self, uids: Sequence[int]) -> bool:
+        """Whether `drafts` may have some for the next step. Asking it costs the step its head start."""
+        ...
+
+    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+        """Guesses at what follows each row's newest token, which it has not been told of by `note`."""
+        ...
+
+    def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+        """So many tokens of each draft were the ones sampled."""
+        ...
+
+    def timed(self, rows: int, width: int, seconds: float) -> None:
+        """A step of so many rows and tokens a row took so long; `width` 1 is one without drafts."""
+        ...
+
+
+class NoDrafts:
+    """The drafter where there is no speculation."""
+
+    widest = 1
+
+    def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
+        pass
+
+    def discard(self, uid: int) -> None:
+        pass
+
+    def note(self, uid: int, tokens: Sequence[int]) -> None:
+        pass
+
+    def is_ready(self, uids: Sequence[int]) -> bool:
+        return False
+
+    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+        return [[] for _ in uids]
+
+    def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+        pass
+
+    def timed(self, rows: int, width: int, seconds: float) -> None:
+        pass
