@@ -1,6 +1,7 @@
 """Into the Hugging Face cache, and on from where an earlier attempt stopped.
 
-The hub's own library begins each file again in the next process, which is hours for a large model. So large files are
+The hub's own library begins each file again in the next process, which is hours for a large model: huggingface_hub 2.4
+by the names of its partial files, and hf_xet 1.8, whose cache of chunks is off, transfers all of it. So large files are
 fetched here, to where that library would put them (`blobs/SHA256`), and are compared with their checksum; it then finds
 them there and does the rest: small files, links, references. Until then no process sees an incomplete model.
 """
