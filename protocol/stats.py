@@ -45,3 +45,12 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     mem_limit: int = 0
     # Steps that found no memory, after each of which KV got half.
     allocation_failures: int = 0
+    # Features of media: bytes kept, media that rows needed them of and found or did not find, and seconds of encoding.
+    feature_bytes: int = 0
+    feature_hits: int = 0
+    feature_misses: int = 0
+    feature_evictions: int = 0
+    media_decoded: int = 0
+    media_encoded: int = 0
+    media_failed: int = 0
+    encode_s: float = 0.0

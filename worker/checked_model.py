@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from protocol.spec import WorkerSpec
 from worker.engine.self_check import choose, sample
-from worker.model.lanes import DETERMINISTIC
+from worker.model.lanes import DETERMINISTIC, Lane
 from worker.model.loader import Loaded, load
 from worker.prompt.templates import adopt_template, check_template
 
@@ -19,4 +19,8 @@ def load_checked(spec: WorkerSpec, progress: Callable[[str, int, int], None]) ->
         adopt_template(loaded.tokenizer, loaded.path)
     if spec.deterministic:
         return replace(loaded, plan=DETERMINISTIC)
-    return replace(loaded, plan=choose(loaded.model, sample(loaded.tokenizer, loaded.vocab_size), spec.batching))
+    plan = choose(loaded.model, sample(loaded.tokenizer, loaded.vocab_size), spec.batching)
+    if plan.lane is Lane.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
+        # Chunks of equal length would cut media whose tokens must run together.
+        plan = replace(plan, lane=Lane.SINGLE)
+    return replace(loaded, plan=plan)

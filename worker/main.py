@@ -20,7 +20,7 @@ import msgspec
 from msgspec import structs
 
 from protocol.failures import Code, Exit, Failure
-from protocol.messages import Abort, Generate, Goodbye, Loading, Ready, Rejected, Shutdown
+from protocol.messages import Abort, Generate, Goodbye, Loading, MediaInfo, Ready, Rejected, Shutdown
 from protocol.spec import WorkerSpec, read_spec
 from worker.engine.gauges import Gauges
 from worker.link import Control, Link, Question
@@ -82,6 +82,13 @@ def _prepare_process(spec: WorkerSpec) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault(_MISSES_RAISE, "0")
+
+
+def _media_info(loaded: "Loaded") -> MediaInfo | None:
+    """Media of a model with towers, or the reason why it takes none; None for a model of text."""
+    if loaded.vision is not None:
+        return MediaInfo(tower_bytes=loaded.vision.tower.nbytes)
+    return MediaInfo(reason=loaded.no_vision) if loaded.no_vision else None
 
 
 class Process:
@@ -172,6 +179,7 @@ class Process:
                 has_chat_template=intake.has_chat_template,
                 lane=loaded.plan.lane,
                 lane_reason=loaded.plan.reason,
+                media=_media_info(loaded),
             ),
             version("mlx"),
         )

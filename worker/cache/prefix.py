@@ -6,7 +6,7 @@ it is done.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -104,13 +104,31 @@ class PrefixCache:
         """Number of leading tokens that could be reused from memory."""
         return self._usable(self._tree.walk(tokens, salt_key(salt)))[0]
 
-    def fetch(self, tokens: Tokens, salt: str = "", ticket: Ticket | None = None) -> tuple[int, list[Any]]:
-        """The longest reusable prefix: (number of tokens, a cache of its own to go on with, or [] for none)."""
+    def attach(self, tokens: Tokens, salt: str, ticket: Ticket) -> None:
+        """Hold what was read for a prefix, as far as there is room."""
+        self._attach(self._tree.walk(tokens, salt_key(salt)), ticket)
+        self._evict()
+
+    def fetch(
+        self,
+        tokens: Tokens,
+        salt: str = "",
+        ticket: Ticket | None = None,
+        whole: Callable[[int], int] | None = None,
+    ) -> tuple[int, list[Any]]:
+        """The longest reusable prefix: (number of tokens, a cache of its own to go on with, or [] for none).
+
+        `whole` gives the last position up to another at which a prefix may end.
+        """
         path = self._tree.walk(tokens, salt_key(salt))
         in_memory, _ = self._usable(path)
         if ticket is not None:
             self._attach(path, ticket)
         reusable, node = self._usable(path)
+        if whole is not None and whole(reusable) < reusable:
+            # Checkpoints are taken where a prefix may end; KV that can be cut is cut there.
+            reusable = 0 if self._layout.needs_checkpoints else whole(reusable)
+            node = node if reusable else None
         self.counts.queries += 1
         self.counts.query_tokens += len(tokens)
         if node is None:
@@ -126,6 +144,7 @@ class PrefixCache:
             if step.begin >= reusable:
                 break
             assert step.span is not None
+            matched = min(matched, reusable - step.begin)
             spans.append(step.span if matched == len(step.tokens) else view_span(step.span, 0, matched))
         caches = assemble(self._layout, spans, node.state or [], reusable)
         self._evict()

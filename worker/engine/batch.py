@@ -22,6 +22,10 @@ from worker.errors import is_allocation_failure
 from worker.model.lanes import Lane
 from worker.speculation.drafter import Drafter, NoDrafts
 from worker.structured.masks import Masks
+from worker.vision.attach import Vision
+from worker.vision.encoder import Encoder
+from worker.vision.graft import Placement
+from worker.vision.media import Tokens, media_keys
 
 log = logging.getLogger("mlxd.worker")
 
@@ -58,6 +62,15 @@ class Tick:
     block_s: float
 
 
+class MediaFailed(Exception):
+    """A medium of `row` could not be decoded or encoded; `error` is why."""
+
+    def __init__(self, row: Row, error: Exception) -> None:
+        super().__init__(f"a medium of row {row.rid} could not be encoded: {error}")
+        self.row = row
+        self.error = error
+
+
 class Batch:
     """The rows on the device. One thread owns it and everything MLX.
 
@@ -72,12 +85,18 @@ class Batch:
         cache: PrefixCache,
         lane: Lane = Lane.TOGETHER,
         drafter: Drafter | None = None,
+        vision: Vision | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         # Known once a first row, the one for warming up, has ended.
         self.kv_cost: KvCost | None = None
         self._cache = cache
         self._masks = Masks()
-        self._sampler = RowSampler(self._masks)
+        self._sampler = RowSampler(self._masks, vision.needs.suppressed if vision is not None else ())
+        self._graft = vision.graft if vision is not None else None
+        # Tokens of a medium see each other in both directions: no chunk may cut it.
+        self._keeps_whole = vision is not None and bool(vision.needs.block)
+        self._encoder = encoder
         # Rows taken out while their grammar works, by the uid that they had.
         self._parked: dict[int, Row] = {}
         self._rows: dict[int, Row] = {}
@@ -124,23 +143,34 @@ class Batch:
         return self._generator.nbytes
 
     def must_wait(self, row: Row) -> bool:
-        """Whether what a row needs is being prefilled by another, or read from disk, right now."""
+        """Whether what a row needs is being prefilled by another, read from disk, or encoded right now."""
         if self.is_prefilling_prefix_of(row):
             return True
-        row.ticket = row.ticket or self._cache.restore(row.tokens()[:-1], row.cache_salt)
-        return row.ticket is not None and not row.ticket.is_settled
+        row.ticket = row.ticket or self._cache.restore(row.keys()[:-1], row.cache_salt)
+        if row.ticket is not None and not row.ticket.is_settled:
+            return True
+        return bool(row.media) and not self._has_features(row)
+
+    def _has_features(self, row: Row) -> bool:
+        """Whether there are features of each medium that the prefix cache does not hold KV of."""
+        assert self._encoder is not None, "media are for models with a tower"
+        keys = row.keys()[:-1]
+        if row.ticket is not None:
+            self._cache.attach(keys, row.cache_salt, row.ticket)
+        cached = row.whole(self._cache.longest(keys, row.cache_salt))
+        return self._encoder.is_ready(row.rid, [span.medium for span in row.media if span.end > cached])
 
     def is_prefilling_prefix_of(self, row: Row) -> bool:
         """Whether a row in prefill will soon have cached much more of this prompt than is cached now."""
         if not self._prefilling or not self._cache.is_on:
             return False
-        tokens = row.tokens()[:-1]
+        tokens = row.keys()[:-1]
         cached: int | None = None
         for uid in self._prefilling:
             other = self._rows[uid]
             if other.cache_salt != row.cache_salt:
                 continue
-            gain = self._shareable(other, common_prefix(other.tokens(), tokens))
+            gain = self._shareable(other, row.whole(common_prefix(other.keys(), tokens)))
             if gain < MIN_SHARED_TOKENS:
                 continue
             cached = self._cache.longest(tokens, row.cache_salt) if cached is None else cached
@@ -151,14 +181,16 @@ class Batch:
     def insert(self, row: Row, parked: int | None = None) -> None:
         """Queue prompt and output so far, less what the prefix cache holds; sampling goes on at position len(output).
 
-        The last token always runs: its logits are what the first sample needs.
+        The last token always runs: its logits are what the first sample needs. Raises `MediaFailed` for a medium that
+        cannot be encoded.
         """
         self.settle()
-        tokens = row.tokens()
+        tokens, keys = row.tokens(), row.keys()
         ticket, row.ticket = row.ticket, None
-        self._store_running(tokens, row.cache_salt)
+        self._store_running(keys, row.cache_salt)
         with mx.stream(self._generator.stream):
-            reused, caches = self._cache.fetch(tokens[:-1], row.cache_salt, ticket)
+            reused, caches = self._cache.fetch(keys[:-1], row.cache_salt, ticket, row.whole if row.media else None)
+            placement = self._placement(row, reused)
         if row.cached is None:
             row.cached = 0 if row.output else reused
         row.prefilled = row.reused = reused
@@ -172,6 +204,9 @@ class Batch:
             self._never if row.sampling.ignore_eos and row.rule is None else self._eos,
         )
         row.uid = uid
+        if placement is not None:
+            assert self._graft is not None
+            self._graft.placements[uid] = placement
         self._rows[uid] = row
         self._guards[uid] = guards
         self._prefilling.add(uid)
@@ -181,6 +216,33 @@ class Batch:
             self._masks.move(parked, uid)
         elif row.rule is not None:
             self._masks.add(uid, row.rule, row.output)
+
+    def _placement(self, row: Row, reused: int) -> Placement | None:
+        """The media of a row, with the features of those that are not reused."""
+        if not row.media:
+            return None
+        assert self._encoder is not None, "media are for models with a tower"
+        placement = Placement(row.media, row.positions, len(row.prompt))
+        for span in row.media:
+            if span.end > reused and span.medium.key not in placement.features:
+                try:
+                    placement.features[span.medium.key] = self._encoder.get(row.rid, span.medium)
+                except Exception as error:  # the boundary of the row
+                    raise MediaFailed(row, error) from error
+        return placement
+
+    def _pass_media(self, row: Row) -> None:
+        """Let go of the features that the prefill of a row needs no more."""
+        assert self._graft is not None
+        assert self._encoder is not None
+        assert row.uid is not None
+        placement = self._graft.placements[row.uid]
+        if placement.features:
+            needed = {span.medium.key for span in row.media if span.end > row.prefilled}
+            passed = placement.features.keys() - needed
+            for key in passed:
+                del placement.features[key]
+            self._encoder.release(row.rid, passed)
 
     def remove(self, row: Row) -> None:
         """Take a row out if it is in; what it has computed so far goes to the prefix cache."""
@@ -195,12 +257,12 @@ class Batch:
         if not self._unstored or not self._cache.is_on:
             return
         tokens = tokens[:-1]
-        head = tokens[:MIN_SHARED_TOKENS].tolist()
+        head = tokens[:MIN_SHARED_TOKENS]
         for uid in sorted(self._unstored):
             other = self._rows[uid]
-            if other.cache_salt != salt or other.prompt[:MIN_SHARED_TOKENS] != head:
+            if other.cache_salt != salt or not np.array_equal(other.keys()[:MIN_SHARED_TOKENS], head):
                 continue
-            if common_prefix(other.tokens(), tokens) - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
+            if common_prefix(other.keys(), tokens) - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
                 self._unstored.discard(uid)
                 caches, done = self._generator.extract(uid)
                 self._keep(other, done, caches)
@@ -225,7 +287,7 @@ class Batch:
         """One decode step, then at most `chunk` prompt tokens of each prefilling row."""
         self.settle()
         self._unpark()
-        prompted, generated = self._generator.next(chunk)
+        prompted, generated = self._generator.next(max(chunk, self._longest_medium()) if self._keeps_whole else chunk)
         progress: list[tuple[Row, int, int]] = []
         prefilled = 0
         for step in prompted:
@@ -235,7 +297,9 @@ class Batch:
             row.prefilled = done
             if step.is_prompt_end:
                 self._prefilling.discard(step.uid)
-            if step.is_segment_end:
+            if row.media:
+                self._pass_media(row)
+            if step.is_segment_end and (row.marks is None or done in row.marks):
                 self._checkpoint(row, is_prompt_end=step.is_prompt_end)
             progress.append((row, done, total))
         broken = [
@@ -292,15 +356,29 @@ class Batch:
     def close(self) -> None:
         self._masks.close()
 
+    def _longest_medium(self) -> int:
+        """Tokens of the longest medium in prefill."""
+        rows = (self._rows[uid] for uid in self._prefilling)
+        return max((span.end - span.begin for row in rows for span in row.media), default=0)
+
     def _segments(self, row: Row, tokens: Any, reused: int) -> list[list[int]]:
-        """The tokens to run, cut where a checkpoint is worth having."""
-        if not self._cache.needs_checkpoints:
-            return [tokens[reused:].tolist()]
+        """The tokens to run, cut where a checkpoint is worth having, and at the edges of media: whatever the size of a
+        chunk, it holds tokens of one kind, whose numbers come from the same kernel."""
         last = len(tokens) - 1
-        messages = [at for at in row.boundaries if reused < at < last]
-        chunks = range(reused + CHECKPOINT_TOKENS, last, CHECKPOINT_TOKENS)
-        cuts = sorted({*messages[:1], *messages[-NEWEST_BOUNDARIES:], *chunks})
-        return [part.tolist() for part in np.split(tokens[reused:], [at - reused for at in cuts])]
+        cuts: set[int] = set()
+        if self._cache.needs_checkpoints:
+            messages = [at for at in row.boundaries if reused < at < last]
+            chunks = (row.whole(at) for at in range(reused + CHECKPOINT_TOKENS, last, CHECKPOINT_TOKENS))
+            cuts = {*messages[:1], *messages[-NEWEST_BOUNDARIES:], *chunks} - {reused}
+        row.marks = None
+        if row.media:
+            edges = {at for span in row.media for at in (span.begin, span.end) if reused < at < last}
+            # Of many media, only behind the newest: the edges before it are of use to nobody.
+            row.marks = frozenset(
+                {*cuts, *([max(edges)] if edges and self._cache.needs_checkpoints else ()), last, last + 1}
+            )
+            cuts |= edges
+        return [part.tolist() for part in np.split(tokens[reused:], [at - reused for at in sorted(cuts)])]
 
     def _shareable(self, other: Row, common: int) -> int:
         """Number of `common` leading tokens that `other` will leave in the cache: all, or up to its last checkpoint, as
@@ -336,11 +414,14 @@ class Batch:
     def _persist(self, row: Row, tokens: Sequence[int]) -> None:
         """To disk: all KV, and the checkpoints that the next turn or a resumed request will ask for."""
         starts = row.boundaries or [len(row.prompt) - 1]
-        self._cache.persist(np.array(tokens, dtype=np.int32), {starts[0], starts[-1], len(tokens)}, row.cache_salt)
+        self._cache.persist(self._keyed(row, tokens), {starts[0], starts[-1], len(tokens)}, row.cache_salt)
 
     def _keep(self, row: Row, tokens: Sequence[int], caches: Sequence[Any]) -> None:
         with mx.stream(self._generator.stream):
-            self._cache.store(np.array(tokens, dtype=np.int32), caches, row.cache_salt)
+            self._cache.store(self._keyed(row, tokens), caches, row.cache_salt)
+
+    def _keyed(self, row: Row, tokens: Sequence[int]) -> Tokens:
+        return media_keys(np.array(tokens, dtype=np.int32), row.media)
 
     def _forget(self, row: Row) -> None:
         assert row.uid is not None
@@ -352,5 +433,10 @@ class Batch:
         self._unstored.discard(row.uid)
         self._sampler.discard(row.uid)
         self._drafter.discard(row.uid)
+        if row.media:
+            assert self._graft is not None
+            assert self._encoder is not None
+            self._graft.placements.pop(row.uid, None)
+            self._encoder.forget(row.rid)
         row.uid = None
         row.prefilled = row.reused = 0

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from worker.cache.batched import begin_block, end_block
 from worker.engine.member import Member
+from worker.vision.graft import graft_of
 
 
 def forward(
@@ -20,6 +21,12 @@ def forward(
     width = inputs.shape[1]
     lengths = lengths or [width] * len(members)
     begin_block(caches, lengths, width)
-    logits = model(inputs, cache=caches)
+    graft = graft_of(model)
+    if graft is None:
+        logits = model(inputs, cache=caches)
+    else:
+        starts = [len(member.tokens) for member in members]
+        with graft.rows([member.uid for member in members], starts, lengths, width):
+            logits = model(inputs, cache=caches)
     end_block(caches, lengths, width)
     return logits

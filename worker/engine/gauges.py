@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from protocol.stats import Stats
 from worker.cache.counts import Counts, DiskCounts
+from worker.vision.encoded import FeatureCounts
 
 if TYPE_CHECKING:
     from worker.cache.prefix import PrefixCache
+    from worker.vision.features import FeatureCache
 
 
 @dataclass(slots=True)
@@ -42,11 +44,16 @@ class Gauges:
     cache_nodes: int = 0
     cache: Counts = field(default_factory=Counts)
     disk: DiskCounts = field(default_factory=DiskCounts)
+    feature_bytes: int = 0
+    features: FeatureCounts = field(default_factory=FeatureCounts)
 
     def observe_cache(self, cache: "PrefixCache") -> None:
         self.cache_bytes, self.cache_nodes, self.cache = cache.nbytes, len(cache), cache.counts
         if cache.disk is not None:
             self.disk = cache.disk.counts
+
+    def observe_features(self, features: "FeatureCache") -> None:
+        self.feature_bytes, self.features = features.nbytes, features.counts
 
     def measure_memory(self) -> None:
         """Called on the engine thread, now and then."""
@@ -93,4 +100,12 @@ class Gauges:
             refused_questions=self.refused_questions,
             mem_limit=self.mem_limit,
             allocation_failures=self.allocation_failures,
+            feature_bytes=self.feature_bytes,
+            feature_hits=self.features.hits,
+            feature_misses=self.features.misses,
+            feature_evictions=self.features.evicted,
+            media_decoded=self.features.decoded,
+            media_encoded=self.features.encoded,
+            media_failed=self.features.failed,
+            encode_s=self.features.seconds,
         )

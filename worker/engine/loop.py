@@ -6,7 +6,8 @@ Every row that enters leaves through `_finish`, exactly once.
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, assert_never
 
@@ -35,7 +36,7 @@ from worker.cache.disk import CacheDisk
 from worker.cache.fingerprint import open_disk
 from worker.cache.kv import Layout
 from worker.cache.prefix import PrefixCache
-from worker.engine.batch import Batch, Tick, Token
+from worker.engine.batch import Batch, MediaFailed, Tick, Token
 from worker.engine.chunking import ChunkPolicy
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Command, Inbox, Wake
@@ -45,13 +46,15 @@ from worker.engine.output import Piece, Writer
 from worker.engine.queue import Queue
 from worker.engine.row import Row
 from worker.engine.self_check import refusal
-from worker.errors import GPU_FAULTS, StepFailed, is_allocation_failure
+from worker.errors import GPU_FAULTS, RequestInvalid, StepFailed, is_allocation_failure
 from worker.model import memory
 from worker.model.lanes import Lane
 from worker.model.loader import Loaded
 from worker.parsers import Event
 from worker.speculation.drafter import Drafter
 from worker.text.encodable import encodable
+from worker.vision.encoder import Encoder
+from worker.vision.features import FeatureCache
 
 log = logging.getLogger("mlxd.worker")
 
@@ -97,7 +100,11 @@ class Engine:
         self._share = memory.Share(spec, loaded.weights_bytes)
         limits = self._share.limits()
         self._share.enforce(limits)
-        prefixes = limits.prefixes if self._plan.reuses_prefixes else 0
+        self._encoder: Encoder | None = None
+        if loaded.vision is not None:
+            features = FeatureCache(limits.features)
+            self._encoder = Encoder(loaded.vision.tower, features, lambda: inbox.put(Wake.UP))
+        prefixes = self._prefix_bytes(limits)
         self._cache = PrefixCache(self._layout, prefixes, disk=disk, disk_min_tokens=spec.disk_cache_tokens)
         self._is_waiting = False
         self._batch = self._new_batch()
@@ -125,12 +132,18 @@ class Engine:
         """For looking at; it belongs to the engine thread."""
         return self._cache
 
+    @property
+    def features(self) -> FeatureCache | None:
+        """Likewise; None for a model of text."""
+        return self._encoder.features if self._encoder is not None else None
+
     def run(self) -> None:
         """Serve until told to shut down. Raises `StepFailed` when the loop cannot go on."""
         while not self._is_stopping:
             self._take_commands()
             self._recovering(self._enforce_deadlines)
             self._recovering(self._admit)
+            self._recovering(self._encode)
             self._recovering(self._make_room)
             if self._batch:
                 self._recovering(self._tick)
@@ -142,6 +155,8 @@ class Engine:
         self._flush()
         self._cache.close()
         self._batch.close()
+        if self._encoder is not None:
+            self._encoder.close()
 
     def warm_up(self, prompt: list[int]) -> int:
         """Compile the kernels of prefill and decode before the first request pays for it.
@@ -165,7 +180,9 @@ class Engine:
 
     def _apply(self, limits: memory.Limits) -> None:
         """Keep these limits: what is above them goes before MLX hears of them."""
-        self._cache.resize(limits.prefixes if self._plan.reuses_prefixes else 0)
+        self._cache.resize(self._prefix_bytes(limits))
+        if self._encoder is not None:
+            self._encoder.features.resize(limits.features)
         self._kv = KvBudget(self.kv_cost, limits.kv, limits.buffers)
         self._gauges.kv_limit = limits.kv
         self._make_room()
@@ -173,6 +190,12 @@ class Engine:
         self._gauges.share_bytes = self._share.bytes
         self._gauges.mem_limit = limits.total
         self._gauges.wired_limit = self._share.wired_limit
+
+    def _prefix_bytes(self, limits: memory.Limits) -> int:
+        """Of the memory for what may be asked again, the part that is not for features of media."""
+        if not self._plan.reuses_prefixes:
+            return 0
+        return limits.prefixes - (limits.features if self._encoder is not None else 0)
 
     def _tend_share(self) -> None:
         """Now and then: give back what a failed allocation took, and lower what had to stay wired."""
@@ -226,8 +249,13 @@ class Engine:
         self._gauges.busy_since = 0.0
         self._gauges.kv_bytes = 0
         self._gauges.measure_memory()
-        self._gauges.observe_cache(self._cache)
+        self._observe_caches()
         self._recovering(self._cache.flush)
+
+    def _observe_caches(self) -> None:
+        self._gauges.observe_cache(self._cache)
+        if self._encoder is not None:
+            self._gauges.observe_features(self._encoder.features)
 
     def _abort(self, rid: int) -> None:
         row = self._rows.get(rid)
@@ -290,12 +318,37 @@ class Engine:
                 held.append(row)
                 continue
             row.admitted = row.admitted or time.monotonic()
-            if row.has_thought_enough:  # resumed just there
-                self._close_reasoning(row)
-            else:
-                self._batch.insert(row)
+            with self._failing_media():
+                if row.has_thought_enough:  # resumed just there
+                    self._close_reasoning(row)
+                else:
+                    self._batch.insert(row)
         self._queue.put_back(held)
         self._is_waiting = bool(held) and not self._batch
+
+    def _encode(self) -> None:
+        """At most one medium a tick: running rows wait for no more than that."""
+        if self._encoder is None:
+            return
+        for rid, error in self._encoder.step():
+            if (row := self._rows.get(rid)) is not None:
+                self._fail_medium(row, error)
+        # Pixels that are there are encoded at once.
+        self._is_waiting = self._is_waiting and not self._encoder.has_pixels
+
+    @contextmanager
+    def _failing_media(self) -> Generator[None]:
+        """A medium that cannot be encoded is the end of its row alone."""
+        try:
+            yield
+        except MediaFailed as failed:
+            self._fail_medium(failed.row, failed.error)
+
+    def _fail_medium(self, row: Row, error: Exception) -> None:
+        if isinstance(error, RequestInvalid):
+            self._finish(row, Finish.ERROR, error.failure)
+        else:
+            self._fail_row(row, f"its media were encoded: {type(error).__name__}: {error}")
 
     def _make_room(self) -> None:
         """Put rows back into the queue, their KV into the prefix cache, while the next step would not fit."""
@@ -321,7 +374,8 @@ class Engine:
     def _recovering(self, act: Callable[[], None]) -> None:
         """Act, and begin again with all rows if that raises: whatever touches a row's KV may find no memory."""
         try:
-            act()
+            with self._failing_media():
+                act()
         except StepFailed:
             raise
         except Exception as error:  # the root of the step loop
@@ -370,7 +424,8 @@ class Engine:
             self._advance(row, token, ended, None)
             if row.is_finished:
                 return
-        self._batch.insert(row)
+        with self._failing_media():
+            self._batch.insert(row)
 
     def _read_logprobs(self, tokens: list[Token]) -> list[TokenLogprob | None]:
         wanted = [token for token in tokens if token.row.top_logprobs is not None]
@@ -416,6 +471,8 @@ class Engine:
             )
             traceback.clear_frames(error.__traceback__)  # they hold what the step had computed
             self._cache.clear()
+            if self._encoder is not None:
+                self._encoder.features.clear()
             self._rebuild()
             return
         is_fault = any(sign in str(error) for sign in GPU_FAULTS)
@@ -450,6 +507,8 @@ class Engine:
             self._gauges.malformed_tool_calls += row.parser.malformed
         piece = piece or Piece([], None, finish)
         self._say(row, piece, row.usage(time.monotonic()), failure)
+        if self._encoder is not None:
+            self._encoder.forget(row.rid)
         # Last: it may find no memory for the KV that it keeps, and the row has ended all the same.
         self._batch.remove(row)
 
@@ -469,7 +528,7 @@ class Engine:
         if now >= self._memory_due:
             gauges.measure_memory()
             gauges.kv_bytes = self._batch.kv_bytes
-            gauges.observe_cache(self._cache)
+            self._observe_caches()
             self._memory_due = now + _MEMORY_EVERY_S
         if is_due:
             self._stats_due = now + _STATS_EVERY_S
@@ -483,4 +542,6 @@ class Engine:
             self._cache,
             self._plan.lane,
             self._drafter,
+            self._loaded.vision,
+            self._encoder,
         )

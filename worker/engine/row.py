@@ -14,6 +14,7 @@ from worker.speculation.drafter import Drafting
 from worker.structured.guides import Rule
 from worker.text.detokenize import Detokenizer
 from worker.text.stops import StopScanner
+from worker.vision.media import Span, before_media, media_keys
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +47,9 @@ class Row:
     # What the output must match.
     rule: Rule | None = None
     drafting: Drafting = field(default_factory=Drafting)
+    # Media in the order of the prompt, and positions `[3, prompt]` for models that have them in space.
+    media: list[Span] = field(default_factory=list)
+    positions: npt.NDArray[np.int32] | None = None
 
     arrival: int = 0
     uid: int | None = None
@@ -70,15 +74,31 @@ class Row:
     admitted: float = 0.0
     first_token: float = 0.0
     is_finished: bool = False
+    # Ends of segments that are worth a checkpoint; None is each of them.
+    marks: frozenset[int] | None = None
     # Reads from disk that this row waits for, or that wait for it.
     ticket: Ticket | None = None
     _tokens: npt.NDArray[np.int32] | None = None
+    _keys: npt.NDArray[np.int32] | None = None
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """Prompt and output so far; not to be written to. Made once for as long as no token is added."""
         if self._tokens is None or len(self._tokens) != len(self.prompt) + len(self.output):
             self._tokens = np.array(self.prompt + self.output, dtype=np.int32)
         return self._tokens
+
+    def keys(self) -> npt.NDArray[np.int32]:
+        """`tokens` as the prefix cache knows them: media by their content; not to be written to."""
+        tokens = self.tokens()
+        if not self.media:
+            return tokens
+        if self._keys is None or len(self._keys) != len(tokens):
+            self._keys = media_keys(tokens, self.media)
+        return self._keys
+
+    def whole(self, at: int) -> int:
+        """The last position up to `at` that cuts no medium."""
+        return before_media(self.media, at) if self.media else at
 
     @property
     def has_thought_enough(self) -> bool:
@@ -95,4 +115,10 @@ class Row:
             queue_ms=(admitted - self.arrived) * 1e3,
             prefill_ms=(first - admitted) * 1e3,
             decode_ms=(now - first) * 1e3,
+            image_tokens=self._media_tokens("image"),
+            video_tokens=self._media_tokens("video"),
+            audio_tokens=self._media_tokens("audio"),
         )
+
+    def _media_tokens(self, kind: str) -> int:
+        return sum(span.end - span.begin for span in self.media if span.medium.kind == kind)

@@ -30,7 +30,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class RowSampler:
     """Samples for all rows at once; told by `rows` which requests the next call is for."""
 
-    def __init__(self, masks: Masks | None = None) -> None:
+    def __init__(self, masks: Masks | None = None, suppressed: Sequence[int] = ()) -> None:
         # What grammars forbid: it goes onto the logits before they become the log-probabilities given to `__call__`.
         self.masks = masks or Masks()
         self._params: dict[int, Sampling] = {}
@@ -38,6 +38,9 @@ class RowSampler:
         self._uids: tuple[int, ...] = ()
         # By the requests, and how many positions of each.
         self._plans: dict[tuple[tuple[int, ...], int], _Plan] = {}
+        # Ids that are never drawn, and by what their log-probabilities are changed.
+        self._suppressed = tuple(suppressed)
+        self._penalty: mx.array | None = None
 
     def add(self, uid: int, params: Sampling, position: int) -> None:
         """Start sampling for `uid` at output position `position`."""
@@ -75,12 +78,19 @@ class RowSampler:
         if plan.is_random:
             begins = [(self._params[uid].seed, self._position[uid]) for uid in self._uids]
             keys = [_key(seed, position + step) for seed, position in begins for step in range(steps)]
+        logprobs = self._suppress(logprobs) if self._suppressed else logprobs
         return plan.sample(logprobs.reshape(rows * steps, vocab), keys).reshape(rows, steps)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Go on by so many positions."""
         for uid, count in zip(self._uids, counts, strict=True):
             self._position[uid] += count
+
+    def _suppress(self, logprobs: mx.array) -> mx.array:
+        if self._penalty is None or self._penalty.dtype != logprobs.dtype:
+            ids = mx.array([token for token in self._suppressed if token < logprobs.shape[-1]])
+            self._penalty = mx.zeros(logprobs.shape[-1:], dtype=logprobs.dtype).at[ids].add(-math.inf)
+        return logprobs + self._penalty
 
 
 @dataclass(slots=True)

@@ -24,9 +24,16 @@ from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from worker.errors import LoadFailed, is_allocation_failure
 from worker.model.lanes import Plan
+from worker.vision.attach import Vision, attach
+from worker.vision.checkpoint import fold, has_media
+from worker.vision.text_model import load_text_model
+from worker.vision.unserved import Unserved
 
 DEMO: Final = "demo"
 DEMO_DIR: Final = Path(__file__).parents[1] / "demo_model"
+DEMO_VISION: Final = "demo-vision"
+# Models that come with mlxd, by the path that names them.
+DEMOS: Final = {DEMO: DEMO_DIR, DEMO_VISION: DEMO_DIR.with_name("demo_vision")}
 
 _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # For a model of which neither its files nor its class say anything.
@@ -49,6 +56,9 @@ class Loaded:
     eos_ids: tuple[int, ...]
     weights_bytes: int
     plan: Plan = field(default_factory=Plan)
+    # What it has beyond text, or why one with towers has nothing.
+    vision: Vision | None = None
+    no_vision: str = ""
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
@@ -58,7 +68,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
     total = check_weights(path)
     progress("weights", 0, total)
     try:
-        model, config = load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
+        model, config = _load_text(path, config, spec)
         _cast(model, spec.dtype)
         mx.eval(model.parameters())
         tokenizer = load_tokenizer(
@@ -74,7 +84,8 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
     if spec.chat_template:
         tokenizer.chat_template, tokenizer.has_chat_template = spec.chat_template, True
-    weights_bytes = _nbytes(model)
+    vision, no_vision = _load_vision(path, config, model, spec)
+    weights_bytes = _nbytes(model) + (vision.tower.nbytes if vision is not None else 0)
     progress("weights", weights_bytes, weights_bytes)
     vocab_size = _vocab_size(config, tokenizer)
     eos_ids = tuple(sorted(tokenizer.eos_token_ids))
@@ -89,13 +100,34 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
         max_context=_context(config, model, tokenizer, spec.context),
         eos_ids=eos_ids,
         weights_bytes=weights_bytes,
+        vision=vision,
+        no_vision=no_vision,
     )
 
 
+def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any]]:
+    """A text model with its configuration: that of a checkpoint with towers has its own ways to be named."""
+    if not has_media(config):
+        return load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
+    return load_text_model(path, config, fold(config), spec.trust_remote_code)
+
+
+def _load_vision(path: Path, config: dict[str, Any], model: Any, spec: WorkerSpec) -> tuple[Vision | None, str]:
+    """Towers of a model beside its text, or the reason for none. Raises `LoadFailed` for a lack of memory."""
+    if not has_media(config):
+        return None, ""
+    try:
+        return attach(path, config, model, lambda tower: _cast(tower, spec.dtype)), ""
+    except Unserved as reason:
+        return None, str(reason)
+    except Exception as error:  # the boundary to code of every architecture
+        raise _explain(path, config, error) from error
+
+
 def resolve(path: str) -> Path:
-    """The folder of a model: the embedded demo, a local folder, or a snapshot in the Hugging Face cache."""
-    if path == DEMO:
-        return DEMO_DIR
+    """The folder of a model: an embedded demo, a local folder, or a snapshot in the Hugging Face cache."""
+    if path in DEMOS:
+        return DEMOS[path]
     local = Path(path).expanduser()
     if path and local.is_dir():
         return local.resolve()

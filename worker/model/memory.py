@@ -27,6 +27,9 @@ _LOAD_CACHE_BYTES: Final = 64 << 20
 _BUFFER_PART: Final = 8
 _BUFFER_MIN: Final = 16 << 20
 _KV_PART: Final = 0.75
+# Of what is for prefixes, this part is for features of media, and if there is enough, at least so much.
+_FEATURE_PART: Final = 8
+_FEATURES_MIN: Final = 64 << 20
 # Python's own memory grows a little while requests come in.
 _HOST_SLACK: Final = 16 << 20
 # After a failed allocation KV and prefixes get half, an eighth at least, and twice as much again after so long without.
@@ -62,6 +65,11 @@ class Limits:
     prefixes: int
     buffers: int
     total: int = 0
+
+    @property
+    def features(self) -> int:
+        """Bytes that features of media take of `prefixes`, for a model that has a tower."""
+        return max(self.prefixes // _FEATURE_PART, min(_FEATURES_MIN, self.prefixes // 2))
 
 
 def divide(order: SetMemory, weights: int, host: int, *, kv: int = -1, prefixes: int = -1) -> Limits:

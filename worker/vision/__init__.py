@@ -1,3 +1,16 @@
 """Images, video and audio: from the bytes of a request to features beside a prompt's text."""
 
-__all__ = ["markers", "media", "positions", "processor"]
+__all__ = [
+    "attach",
+    "checkpoint",
+    "encoded",
+    "encoder",
+    "features",
+    "graft",
+    "markers",
+    "media",
+    "positions",
+    "processor",
+    "text_model",
+    "unserved",
+]

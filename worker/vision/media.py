@@ -52,6 +52,8 @@ class Span:
 
 def media_keys(tokens: Tokens, spans: Sequence[Span]) -> Tokens:
     """Tokens with the words of media in place of their placeholders: equal keys mean equal content."""
+    if not spans:
+        return tokens
     keys = tokens.copy()
     for span in spans:
         length = min(span.end, len(keys)) - span.begin

@@ -1,0 +1,65 @@
+"""Vision of a model: its tower beside mlx-lm's text model, and the grafts that this needs."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from worker.errors import is_allocation_failure
+from worker.vision.graft import Graft, text_core
+from worker.vision.needs import Needs
+from worker.vision.tower import Tower, load_tower
+from worker.vision.unserved import Unserved
+
+log = logging.getLogger("mlxd.worker")
+
+
+@dataclass(slots=True, frozen=True)
+class Vision:
+    """Parts of a model beyond text. `config` is the model's own, folded."""
+
+    needs: Needs
+    graft: Graft
+    tower: Tower
+    config: Mapping[str, Any]
+
+
+def attach(path: Path, folded: Mapping[str, Any], model: Any, retype: Callable[[Any], None]) -> Vision:
+    """Load the tower of a checkpoint and graft onto its text model, which stays as it is when this raises.
+
+    `retype` changes the type of a module's parameters in place. Raises `Unserved` with the reason why the model is
+    served as text only; lets failed allocations through.
+    """
+    needs = Needs.of({**folded, "generation_config": _generation(path)})
+    try:
+        core = text_core(model)
+        dtype = _dtype(core.embed_tokens)
+        tower = load_tower(path, folded, needs, dtype, retype)
+    except Unserved:
+        raise
+    except Exception as error:  # the boundary to code of every architecture
+        if is_allocation_failure(error):
+            raise
+        log.warning("the tower of %s could not be loaded", path, exc_info=True)
+        reason = str(error).partition("\n")[0]
+        raise Unserved(f"its tower could not be loaded: {type(error).__name__}: {reason}") from error
+    graft = Graft(model, needs)
+    model.graft = graft
+    return Vision(needs, graft, tower, folded)
+
+
+def _dtype(table: Any) -> mx.Dtype:
+    """The type of what a table of embeddings returns; quantized ones have it of their scales."""
+    return (table.scales if "scales" in table else table.weight).dtype
+
+
+def _generation(path: Path) -> Any:
+    """The checkpoint's `generation_config.json`, or nothing where it has none that can be read."""
+    try:
+        return json.loads((path / "generation_config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,164 @@
+"""Checkpoints of vision models in the terms of mlx-lm and mlx-vlm: their configuration and the names of weights."""
+
+import re
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any, Final
+
+from mlx.utils import tree_flatten
+
+# Sections of a configuration that speak of media.
+_MEDIA_SECTIONS: Final = ("vision_config", "audio_config", "vit_config", "vision_tower_config")
+_DEFAULT_ROPE: Final = "default"
+# As checkpoints name towers and what stands between them and the text model.
+_TOWER: Final = re.compile(
+    r"^(model\.)?(visual|vision_tower|vision_model|vision_encoder|vision_embedder|vision_projection|vision_projector"
+    r"|vision_embed_tokens|multi_modal_projector|mm_projector|patch_merger|connector|audio_tower|audio_encoder"
+    r"|embed_audio|embed_vision|image_newline)\b"
+)
+_TEXT: Final = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
+# Towers of CLIP and SigLIP, whose inner `vision_model` transformers leaves out from version 5 on.
+_NESTED_TOWERS: Final = ("clip_vision_model", "siglip_vision_model")
+
+
+class Contradiction(ValueError):
+    """Two keys of one configuration that say different things of the same."""
+
+
+def has_media(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration speaks of a tower, with or without its weights."""
+    return any(isinstance(config.get(section), dict) and config[section] for section in _MEDIA_SECTIONS)
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    section = config.get("text_config") or config.get("llm_config")
+    return dict(section) if isinstance(section, dict) else dict(config)
+
+
+def fold(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as both libraries read it. Raises `Contradiction`."""
+    folded = deepcopy(dict(config))
+    sections = [folded, *(folded[name] for name in ("text_config", *_MEDIA_SECTIONS) if name in folded)]
+    for section in sections:
+        if isinstance(section, dict):
+            _fold_rope(section)
+    text, vision = folded.get("text_config"), folded.get("vision_config")
+    if isinstance(text, dict):
+        _name_sizes(folded, text)
+    kind = str(folded.get("model_type", ""))
+    if isinstance(vision, dict) and kind.startswith(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")):
+        vision["model_type"] = kind
+    return folded
+
+
+def tower_config(folded: Mapping[str, Any]) -> dict[str, Any]:
+    """A folded configuration as mlx-vlm reads it, with the sections that it takes for granted."""
+    config = deepcopy(dict(folded))
+    config.setdefault("text_config", config.pop("llm_config", {}))
+    for section in ("vision_config", "audio_config"):
+        config.setdefault(section, {})
+    vision = config["vision_config"] or {}
+    if config.get("model_type") == "llava" and vision.get("model_type") == "pixtral":
+        config["model_type"] = "pixtral"
+    if str(config.get("model_type")).startswith(("qwen2_vl", "qwen2_5_vl")):
+        config = {**config["text_config"], **config}
+    return config
+
+
+def _fold_rope(section: dict[str, Any]) -> None:
+    rope = section.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return
+    if "full_attention" in rope:
+        _agree(section, "rope_theta", rope["full_attention"].get("rope_theta"))
+        _agree(section, "rope_global_base_freq", rope["full_attention"].get("rope_theta"))
+        _agree(section, "rope_local_base_freq", rope.get("sliding_attention", {}).get("rope_theta"))
+        return
+    _agree(section, "rope_theta", rope.get("rope_theta"))
+    kind = rope.get("type", rope.get("rope_type", _DEFAULT_ROPE))
+    if kind == _DEFAULT_ROPE and "mrope_section" not in rope:
+        return
+    scaling = section.get("rope_scaling")
+    if isinstance(scaling, dict) and scaling.get("mrope_section") != rope.get("mrope_section"):
+        raise Contradiction("rope_scaling and rope_parameters of config.json differ in mrope_section")
+    if scaling is None:
+        section["rope_scaling"] = {**{key: rope[key] for key in rope if key != "rope_theta"}, "type": kind}
+
+
+def _agree(section: dict[str, Any], key: str, value: Any) -> None:
+    if value is None:
+        return
+    if section.get(key) is None:
+        section[key] = value
+    elif section[key] != value:
+        raise Contradiction(f"config.json gives {key} as {section[key]}, and as {value} in rope_parameters")
+
+
+def _name_sizes(config: dict[str, Any], text: dict[str, Any]) -> None:
+    """Sizes under the names that one of the libraries looks for."""
+    match config.get("model_type"):
+        case "gemma3":
+            config.setdefault("hidden_size", text.get("hidden_size"))
+            if "mm_tokens_per_image" in config:
+                text.setdefault("mm_tokens_per_image", config["mm_tokens_per_image"])
+            _add_vocabulary(config, text)
+        case "gemma4" | "gemma4_unified":
+            _add_vocabulary(config, text)
+        case "lfm2_vl":
+            width, heads = text.get("hidden_size"), text.get("num_attention_heads")
+            names = {
+                "block_dim": width,
+                "conv_dim": width,
+                "block_ff_dim": text.get("intermediate_size"),
+                "num_heads": heads,
+            }
+            for name, size in names.items():
+                text.setdefault(name, size)
+        case _:
+            pass
+
+
+def _add_vocabulary(config: dict[str, Any], text: dict[str, Any]) -> None:
+    """mlx-lm takes the root's size, and its own default for none."""
+    if "vocab_size" in text:
+        config.setdefault("vocab_size", text["vocab_size"])
+
+
+def is_tower(name: str) -> bool:
+    """Whether a weight is of a tower, by its name in the checkpoint."""
+    return _TOWER.match(name) is not None
+
+
+def text_names(names: Iterable[str]) -> list[dict[str, str]]:
+    """Names of the text model's weights, in each of the ways in which classes of mlx-lm expect them: old to new."""
+    kept = [name for name in names if not is_tower(name)]
+    plain = {name: name if name.startswith("lm_head.") else _plain(name) for name in kept}
+    return [
+        {name: name for name in kept},
+        {name: f"language_model.{short}" for name, short in plain.items()},
+        plain,
+    ]
+
+
+def _plain(name: str) -> str:
+    """`model.layers…` and `lm_head…`, as classes of text models have them."""
+    short, count = _TEXT.subn("model.", name)
+    return short.removeprefix("model.") if count and short.startswith("model.lm_head.") else short
+
+
+def tower_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, str]:
+    """Names of weights as mlx-vlm expects them before it renames them: old to new."""
+    vision = config.get("vision_config") or {}
+    is_nested = vision.get("model_type") in _NESTED_TOWERS and config.get("model_type") not in ("idefics3", "smolvlm")
+    renamed = {name: name for name in names}
+    if is_nested and not any("vision_model." in name for name in renamed):
+        renamed = {name: name.replace("vision_tower.", "vision_tower.vision_model.") for name in renamed}
+    return renamed
+
+
+def known_weights(model: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights that a module of mlx has a place for, also once it is quantized: checkpoints carry others along."""
+    modules = {name for name, _ in model.named_modules()}
+    parameters: Any = tree_flatten(model.parameters())
+    names = {name for name, _ in parameters}
+    return {name: array for name, array in weights.items() if name in names or name.rpartition(".")[0] in modules}

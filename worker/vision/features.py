@@ -1,0 +1,94 @@
+"""Cache of features: the newest media that a tower has encoded, by their keys and within a budget of bytes."""
+
+from collections import OrderedDict, defaultdict
+from typing import Final
+
+from worker.vision.encoded import FeatureCounts
+from worker.vision.graft import Features
+
+# What rows may hold until a further one has to wait, however small the budget.
+HELD_MIN: Final = 64 << 20
+
+
+class FeatureCache:
+    """Owned by the engine thread. Features that a row holds stay; of the others the newest, if all fit the budget."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._entries: OrderedDict[bytes, Features] = OrderedDict()
+        self._holders: defaultdict[bytes, set[int]] = defaultdict(set)
+        self.nbytes = 0
+        self.held_bytes = 0
+        self.counts = FeatureCounts()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    @property
+    def budget(self) -> int:
+        return self._budget
+
+    @property
+    def is_full(self) -> bool:
+        """Whether rows hold as much as they may."""
+        return bool(self._holders) and self.held_bytes >= max(self._budget, HELD_MIN)
+
+    def holds(self, rid: int, key: bytes) -> bool:
+        return rid in self._holders.get(key, ())
+
+    def hold(self, rid: int, key: bytes) -> Features | None:
+        """The features of a medium, kept for this row until `release`; None where there are none."""
+        features = self._entries.get(key)
+        if features is None:
+            return None
+        self._entries.move_to_end(key)
+        if not self._holders[key]:
+            self.held_bytes += features.nbytes
+        self._holders[key].add(rid)
+        return features
+
+    def put(self, key: bytes, features: Features, rids: set[int]) -> None:
+        """Keep new features, held by these rows from the beginning."""
+        assert key not in self._entries
+        self._entries[key] = features
+        self.nbytes += features.nbytes
+        for rid in rids:
+            self.hold(rid, key)
+        self._evict()
+
+    def release(self, rid: int, key: bytes) -> None:
+        holders = self._holders.get(key)
+        if holders is None or rid not in holders:
+            return
+        holders.discard(rid)
+        if not holders:
+            del self._holders[key]
+            self.held_bytes -= self._entries[key].nbytes
+            self._evict()
+
+    def resize(self, budget: int) -> None:
+        self._budget = budget
+        self._evict()
+
+    def clear(self) -> None:
+        """Let go of all that no row holds."""
+        budget, self._budget = self._budget, 0
+        self._evict()
+        self._budget = budget
+
+    def check(self) -> None:
+        """Raise AssertionError if the books are wrong; slow."""
+        assert self.nbytes == sum(features.nbytes for features in self._entries.values())
+        assert self.held_bytes == sum(self._entries[key].nbytes for key in self._holders)
+        assert all(self._holders.values())
+        assert self.nbytes <= max(self._budget, self.held_bytes)
+
+    def _evict(self) -> None:
+        for key in [key for key in self._entries if key not in self._holders]:
+            if self.nbytes <= self._budget:
+                return
+            self.nbytes -= self._entries.pop(key).nbytes
+            self.counts.evicted += 1

@@ -1,0 +1,285 @@
+"""Grafts onto mlx-lm's text models for media in a prompt: embeddings from outside, positions in space, deepstack, and
+attention inside a medium.
+
+Modules are wrapped once, when the model is loaded, and look at the `Graft` that they share. While a forward pass
+without media is built they find nothing there and are the modules that they wrap.
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.base import create_attention_mask
+
+from worker.vision.media import Span
+from worker.vision.needs import Mrope, Needs
+
+_INNER: Final = ("language_model.model", "model.language_model", "model", "language_model")
+
+
+@dataclass(slots=True, frozen=True)
+class Features:
+    """Rows of one medium: embeddings `[tokens, width]`, and as many for each deepstack layer."""
+
+    embeds: mx.array
+    layers: tuple[mx.array, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.embeds.nbytes + sum(layer.nbytes for layer in self.layers)
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """Media of one row and their places; `positions` are `[3, prompt]` for models with positions in space.
+
+    `features` are by the medium's key: those that the prefill still needs.
+    """
+
+    spans: Sequence[Span]
+    positions: npt.NDArray[np.int32] | None
+    prompt_tokens: int
+    features: dict[bytes, Features] = field(default_factory=dict)
+    # Behind the last medium.
+    end: int = field(init=False)
+    last_delta: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end = max((span.end for span in self.spans), default=0)
+        self.last_delta = 0 if self.positions is None else int(self.positions.max()) + 1 - self.prompt_tokens
+
+    def delta(self, at: int) -> int:
+        """Distance of the position of the text token `at` from its index."""
+        return self.last_delta if self.positions is None or at >= self.end else int(self.positions[0, at]) - at
+
+
+class Graft:
+    """State that the grafted modules share; owned by the engine thread."""
+
+    def __init__(self, model: Any, needs: Needs) -> None:
+        self.placements: dict[int, Placement] = {}
+        # Of the forward pass that is being built; None for most.
+        self.delta: mx.array | None = None
+        self.chunk: Chunk | None = None
+        inner = text_core(model)
+        self.embed = inner.embed_tokens
+        inner.embed_tokens = _Embed(inner.embed_tokens, self)
+        if getattr(inner, "embed_tokens_per_layer", None) is not None:
+            inner.embed_tokens_per_layer = _PerLayer(inner.embed_tokens_per_layer, self)
+        for layer in model.layers if needs.mrope is not None else ():
+            if hasattr(layer, "self_attn"):
+                assert needs.mrope is not None
+                layer.self_attn.rope = _Rope(layer.self_attn.rope, self, needs.mrope)
+        for at in range(needs.deepstack):
+            inner.layers[at] = _Deep(inner.layers[at], self, at)
+        if needs.block:
+            windows = _windows(inner)
+            for at, window in enumerate(windows):
+                if needs.block == "all" or window:
+                    inner.layers[at] = _Block(inner.layers[at], self, window)
+
+    @contextmanager
+    def rows(self, uids: Sequence[int], starts: Sequence[int], lengths: Sequence[int], width: int) -> Generator[None]:
+        """Set up the forward pass that is built inside: row i runs `lengths[i]` tokens from `starts[i]` on."""
+        placed = [self.placements.get(uid) for uid in uids]
+        deltas = [0 if row is None else row.delta(start) for row, start in zip(placed, starts, strict=True)]
+        self.delta = mx.array(deltas, dtype=mx.int32) if any(deltas) else None
+        self.chunk = _chunk(placed, starts, lengths, width)
+        try:
+            yield
+        finally:
+            self.delta = self.chunk = None
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Media of one forward pass of `[rows, width]` tokens."""
+
+    # Row, tokens of the chunk, features, and the rows of these.
+    parts: list[tuple[int, slice, Features, slice]]
+    # `[rows, width]`: tokens that are placeholders.
+    is_media: mx.array
+    # `[3, rows, width]` in time, height and width, where `is_media`.
+    positions: mx.array | None
+    # `[rows, 1, width, width]`: pairs of tokens of one span.
+    block: npt.NDArray[np.bool_]
+    masks: dict[int, mx.array] = field(default_factory=dict)
+
+    def place(self, x: mx.array, layer: int | None = None) -> mx.array:
+        """`x` `[rows, width, …]` with the features in their places."""
+        for row, here, features, there in self.parts:
+            if layer is None:
+                x[row, here] = features.embeds[there].astype(x.dtype)
+            elif layer < len(features.layers):
+                x[row, here] = features.layers[layer][there].astype(x.dtype)
+        return x
+
+
+def _chunk(
+    placed: Sequence[Placement | None], starts: Sequence[int], lengths: Sequence[int], width: int
+) -> Chunk | None:
+    if all(row is None or start >= row.end for row, start in zip(placed, starts, strict=True)):
+        return None
+    parts: list[tuple[int, slice, Features, slice]] = []
+    is_media = np.zeros((len(placed), width), dtype=bool)
+    positions: npt.NDArray[np.int32] | None = None
+    block = np.zeros((len(placed), 1, width, width), dtype=bool)
+    for at, (row, start, length) in enumerate(zip(placed, starts, lengths, strict=True)):
+        for span in row.spans if row is not None and start < row.end else ():
+            low, high = max(span.begin, start), min(span.end, start + length)
+            if row is None or low >= high:
+                continue
+            here = slice(low - start, high - start)
+            first = span.first - span.begin
+            parts.append((at, here, row.features[span.medium.key], slice(low + first, high + first)))
+            is_media[at, here] = True
+            block[at, 0, here, here] = True
+            if row.positions is not None:
+                if positions is None:
+                    positions = np.zeros((3, len(placed), width), dtype=np.int32)
+                positions[:, at, here] = row.positions[:, low:high]
+    if not parts:
+        return None
+    in_space = None if positions is None else mx.array(positions)
+    return Chunk(parts, mx.array(is_media), in_space, block)
+
+
+def graft_of(model: Any) -> Graft | None:
+    """The graft of a model while rows with media are in its batch."""
+    graft: Graft | None = getattr(model, "graft", None)
+    return graft if graft is not None and graft.placements else None
+
+
+def text_core(model: Any) -> Any:
+    """The part of one of mlx-lm's models that holds the table of embeddings and the layers. Raises ValueError."""
+    for path in _INNER:
+        part = model
+        for name in path.split("."):
+            part = getattr(part, name, None)
+        if part is not None and hasattr(part, "embed_tokens"):
+            return part
+    raise ValueError("the text model has no table of embeddings")
+
+
+def _windows(inner: Any) -> list[int]:
+    """Width of each layer's sliding window, 0 for none."""
+    size = int(getattr(inner, "window_size", 0) or 0)
+    kinds = [getattr(layer, "layer_type", None) for layer in inner.layers]
+    if any(kinds):
+        return [size if kind == "sliding_attention" else 0 for kind in kinds]
+    return [size if getattr(layer.self_attn, "is_sliding", False) else 0 for layer in inner.layers]
+
+
+class _Wrapped(nn.Module):
+    """A module around another, whose attributes it shows as its own."""
+
+    def __init__(self, module: Any, graft: Graft) -> None:
+        super().__init__()
+        self.module = module
+        self._graft = graft
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class _Embed(_Wrapped):
+    def __call__(self, ids: mx.array) -> mx.array:
+        chunk = self._graft.chunk
+        if chunk is None:
+            return self.module(ids)
+        # An id of a placeholder may lie beyond the table.
+        return chunk.place(self.module(mx.where(chunk.is_media, 0, ids)))
+
+
+class _PerLayer(_Wrapped):
+    """Per-layer embeddings, of which media have those of token 0."""
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        chunk = self._graft.chunk
+        return self.module(ids if chunk is None else mx.where(chunk.is_media, 0, ids))
+
+
+class _Rope(_Wrapped):
+    """Rotary embedding in time, height and width.
+
+    In text all three advance together: it is the plain embedding at an offset that media before it have shifted.
+    """
+
+    def __init__(self, rope: Any, graft: Graft, mrope: Mrope) -> None:
+        super().__init__(rope, graft)
+        dims, section = mrope.dims, mrope.section
+        axis = np.repeat(np.arange(3), section)
+        if mrope.is_interleaved:
+            axis = np.zeros(dims // 2, dtype=np.int64)
+            for k in (1, 2):
+                axis[k : section[k] * 3 : 3] = k
+        self._dims = dims
+        self._axis = mx.array(axis.astype(np.int32))
+        self._frequencies = 1.0 / (mrope.base ** (mx.arange(0, dims, 2).astype(mx.float32) / dims))
+
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        graft = self._graft
+        turned = self.module(x, offset=offset if graft.delta is None else offset + graft.delta)
+        chunk = graft.chunk
+        if chunk is None or chunk.positions is None:
+            return turned
+        half = self._dims // 2
+        angles = chunk.positions.astype(mx.float32)[self._axis].transpose(1, 2, 0) * self._frequencies
+        cos, sin = mx.cos(angles)[:, None], mx.sin(angles)[:, None]
+        a, b = x[..., :half].astype(mx.float32), x[..., half : self._dims].astype(mx.float32)
+        in_space = mx.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+        in_space = mx.concatenate([in_space, x[..., self._dims :]], -1)
+        return mx.where(chunk.is_media[:, None, :, None], in_space, turned)
+
+
+class _Deep(_Wrapped):
+    """A layer after which features of the tower's middle are added."""
+
+    def __init__(self, layer: Any, graft: Graft, at: int) -> None:
+        super().__init__(layer, graft)
+        self._at = at
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        h, chunk = self.module(x, *args, **kwargs), self._graft.chunk
+        if chunk is None:
+            return h
+        return h + chunk.place(mx.zeros(h.shape, dtype=h.dtype), self._at)
+
+
+class _Block(_Wrapped):
+    """A layer in which the tokens of a span see each other in both directions."""
+
+    def __init__(self, layer: Any, graft: Graft, window: int) -> None:
+        super().__init__(layer, graft)
+        self._window = window
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **kwargs: Any) -> Any:
+        chunk = self._graft.chunk
+        if chunk is not None:
+            # Layers that share KV of another have no cache, and their mask is that of the layer that has.
+            if self._window not in chunk.masks:
+                chunk.masks[self._window] = self._mask(x, mask, cache, chunk)
+            mask = chunk.masks[self._window]
+        return self.module(x, mask, cache, **kwargs)
+
+    def _mask(self, x: mx.array, mask: Any, cache: Any, chunk: Chunk) -> mx.array:
+        rows, width = x.shape[:2]
+        if not isinstance(mask, mx.array):
+            mask = create_attention_mask(x, cache, window_size=self._window or None, return_array=True)
+        if mask is None:
+            mask = mx.ones((width, width), dtype=mx.bool_)
+        mask = mx.broadcast_to(mask if mask.ndim == 4 else mask[None, None], (rows, 1, *mask.shape[-2:]))
+        # Caches whose rows begin at slot 0 say how long each is; others have the chunk at the end of every row.
+        begins = getattr(getattr(cache, "lengths", None), "of", None) or [mask.shape[-1] - width] * rows
+        pairs = np.zeros((rows, 1, width, mask.shape[-1]), dtype=bool)
+        for row, begin in enumerate(begins):
+            pairs[row, ..., begin : begin + width] = chunk.block[row]
+        return mask | mx.array(pairs)

@@ -1,0 +1,122 @@
+"""Tower of a vision model: mlx-vlm's modules without their language model, from media to features."""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy.typing as npt
+from mlx.utils import tree_flatten
+
+from worker.vision.checkpoint import known_weights, tower_config, tower_names
+from worker.vision.graft import Features
+from worker.vision.needs import Needs
+from worker.vision.unserved import Unserved
+
+MISSING: Final = "mlx-vlm is not installed; install it with: mlxctl setup vision"
+# Inputs that mlx-vlm wants as Python numbers.
+_SIZES: Final = ("image_sizes",)
+
+
+class Tower:
+    """Encodes one medium at a time. Owned by the engine thread."""
+
+    def __init__(self, model: Any, needs: Needs) -> None:
+        self._model = model
+        self._needs = needs
+
+    @property
+    def nbytes(self) -> int:
+        parameters: Any = tree_flatten(self._model.parameters())
+        return sum(int(array.nbytes) for _, array in parameters)
+
+    def encode(self, kind: str, tokens: int, inputs: Mapping[str, npt.NDArray[Any]]) -> Features:
+        """Features of one medium, computed. Raises what the tower raises, and ValueError for another number of rows."""
+        ids = mx.full((1, tokens), self._needs.placeholders[kind], dtype=mx.int32)
+        arrays: dict[str, Any] = {name: mx.array(value) for name, value in inputs.items() if name not in _SIZES}
+        arrays |= {name: [tuple(row) for row in inputs[name].tolist()] for name in _SIZES if name in inputs}
+        pixels = arrays.pop("pixel_values", None)
+        mask = mx.ones((1, tokens), dtype=mx.int32)
+        output = self._model.get_input_embeddings(ids, pixels, mask=mask, **arrays)
+        embeds = output.inputs_embeds[0]
+        layers = tuple(output.deepstack_visual_embeds or ()) if self._needs.deepstack else ()
+        rows = {len(embeds), *(len(layer) for layer in layers)}
+        if rows != {tokens}:
+            raise ValueError(f"the tower made {sorted(rows)} rows of features for {tokens} tokens")
+        if self._needs.scale != 1.0:
+            embeds = embeds / self._needs.scale
+        # Rows of one array: slices of them are copied, and the tower's other outputs are let go of.
+        features = Features(mx.contiguous(embeds), tuple(mx.contiguous(layer) for layer in layers))
+        mx.eval(features.embeds, *features.layers)
+        return features
+
+
+def load_tower(
+    path: Path, folded: Mapping[str, Any], needs: Needs, dtype: mx.Dtype, retype: Callable[[Any], None]
+) -> Tower:
+    """The tower of a checkpoint whose files have been checked. `retype` changes the type of parameters in place.
+
+    Raises `Unserved`, or what mlx-vlm raises for a checkpoint that it cannot read.
+    """
+    if importlib.util.find_spec("mlx_vlm") is None:
+        raise Unserved(MISSING)
+    from mlx_vlm.utils import get_model_and_args, load_model_weights, sanitize_weights, update_module_configs
+
+    config = tower_config(folded)
+    # Without a path: code that a checkpoint brings along is never run.
+    classes, _ = get_model_and_args(config)
+    model_config = classes.ModelConfig.from_dict(config)
+    model_config = update_module_configs(
+        model_config, classes, config, ["text", "vision", "perceiver", "projector", "audio"]
+    )
+    model = classes.Model(model_config)
+    weights = _read(path, config)
+    weights = sanitize_weights(model, weights)
+    for name in ("Vision", "Audio"):
+        part = getattr(model_config, f"{name.lower()}_config", None)
+        if hasattr(classes, f"{name}Model") and part is not None:
+            weights = sanitize_weights(getattr(classes, f"{name}Model"), weights, part)
+    width = int((config["text_config"] or config).get("hidden_size", 0))
+    model.language_model = _NoText(width, dtype)
+    weights = {name: array for name, array in weights.items() if not name.startswith("language_model.")}
+    weights = known_weights(model, weights)
+    load_model_weights(model, config, weights, path, lazy=True, declared_keys=set(weights))
+    retype(model)
+    mx.eval(model.parameters())
+    return Tower(model, needs)
+
+
+def _read(path: Path, config: Mapping[str, Any]) -> dict[str, mx.array]:
+    """Weights by name, not computed: only those of the tower will be. mlx-vlm's own reader may rewrite a header."""
+    weights: dict[str, mx.array] = {}
+    for file in sorted(path.glob("model*.safetensors")):
+        weights.update(cast("dict[str, mx.array]", mx.load(str(file))))
+    names = tower_names(weights, config)
+    return {names[name]: array for name, array in weights.items()}
+
+
+class _NoText(nn.Module):
+    """Stands where mlx-vlm has its language model: features replace every embedding of a placeholder."""
+
+    # What models ask of a language model on the way: no scale, no embeddings per layer, no positions.
+    embed_scale = 1.0
+    hidden_size_per_layer_input = 0
+
+    def __init__(self, width: int, dtype: mx.Dtype) -> None:
+        super().__init__()
+        self._width, self._dtype = width, dtype
+
+    @property
+    def model(self) -> "_NoText":
+        return self
+
+    def embed_tokens(self, ids: mx.array) -> mx.array:
+        return mx.zeros((*ids.shape, self._width), dtype=self._dtype)
+
+    def get_per_layer_inputs(self, _ids: mx.array) -> None:
+        return None
+
+    def get_rope_index(self, *_args: Any, **_kwargs: Any) -> tuple[None, None]:
+        return None, None
