@@ -151,6 +151,8 @@ class RequestView(Struct, frozen=True, kw_only=True):
     generated_tokens: int
     tokens_per_s: float
     ttft_s: float | None
+    # Of the prompt, cached ones included; 0 before its prefill begins.
+    prefilled_tokens: int = 0
 
 
 class CapturedLine(Struct, frozen=True, kw_only=True):

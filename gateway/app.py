@@ -70,6 +70,8 @@ class App:
 
     async def finish(self, timeout_s: float) -> None:
         """End what outlives its request. Before `close`, once the pool has ended."""
+        if self.backend is not None:
+            await self.backend.close()
         await self.services.tasks.finish(timeout_s)
 
     def close(self) -> None:

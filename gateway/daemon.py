@@ -63,6 +63,9 @@ class Daemon:
         live = self._app.services.live
         clients = public_connections(live, metrics, file_limit())
         self._reloader = Reloader(self._app, read)
+        assert self._app.backend is not None
+        self._app.backend.read_with(self._reloader)
+        self._sampler = self._app.backend.sampler
         self._public_sockets = listen_tcp(config.server.host, config.server.port)
         admin = create_admin_app(
             config, self._pool, link, metrics, public=self._app, reloader=self._reloader, url=self.url, drain=self.drain
@@ -117,6 +120,7 @@ class Daemon:
                     services.ledger.run(),
                     services.captures.run(),
                     services.sample.run(),
+                    self._sampler.run(),
                     *([] if services.tls is None else [services.tls.run()]),
                     *self._wakefulness(),
                 )

@@ -171,6 +171,13 @@ class Pool:
         restarted = [model.name for before, model in kept if self._change(old, before, model)]
         return Applied([model.name for model in added], removed, restarted)
 
+    def would_restart(self, config: Config) -> list[str]:
+        """Models whose resident workers `apply` would restart."""
+        old = self._config
+        kept = [(old.models[name], model) for name, model in config.models.items() if name in old.models]
+        changed = (model for before, model in kept if self._loads_otherwise(old, before, config, model))
+        return [model.name for model in changed if self._workers[model.name].is_resident]
+
     async def load(self, model: str) -> None:
         """Load now, also after failures. Raises `ModelUnavailable`."""
         await self._configured(model).load()
@@ -245,11 +252,15 @@ class Pool:
     def _change(self, old: Config, before: ModelConfig, model: ModelConfig) -> bool:
         """Returns whether a resident worker is restarted."""
         worker, spec = self._workers[model.name], self._spec(model)
-        is_other = before.cache != model.cache or not loads_alike(self._spec(before, old), spec)
+        is_other = self._loads_otherwise(old, before, self._config, model)
         worker.change(spec, model.load_timeout_s, is_preload=model.preload, is_reload=is_other)
         if model.preload and not before.preload:
             self._run_task(_preload(worker))
         return is_other and worker.is_resident
+
+    def _loads_otherwise(self, old: Config, before: ModelConfig, config: Config, model: ModelConfig) -> bool:
+        """Whether a worker of the model has to be another one under `config`."""
+        return before.cache != model.cache or not loads_alike(self._spec(before, old), self._spec(model, config))
 
     async def _retire(self, worker: WorkerHandle) -> None:
         name = worker.name

@@ -57,6 +57,21 @@ class Reloader:
                 await tls.refresh()
             return done
 
+    async def preview(self) -> tuple[Config, Reload]:
+        """The configuration that a reload would apply, and what that would change. Raises `ConfigError`."""
+        wanted = await asyncio.to_thread(self._read)
+        services = self._app.services
+        old = services.config
+        new = with_fixed(wanted, old.server)
+        changes_here = Reload(
+            added=[name for name in new.models if name not in old.models],
+            removed=[name for name in old.models if name not in new.models],
+            restarted=services.pool.would_restart(new),
+            changed=[*changes(old, new)],
+            needs_restart=[*_differences(new.server, wanted.server, "server")],
+        )
+        return new, changes_here
+
     def _apply(self, wanted: Config) -> Reload:
         old = self._app.services.config
         new = with_fixed(wanted, old.server)

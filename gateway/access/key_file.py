@@ -76,8 +76,10 @@ def has_keys(path: Path) -> bool:
 class KeyFile:
     """The keys of one home. Without the file there has never been a key; with it, even empty, keys are required."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time, client: str = "") -> None:
+        """`client` is what the audit log says of who changes keys by this object, beside the process."""
         self.path = path
+        self._client = client
         self._folder = HomeFolder(path.parent)
         self._audit = Audit(path.parent.parent)
         self._clock = clock
@@ -171,7 +173,7 @@ class KeyFile:
         """Write the audit log. What was changed stays so if that fails: a key must be revocable on a full disk."""
         try:
             for entry in key_changes(before, after):
-                self._audit.record(entry)
+                self._audit.record(msgspec.structs.replace(entry, client=self._client))
         except AuditUnwritable as error:
             log.error("not in the audit log: %s", error)
 

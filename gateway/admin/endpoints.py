@@ -51,9 +51,13 @@ class StatusEndpoint:
         self._started = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_body(send, 200, msgspec.json.encode(self.status()))
+
+    def status(self) -> Status:
+        """The daemon and every model, as they are now."""
         services = self._services
         memory = services.pool.memory()
-        status = Status(
+        return Status(
             protocol.__version__,
             os.getpid(),
             round(time.monotonic() - self._started, 1),
@@ -64,7 +68,6 @@ class StatusEndpoint:
             [self._model(view, memory) for view in services.pool.workers()],
             MemoryStatus(memory.budget_bytes, memory.granted_bytes, memory.footprint_bytes, memory.waiting),
         )
-        await send_body(send, 200, msgspec.json.encode(status))
 
     def _model(self, view: WorkerView, memory: MemoryView) -> ModelStatus:
         services = self._services

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterable
 from typing import Annotated, Any, Final
 
-import msgspec
 import typer
 
 from gateway.config.settings import audit_path, default_home, log_path
@@ -12,6 +11,7 @@ from gateway.ctl.complete import a_model
 from gateway.ctl.printing import Json
 from gateway.failed import Failed
 from gateway.telemetry import log_file
+from gateway.telemetry.log_line import is_about, read_line
 from gateway.telemetry.logs import escaped
 
 POLL_S: Final = 0.2
@@ -60,7 +60,7 @@ def logs(
 
 def plain(line: str) -> str:
     """One JSON line as one for people; what is no such line stays as it is."""
-    fields = _read(line)
+    fields = read_line(line)
     if fields is None:
         return line
     rest = "".join(f" {key}={value}" for key, value in fields.items() if key not in _HEAD and value is not None)
@@ -73,28 +73,10 @@ def plain(line: str) -> str:
 
 def plain_audit(line: str) -> str:
     """The same of a line of the audit log."""
-    fields = _read(line)
+    fields = read_line(line)
     if fields is None:
         return escaped(line)
     facts: dict[str, Any] = fields.get("facts") or {}
     rest = {key: value for key, value in fields.items() if key not in (*_AUDIT_HEAD, "facts")} | facts
     told = "".join(f" {key}={value}" for key, value in rest.items() if value not in (None, ""))
     return escaped(f"{fields.get('time', '')} {fields.get('action', ''):<14} {fields.get('target') or '-'}{told}")
-
-
-def is_about(line: str, model: str) -> bool:
-    """A request for the model, or a line of its worker or of its supervisor."""
-    fields = _read(line)
-    if fields is None:
-        return False
-    message = f" {fields.get('message', '')}"
-    if fields.get("target") == model and str(fields.get("action", "")).startswith("model."):
-        return True
-    return fields.get("model") == model or f" {model}#" in message or f"model {model}:" in message
-
-
-def _read(line: str) -> dict[str, Any] | None:
-    try:
-        return msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.DecodeError:
-        return None

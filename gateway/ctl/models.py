@@ -3,10 +3,7 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from msgspec import Struct
 
-from gateway.admin_types import ModelStatus
-from gateway.config.settings import ModelConfig
 from gateway.ctl import client
 from gateway.ctl.offline import available_bytes, read_config, running_models
 from gateway.ctl.printing import Json, console, print_json
@@ -15,19 +12,7 @@ from gateway.ctl.rates import SPAN_S, Sample, take
 if TYPE_CHECKING:
     from rich.table import Table
 
-
-class Listed(Struct, frozen=True):
-    """One model. `state` is `stopped` without a daemon, and `not configured` where only the cache has it."""
-
-    name: str
-    aliases: tuple[str, ...]
-    path: str
-    state: str
-    size_bytes: int
-    memory_bytes: int
-    context: int
-    fits: bool | None
-    verdict: str
+    from gateway.model_files.listing import Listed
 
 
 def models(json: Json = False) -> None:
@@ -62,38 +47,26 @@ def ps(
         lanes(sample.models, console())
 
 
-def _list() -> list[Listed]:
+def _list() -> "list[Listed]":
     """Those of the daemon, or else of the configuration, and those that are only in the cache. Raises `Failed`."""
-    from gateway.model_files.hub_cache import cached_models
+    from gateway.model_files.listing import Known, list_models
 
     running, available = running_models(), available_bytes()
     if running is not None:
-        listed = [_listed(_as_configured(model), model.state, available, is_loaded=model.pid != 0) for model in running]
+        # The daemon's word: the file may have changed since it was read.
+        known = [
+            Known(model.name, model.path, model.aliases, "auto", model.context, model.state, model.pid != 0)
+            for model in running
+        ]
     else:
-        listed = [_listed(model, "stopped", available) for model in read_config().models.values()]
-    known = {model.path for model in listed}
-    more = (ModelConfig(name=name, path=name) for name in cached_models() if name not in known)
-    return [*listed, *(_listed(model, "not configured", available) for model in more)]
+        known = [
+            Known(model.name, model.path, model.aliases, model.dtype, model.context)
+            for model in read_config().models.values()
+        ]
+    return list_models(known, available)
 
 
-def _as_configured(model: ModelStatus) -> ModelConfig:
-    """The daemon's word: the file may have changed since it was read."""
-    return ModelConfig(name=model.name, path=model.path, aliases=model.aliases, context=model.context)
-
-
-def _listed(model: ModelConfig, state: str, available: int, *, is_loaded: bool = False) -> Listed:
-    from gateway.model_files.metadata import Unreadable, find, inspect
-
-    name, aliases, path = model.name, model.aliases, model.path
-    try:
-        info = inspect(find(path), model.dtype, model.context, available)
-    except Unreadable as error:
-        return Listed(name, aliases, path, state, 0, 0, model.context, None, str(error))
-    fits, verdict = (True, "is loaded") if is_loaded else (info.fits, info.verdict)
-    return Listed(name, aliases, path, state, info.disk_bytes, info.weights_bytes, info.context or 0, fits, verdict)
-
-
-def _models_table(found: list[Listed]) -> "Table":
+def _models_table(found: "list[Listed]") -> "Table":
     from rich.text import Text
 
     from gateway.ctl.tables import size_or_dash, state_text, table

@@ -3,10 +3,12 @@
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from threading import Lock
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
+import msgspec
 import typer
 
 from gateway.ctl.info import say
@@ -17,6 +19,9 @@ from gateway.failed import Failed
 if TYPE_CHECKING:
     from gateway.model_files.download import Plan
     from gateway.model_files.metadata import Info
+
+# Between two lines of progress for the daemon.
+LINE_S: Final = 0.5
 
 
 def pull(
@@ -34,6 +39,7 @@ def pull(
         bool, typer.Option("--yes", "-y", help="Do not ask, even if the model will not fit or load.")
     ] = False,
     json: Json = False,
+    events: Annotated[bool, typer.Option("--events", hidden=True)] = False,
 ) -> None:
     """Download a model, or the rest of one. Says first whether it fits, in memory and on the disk. No daemon is needed.
 
@@ -42,6 +48,11 @@ def pull(
     Example: mlxctl pull mlx-community/Qwen3-4B-4bit
     """
     began = time.monotonic()
+    if events:
+        pulled = bring(repository, include, yes, _silent, _progress_lines)
+        size = pulled.plan.total_bytes
+        _print_line(size, size, path=str(pulled.path), next_step=how_to_serve(pulled.plan, pulled.path))
+        return
     pulled = bring(repository, include, yes, _silent if json else typer.echo)
     if json:
         print_json(_result(pulled))
@@ -58,7 +69,13 @@ class Pulled(NamedTuple):
     path: Path
 
 
-def bring(name: str, include: list[str] | None, yes: bool, tell: Callable[[str], None]) -> Pulled:
+# Told of a plan, it is called with the number of bytes that have come, from several threads.
+Progress = Callable[["Plan"], AbstractContextManager[Callable[[int], None]]]
+
+
+def bring(
+    name: str, include: list[str] | None, yes: bool, tell: Callable[[str], None], progress: Progress | None = None
+) -> Pulled:
     """Download a model after saying whether it fits, in memory and on the disk. Raises `Failed`."""
     plan, found, obstacles = _consider(name, include)
     if found is not None:
@@ -68,7 +85,7 @@ def bring(name: str, include: list[str] | None, yes: bool, tell: Callable[[str],
     _check_space(plan, tell)
     if plan.missing_bytes:
         _confirm(plan, found, obstacles, yes)
-    with _progress(plan) as arrived:
+    with (progress or _progress)(plan) as arrived:
         path = _fetch(plan, arrived)
     return Pulled(plan, found, obstacles, path)
 
@@ -151,6 +168,29 @@ def _progress(plan: "Plan") -> Generator[Callable[[int], None], None, None]:
     with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(plan.repository.id, total=plan.total_bytes, completed=plan.here_bytes)
         yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def _progress_lines(plan: "Plan") -> Generator[Callable[[int], None], None, None]:
+    """JSON lines on stdout, for the daemon, which shows them on its page."""
+    lock, done, told = Lock(), plan.here_bytes, 0.0
+    _print_line(done, plan.total_bytes)
+
+    def arrived(count: int) -> None:
+        nonlocal done, told
+        with lock:
+            done += count
+            now = time.monotonic()
+            if now - told >= LINE_S:
+                told = now
+                _print_line(done, plan.total_bytes)
+
+    yield arrived
+
+
+def _print_line(downloaded_bytes: int, total_bytes: int, **more: str) -> None:
+    line = {"downloaded_bytes": downloaded_bytes, "total_bytes": total_bytes} | more
+    print(msgspec.json.encode(line).decode(), flush=True)
 
 
 def _result(pulled: Pulled) -> dict[str, object]:

@@ -95,6 +95,11 @@ def recommend(available_bytes: int, limit: int = LIMIT) -> Recommendation:
     return Recommendation(chosen)
 
 
+def inspect_one(repository: str, available_bytes: int) -> Candidate:
+    """One repository by its name."""
+    return _judge(_Listed(repository), available_bytes)
+
+
 def _list(word: str, author: str = "") -> list[_Listed]:
     """MLX models of the hub, the most downloaded first. Raises `HubFailed`."""
     # By a request of our own: the hub's library would try again for half a minute where there is no network.

@@ -235,6 +235,12 @@ class Generation:
         return sum(self._collector.cached.values()) if self._collector is not None else 0
 
     @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens processed so far, of the sequence whose worker told it last."""
+        progress = None if self._collector is None else self._collector.progress
+        return 0 if progress is None else progress[0]
+
+    @property
     def generated_tokens(self) -> int:
         return self._tokens
 

@@ -26,6 +26,8 @@ class Served(Protocol):
     @property
     def cached_tokens(self) -> int: ...
     @property
+    def prefilled_tokens(self) -> int: ...
+    @property
     def generated_tokens(self) -> int: ...
 
     def cancel(self) -> None: ...
@@ -87,4 +89,5 @@ def _view(name: str, served: Served) -> RequestView:
         generated_tokens=served.generated_tokens,
         tokens_per_s=round(served.generated_tokens / decoding_s, 1) if decoding_s > 0 else 0.0,
         ttft_s=None if first is None else round(first, 3),
+        prefilled_tokens=served.prefilled_tokens,
     )

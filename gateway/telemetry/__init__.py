@@ -1,3 +1,3 @@
 """Metrics and logs."""
 
-__all__ = ["log_file", "logs", "metrics", "scrape"]
+__all__ = ["log_file", "log_line", "logs", "metrics", "scrape"]

@@ -132,6 +132,8 @@ class Metrics:
         self.certificate_expiry: Callable[[], float] | None = None
         self.certificate_loads: Counter[str] = Counter()
         self.body_numbers = BodyNumbers()
+        # Told at once of a model's state, while somebody watches.
+        self.on_state: Callable[[str, str], None] | None = None
         # Read when scraped; the link knows.
         self.unacked_aborts: Callable[[], int] = int
         self.audit_lines_lost: Callable[[], int] = int
@@ -178,6 +180,8 @@ class Metrics:
         """A worker's state machine moved."""
         numbers = self.model(model)
         numbers.state = str(state)
+        if self.on_state is not None:
+            self.on_state(model, numbers.state)
         if state not in ("ready", "draining"):
             numbers.stats, numbers.lane = None, ""
 

@@ -6,6 +6,7 @@ from msgspec import Meta, Struct
 
 from gateway.access.key import Limit, Percent
 from gateway.admin_types import MemoryStatus, ModelStatus, Reload, RequestView
+from gateway.model_files.listing import Listed
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 # ORG/NAME or ORG/NAME@REVISION of the hub.
@@ -65,24 +66,10 @@ class Accepted(Struct, frozen=True):
     order: Literal["load", "unload", "restart", "pin", "unpin"]
 
 
-class ModelFiles(Struct, frozen=True):
-    """A model that is configured or downloaded. `state` is `not configured` for one that only the cache has."""
-
-    name: str
-    aliases: tuple[str, ...]
-    path: str
-    state: str
-    size_bytes: int
-    memory_bytes: int
-    context: int
-    fits: bool | None
-    verdict: str
-
-
 class ModelFilesList(Struct, frozen=True):
-    """`GET models`."""
+    """`GET models`. `state` of a model is `not configured` where only the cache has it."""
 
-    models: list[ModelFiles]
+    models: list[Listed]
     available_bytes: int
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.ctl.logs import is_about, plain
+from gateway.ctl.logs import plain
 from gateway.telemetry.log_file import RotatingFile, follow, last_lines, nth
+from gateway.telemetry.log_line import is_about
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 

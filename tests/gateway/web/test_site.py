@@ -150,7 +150,8 @@ async def test_no_api_key_administers_an_admin_key_neither(gateway: Gateway, sec
 async def test_a_session_is_let_in_everywhere(gateway: Gateway) -> None:
     headers = await log_in(gateway)
     for method, path in api_routes(gateway):
-        if method == "GET" and not path.endswith("/feed"):
+        # The feed does not end, and the hub is another machine.
+        if method == "GET" and not path.endswith("/feed") and "/hub/" not in path:
             answer = await ask(gateway, method, path, headers)
             assert answer.status_code not in (401, 403), (path, answer.text)
 

@@ -1,0 +1,51 @@
+"""Models on this machine, configured or only downloaded, with what each needs and whether it would fit."""
+
+from msgspec import Struct
+
+from gateway.model_files.hub_cache import cached_models
+from gateway.model_files.metadata import Unreadable, find, inspect
+
+NOT_CONFIGURED = "not configured"
+
+
+class Listed(Struct, frozen=True):
+    """One model. `state` is `stopped` without a daemon, and `not configured` where only the cache has it."""
+
+    name: str
+    aliases: tuple[str, ...]
+    path: str
+    state: str
+    size_bytes: int
+    memory_bytes: int
+    context: int
+    fits: bool | None
+    verdict: str
+
+
+class Known(Struct, frozen=True):
+    """A model that is configured, as far as its listing needs."""
+
+    name: str
+    path: str
+    aliases: tuple[str, ...] = ()
+    dtype: str = "auto"
+    context: int = 0
+    state: str = "stopped"
+    is_loaded: bool = False
+
+
+def list_models(known: list[Known], available_bytes: int) -> list[Listed]:
+    """Those that are known, and those that only the cache has. Reads files: blocks."""
+    paths = {model.path for model in known}
+    more = (Known(name, name, state=NOT_CONFIGURED) for name in cached_models() if name not in paths)
+    return [_listed(model, available_bytes) for model in (*known, *more)]
+
+
+def _listed(model: Known, available_bytes: int) -> Listed:
+    head = (model.name, model.aliases, model.path, model.state)
+    try:
+        info = inspect(find(model.path), model.dtype, model.context, available_bytes)
+    except Unreadable as error:
+        return Listed(*head, 0, 0, model.context, None, str(error))
+    fits, verdict = (True, "is loaded") if model.is_loaded else (info.fits, info.verdict)
+    return Listed(*head, info.disk_bytes, info.weights_bytes, info.context or 0, fits, verdict)

@@ -1,0 +1,260 @@
+"""The feed of the page: what runs, once a second, as server-sent events that are encoded once for all viewers.
+
+It works only while there are viewers. What it costs grows with models and requests, never with tokens.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+from starlette.datastructures import QueryParams
+from starlette.types import Receive, Scope, Send
+
+from gateway.admin_types import MemoryStatus, ModelStatus, RequestView, Status
+from gateway.errors import Overloaded
+from gateway.http.sse import HEADERS, Watch, note_cut
+from gateway.request.record import record_of
+from gateway.services import Services
+from gateway.web.charts import Sampler
+from gateway.web.entrance import session_of
+from gateway.web.log_lines import LogTail
+from gateway.web.pulls import Downloads
+from gateway.web.schemas import ModelTick, Ping, Pull, Snapshot, StateChange, Tick
+from gateway.web.session import Session, Sessions
+
+INTERVAL_S: Final = 1.0
+PING_S: Final = 15.0
+VIEWERS_MAX: Final = 32
+# Events that wait for one viewer; with one more it gets a snapshot in their place.
+QUEUE_MAX: Final = 4
+REQUESTS_MAX: Final = 50
+_OWN: Final = frozenset({"tokens_per_s", "prompt_tokens_per_s"})
+_TICK_FIELDS: Final = tuple(name for name in ModelTick.__struct_fields__ if name not in _OWN)
+
+_encode: Final = msgspec.json.Encoder(enc_hook=str).encode
+
+
+@dataclass(slots=True, eq=False)
+class _Viewer:
+    """One open stream. Owned by its request's task; the feed puts events in."""
+
+    session: Session
+    wants_log: bool
+    queue: list[bytes] = field(default_factory=list[bytes])
+    needs_snapshot: bool = True
+    is_over: bool = False
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def offer(self, event: bytes) -> None:
+        """Add an event; one that does not read loses all that wait, and starts again from a snapshot."""
+        if len(self.queue) >= QUEUE_MAX:
+            self.queue.clear()
+            self.needs_snapshot = True
+        else:
+            self.queue.append(event)
+        self.news.set()
+
+    def end(self) -> None:
+        self.is_over = True
+        self.news.set()
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Contents of the newest tick, with which the next is compared."""
+
+    models: dict[str, ModelTick] = field(default_factory=dict[str, ModelTick])
+    memory: MemoryStatus | None = None
+    requests: list[RequestView] = field(default_factory=list[RequestView])
+    requests_in_all: int = 0
+    pulls: list[Pull] = field(default_factory=list[Pull])
+    is_draining: bool = False
+
+
+class Feed:
+    """`GET /ui/api/feed`, an ASGI endpoint. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        services: Services,
+        status: Callable[[], Status],
+        sampler: Sampler,
+        downloads: Downloads,
+        sessions: Sessions,
+    ) -> None:
+        self._services = services
+        self._status = status
+        self._sampler = sampler
+        self._downloads = downloads
+        self._sessions = sessions
+        self._log = LogTail()
+        self._viewers: set[_Viewer] = set()
+        self._seen = _Seen()
+        self._snapshot: bytes | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self._viewers) >= VIEWERS_MAX:
+            raise Overloaded(f"{VIEWERS_MAX} pages view already. Close one.", 10.0)
+        wants_log = QueryParams(scope["query_string"]).get("log") == "1"
+        viewer = _Viewer(session_of(scope), wants_log)
+        async with Watch(receive, self._services.config.server.write_timeout_s) as watch:
+            self._join(viewer)
+            try:
+                await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS]})
+                await self._show(viewer, send, watch)
+            finally:
+                self._leave(viewer)
+        if watch.reason is not None:
+            note_cut(record_of(scope), watch.reason)
+
+    @property
+    def viewers(self) -> int:
+        return len(self._viewers)
+
+    def close(self) -> None:
+        """End every stream, for the end of the daemon."""
+        for viewer in self._viewers:
+            viewer.end()
+
+    # -- one viewer --------------------------------------------------------------------------------------------------
+
+    def _join(self, viewer: _Viewer) -> None:
+        # All compare with the same look from here on.
+        self._tell()
+        self._viewers.add(viewer)
+        if viewer.wants_log:
+            self._log.watch()
+        self._services.metrics.on_state = self._on_state
+        if self._task is None:
+            self._task = self._services.tasks.start(self._run(), "feed of the page")
+
+    def _leave(self, viewer: _Viewer) -> None:
+        self._viewers.discard(viewer)
+        if viewer.wants_log:
+            self._log.leave()
+        if not self._viewers:
+            self._services.metrics.on_state = None
+            if self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    async def _show(self, viewer: _Viewer, send: Send, watch: Watch) -> None:
+        is_over = False
+        while not is_over:
+            data = await self._next(viewer)
+            is_over = viewer.is_over
+            if is_over:
+                data += _event("end", {})
+            watch.is_sending = True
+            await send({"type": "http.response.body", "body": data, "more_body": not is_over})
+            watch.is_sending = False
+            watch.sent += 1
+            watch.is_over = is_over
+
+    async def _next(self, viewer: _Viewer) -> bytes:
+        """Events that wait for the viewer, or a ping."""
+        if not (viewer.queue or viewer.needs_snapshot or viewer.is_over):
+            viewer.news.clear()
+            try:
+                async with asyncio.timeout(PING_S):
+                    await viewer.news.wait()
+            except TimeoutError:
+                return _event("ping", Ping(time.time()))
+        queue, viewer.queue = viewer.queue, []
+        if viewer.needs_snapshot:
+            viewer.needs_snapshot = False
+            return self._newest_snapshot()
+        return b"".join(queue)
+
+    # -- all of them -------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while self._viewers:
+            await asyncio.sleep(INTERVAL_S)
+            for viewer in self._viewers:
+                if not self._sessions.is_alive(viewer.session):
+                    viewer.end()
+            self._tell()
+            if (lines := self._log.take()) is not None:
+                event = _event("log", lines)
+                for viewer in self._viewers:
+                    if viewer.wants_log:
+                        viewer.offer(event)
+
+    def _tell(self) -> None:
+        """Look, and offer what has changed since the last look."""
+        status = self._status()
+        tick, self._seen = self._compare(status)
+        self._snapshot = None
+        if any(getattr(tick, name) for name in tick.__struct_fields__[1:]) or _is_emptied(tick):
+            self._offer(_event("tick", tick))
+
+    def _compare(self, status: Status) -> tuple[Tick, _Seen]:
+        before, requests = self._seen, self._services.requests.views()
+        seen = _Seen(
+            models={model.name: self._numbers(model) for model in status.models},
+            memory=status.memory,
+            requests=requests[:REQUESTS_MAX],
+            requests_in_all=len(requests),
+            pulls=self._downloads.views(),
+            is_draining=status.is_draining,
+        )
+        has_new_requests = seen.requests != before.requests or seen.requests_in_all != before.requests_in_all
+        tick = Tick(
+            time=time.time(),
+            models=[model for name, model in seen.models.items() if before.models.get(name) != model],
+            removed=[name for name in before.models if name not in seen.models],
+            memory=seen.memory if seen.memory != before.memory else None,
+            requests=seen.requests if has_new_requests else None,
+            requests_in_all=seen.requests_in_all if has_new_requests else None,
+            pulls=seen.pulls if seen.pulls != before.pulls else None,
+            is_draining=seen.is_draining if seen.is_draining != before.is_draining else None,
+        )
+        return tick, seen
+
+    def _numbers(self, model: ModelStatus) -> ModelTick:
+        rates = self._sampler.rates(model.name)
+        fields = {name: getattr(model, name) for name in _TICK_FIELDS}
+        return ModelTick(tokens_per_s=rates.tokens_per_s, prompt_tokens_per_s=rates.prompt_tokens_per_s, **fields)
+
+    def _newest_snapshot(self) -> bytes:
+        """Made once for all who need one before the next look, from the same look as the ticks."""
+        if self._snapshot is None:
+            status, seen = self._status(), self._seen
+            assert status.memory is not None
+            snapshot = Snapshot(
+                time=time.time(),
+                version=status.version,
+                url=status.url,
+                uptime_s=status.uptime_s,
+                is_draining=seen.is_draining,
+                models=status.models,
+                memory=seen.memory or status.memory,
+                requests=seen.requests,
+                requests_in_all=seen.requests_in_all,
+                pulls=seen.pulls,
+                captures_on=self._services.captures.is_on,
+            )
+            self._snapshot = _event("snapshot", snapshot)
+        return self._snapshot
+
+    def _on_state(self, model: str, state: str) -> None:
+        self._offer(_event("state", StateChange(time.time(), model, state)))
+
+    def _offer(self, event: bytes) -> None:
+        for viewer in self._viewers:
+            viewer.offer(event)
+
+
+def _is_emptied(tick: Tick) -> bool:
+    """Whether something is told to be none any more."""
+    return tick.requests is not None or tick.pulls is not None or tick.is_draining is not None
+
+
+def _event(name: str, data: Struct | dict[str, object]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(data))

@@ -1,0 +1,79 @@
+"""Program that asks the hub for the daemon: one order as JSON on its standard input, one answer on its output.
+
+A process of its own, because the hub's library and the headers of weights keep the interpreter busy for long.
+"""
+
+import sys
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.model_files.hub import HubFailed
+from gateway.model_files.search import Candidate, inspect_one, recommend, search, search_shortlist
+from gateway.web.schemas import HubModel, HubModels
+
+
+class HubOrder(Struct, frozen=True):
+    """A question: words to search for, or a repository."""
+
+    verb: Literal["search", "recommend", "info"]
+    available_bytes: int
+    words: Annotated[list[str], Meta(max_length=16)] = []
+    repository: str = ""
+
+
+class HubAnswer(Struct, frozen=True):
+    """The models, or why there are none."""
+
+    models: HubModels | None = None
+    error: str = ""
+
+
+def main() -> None:
+    """Answer one order."""
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=HubOrder)
+    try:
+        answer = HubAnswer(_ask(order))
+    except HubFailed as error:
+        answer = HubAnswer(error=str(error))
+    sys.stdout.buffer.write(msgspec.json.encode(answer))
+
+
+def _ask(order: HubOrder) -> HubModels:
+    available = order.available_bytes
+    match order.verb:
+        case "search":
+            try:
+                models, is_offline = search(order.words, available), False
+            except HubFailed:
+                models, is_offline = search_shortlist(order.words, available), True
+        case "recommend":
+            recommendation = recommend(available)
+            models, is_offline = recommendation.candidates, bool(recommendation.offline)
+        case "info":
+            models, is_offline = [inspect_one(order.repository, available)], False
+    return HubModels([_model(model) for model in models], available, is_offline)
+
+
+def _model(model: Candidate) -> HubModel:
+    info = model.info
+    if info is None:
+        reason = model.reason.removeprefix("cannot be loaded: ")
+        return HubModel(model.repository, model.downloads, model.is_downloaded, None, model.reason, (reason,))
+    return HubModel(
+        repository=model.repository,
+        downloads=model.downloads,
+        is_here=model.is_downloaded,
+        fits=info.fits,
+        verdict=info.verdict,
+        obstacles=info.obstacles,
+        disk_bytes=info.disk_bytes,
+        weights_bytes=info.weights_bytes,
+        context=info.context,
+        model_type=info.model_type,
+    )
+
+
+if __name__ == "__main__":
+    main()

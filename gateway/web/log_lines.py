@@ -1,0 +1,129 @@
+"""Lines of the daemon's log for the page: the last ones of its files, and new ones while the feed is watched."""
+
+import asyncio
+import logging
+from collections import deque
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import ApiError, BadRequest
+from gateway.http.exchange import send_body
+from gateway.services import Services
+from gateway.telemetry.log_file import last_lines
+from gateway.telemetry.log_line import is_about, read_line
+from gateway.telemetry.logs import LEVELS, OURS
+from gateway.web.schemas import LogLine, LogLines
+
+LINES_DEFAULT: Final = 200
+LINES_MAX: Final = 1000
+# In one event of the feed, which is sent once a second.
+EVENT_LINES_MAX: Final = 50
+_HEAD: Final = frozenset({"time", "level", "logger", "message", "exception"})
+_TEXT_MAX: Final = 200
+
+_encode: Final = msgspec.json.Encoder(enc_hook=str).encode
+
+
+class Logs:
+    """`GET /ui/api/logs`."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        query, config = QueryParams(scope["query_string"]), self._services.config
+        if not config.server.log_file:
+            raise ApiError(404, "[server] log_file is off: the log goes to stderr.", code="no_log_file")
+        count, wanted = _count(query), _Wanted(query)
+        lines = await asyncio.to_thread(last_lines, config.log_path, count, wanted)
+        shown = [_line(fields) for line in lines if (fields := read_line(line)) is not None]
+        await send_body(send, 200, _encode(LogLines(shown)))
+
+
+class _Wanted:
+    """Filter of lines, by the query. Raises `BadRequest`."""
+
+    def __init__(self, query: QueryParams) -> None:
+        level = query.get("level", "debug")
+        if level not in LEVELS:
+            raise BadRequest(f"'level' is one of {', '.join(LEVELS)}.", "level", "invalid_value")
+        self._levels = frozenset(LEVELS[LEVELS.index(level) :])
+        self._model = query.get("model", "")
+        self._text = query.get("text", "")[:_TEXT_MAX].lower()
+
+    def __call__(self, line: str) -> bool:
+        if self._text and self._text not in line.lower():
+            return False
+        fields = read_line(line)
+        if fields is None or fields.get("level") not in self._levels:
+            return False
+        return not self._model or is_about(line, self._model)
+
+
+class LogTail(logging.Handler):
+    """New lines of every thread, for the next event of the feed; beyond its size they are counted.
+
+    Installed only while a viewer asks for them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = deque[LogLine]()
+        self._dropped = 0
+        self._viewers = 0
+
+    def watch(self) -> None:
+        """One viewer more."""
+        self._viewers += 1
+        if self._viewers == 1:
+            for name in OURS:
+                logging.getLogger(name).addHandler(self)
+
+    def leave(self) -> None:
+        """One viewer less."""
+        self._viewers -= 1
+        if self._viewers == 0:
+            for name in OURS:
+                logging.getLogger(name).removeHandler(self)
+            self.take()
+
+    def take(self) -> LogLines | None:
+        """Lines since the last call; None without any."""
+        self.acquire()
+        try:
+            lines, self._lines = list(self._lines), deque[LogLine]()
+            dropped, self._dropped = self._dropped, 0
+        finally:
+            self.release()
+        return LogLines(lines, dropped) if lines else None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Under the handler's lock, in the thread that logs."""
+        if len(self._lines) >= EVENT_LINES_MAX:
+            self._dropped += 1
+            return
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        fields: dict[str, Any] = getattr(record, "fields", None) or {}
+        trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
+        line = LogLine(time, record.levelname.lower(), record.name, record.getMessage(), fields, trace)
+        self._lines.append(line)
+
+
+def _line(fields: dict[str, Any]) -> LogLine:
+    rest = {name: value for name, value in fields.items() if name not in _HEAD}
+    time, level, logger, message, trace = (
+        str(fields.get(name, "")) for name in ("time", "level", "logger", "message", "exception")
+    )
+    return LogLine(time, level, logger, message, rest, trace)
+
+
+def _count(query: QueryParams) -> int:
+    given = query.get("lines", str(LINES_DEFAULT))
+    count = int(given) if given.isascii() and given.isdigit() and len(given) <= len(str(LINES_MAX)) else 0
+    if not 1 <= count <= LINES_MAX:
+        raise BadRequest(f"'lines' is 1 to {LINES_MAX}.", "lines", "invalid_value")
+    return count

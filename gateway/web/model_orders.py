@@ -1,0 +1,82 @@
+"""Orders for models by the page: they are accepted at once, and carried out by a task of their own."""
+
+from collections.abc import Awaitable, Callable
+from typing import Final, Literal
+
+import msgspec
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.access.audit_log import Action
+from gateway.access.caller import OWNER
+from gateway.admin.orders import Order, note
+from gateway.admin_types import ModelRef
+from gateway.http.exchange import send_body
+from gateway.services import Services
+from gateway.supervisor.state import ModelUnavailable
+from gateway.web.orders import read_order
+from gateway.web.schemas import Accepted
+
+Verb = Literal["load", "unload", "restart", "pin", "unpin"]
+
+_model_ref: Final = msgspec.json.Decoder(ModelRef)
+
+
+def routes(services: Services, prefix: str) -> list[Route]:
+    """One for each verb."""
+    pool = services.pool
+    verbs: tuple[tuple[Verb, Action, Callable[[str], Awaitable[None]]], ...] = (
+        ("load", "model.load", pool.load),
+        ("unload", "model.unload", pool.unload),
+        ("restart", "model.restart", pool.restart),
+        ("pin", "model.pin", pool.pin),
+        ("unpin", "model.unpin", pool.unpin),
+    )
+    orders = ModelOrders(services)
+    return [
+        Route(f"{prefix}/models/{verb}", ModelOrder(services, orders, verb, action, run), methods=["POST"])
+        for verb, action, run in verbs
+    ]
+
+
+class ModelOrders:
+    """Orders that are being carried out: one that is given again joins the one before."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._running: set[tuple[str, str]] = set()
+
+    def start(self, verb: Verb, model: str, run: Callable[[str], Awaitable[None]]) -> None:
+        """Carry out an order, soon. Why it fails is the model's `last_failure`."""
+        key = (verb, model)
+        if key not in self._running:
+            self._running.add(key)
+            self._services.tasks.start(self._carry_out(key, model, run), f"{verb} of model {model}")
+
+    async def _carry_out(self, key: tuple[str, str], model: str, run: Callable[[str], Awaitable[None]]) -> None:
+        try:
+            await run(model)
+        except ModelUnavailable:
+            pass  # the model's state machine has logged it, and tells it to all viewers
+        finally:
+            self._running.discard(key)
+
+
+class ModelOrder:
+    """`POST /ui/api/models/{load,unload,restart,pin,unpin}`."""
+
+    def __init__(
+        self, services: Services, orders: ModelOrders, verb: Verb, action: Action, run: Callable[[str], Awaitable[None]]
+    ) -> None:
+        self._services = services
+        self._orders = orders
+        self._verb: Verb = verb
+        self._action: Action = action
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ref = await read_order(scope, receive, _model_ref)
+        order = note(scope, Order(self._action, ref.model))
+        order.target = name = self._services.router.resolve(ref.model, OWNER).name
+        self._orders.start(self._verb, name, self._run)
+        await send_body(send, 202, msgspec.json.encode(Accepted(name, self._verb)))

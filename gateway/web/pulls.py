@@ -1,0 +1,258 @@
+"""Downloads that the page orders: child processes `mlxctl pull`, one at a time, whose parts are kept and resumed."""
+
+import asyncio
+import os
+import secrets
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import msgspec
+from msgspec import Struct
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.admin.orders import Order, note
+from gateway.errors import ApiError, Overloaded
+from gateway.http.exchange import send_body
+from gateway.services import Services
+from gateway.web.orders import read_order
+from gateway.web.schemas import Pull, PullOrder, Pulls
+
+COMMAND: Final = (sys.executable, "-P", "-c", "from gateway.ctl import main; main()", "pull", "--yes", "--events", "--")
+WAITING_MAX: Final = 16
+# Ended ones that are still listed.
+ENDED_MAX: Final = 20
+# From SIGTERM to SIGKILL.
+GRACE_S: Final = 5.0
+# The rate is that of the newest seconds.
+RATE_SPAN_S: Final = 10.0
+_ERROR_BYTES_MAX: Final = 4096
+
+State = Literal["waiting", "running", "done", "failed", "cancelled"]
+
+_encode: Final = msgspec.json.Encoder().encode
+_order: Final = msgspec.json.Decoder(PullOrder)
+
+
+class PullEvent(Struct, frozen=True):
+    """One line of the child: how much there is, and at the end where it is."""
+
+    downloaded_bytes: int = 0
+    total_bytes: int = 0
+    path: str = ""
+    next_step: str = ""
+
+
+_event: Final = msgspec.json.Decoder(PullEvent)
+
+
+@dataclass(slots=True)
+class _Download:
+    """One order. Owned by `Downloads`."""
+
+    repository: str
+    id: str = field(default_factory=lambda: secrets.token_hex(4))
+    state: State = "waiting"
+    newest: PullEvent = field(default_factory=PullEvent)
+    message: str = ""
+    is_cancelled: bool = False
+    process: Process | None = None
+    # Time and bytes of the newest events.
+    marks: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state not in ("waiting", "running")
+
+    def view(self) -> Pull:
+        rate = self._rate() if self.state == "running" else 0.0
+        left = self.newest.total_bytes - self.newest.downloaded_bytes
+        return Pull(
+            id=self.id,
+            repository=self.repository,
+            state=self.state,
+            downloaded_bytes=self.newest.downloaded_bytes,
+            total_bytes=self.newest.total_bytes,
+            bytes_per_s=round(rate),
+            left_s=round(left / rate) if rate > 0 else None,
+            message=self.message,
+            path=self.newest.path,
+        )
+
+    def add(self, event: PullEvent) -> None:
+        self.newest = event
+        now = time.monotonic()
+        self.marks.append((now, event.downloaded_bytes))
+        while now - self.marks[0][0] > RATE_SPAN_S:
+            self.marks.popleft()
+
+    def _rate(self) -> float:
+        if len(self.marks) < 2:
+            return 0.0
+        (began, first), (ended, last) = self.marks[0], self.marks[-1]
+        return max(0.0, (last - first) / (ended - began)) if ended > began else 0.0
+
+
+class Downloads:
+    """In the order in which they were ordered; the first that has not ended runs."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._all: list[_Download] = []
+        self._is_running = False
+
+    def views(self) -> list[Pull]:
+        """All that are listed, the newest last."""
+        return [download.view() for download in self._all]
+
+    def order(self, repository: str) -> Pull:
+        """Download a repository, after those ordered before. Raises `Overloaded`."""
+        for download in self._all:
+            if download.repository == repository and not download.has_ended:
+                return download.view()
+        if sum(not download.has_ended for download in self._all) > WAITING_MAX:
+            raise Overloaded(f"{WAITING_MAX} downloads wait already.", 60.0)
+        download = _Download(repository)
+        self._all.append(download)
+        ended = [each for each in self._all if each.has_ended]
+        for each in ended[: len(ended) - ENDED_MAX]:
+            self._all.remove(each)
+        if not self._is_running:
+            self._is_running = True
+            self._services.tasks.start(self._run(), "downloads")
+        return download.view()
+
+    def cancel(self, pull_id: str) -> Pull:
+        """Stop one; what has come of it is kept. Raises `ApiError`."""
+        download = next((each for each in self._all if each.id == pull_id), None)
+        if download is None:
+            raise ApiError(404, f"There is no download {pull_id[:40]!r}.", code="pull_not_found")
+        if not download.has_ended:
+            download.is_cancelled = True
+            if download.process is None:
+                _end(download, "cancelled", "It had not begun.")
+            else:
+                self._services.tasks.start(_stop(download.process), f"end of download {download.id}")
+        return download.view()
+
+    async def close(self) -> None:
+        """Stop all, for the end of the daemon."""
+        for download in self._all:
+            download.is_cancelled = True
+            if download.process is not None:
+                await _stop(download.process)
+
+    async def _run(self) -> None:
+        try:
+            while (download := next((each for each in self._all if not each.has_ended), None)) is not None:
+                await self._download(download)
+        finally:
+            self._is_running = False
+
+    async def _download(self, download: _Download) -> None:
+        if download.is_cancelled:
+            _end(download, "cancelled", "It had not begun.")
+            return
+        download.state = "running"
+        environ = os.environ | {"MLXD_HOME": str(self._services.config.home), "NO_COLOR": "1"}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *COMMAND, download.repository, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=environ
+            )
+        except OSError as error:
+            _end(download, "failed", f"mlxctl could not be started: {error.strerror or error}.")
+            return
+        download.process = process
+        try:
+            status, said = await _follow(process, download)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            download.process = None
+            if not download.has_ended:
+                _end(download, "cancelled", "The server ends; what has come is kept.")
+        if status == 0:
+            _end(download, "done", download.newest.next_step)
+        elif download.is_cancelled:
+            _end(download, "cancelled", "What has come is kept: the next order resumes it.")
+        else:
+            _end(download, "failed", said or f"mlxctl pull ended with status {status}.")
+
+
+class List:
+    """`GET` and `POST /ui/api/pulls`."""
+
+    def __init__(self, downloads: Downloads) -> None:
+        self._downloads = downloads
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST":
+            wanted = await read_order(scope, receive, _order)
+            note(scope, Order("model.pull", wanted.repository))
+            await send_body(send, 202, _encode(self._downloads.order(wanted.repository)))
+        else:
+            await send_body(send, 200, _encode(Pulls(self._downloads.views())))
+
+
+class Cancel:
+    """`DELETE /ui/api/pulls/ID`."""
+
+    def __init__(self, downloads: Downloads) -> None:
+        self._downloads = downloads
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_body(send, 200, _encode(self._downloads.cancel(scope["path_params"]["id"])))
+
+
+def routes(downloads: Downloads, prefix: str) -> list[Route]:
+    """All of them."""
+    return [
+        Route(f"{prefix}/pulls", List(downloads), methods=["GET", "POST"]),
+        Route(f"{prefix}/pulls/{{id}}", Cancel(downloads), methods=["DELETE"]),
+    ]
+
+
+async def _follow(process: Process, download: _Download) -> tuple[int, str]:
+    """The child's exit status, and the last of what it said on stderr."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    saying = asyncio.create_task(_tail(process.stderr))
+    try:
+        async for line in process.stdout:
+            try:
+                download.add(_event.decode(line))
+            except msgspec.DecodeError:
+                continue  # of a library that prints
+        status = await process.wait()
+        said = await saying
+    finally:
+        saying.cancel()
+    return status, said.removeprefix("mlxctl: ").strip()
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """The end of a stream, all of which is read, so that its writer never waits."""
+    end = b""
+    while chunk := await stream.read(_ERROR_BYTES_MAX):
+        end = (end + chunk)[-_ERROR_BYTES_MAX:]
+    return end.decode(errors="replace")
+
+
+async def _stop(process: Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(GRACE_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+
+
+def _end(download: _Download, state: State, message: str) -> None:
+    download.state, download.message = state, message
