@@ -37,8 +37,8 @@ class List:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wants_captured = QueryParams(scope["query_string"]).get("captured") == "1"
         captured = await self._services.captures.lines() if wants_captured else []
-        found = RequestList(self._services.requests.views(), captured)
-        await send_body(send, 200, msgspec.json.encode(found))
+        listed = RequestList(self._services.requests.views(), captured)
+        await send_body(send, 200, msgspec.json.encode(listed))
 
 
 class Show:
@@ -49,13 +49,13 @@ class Show:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, name = self._services, scope["path_params"]["id"]
-        found = RequestDetail(services.requests.view(name), await services.captures.find(name))
-        if found.live is None and found.captured is None:
+        detail = RequestDetail(services.requests.view(name), await services.captures.find(name))
+        if detail.live is None and detail.captured is None:
             hint = "" if services.captures.is_on else "; to keep those that have ended, set [server] capture"
             raise _unknown(name, hint)
-        if found.captured is not None:
+        if detail.captured is not None:
             note(scope, Order("capture.read", name[:200]))
-        await send_body(send, 200, msgspec.json.encode(found))
+        await send_body(send, 200, msgspec.json.encode(detail))
 
 
 class Cancel:

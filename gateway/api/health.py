@@ -89,8 +89,8 @@ class Healthy:
             await send_body(send, 503, msgspec.json.encode(Health("draining")))
             return
         if is_deep:
-            found = await probe.examine(self._services, query.get("model"))
-            await send_body(send, 200 if found.status == "healthy" else 503, msgspec.json.encode(found))
+            probed = await probe.examine(self._services, query.get("model"))
+            await send_body(send, 200 if probed.status == "healthy" else 503, msgspec.json.encode(probed))
             return
         views = self._services.pool.workers()
         broken = [view for view in views if view.state in BROKEN]
@@ -138,8 +138,8 @@ def _describe(views: list[WorkerView], scope: Scope, services: Services) -> list
 def _notes(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
     """Restrictions of models' lanes to stay exact, for those that the caller may use."""
     caller = record_of(scope).caller
-    told = [(view.name, view.ready.lane_reason) for view in views if view.ready is not None]
-    return [f"{name}: {why}" for name, why in told if why and caller.may_use(services.config.models[name])]
+    reasons = [(view.name, view.ready.lane_reason) for view in views if view.ready is not None]
+    return [f"{name}: {why}" for name, why in reasons if why and caller.may_use(services.config.models[name])]
 
 
 def _reason(view: WorkerView) -> str:

@@ -89,6 +89,6 @@ class OneModel:
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self._services.router.locate(scope["path_params"]["id"], record_of(scope).caller)
-        view = self._services.pool.worker(found.model.name).view()
-        await send_body(send, 200, msgspec.json.encode(self._models.card(found, view)))
+        target = self._services.router.locate(scope["path_params"]["id"], record_of(scope).caller)
+        view = self._services.pool.worker(target.model.name).view()
+        await send_body(send, 200, msgspec.json.encode(self._models.card(target, view)))

@@ -99,15 +99,15 @@ def document(operations: Sequence[Operation], *, version: str, description: str)
 
 
 def _operation(operation: Operation, references: Mapping[Any, Schema]) -> Schema:
-    made: Schema = {"operationId": operation.id, "summary": operation.summary}
+    document: Schema = {"operationId": operation.id, "summary": operation.summary}
     if operation.needs_key is not True:
-        made["security"] = [] if operation.needs_key is False else [{}, {"bearer": []}, {"x-api-key": []}]
+        document["security"] = [] if operation.needs_key is False else [{}, {"bearer": []}, {"x-api-key": []}]
     if operation.parameters:
-        made["parameters"] = [_parameter(parameter) for parameter in operation.parameters]
+        document["parameters"] = [_parameter(parameter) for parameter in operation.parameters]
     if operation.body is not None:
-        made["requestBody"] = {"required": True, "content": {JSON: {"schema": references[operation.body]}}}
-    made["responses"] = _responses(operation, references)
-    return made
+        document["requestBody"] = {"required": True, "content": {JSON: {"schema": references[operation.body]}}}
+    document["responses"] = _responses(operation, references)
+    return document
 
 
 def _parameter(parameter: Parameter) -> Schema:
@@ -131,9 +131,9 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
         content[EVENTS] = {"x-itemSchema": _event(data)}
     always = {"x-request-id": _header("Id of this request, as in mlxd's log.", is_required=True)}
     sent = {name: _header(text) for name, text in operation.headers.items()}
-    made: Schema = {"200": {"description": "The answer.", "headers": always | sent, "content": content}}
+    responses: Schema = {"200": {"description": "The answer.", "headers": always | sent, "content": content}}
     for status, text in operation.also.items():
-        made[str(status)] = {"description": text, "headers": always, "content": {JSON: {"schema": answer}}}
+        responses[str(status)] = {"description": text, "headers": always, "content": {JSON: {"schema": answer}}}
     for status in sorted(operation.errors):
         headers = always if status != 431 else {}
         if status in _RETRYABLE:
@@ -141,8 +141,8 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
         if status == 401:
             headers = headers | {"www-authenticate": _header("How to send a key.", is_required=True)}
         content = {JSON: {"schema": references[operation.error]}}
-        made[str(status)] = {"description": MEANINGS[status], "headers": headers, "content": content}
-    return made
+        responses[str(status)] = {"description": MEANINGS[status], "headers": headers, "content": content}
+    return responses
 
 
 def _event(data: Schema) -> Schema:
@@ -165,10 +165,10 @@ def _header(description: str, kind: str = "string", *, is_required: bool = False
 
 def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Schema]]:
     """The schemas of all structs by name, and the reference to each body, answer, event and error."""
-    asked = list(dict.fromkeys(one.body for one in operations if one.body is not None))
-    answered = list(dict.fromkeys(shape for one in operations for shape in (one.answer, *one.events, one.error)))
-    inputs, outputs = _structs(asked), _structs(answered)
-    found, schemas = msgspec.json.schema_components([*asked, *answered], ref_template=_REF + "{name}")
+    bodies = list(dict.fromkeys(one.body for one in operations if one.body is not None))
+    answers = list(dict.fromkeys(shape for one in operations for shape in (one.answer, *one.events, one.error)))
+    inputs, outputs = _structs(bodies), _structs(answers)
+    found, schemas = msgspec.json.schema_components([*bodies, *answers], ref_template=_REF + "{name}")
     names = {_given_name(struct, schemas): struct for struct in (*inputs, *outputs)}
     for name, struct in names.items():
         hint = getattr(struct, "hint", None)
@@ -183,31 +183,31 @@ def _components(operations: Sequence[Operation]) -> tuple[Schema, dict[Any, Sche
             }
     final = {name: _qualified(struct) for name, struct in names.items()}
     assert len(set(final.values())) == len(schemas), "two structs would share a name"
-    made = {final[name]: _renamed(schema, final) for name, schema in schemas.items()}
-    return made, {
-        shape: _renamed(reference, final) for shape, reference in zip((*asked, *answered), found, strict=True)
+    renamed = {final[name]: _renamed(schema, final) for name, schema in schemas.items()}
+    return renamed, {
+        shape: _renamed(reference, final) for shape, reference in zip((*bodies, *answers), found, strict=True)
     }
 
 
 def _structs(shapes: Iterable[Any]) -> dict[type[Struct], types.StructType]:
     """All structs that these are made of."""
-    found: dict[type[Struct], types.StructType] = {}
+    structs: dict[type[Struct], types.StructType] = {}
     seen: set[int] = set()
     waiting: list[Any] = list(types.multi_type_info(shapes))
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        shape = waiting.pop()
+        if id(shape) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, types.StructType):
-            found[one.cls] = one
-        if isinstance(one, types.Field):
-            waiting.append(one.type)
-        elif isinstance(one, types.Type):
-            for name in one.__struct_fields__:
-                inner = getattr(one, name)
+        seen.add(id(shape))
+        if isinstance(shape, types.StructType):
+            structs[shape.cls] = shape
+        if isinstance(shape, types.Field):
+            waiting.append(shape.type)
+        elif isinstance(shape, types.Type):
+            for name in shape.__struct_fields__:
+                inner = getattr(shape, name)
                 waiting += inner if isinstance(inner, tuple) else [inner]
-    return found
+    return structs
 
 
 def _given_name(struct: type[Struct], schemas: Mapping[str, Any]) -> str:

@@ -70,9 +70,9 @@ class TokenizeText:
         prompt = await services.bodies.work(record.body_bytes, _prompt, request, model.thinking)
         worker = services.pool.worker(model.name)
         async with cut_off(record, receive):
-            found = await serve.tokenize(services, record, model, prompt, want_ids=True)
+            tokenized = await serve.tokenize(services, record, model, prompt, want_ids=True)
             ready = worker.ready
-            answer = Tokens(found.ids, found.count, ready.max_context if ready is not None else 0)
+            answer = Tokens(tokenized.ids, tokenized.count, ready.max_context if ready is not None else 0)
             await send_body(send, 200, msgspec.json.encode(answer), record.headers)
 
 
@@ -87,8 +87,8 @@ class DetokenizeIds:
         request, unknown = await serve.read(services, record, scope, receive, _detokenize.decode)
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
         async with cut_off(record, receive):
-            found = await serve.detokenize(services, record, model, tuple(request.tokens))
-            await send_body(send, 200, msgspec.json.encode(Text(found.text)), record.headers)
+            decoded = await serve.detokenize(services, record, model, tuple(request.tokens))
+            await send_body(send, 200, msgspec.json.encode(Text(decoded.text)), record.headers)
 
 
 def _prompt(request: TokenizeRequest, default: ThinkingDefaults) -> ChatPrompt | TextPrompt:

@@ -208,9 +208,9 @@ def public_connections(live: Live, metrics: Metrics, files: int) -> Connections:
             f"at most {files} files may be open, and mlxd needs {files - room} for itself and its workers and "
             f"{CLIENTS_MIN} for clients: raise the limit, for example with ulimit -n 4096"
         )
-    wanted = live.config.server.max_connections
-    if wanted != "auto" and wanted > room:
-        log.warning("max_connections is %d, but the limit of %d open files leaves %d", wanted, files, room)
+    configured = live.config.server.max_connections
+    if configured != "auto" and configured > room:
+        log.warning("max_connections is %d, but the limit of %d open files leaves %d", configured, files, room)
 
     def bounds() -> Bounds:
         return _bounds(live.config.server, len(live.config.models), files)

@@ -48,8 +48,8 @@ def is_public(address: IPAddress) -> bool:
 
 async def resolve_name(host: str, port: int) -> list[str]:
     """All addresses of a name, as the system knows them. Raises `OSError`."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 class Fetcher:

@@ -52,8 +52,8 @@ class Cors:
 
 
 def _preflight(headers: Headers) -> list[Header]:
-    asked = headers.get("access-control-request-headers", "")
-    allowed = asked if _HEADER_NAMES.fullmatch(asked) else ""
+    requested = headers.get("access-control-request-headers", "")
+    allowed = requested if _HEADER_NAMES.fullmatch(requested) else ""
     answer: list[Header] = [
         (b"access-control-allow-methods", METHODS),
         (b"access-control-allow-headers", (allowed or "authorization, content-type, x-api-key").encode()),

@@ -71,23 +71,23 @@ class Admission:
     @contextmanager
     def question(self, model: ModelConfig, key: str | None = None, share: int = 100) -> Generator[None, None, None]:
         """Hold a place in the queue of `model` to ask it about tokens. Raises `Overloaded` or `Unavailable`."""
-        asked = self._questions
-        if asked.total() >= QUESTIONS_MAX or (key is not None and asked[key] >= QUESTIONS_OF_KEY):
+        questions = self._questions
+        if questions.total() >= QUESTIONS_MAX or (key is not None and questions[key] >= QUESTIONS_OF_KEY):
             self._reject(model, "questions")
-            whose = "all" if key is None or asked[key] < QUESTIONS_OF_KEY else "this key's"
+            whose = "all" if key is None or questions[key] < QUESTIONS_OF_KEY else "this key's"
             raise Overloaded(
                 f"Too many concurrent requests to count or decode tokens, of {whose}. Try again.", RETRY_AFTER_MIN_S
             )
         name = key or ""
         # How long it takes tells nothing about sequences.
         with self._inside(self._admit(model, 1, name, share), 1, name):
-            asked[name] += 1
+            questions[name] += 1
             try:
                 yield
             finally:
-                asked[name] -= 1
-                if not asked[name]:
-                    del asked[name]
+                questions[name] -= 1
+                if not questions[name]:
+                    del questions[name]
 
     def check(self, model: ModelConfig, sequences: int, share: int = 100) -> None:
         """Raises `BadRequest` for more sequences than the model's queue, or one key's part of it, ever has room for."""

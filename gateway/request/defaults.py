@@ -61,13 +61,13 @@ def recommended(path: str) -> SamplingDefaults | None:
     if not folder.is_dir():
         return None
     try:
-        found = json.loads((folder / "generation_config.json").read_bytes())
+        content = json.loads((folder / "generation_config.json").read_bytes())
     except FileNotFoundError:
         return SamplingDefaults()
     except (OSError, ValueError, RecursionError) as error:
         log.warning("%s/generation_config.json is not readable JSON and is not used: %s", folder, error)
         return SamplingDefaults()
-    return _usable(found, str(folder)) if isinstance(found, dict) else SamplingDefaults()
+    return _usable(content, str(folder)) if isinstance(content, dict) else SamplingDefaults()
 
 
 def _usable(found: dict[str, Any], folder: str) -> SamplingDefaults:

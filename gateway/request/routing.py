@@ -26,8 +26,8 @@ class Router:
 
         Raises `ModelNotFound`, for a model that `caller` may not use just as for none, and `BadRequest` without a name.
         """
-        found = self.locate(name, caller)
-        return self._defaults.of(found.model, found.profile)
+        target = self.locate(name, caller)
+        return self._defaults.of(target.model, target.profile)
 
     def locate(self, name: str, caller: Caller) -> Found:
         """Like `resolve`, with the model as it is configured."""

@@ -73,11 +73,11 @@ def nth(path: Path, number: int) -> Path:
 
 def last_lines(path: Path, count: int, wanted: Callable[[str], bool] = lambda _: True) -> list[str]:
     """The last `count` lines that are wanted, of all the files together."""
-    found: deque[str] = deque(maxlen=count)
+    newest: deque[str] = deque(maxlen=count)
     for file in reversed(_files(path)):
         with suppress(FileNotFoundError), file.open(encoding="utf-8", errors="replace") as lines:
-            found.extend(line.rstrip("\n") for line in lines if line.endswith("\n") and wanted(line))
-    return list(found)
+            newest.extend(line.rstrip("\n") for line in lines if line.endswith("\n") and wanted(line))
+    return list(newest)
 
 
 def follow(path: Path, wait: Callable[[], None]) -> Iterator[str]:

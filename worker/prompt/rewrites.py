@@ -66,8 +66,8 @@ def one_call_each(messages: Messages) -> Messages:
             results.append(messages[at])
             at += 1
         for index, call in enumerate(calls):
-            said = message if not index else {"role": message["role"], "content": ""}
-            split.append({**said, "tool_calls": [call]})
+            kept = message if not index else {"role": message["role"], "content": ""}
+            split.append({**kept, "tool_calls": [call]})
             answer = next((result for result in results if result.get("tool_call_id") == call.get("id")), None)
             if answer is not None:
                 results.remove(answer)

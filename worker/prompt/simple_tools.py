@@ -59,5 +59,5 @@ def _chosen(schema: Schema, root: Schema) -> Schema:
 def _kind(fields: Schema) -> str:
     declared = fields.get("type")
     kinds = cast("list[Any]", declared) if isinstance(declared, list) else [declared]
-    found = next((kind for kind in kinds if isinstance(kind, str) and kind != "null"), None)
-    return found or ("object" if "properties" in fields else "array" if "items" in fields else "string")
+    first = next((kind for kind in kinds if isinstance(kind, str) and kind != "null"), None)
+    return first or ("object" if "properties" in fields else "array" if "items" in fields else "string")

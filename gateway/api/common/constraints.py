@@ -70,7 +70,7 @@ class Wishes(Protocol):
 
 def lower_constraint(request: Wishes, *, after_reasoning: bool) -> Constraint | None:
     """The one constraint of a request, None if it has none. Raises `BadRequest`, also for two at once."""
-    found = [
+    wishes = [
         _response_format(request.response_format),
         _structured_outputs(request.structured_outputs),
         _guided("json", request.guided_json, "guided_json"),
@@ -78,14 +78,14 @@ def lower_constraint(request: Wishes, *, after_reasoning: bool) -> Constraint | 
         _guided("grammar", request.guided_grammar, "guided_grammar"),
         _guided("choice", request.guided_choice, "guided_choice"),
     ]
-    wanted = [each for each in found if each is not None]
-    if len(wanted) > 1:
-        names = " and ".join(f"'{each.param}'" for each in wanted)
-        raise BadRequest(f"{names} exclude each other.", wanted[1].param, "invalid_value")
-    if not wanted:
+    constraints = [each for each in wishes if each is not None]
+    if len(constraints) > 1:
+        names = " and ".join(f"'{each.param}'" for each in constraints)
+        raise BadRequest(f"{names} exclude each other.", constraints[1].param, "invalid_value")
+    if not constraints:
         return None
-    one = wanted[0]
-    return Constraint(one.kind, one.text, after_reasoning, one.param, one.is_strict)
+    constraint = constraints[0]
+    return Constraint(constraint.kind, constraint.text, after_reasoning, constraint.param, constraint.is_strict)
 
 
 def _response_format(value: Any) -> Constraint | None:

@@ -139,8 +139,8 @@ def _parts(known: AbstractSet[str]) -> msgspec.json.Decoder[Any]:
 
 def _fields(parts: msgspec.json.Decoder[Any], text: bytes, what: str) -> dict[str, bytes]:
     """All fields of an object, when little of it is unknown. Raises `BadRequest`."""
-    found = parts.decode(text)
-    known_bytes = sum(len(bytes(getattr(found, name))) for name in found.__struct_fields__)
+    known = parts.decode(text)
+    known_bytes = sum(len(bytes(getattr(known, name))) for name in known.__struct_fields__)
     if len(text) - known_bytes > UNKNOWN_BYTES_MAX:
         raise BadRequest(f"{what} has more than {UNKNOWN_BYTES_MAX} bytes of unknown fields.")
     return {name: bytes(value) for name, value in _keys.decode(text).items()}

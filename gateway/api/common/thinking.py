@@ -65,14 +65,14 @@ def lower_thinking(request: Wishes, default: ThinkingDefaults | None = None) -> 
     `reasoning_effort`, and what is configured.
     """
     plain = Thinking(request.enable_thinking, budget=request.thinking_budget)
-    found = _of_template(request.chat_template_kwargs or {}).over(plain)
+    thinking = _of_template(request.chat_template_kwargs or {}).over(plain)
     if request.thinking is not None:
-        found = found.over(_of_type(request.thinking))
+        thinking = thinking.over(_of_type(request.thinking))
     if request.reasoning is not None:
-        found = found.over(_of_reasoning(request.reasoning))
+        thinking = thinking.over(_of_reasoning(request.reasoning))
     if request.reasoning_effort is not None:
-        found = found.over(Thinking.of_effort(request.reasoning_effort, "reasoning_effort"))
-    return found.under(of_config(default))
+        thinking = thinking.over(Thinking.of_effort(request.reasoning_effort, "reasoning_effort"))
+    return thinking.under(of_config(default))
 
 
 def _of_template(kwargs: Mapping[str, Any]) -> Thinking:

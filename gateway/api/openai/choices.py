@@ -107,8 +107,8 @@ class ChoiceStream(ABC, Generic[C]):
 
     def _encode_any(self, delta: Delta) -> bytes:
         index = self._choices[delta.rid]
-        said = self._said(index, delta)
-        events = b"" if said is None else self._event(said)
+        event = self._said(index, delta)
+        events = b"" if event is None else self._event(event)
         if delta.finish is not None:
             if delta.usage is not None:
                 self._usages[delta.rid] = delta.usage

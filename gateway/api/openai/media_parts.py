@@ -57,8 +57,8 @@ def media_part(part: Part, where: str, options: MediaOptions) -> dict[str, Any]:
         param = f"{where}.{fields[0]}"
         raise BadRequest(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     url, detail = (given.url, given.detail) if isinstance(given, Link) else (given, None)
-    asked = detail_options(detail or part.detail, f"{where}.detail") if kind == IMAGE else {}
-    return by_url(kind, url, where, _over(asked, kind, options))
+    wishes = detail_options(detail or part.detail, f"{where}.detail") if kind == IMAGE else {}
+    return by_url(kind, url, where, _over(wishes, kind, options))
 
 
 def _over(asked: Mapping[str, int | float], kind: str, options: MediaOptions) -> Options:

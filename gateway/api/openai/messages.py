@@ -62,8 +62,8 @@ def _assistant(message: Message, where: str, legacy: dict[str, str]) -> dict[str
         function = message.function_call
         legacy[function.name] = f"call_{len(legacy)}_{function.name}"
         calls.append(Call(legacy[function.name], function.name, _arguments(function)))
-    said = canonical.only_text(_content(message.content, where, NO_OPTIONS), where)
-    turn = canonical.assistant(said, calls, reasoning)
+    text = canonical.only_text(_content(message.content, where, NO_OPTIONS), where)
+    turn = canonical.assistant(text, calls, reasoning)
     return turn if message.name is None else {**turn, "name": message.name}
 
 

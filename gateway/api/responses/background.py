@@ -153,8 +153,8 @@ class Backgrounds:
 
     def find(self, tenant: str, response_id: str) -> Background | None:
         """The one of this id, for its own tenant."""
-        found = self._known.get(response_id)
-        return found if found is not None and found.tenant == tenant else None
+        background = self._known.get(response_id)
+        return background if background is not None and background.tenant == tenant else None
 
     def start(self, run: Run, job: Job, tenant: str) -> Background:
         """Begin one. Raises `ApiError` where there is no room for it; what comes later is its own."""

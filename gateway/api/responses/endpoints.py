@@ -259,9 +259,9 @@ def _page(items: list[Item], query: QueryParams, limit: int) -> out.ItemList:
 
 
 def _path_id(scope: Scope) -> str:
-    found = scope["path_params"]["id"]
-    assert isinstance(found, str)
-    return found
+    response_id = scope["path_params"]["id"]
+    assert isinstance(response_id, str)
+    return response_id
 
 
 def _query(scope: Scope) -> QueryParams:

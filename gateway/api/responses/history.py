@@ -168,7 +168,7 @@ class History:
             return []
         room = self._limit_bytes() - record.body_bytes
         try:
-            found = await self._store.conversation(tenant_of(record), previous, room, _turns)
+            conversation = await self._store.conversation(tenant_of(record), previous, room, _turns)
         except StoreBroken:
             raise _broken() from None
         except TooMuchSaid:
@@ -178,10 +178,10 @@ class History:
             what, code = ("failed", "failed") if has_failed else ("not ended", "not_ended")
             message = f"Response {previous[:100]!r} has {what}: a conversation cannot go on from it."
             raise BadRequest(message, "previous_response_id", f"previous_response_{code}") from None
-        if found is None:
+        if conversation is None:
             message = f"Previous response with id {previous[:100]!r} not found, or one before it is gone."
             raise BadRequest(message, "previous_response_id", "previous_response_not_found")
-        size, items = found
+        size, items = conversation
         if len(items) > ITEMS_MAX:
             message = f"The conversation before has {len(items)} items; at most {ITEMS_MAX} can be continued."
             raise BadRequest(message, "previous_response_id", "conversation_too_long")
@@ -190,23 +190,24 @@ class History:
 
     async def resolved(self, record: Record, items: Sequence[Item]) -> list[Item]:
         """The items, each reference replaced by what it refers to. What is not found stays."""
-        asked = [item.id for item in items if item.id and item.kind == "item_reference"]
-        if not asked:
+        references = [item.id for item in items if item.id and item.kind == "item_reference"]
+        if not references:
             return list(items)
         room = self._limit_bytes() - record.body_bytes
         try:
-            found = {item.id: item for item in await self._store.owners(tenant_of(record), asked, room, _all_items)}
+            owners = await self._store.owners(tenant_of(record), references, room, _all_items)
         except StoreBroken:
             raise _broken() from None
         except TooMuchSaid:
             raise self._too_large("input") from None
+        owned = {item.id: item for item in owners}
         # The same item may be referred to many times.
-        sizes = {item_id: len(_encode(found[item_id])) for item_id in dict.fromkeys(asked) if item_id in found}
-        size = sum(sizes.get(item_id, 0) for item_id in asked)
+        sizes = {item_id: len(_encode(owned[item_id])) for item_id in dict.fromkeys(references) if item_id in owned}
+        size = sum(sizes.get(item_id, 0) for item_id in references)
         if size > room:
             raise self._too_large("input")
         await _note(record, size)
-        return [found.get(item.id, item) if item.kind == "item_reference" else item for item in items]
+        return [owned.get(item.id, item) if item.kind == "item_reference" else item for item in items]
 
     def has_ended(self, stored: Stored) -> bool:
         """Whether its generation had ended when it was kept."""

@@ -144,14 +144,14 @@ class _Wishes:
 
 
 def _constraint(request: CountRequest) -> Constraint | None:
-    wanted = request.text.format if request.text is not None else None
-    if wanted is None:
+    format = request.text.format if request.text is not None else None
+    if format is None:
         return None
-    if wanted.type not in ("text", "json_object", "json_schema"):
-        message = f"Invalid value for 'text.format.type': {wanted.type[:40]!r}."
+    if format.type not in ("text", "json_object", "json_schema"):
+        message = f"Invalid value for 'text.format.type': {format.type[:40]!r}."
         raise BadRequest(message, "text.format.type", "invalid_value")
     try:
-        constraint = lower_constraint(_Wishes(_as_chat(wanted)), after_reasoning=True)
+        constraint = lower_constraint(_Wishes(_as_chat(format)), after_reasoning=True)
     except BadRequest as error:
         renamed = (error.param or "").replace("response_format.json_schema", "text.format")
         message = error.message.replace("response_format.json_schema", "text.format")

@@ -350,31 +350,31 @@ class Store:
         database = self._open()
         size = 0
         ids: list[str] = []
-        wanted: str | None = response_id
-        while wanted is not None and len(ids) < CHAIN_MAX:
+        at: str | None = response_id
+        while at is not None and len(ids) < CHAIN_MAX:
             row = database.execute(
                 "SELECT previous, COALESCE(said.size, responses.size) FROM responses"
                 " LEFT JOIN said ON said.response = responses.id WHERE id = ? AND tenant = ? AND used >= ?",
-                (wanted, tenant, self._now() - self._max_age_s),
+                (at, tenant, self._now() - self._max_age_s),
             ).fetchone()
             if row is None:
                 return None
-            ids.append(wanted)
-            wanted, size = row[0], size + row[1]
+            ids.append(at)
+            at, size = row[0], size + row[1]
             if size > most_bytes:
                 raise TooMuchSaid
         with database:
             database.execute("BEGIN")
             used = self._now()
-            database.executemany("UPDATE responses SET used = ? WHERE id = ?", [(used, one) for one in ids])
-        found: list[T] = []
-        for one in reversed(ids):
+            database.executemany("UPDATE responses SET used = ? WHERE id = ?", [(used, stored_id) for stored_id in ids])
+        parts: list[T] = []
+        for stored_id in reversed(ids):
             # One at a time: each may be as large as a body.
-            stored = self._get(database, tenant, one)
+            stored = self._get(database, tenant, stored_id)
             if stored is None:
                 return None
-            found += read(stored)
-        return size, found
+            parts += read(stored)
+        return size, parts
 
     def _owners(
         self, tenant: str, item_ids: Sequence[str], most_bytes: int, read: Callable[[Stored], list[T]]

@@ -95,19 +95,19 @@ class _Collected:
 
 def toolbox(request: CountRequest) -> Toolbox:
     """Raises `BadRequest`."""
-    found = _Collected()
+    collected = _Collected()
     echo: list[dict[str, Any]] = []
     for index, raw in enumerate(request.tools or ()):
         where = f"tools[{index}]"
         spec = _convert(raw, ToolSpec, where)
-        _collect(spec, "", where, found)
+        _collect(spec, "", where, collected)
         echo.append(
             {"description": None, "parameters": None, **raw, "strict": bool(spec.strict)}
             if spec.type == "function"
             else raw
         )
-    use = _use(request, found)
-    return Toolbox(use.check("tool_choice"), found.forms, echo, found.ignored)
+    use = _use(request, collected)
+    return Toolbox(use.check("tool_choice"), collected.forms, echo, collected.ignored)
 
 
 def flat_name(name: str, namespace: str | None) -> str:
