@@ -48,7 +48,7 @@ def connect(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model for the client; by default the one with the alias `default`, or the first.",
+            help="Model for the client; by default the one with the alias `default`, or the first but the demo.",
             autocompletion=complete_models,
             show_default=False,
         ),
@@ -129,9 +129,9 @@ def _chosen(models: list[_Model], wanted: str | None) -> _Model:
         raise Failed(f"there is no model {wanted!r}; models here: {names or 'none'}")
     if not models:
         raise Failed("no model is configured or downloaded: mlxctl recommend lists some that fit")
-    by_alias = (model for model in models if "default" in model.aliases)
-    real = (model for model in models if model.name != _DEMO)
-    return next(by_alias, None) or next(real, models[0])
+    # Without a configuration, `default` is the demo's, whatever else is downloaded.
+    real = [model for model in models if model.name != _DEMO] or models
+    return next((model for model in real if "default" in model.aliases), real[0])
 
 
 def _context(model: _Model) -> int:

@@ -96,6 +96,14 @@ def test_with_keys_the_clients_key_is_wanted_and_comes_from_a_variable(
     assert json.loads(given["files"][0]["text"])["providers"]["mlxd"]["apiKey"] == key
 
 
+def test_the_demo_is_taken_only_where_there_is_nothing_else(home: Path) -> None:
+    demo = '[models.demo]\naliases = ["default"]\n'
+    for more, expected in (("", "demo"), ('[models.real]\npath = "org/real"\n', "real")):
+        (home / "mlxd.toml").write_text(demo + more)
+        edit = json.loads(ctl(home, "connect", "aider", "--json").stdout)["files"][0]
+        assert edit["text"].startswith(f"model: openai/{expected}\n")
+
+
 def test_an_unknown_client_or_model_is_told_which_are_known(home: Path) -> None:
     assert "known are claude, codex," in ctl(home, "connect", "emacs").stderr
     assert "models here: small, coder" in ctl(home, "connect", "pi", "--model", "x").stderr
