@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.config.names import Found
 from gateway.http.exchange import send_body
+from gateway.media.modalities import TEXT, modalities
 from gateway.request.record import record_of
 from gateway.services import Services
 from gateway.supervisor.state import WorkerView
@@ -35,6 +36,8 @@ class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
     context_length: int | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
     max_input_tokens: int | UnsetType = UNSET
+    # As its worker says, or before a load as its files promise.
+    input_modalities: tuple[str, ...] = (TEXT,)
 
 
 class ModelList(Struct, frozen=True, tag_field="object", tag="list"):
@@ -78,6 +81,7 @@ class Models:
             context_length=context,
             max_model_len=context,
             max_input_tokens=context,
+            input_modalities=modalities(model.path, view.ready),
         )
 
 

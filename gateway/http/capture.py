@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.admin_types import Captured, CapturedLine
 from gateway.config.settings import ServerConfig
+from gateway.http.media_digests import MediaDigests
 from gateway.request.record import Header, Record
 from gateway.wall_clock import WallClock
 
@@ -47,7 +48,7 @@ class Tape:
         self._headers: list[Header] = scope["headers"]
         self._receive = receive
         self._send = send
-        self._asked = _Body()
+        self._asked = _Body(MediaDigests())
         self._answered = _Body()
         self._answer_headers: list[Header] = []
 
@@ -87,14 +88,18 @@ class Tape:
 
 
 class _Body:
-    """The beginning of a body."""
+    """The beginning of a body. With `media`, those in it are told by their digests."""
 
-    def __init__(self) -> None:
+    def __init__(self, media: MediaDigests | None = None) -> None:
+        self._media = media
         self._chunks: list[bytes] = []
         self._size = 0
         self.is_cut = False
 
     def add(self, chunk: bytes) -> None:
+        self._keep(chunk if self._media is None else self._media.feed(chunk))
+
+    def _keep(self, chunk: bytes) -> None:
         room = BODY_BYTES_MAX - self._size
         self.is_cut |= len(chunk) > room
         if chunk and room > 0:
@@ -102,6 +107,9 @@ class _Body:
             self._size += len(self._chunks[-1])
 
     def text(self) -> str:
+        """All of it. The last call."""
+        if self._media is not None:
+            self._keep(self._media.finish())
         return b"".join(self._chunks).decode(errors="replace")
 
 

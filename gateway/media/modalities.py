@@ -32,6 +32,13 @@ def expected(path: str) -> tuple[str, ...] | None:
     return tuple(promised)
 
 
+def modalities(path: str, ready: Ready | None) -> tuple[str, ...]:
+    """All that a prompt may hold: as the worker says, or before a load what can be served of the files' promise."""
+    if ready is not None:
+        return (TEXT, *ready.modalities)
+    return (TEXT, *(expected(path) or ())) if has_towers_library() else (TEXT,)
+
+
 def has_towers_library() -> bool:
     """Whether mlx-vlm, which has the encoders of all media, is installed."""
     return importlib.util.find_spec("mlx_vlm") is not None

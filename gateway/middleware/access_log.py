@@ -52,6 +52,10 @@ def _fields(record: Record, elapsed_s: float, trace_id: str) -> dict[str, object
             "cached_tokens": record.cached_tokens,
             "completion_tokens": record.completion_tokens,
         }
+        if record.media:
+            # Of the bytes, their digests alone: a picture is no more for a log than a prompt is.
+            fields["media"] = [f"{each.kind}:{each.digest.hex()[:16]}" for each in record.media]
+            fields["media_bytes"] = record.media_bytes
         if record.finishes:
             fields["finish"] = record.finishes[0] if len(record.finishes) == 1 else list(record.finishes)
     trace_id = trace_id or (record.trace.hex_id if record.trace is not None else "")

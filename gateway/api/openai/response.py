@@ -11,8 +11,13 @@ from protocol.messages import Finish, TokenLogprob, Usage
 LOGPROB_MIN: Final = -9999.0
 
 
-class CachedTokens(Struct, frozen=True):
+class PromptTokens(Struct, frozen=True, omit_defaults=True):
+    """Parts of a prompt's tokens; those of media are told where there are any."""
+
     cached_tokens: int
+    image_tokens: int = 0
+    video_tokens: int = 0
+    audio_tokens: int = 0
 
 
 class ReasoningTokens(Struct, frozen=True):
@@ -23,7 +28,7 @@ class UsageBody(Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: PromptTokens
     completion_tokens_details: ReasoningTokens
 
 
@@ -158,14 +163,18 @@ def finish_reason(finish: Finish) -> str:
 
 def sum_usage(usages: Iterable[Usage], choices_per_prompt: int) -> UsageBody:
     """The cost of all sequences, in the order of their choices; a prompt with several choices is counted once."""
-    prompt = cached = completion = reasoning = 0
+    prompt = cached = completion = reasoning = image = video = audio = 0
     for index, usage in enumerate(usages):
         if index % choices_per_prompt == 0:
             prompt += usage.prompt
             cached += usage.cached
+            image += usage.image_tokens
+            video += usage.video_tokens
+            audio += usage.audio_tokens
         completion += usage.completion
         reasoning += usage.reasoning
-    return UsageBody(prompt, completion, prompt + completion, CachedTokens(cached), ReasoningTokens(reasoning))
+    parts = PromptTokens(cached, image, video, audio)
+    return UsageBody(prompt, completion, prompt + completion, parts, ReasoningTokens(reasoning))
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprob]) -> list[ContentLogprob]:

@@ -69,6 +69,15 @@ Item = Message | Reasoning | FunctionCall | CustomToolCall
 class InputDetails(Struct, frozen=True):
     cached_tokens: int
     cache_write_tokens: int = 0
+    # As chat tells them, where there are any.
+    image_tokens: int | UnsetType = UNSET
+    video_tokens: int | UnsetType = UNSET
+    audio_tokens: int | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, usage: Usage) -> "InputDetails":
+        media = (usage.image_tokens, usage.video_tokens, usage.audio_tokens)
+        return cls(usage.cached, 0, *(count or UNSET for count in media))
 
 
 class UsageBody(Struct, frozen=True):
@@ -82,7 +91,7 @@ class UsageBody(Struct, frozen=True):
     def of(cls, usage: Usage) -> "UsageBody":
         return cls(
             usage.prompt,
-            InputDetails(usage.cached),
+            InputDetails.of(usage),
             usage.completion,
             ReasoningTokens(usage.reasoning),
             usage.prompt + usage.completion,

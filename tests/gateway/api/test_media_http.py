@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from gateway.config.settings import MediaConfig, ModelConfig
-from tests.gateway.harness import Gateway, running
+from gateway.config.settings import MediaConfig, ModelConfig, ServerConfig
+from tests.gateway.harness import Gateway, running, until
+from tests.gateway.middleware.test_auth import bearer, make
 from tests.support.pool import short_home
 
 pytestmark = pytest.mark.anyio
@@ -370,3 +371,63 @@ async def test_files_are_read_below_the_folders_that_are_named(tmp_path: Path) -
             assert str(tmp_path) not in found[3]
         large = {"type": "image_url", "image_url": f"file://{folder}/large"}
         assert (await refusal(gateway, large))[:2] == (400, "image_too_large")
+
+
+# -- around a request ------------------------------------------------------------------------------------------------
+
+
+async def test_usage_tells_the_tokens_of_media_where_there_are_any(gateway: Gateway) -> None:
+    audio = {"type": "input_audio", "input_audio": {"data": encoded(DOG), "format": "wav"}}
+    asked = {"model": "m", "messages": [user(chat_image(CAT), audio)]}
+    usage = (await gateway.client.post("/v1/chat/completions", json=asked)).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": 16, "audio_tokens": 16}
+    given = [{"role": "user", "content": [input_image(CAT)]}]
+    usage = (await gateway.client.post("/v1/responses", json={"model": "m", "input": given})).json()["usage"]
+    assert usage["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0, "image_tokens": 16}
+    asked = {"model": "m", "messages": [user(text("x"))]}
+    usage = (await gateway.client.post("/v1/chat/completions", json=asked)).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+async def test_the_list_of_models_says_what_each_takes(gateway: Gateway, blind: Gateway) -> None:
+    await chat(gateway, user(text("x")))
+
+    listed = (await gateway.client.get("/v1/models")).json()["data"]
+    assert listed[0]["input_modalities"] == ["text", "image", "video", "audio"]
+    assert (await blind.client.get("/v1/models/m")).json()["input_modalities"] == ["text"]
+
+
+async def test_a_rate_limit_reserves_tokens_of_an_image_not_of_its_base64(tmp_path: Path) -> None:
+    # A quarter of a megabyte would be 64,000 tokens.
+    image = chat_image(bytes(250_000))
+    secret = make(tmp_path, "k", tpm=8000)
+    async with running(tmp_path, worker="seeing") as gateway:
+        body = {"model": "m", "messages": [user(image)], "max_tokens": 10}
+        for path in ("/v1/chat/completions", "/tokenize"):
+            reply = await gateway.client.post(path, json=body, headers=bearer(secret))
+            assert reply.status_code == 200, reply.text
+
+
+async def test_captures_and_the_log_have_digests_of_media_and_not_their_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = bytes(range(256)) * 8
+    digest = hashlib.blake2b(data, digest_size=32).hexdigest()
+    async with running(tmp_path, worker="seeing", server=ServerConfig(capture=5)) as gateway:
+        with caplog.at_level("INFO", "gateway.middleware.access_log"):
+            await chat(gateway, user(text("see"), chat_image(data)))
+        kept = [json.loads(file.read_bytes()) for file in await captured(gateway, 1)]
+
+    (line,) = [record for record in caplog.records if getattr(record, "fields", {}).get("media")]
+    fields: dict[str, Any] = line.fields  # type: ignore[attr-defined]
+    assert fields["media"] == [f"image:{digest[:16]}"]
+    assert fields["media_bytes"] == 2048
+    assert encoded(data)[:100] not in json.dumps(kept)
+    assert f"data:image/png;base64,[2048 bytes of base64 not kept, blake2b-256 {digest}]" in kept[0]["request_body"]
+
+
+async def captured(gateway: Gateway, count: int) -> list[Path]:
+    folder = gateway.app.services.config.capture_dir
+    await until(lambda: len(list(folder.glob("*.json"))) == count)
+    await gateway.app.services.captures.lines()
+    return sorted(folder.glob("*.json"))

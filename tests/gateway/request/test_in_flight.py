@@ -257,7 +257,7 @@ async def test_captures_are_deleted_when_they_are_too_much_too_old_or_no_longer_
     big = ServerConfig(capture=100, capture_max_bytes=64 * 1024)
     async with running(tmp_path, ["--step-ms", "1"], server=big) as gateway:
         for number in range(4):
-            await asker(gateway, user="x" * 25_000)(str(number))
+            await asker(gateway, user="x " * 12_500)(str(number))
         await kept(gateway, 2)
         assert sum(file.stat().st_size for file in files(tmp_path)) <= 64 * 1024
     old = ServerConfig(capture=100, capture_age_s=0.0)
@@ -289,7 +289,7 @@ async def test_a_clock_that_jumps_forward_deletes_no_capture_until_it_has_stayed
 async def test_a_body_beyond_the_limit_is_cut_and_says_so(tmp_path: Path) -> None:
     server = ServerConfig(capture=5)
     async with running(tmp_path, ["--step-ms", "1"], server=server) as gateway, admin_of(gateway) as admin:
-        await asker(gateway, user="x" * (5 * 1024 * 1024))("big")
+        await asker(gateway, user="x " * (5 * 512 * 1024))("big")
         await kept(gateway, 1)
         captured = (await admin.get("/v1/requests/big")).json()["captured"]
 

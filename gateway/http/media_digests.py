@@ -1,0 +1,78 @@
+"""Long runs of base64 in a body, as it comes in pieces: in their place stand their size and the digest of their bytes.
+
+The digest is the one of the request's media, by which logs and caches name them.
+"""
+
+import binascii
+import hashlib
+import re
+from typing import Final
+
+# What is shorter stays as it is: keys, hashes, words.
+RUN_MIN: Final = 1024
+_TAIL: Final = re.compile(rb"[A-Za-z0-9+/_=-]*\Z")
+_RUN: Final = re.compile(rb"[A-Za-z0-9+/_=-]{%d,}" % RUN_MIN)
+_HEAD: Final = re.compile(rb"[A-Za-z0-9+/_=-]*")
+_URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
+
+
+class MediaDigests:
+    """A filter of one body. `feed` returns what may be kept of the pieces so far, `finish` the rest."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self._run: _Run | None = None
+
+    def feed(self, piece: bytes) -> bytes:
+        if self._run is not None:
+            head = _HEAD.match(piece)
+            assert head is not None, "it matches nothing as well"
+            self._run.add(head[0])
+            if head.end() == len(piece):
+                return b""
+            kept, self._run = self._run.told(), None
+            return kept + self.feed(piece[head.end() :])
+        text = self._tail + piece
+        tail = _TAIL.search(text)
+        assert tail is not None, "it matches nothing as well"
+        whole, self._tail = text[: tail.start()], tail[0]
+        kept = _RUN.sub(lambda found: _told(found[0]), whole)
+        if len(self._tail) >= RUN_MIN:
+            self._run, self._tail = _Run(self._tail), b""
+        return kept
+
+    def finish(self) -> bytes:
+        return self._run.told() if self._run is not None else self._tail
+
+
+class _Run:
+    """One run: only what is too little to decode is held."""
+
+    def __init__(self, beginning: bytes) -> None:
+        self._digest = hashlib.blake2b(digest_size=32)
+        self._held = b""
+        self._size = 0
+        self._is_base64 = True
+        self.add(beginning)
+
+    def add(self, piece: bytes) -> None:
+        text = self._held + piece
+        whole = len(text) // 4 * 4
+        self._held = text[whole:]
+        try:
+            data = binascii.a2b_base64(text[:whole].translate(_URL_SAFE))
+        except binascii.Error:
+            self._is_base64 = False
+            return
+        self._digest.update(data)
+        self._size += len(data)
+
+    def told(self) -> bytes:
+        if self._held:
+            self.add(b"=" * (4 - len(self._held)))
+        digest = f", blake2b-256 {self._digest.hexdigest()}" if self._is_base64 else ""
+        return f"[{self._size} bytes of base64 not kept{digest}]".encode()
+
+
+def _told(run: bytes) -> bytes:
+    return _Run(run).told()
