@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import webbrowser
 
 TIMEOUT_S = 8
 NOT_RUNNING = 3
@@ -21,12 +22,17 @@ NOT_RUNNING = 3
 PLACES = ("~/.mlxd/current/bin", "/opt/mlxd/current/bin", "~/.local/bin", "/opt/homebrew/bin", "/usr/local/bin")
 LOADED = ("ready", "draining")
 COMING = ("starting", "loading")
+# Argument with which the menu calls this script itself.
+PAGE = "page"
 
 
 def main():
     command = find()
     if command is None:
         print("mlxd ?\n---\nmlxctl was not found: set MLXCTL | color=red")
+        return
+    if sys.argv[1:] == [PAGE]:
+        open_page(command)
         return
     try:
         done = subprocess.run([command, "status", "--json"], capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -50,6 +56,12 @@ def find():
     return shutil.which("mlxctl", path=path)
 
 
+def open_page(command):
+    """Open the page, logged in. The link has a code in it, so it is no argument of a program of ours."""
+    done = subprocess.run([command, "ui", "--print"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    webbrowser.open(done.stdout.strip())
+
+
 def menu(status, command):
     """Lines: the title, a rule, then the daemon and each model with what can be done with it."""
     models = status["models"]
@@ -62,7 +74,7 @@ def menu(status, command):
     memory = status.get("memory")
     if memory:
         yield f"{gib(memory['footprint_bytes'])} of {gib(memory['budget_bytes'])} in use"
-    yield item("Open the page", command, "ui")
+    yield item("Open the page", os.path.abspath(__file__), PAGE)
     yield "---"
     for model in models:
         yield from entry(model, command)

@@ -22,18 +22,28 @@ SCRIPT = ROOT / "deploy" / "swiftbar" / "mlxd.10s.py"
 RECORDED = Path(__file__).with_name("swiftbar_status.json")
 
 
-def menu(folder: Path, command: str) -> list[str]:
+def menu(folder: Path, command: str, *words: str, **env: str) -> list[str]:
     """The lines that the script prints where `mlxctl` is a shell command."""
     mlxctl = folder / "mlxctl"
     mlxctl.write_text(f"#!/bin/sh\n{command}\n")
     mlxctl.chmod(0o755)
     done = subprocess.run(
-        [sys.executable, "-I", str(SCRIPT)],
-        env=os.environ | {"MLXCTL": str(mlxctl)},
+        [sys.executable, "-I", str(SCRIPT), *words],
+        env=os.environ | {"MLXCTL": str(mlxctl)} | env,
         capture_output=True, text=True, timeout=patient(30), check=True,
     )  # fmt: skip
     assert done.stderr == ""
     return done.stdout.splitlines()
+
+
+def test_the_page_is_opened_with_a_link_that_logs_in(tmp_path: Path) -> None:
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" >{shlex.quote(str(tmp_path / "opened"))}\n')
+    browser.chmod(0o755)
+    link = "http://127.0.0.1:8484/ui/#code=abc"
+    menu(tmp_path, f'[ "$*" = "ui --print" ] && echo {shlex.quote(link)}', "page", BROWSER=f"{browser} %s")
+
+    assert (tmp_path / "opened").read_text().strip() == link
 
 
 def shown(folder: Path, status: dict[str, Any]) -> list[str]:
@@ -83,7 +93,7 @@ def test_names_and_failures_are_data_and_no_commands_of_a_menu(tmp_path: Path, r
         text, _, parameters = line.partition(" | ")
         assert "|" not in text + parameters
         if "bash=" in parameters:
-            assert shlex.split(parameters)[0] == f"bash={tmp_path / 'mlxctl'}"
+            assert shlex.split(parameters)[0] in (f"bash={tmp_path / 'mlxctl'}", f"bash={SCRIPT}")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ctl import ctl
+from tests.support.ctl import COMMAND, ctl, environment
 from tests.support.daemon import DaemonProcess
 from tests.support.hub import Hub, model_repo
+from tests.support.terminal import Terminal
 
 
 @pytest.fixture
@@ -54,6 +55,22 @@ def test_a_daemon_whose_file_names_its_models_is_told_the_new_one(hub: Hub, run_
     assert models["tiny-2"]["state"] == "ready"
     assert file.read_text() == f'{written}\n\n[models."tiny-2"]\npath = "org/tiny"\n'
     assert (run_dir / "mlxd.toml.bak").read_text() == written
+
+
+def test_on_a_terminal_the_load_is_a_bar_and_a_conversation_follows(run_dir: Path) -> None:
+    (run_dir / "mlxd.toml").write_text("[server]\nport = 0\n")
+    with Terminal(
+        [*COMMAND, "run", "demo", "--temperature", "0"], environment(run_dir) | {"TERM": "xterm"}
+    ) as terminal:
+        terminal.wait_for("> ")
+        assert "demo" in terminal.text
+        assert "0:00:0" in terminal.text  # the time of the load's bar
+        terminal.type("What is the capital of France?\n")
+        terminal.wait_for("Paris.")
+        terminal.type("/exit\n")
+        assert terminal.wait() == 0
+
+    assert ctl(run_dir, "status").returncode == 3
 
 
 def test_what_is_nowhere_and_what_does_not_load_is_said_in_a_sentence(hub: Hub, run_dir: Path) -> None:

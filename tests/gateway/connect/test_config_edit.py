@@ -95,3 +95,12 @@ def test_json_that_has_it_already_is_left_as_it_is_formatted() -> None:
     text = '{"b":1,   "c":2}'
 
     assert Edit("x", Form.JSON, {"b": 1}).merged(text) == text
+
+
+def test_codex_reads_its_key_from_a_variable_and_has_none_in_its_file() -> None:
+    with_key = setup("codex", Endpoint("http://127.0.0.1:8484", "coder", 65536, "sk-mlxd-secret"))
+
+    text = with_key.edits[0].fragment()
+    assert "sk-mlxd-secret" not in text + with_key.command
+    assert tomllib.loads(text)["model_providers"]["mlxd"]["env_key"] == "MLXD_KEY"
+    assert "env_key" not in setup("codex", TO).edits[0].fragment()
