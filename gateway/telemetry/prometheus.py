@@ -64,7 +64,7 @@ _COUNTERS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], int]"], ...]] =
     ("worker_recycles", "Workers restarted because their memory had grown.", lambda m: m.recycles),
 )
 # Counted by the worker since it started.
-_WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], int]], ...]] = (
+_WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.cache_query_tokens),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.cache_hit_tokens),
     ("prefix_cache_evictions", "Entries evicted from the prefix cache.", lambda s: s.cache_evictions),
@@ -81,6 +81,13 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], int]], ...]] = (
         "Files of the disk cache set aside: corrupt, truncated, foreign or stale.",
         lambda s: s.disk_quarantined,
     ),
+    ("media_cache_hits", "Media whose features were found in the feature cache.", lambda s: s.feature_hits),
+    ("media_cache_misses", "Media whose features had to be made.", lambda s: s.feature_misses),
+    ("media_cache_evictions", "Media evicted from the feature cache.", lambda s: s.feature_evictions),
+    ("media_decoded", "Media decoded and resized.", lambda s: s.media_decoded),
+    ("media_encoded", "Media encoded by a tower.", lambda s: s.media_encoded),
+    ("media_failed", "Media that could not be decoded or encoded.", lambda s: s.media_failed),
+    ("media_encode_seconds", "Time in towers, which running sequences wait for.", lambda s: s.encode_s),
     ("num_preemptions", "Running sequences preempted for KV memory.", lambda s: s.preemptions),
     (
         "malformed_tool_calls",
@@ -144,6 +151,7 @@ _WORKER_MEMORY: Final[tuple[tuple[str, Callable[[Stats], int]], ...]] = (
     ("phys_footprint", lambda s: s.footprint),
     ("kv", lambda s: s.kv_bytes),
     ("prefix_cache", lambda s: s.cache_bytes),
+    ("media_cache", lambda s: s.feature_bytes),
     ("limit", lambda s: s.mem_limit),
     ("wired_limit", lambda s: s.wired_limit),
 )

@@ -39,6 +39,8 @@ _BLOB: Final = re.compile(r"[0-9a-f]{64}")
 _BLOCKS: Final = 64
 _BLOCK_BYTES: Final = 64 << 10
 _TENSOR_BYTES: Final = 4 << 10
+# What becomes of the pixels of media, beside the tower's weights.
+_PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "merges.txt")
 
 
@@ -65,11 +67,13 @@ def model_form(loaded: Loaded, kinds: list[str], *, runs_code: bool = False) -> 
     lane = () if loaded.plan.lane is Lane.TOGETHER else (loaded.plan.lane.value,)
     dtypes = sorted({str(array.dtype) for array in _arrays(loaded.model)})
     code = sorted(file.name for file in loaded.path.glob("*.py")) if runs_code else []
+    vision = (version("mlx-vlm"),) if loaded.vision is not None else ()
+    processor = _PROCESSOR_FILES if loaded.vision is not None else ()
     return Form(
-        libraries=_digest(version("mlx"), version("mlx-lm"), version("mlxd")),
+        libraries=_digest(version("mlx"), version("mlx-lm"), version("mlxd"), *vision),
         layout=_digest(FORMAT, str(mx.default_device()), kinds, dtypes, *lane),
         weights=_digest(*((file.name, _content(file)) for file in sorted(loaded.path.glob("model*.safetensors")))),
-        configuration=_digest_files(loaded.path, ("config.json", *code)),
+        configuration=_digest_files(loaded.path, ("config.json", *processor, *code)),
         tokenizer=_digest_files(loaded.path, _TOKENIZER_FILES),
     )
 

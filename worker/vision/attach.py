@@ -49,7 +49,7 @@ def attach(path: Path, folded: Mapping[str, Any], model: Any, retype: Callable[[
         raise Unserved(f"its tower could not be loaded: {type(error).__name__}: {reason}") from error
     graft = Graft(model, needs)
     model.graft = graft
-    return Vision(needs, graft, tower, folded)
+    return Vision(tower.needs, graft, tower, folded)
 
 
 def _dtype(table: Any) -> mx.Dtype:

@@ -17,6 +17,10 @@ _TOWER: Final = re.compile(
     r"|embed_audio|embed_vision|image_newline)\b"
 )
 _TEXT: Final = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
+# Parts that transformers puts below `model` from version 5 on, and mlx-vlm looks for beside it.
+_BELOW_MODEL: Final = re.compile(
+    r"^model\.((?:vision_tower|multi_modal_projector|audio_tower|embed_audio|embed_vision|image_newline)\b)"
+)
 # Towers of CLIP and SigLIP, whose inner `vision_model` transformers leaves out from version 5 on.
 _NESTED_TOWERS: Final = ("clip_vision_model", "siglip_vision_model")
 
@@ -150,9 +154,9 @@ def tower_names(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, st
     """Names of weights as mlx-vlm expects them before it renames them: old to new."""
     vision = config.get("vision_config") or {}
     is_nested = vision.get("model_type") in _NESTED_TOWERS and config.get("model_type") not in ("idefics3", "smolvlm")
-    renamed = {name: name for name in names}
+    renamed = {name: _BELOW_MODEL.sub(r"\1", name) for name in names}
     if is_nested and not any("vision_model." in name for name in renamed):
-        renamed = {name: name.replace("vision_tower.", "vision_tower.vision_model.") for name in renamed}
+        renamed = {old: new.replace("vision_tower.", "vision_tower.vision_model.") for old, new in renamed.items()}
     return renamed
 
 

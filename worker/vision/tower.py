@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -25,7 +26,7 @@ class Tower:
 
     def __init__(self, model: Any, needs: Needs) -> None:
         self._model = model
-        self._needs = needs
+        self.needs = needs
 
     @property
     def nbytes(self) -> int:
@@ -34,19 +35,19 @@ class Tower:
 
     def encode(self, kind: str, tokens: int, inputs: Mapping[str, npt.NDArray[Any]]) -> Features:
         """Features of one medium, computed. Raises what the tower raises, and ValueError for another number of rows."""
-        ids = mx.full((1, tokens), self._needs.placeholders[kind], dtype=mx.int32)
+        ids = mx.full((1, tokens), self.needs.placeholders[kind], dtype=mx.int32)
         arrays: dict[str, Any] = {name: mx.array(value) for name, value in inputs.items() if name not in _SIZES}
         arrays |= {name: [tuple(row) for row in inputs[name].tolist()] for name in _SIZES if name in inputs}
         pixels = arrays.pop("pixel_values", None)
         mask = mx.ones((1, tokens), dtype=mx.int32)
         output = self._model.get_input_embeddings(ids, pixels, mask=mask, **arrays)
         embeds = output.inputs_embeds[0]
-        layers = tuple(output.deepstack_visual_embeds or ()) if self._needs.deepstack else ()
+        layers = tuple(output.deepstack_visual_embeds or ()) if self.needs.deepstack else ()
         rows = {len(embeds), *(len(layer) for layer in layers)}
         if rows != {tokens}:
             raise ValueError(f"the tower made {sorted(rows)} rows of features for {tokens} tokens")
-        if self._needs.scale != 1.0:
-            embeds = embeds / self._needs.scale
+        if self.needs.scale != 1.0:
+            embeds = embeds / self.needs.scale
         # Rows of one array: slices of them are copied, and the tower's other outputs are let go of.
         features = Features(mx.contiguous(embeds), tuple(mx.contiguous(layer) for layer in layers))
         mx.eval(features.embeds, *features.layers)
@@ -82,10 +83,21 @@ def load_tower(
     model.language_model = _NoText(width, dtype)
     weights = {name: array for name, array in weights.items() if not name.startswith("language_model.")}
     weights = known_weights(model, weights)
+    parts = {name for name, part in model.items() if isinstance(part, nn.Module)}
     load_model_weights(model, config, weights, path, lazy=True, declared_keys=set(weights))
+    needs = _without(needs, {name for name in parts if model[name] is None})
     retype(model)
     mx.eval(model.parameters())
     return Tower(model, needs)
+
+
+def _without(needs: Needs, missing: set[str]) -> Needs:
+    """Needs of a checkpoint that lacks these parts of its model. Raises `Unserved` if that leaves it without sight."""
+    if any("audio" not in name for name in missing):
+        raise Unserved(f"the checkpoint has no weights for {', '.join(sorted(missing))}")
+    if not missing:
+        return needs
+    return replace(needs, placeholders={kind: id for kind, id in needs.placeholders.items() if kind != "audio"})
 
 
 def _read(path: Path, config: Mapping[str, Any]) -> dict[str, mx.array]:
