@@ -96,6 +96,7 @@ class Feed:
         self._seen = _Seen()
         self._snapshot: bytes | None = None
         self._task: asyncio.Task[None] | None = None
+        self._ui = services.config.ui
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if len(self._viewers) >= VIEWERS_MAX:
@@ -124,6 +125,7 @@ class Feed:
     # -- one viewer --------------------------------------------------------------------------------------------------
 
     def _join(self, viewer: _Viewer) -> None:
+        self._ui = self._services.config.ui if not self._viewers else self._ui
         # All compare with the same look from here on.
         self._tell()
         self._viewers.add(viewer)
@@ -176,15 +178,21 @@ class Feed:
     async def _run(self) -> None:
         while self._viewers:
             await asyncio.sleep(INTERVAL_S)
-            for viewer in self._viewers:
-                if not self._sessions.is_alive(viewer.session):
-                    viewer.end()
+            self._end_some()
             self._tell()
             if (lines := self._log.take()) is not None:
                 event = _event("log", lines)
                 for viewer in self._viewers:
                     if viewer.wants_log:
                         viewer.offer(event)
+
+    def _end_some(self) -> None:
+        """End streams whose session has ended; all, when a reload changes who may have one."""
+        ui = self._services.config.ui
+        for viewer in self._viewers:
+            if ui != self._ui or not self._sessions.is_alive(viewer.session):
+                viewer.end()
+        self._ui = ui
 
     def _tell(self) -> None:
         """Look, and offer what has changed since the last look."""

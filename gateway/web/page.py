@@ -1,17 +1,39 @@
-"""Files of the page, compressed, under headers by which it runs no code but its own and asks no other server."""
+"""Files of the page, from memory and compressed once, under headers by which it runs no code but its own.
 
+No work is done for a file again until it changes on the disk: who needs no key must not be able to keep the loop busy.
+"""
+
+import asyncio
+import gzip
+import hashlib
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from starlette.middleware.gzip import GZipMiddleware
-from starlette.staticfiles import StaticFiles
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from gateway.errors import ApiError
 from gateway.request.record import Header, record_of
 
 FOLDER: Final = Path(__file__).parent / "page"
 INDEX: Final = "index.html"
-_GZIP_BYTES_MIN: Final = 512
+# A name of the folder's, or of one below it: no part begins with a dot.
+_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._-]*){0,7}")
+_NAME_MAX: Final = 200
+_TYPES: Final = {
+    ".html": b"text/html; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".json": b"application/json",
+    ".webmanifest": b"application/manifest+json",
+    ".svg": b"image/svg+xml",
+    ".png": b"image/png",
+    ".woff2": b"font/woff2",
+    ".txt": b"text/plain; charset=utf-8",
+}
+_UNKNOWN_TYPE: Final = b"text/plain; charset=utf-8"
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; "
     "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -29,15 +51,71 @@ HEADERS: Final[tuple[Header, ...]] = (
 _CACHE: Final[Header] = (b"cache-control", b"no-cache")
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One file as it is sent. `stamp` tells whether the one on the disk is still this one."""
+
+    stamp: tuple[int, int]
+    etag: bytes
+    kind: bytes
+    plain: bytes
+    # Empty where compression gains nothing.
+    compressed: bytes
+
+
 class Page:
     """Pure ASGI below a prefix. Files are public: they hold nothing of this machine."""
 
     def __init__(self, prefix: str, folder: Path = FOLDER) -> None:
         self._prefix = prefix
-        self._files = GZipMiddleware(StaticFiles(directory=folder), minimum_size=_GZIP_BYTES_MIN)
+        self._folder = folder
+        self._files: dict[str, _File] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in ("GET", "HEAD"):
+            raise ApiError(405, f"{scope['method']} is not allowed here.", code="method_not_allowed")
         record_of(scope).always.append(_CACHE)
-        name = scope["path"].removeprefix(self._prefix) or INDEX
-        # Never through `request.url`, which is made of the client's `Host`.
-        await self._files(dict(scope) | {"path": f"/{name}", "root_path": ""}, receive, send)
+        file = await self._find(scope["path"].removeprefix(self._prefix) or INDEX)
+        if file is None:
+            raise ApiError(404, "The page has no such file.", code="unknown_url")
+        await _send(file, scope, send)
+
+    async def _find(self, name: str) -> _File | None:
+        if len(name) > _NAME_MAX or not _NAME.fullmatch(name):
+            return None
+        path, known = self._folder / name, self._files.get(name)
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        stamp = (found.st_mtime_ns, found.st_size)
+        if known is None or known.stamp != stamp:
+            if not path.is_file():
+                return None
+            known = self._files[name] = await asyncio.to_thread(_read, path, stamp)
+        return known
+
+
+def _read(path: Path, stamp: tuple[int, int]) -> _File:
+    plain = path.read_bytes()
+    compressed = gzip.compress(plain, 9, mtime=0)
+    etag = b'"%b"' % hashlib.blake2b(plain, digest_size=16).hexdigest().encode()
+    kind = _TYPES.get(path.suffix, _UNKNOWN_TYPE)
+    return _File(stamp, etag, kind, plain, compressed if len(compressed) < len(plain) * 0.9 else b"")
+
+
+async def _send(file: _File, scope: Scope, send: Send) -> None:
+    asked = Headers(scope=scope)
+    headers: list[Header] = [(b"etag", file.etag), (b"vary", b"Accept-Encoding")]
+    known = [tag.strip().removeprefix("W/") for tag in asked.get("if-none-match", "").split(",")]
+    body, status = file.plain, 200
+    if file.etag.decode() in known:
+        body, status = b"", 304
+    else:
+        headers.append((b"content-type", file.kind))
+        if file.compressed and "gzip" in asked.get("accept-encoding", ""):
+            body = file.compressed
+            headers.append((b"content-encoding", b"gzip"))
+        headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body if scope["method"] == "GET" else b"", "more_body": False})

@@ -9,10 +9,10 @@ from gateway.admin_types import MemoryStatus, ModelStatus, Reload, RequestView
 from gateway.model_files.listing import Listed
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
+# No part begins with a dot or a dash.
+_PART = "[A-Za-z0-9][A-Za-z0-9._-]*"
 # ORG/NAME or ORG/NAME@REVISION of the hub.
-RepositoryName = Annotated[
-    str, Meta(max_length=300, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+)?$")
-]
+RepositoryName = Annotated[str, Meta(max_length=300, pattern=rf"^{_PART}/{_PART}(@{_PART}(/{_PART})*)?\Z")]
 # A key keeps its role, and no key of the page's is an admin's.
 Role = Literal["user", "metrics"]
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 
-from gateway.config.settings import ModelConfig, ServerConfig
+from gateway.config.settings import ModelConfig, ServerConfig, UiConfig
 from gateway.telemetry.logs import OURS
 from gateway.web import feed as feed_module
 from gateway.web.feed import VIEWERS_MAX, Feed
@@ -182,6 +183,18 @@ async def test_a_session_that_is_revoked_ends_its_feed(gateway: Gateway) -> None
         assert await viewer.next("end") == ("end", {})
         with pytest.raises(AssertionError, match="no"):
             await viewer.next()
+
+
+async def test_a_reload_that_changes_who_may_administer_ends_every_feed(gateway: Gateway) -> None:
+    live = gateway.app.services.live
+    before = live.config
+    async with viewing(gateway, await log_in(gateway)) as viewer:
+        await viewer.next("snapshot")
+        live.apply(structs.replace(before, ui=UiConfig("off")))
+        try:
+            assert await viewer.next("end") == ("end", {})
+        finally:
+            live.apply(before)
 
 
 async def test_a_viewer_that_does_not_read_is_cut_off_and_holds_up_no_other(gateway: Gateway) -> None:

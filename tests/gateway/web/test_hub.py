@@ -103,7 +103,8 @@ async def test_a_failed_download_says_why_in_a_sentence(gateway: Gateway) -> Non
 
 async def test_what_names_no_repository_is_refused(gateway: Gateway) -> None:
     session = await log_in(gateway)
-    for name in ("", "tiny", "--yes", "../../etc", "org/tiny;ls", "-o/x", "org/../x", "http://x/y", "a/b/c"):
+    names = ["", "tiny", "--yes", "../../etc", "org/tiny;ls", "-o/x", "org/../x", "http://x/y", "a/b/c"]
+    for name in (*names, "a/b@../c", "a/b@.", "a/b\n"):
         ordered = await gateway.client.post("/ui/api/pulls", json={"repository": name}, headers=session)
         asked = await gateway.client.get("/ui/api/hub/info", params={"repository": name}, headers=session)
         assert (ordered.status_code, asked.status_code) == (400, 400), name

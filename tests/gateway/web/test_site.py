@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -12,7 +13,9 @@ from msgspec import structs
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.config.settings import ServerConfig, UiConfig, audit_path
-from gateway.web.page import FOLDER, HEADERS
+from gateway.errors import ApiError
+from gateway.request.record import Record
+from gateway.web.page import FOLDER, HEADERS, Page
 from tests.gateway.harness import Gateway, chat, running, until
 from tests.gateway.web.visitors import api_routes, ask, code_of, log_in, own
 
@@ -99,6 +102,8 @@ async def test_files_are_compressed_and_a_copy_that_is_the_newest_is_not_sent_ag
         etag = answer.headers["etag"]
     index = (FOLDER / "index.html").read_bytes()
     assert (gzip.decompress(raw) if answer.headers.get("content-encoding") == "gzip" else raw) == index
+    head = await gateway.client.head("/ui/", headers={"accept-encoding": "identity"})
+    assert (head.content, head.headers["content-length"]) == (b"", str(len(index)))
     again = await gateway.client.get("/ui/", headers={"if-none-match": etag})
     assert (again.status_code, again.content) == (304, b"")
 
@@ -109,6 +114,36 @@ async def test_files_are_compressed_and_a_copy_that_is_the_newest_is_not_sent_ag
 async def test_nothing_beside_the_page_is_served(gateway: Gateway, path: str) -> None:
     request = gateway.client.build_request("GET", gateway.url + "/ui/" + path)
     assert (await gateway.client.send(request)).status_code in (401, 404)
+
+
+async def test_a_file_that_changes_is_read_again_and_compressed_once(tmp_path: Path) -> None:
+    script = tmp_path / "a.js"
+    script.write_text("let a = 1;\n" * 500)
+    (tmp_path / ".secret").write_text("x")
+
+    async def get(name: str) -> tuple[int, bytes, dict[bytes, bytes]]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "method": "GET", "path": f"/ui/{name}", "headers": [(b"accept-encoding", b"gzip")],
+            "mlxd.record": Record("r", "GET", "/"),
+        }  # fmt: skip
+        await page(scope, None, send)  # type: ignore[arg-type]
+        return sent[0]["status"], sent[1]["body"], dict(sent[0]["headers"])
+
+    page = Page("/ui/", tmp_path)
+    status, body, headers = await get("a.js")
+    assert (status, headers[b"content-type"]) == (200, b"text/javascript; charset=utf-8")
+    assert gzip.decompress(body) == script.read_bytes()
+    assert (await get("a.js"))[1] is body
+    script.write_text("let b = 2;\n" * 600)
+    assert gzip.decompress((await get("a.js"))[1]) == script.read_bytes()
+    for name in (".secret", "../a.js", "a.js/", "nope", "a" * 300):
+        with pytest.raises(ApiError):
+            await get(name)
 
 
 @pytest.mark.parametrize("path", ["/", "/ui"])
