@@ -1,4 +1,4 @@
-"""The admin API, on the unix socket only: what runs, and load, unload, restart."""
+"""Admin API of the unix socket: what runs, and load, unload, restart. The page has some of it for its sessions."""
 
 import os
 import time

@@ -97,8 +97,6 @@ async def test_a_failed_download_says_why_in_a_sentence(gateway: Gateway) -> Non
 
     assert failed["state"] == "failed"
     assert "has no repository org/nothing" in failed["message"]
-    answer = await gateway.client.get("/ui/api/hub/info?repository=org/nothing", headers=session)
-    assert "has no repository" in answer.text
 
 
 async def test_what_names_no_repository_is_refused(gateway: Gateway) -> None:
