@@ -1,0 +1,226 @@
+"""Rows with media in a running engine: what fails fails alone, what is known is not made again."""
+
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protocol.failures import Code
+from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
+from tests.support.engine import EngineHarness, Result, spec
+from tests.support.scale import patient
+from tests.support.vision_models import MediaPrompt, build, image, prompt
+from worker.engine.row import Row
+from worker.errors import RequestInvalid
+from worker.vision.features import FeatureCache
+from worker.vision.media import Medium
+
+FAMILY = "qwen3_vl"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(FAMILY, tmp_path_factory.mktemp(FAMILY))
+
+
+@pytest.fixture
+def engine(folder: Path) -> Generator[EngineHarness]:
+    with EngineHarness(spec(folder, cache_bytes=1 << 28, batching="together")) as harness:
+        yield harness
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(11)
+
+
+def row(engine: EngineHarness, rid: int, asked: MediaPrompt, tokens: int = 8) -> Row:
+    sampling = Sampling(temperature=0.0, ignore_eos=True)
+    made = engine.intake.row(Generate(rid, TokensPrompt(tuple(asked.ids)), sampling, tokens), time.monotonic())
+    made.media, made.positions = asked.media, asked.positions
+    engine.results[rid] = Result()
+    return made
+
+
+def ask(engine: EngineHarness, rid: int, asked: MediaPrompt, tokens: int = 8) -> Result:
+    return engine.submit_row(row(engine, rid, asked, tokens))
+
+
+def finish(engine: EngineHarness, *results: Result) -> None:
+    engine.wait(lambda: all(result.terminals for result in results), "all terminal events")
+
+
+def features(engine: EngineHarness) -> FeatureCache:
+    cache = engine.engine.features
+    assert cache is not None
+    return cache
+
+
+class Gate:
+    """A medium whose decoding waits, so that a test can act meanwhile."""
+
+    def __init__(self, medium: Medium, error: Exception | None = None) -> None:
+        self.has_begun = threading.Event()
+        self.may_end = threading.Event()
+        load = medium.load
+
+        def wait() -> Any:
+            self.has_begun.set()
+            assert self.may_end.wait(patient(30))
+            if error is not None:
+                raise error
+            return load()
+
+        self.medium = Medium(medium.kind, medium.key, medium.grid, medium.tokens, wait)
+
+
+def broken(medium: Medium) -> Medium:
+    """A medium of which the tower makes another number of rows than the prompt has places for."""
+    return Medium(medium.kind, bytes(32), (1, 4, 8), 2 * medium.tokens, medium.load)
+
+
+def test_text_goes_on_while_an_image_is_decoded(engine: EngineHarness, rng: np.random.Generator) -> None:
+    gate = Gate(image(FAMILY, rng, 4, 4))
+    pictured = ask(engine, 1, prompt(FAMILY, 1, [9, gate.medium, 7]))
+    assert gate.has_begun.wait(patient(30))
+    text = ask(engine, 2, prompt(FAMILY, 2, [30]))
+    finish(engine, text)
+    assert pictured.terminals == 0
+    gate.may_end.set()
+    finish(engine, pictured)
+    assert len(pictured.ids) == 8
+    assert pictured.usage is not None
+    assert (pictured.usage.image_tokens, pictured.usage.video_tokens) == (4, 0)
+
+
+def test_a_tower_that_raises_ends_its_row_alone(engine: EngineHarness, rng: np.random.Generator) -> None:
+    picture = image(FAMILY, rng, 4, 4)
+    alone = ask(engine, 1, prompt(FAMILY, 1, [9, picture, 7]))
+    finish(engine, alone)
+    results = [
+        ask(engine, 2, prompt(FAMILY, 2, [9, broken(picture), 7])),
+        ask(engine, 3, prompt(FAMILY, 1, [9, picture, 7])),
+        ask(engine, 4, prompt(FAMILY, 4, [30])),
+    ]
+    finish(engine, *results)
+    assert [result.finish for result in results] == [Finish.ERROR, Finish.LENGTH, Finish.LENGTH]
+    assert results[0].failure is not None
+    assert results[0].failure.code is Code.ROW_FAILED
+    assert results[0].failure.message.startswith("the request failed while its media were encoded")
+    assert results[1].ids == alone.ids
+    assert features(engine).counts.failed == 1
+    assert features(engine).held_bytes == 0
+
+
+def test_bytes_that_cannot_be_decoded_are_the_refusal_of_their_request(
+    engine: EngineHarness, rng: np.random.Generator
+) -> None:
+    refusal = RequestInvalid(Code.INVALID_IMAGE, "The image is truncated.", param="messages[0].content[1]")
+    gate = Gate(image(FAMILY, rng, 4, 4), refusal)
+    gate.may_end.set()
+    result = ask(engine, 1, prompt(FAMILY, 1, [9, gate.medium, 7]))
+    finish(engine, result)
+    assert result.failure == refusal.failure
+
+
+def test_an_abort_while_decoding_and_one_while_prefilling_leave_nothing(folder: Path, rng: np.random.Generator) -> None:
+    with EngineHarness(spec(folder, cache_bytes=1 << 28, batching="together", prefill_chunk=8)) as engine:
+        gate = Gate(image(FAMILY, rng, 4, 4))
+        decoding = ask(engine, 1, prompt(FAMILY, 1, [9, gate.medium, 7]))
+        assert gate.has_begun.wait(patient(30))
+        engine.command(Abort((1,)))
+        finish(engine, decoding)
+        gate.may_end.set()
+        made = row(engine, 2, prompt(FAMILY, 2, [600, image(FAMILY, rng, 8, 8), 1800, image(FAMILY, rng, 4, 4), 9]))
+        made.want_progress = True
+        prefilling = engine.submit_row(made)
+        engine.wait(lambda: len(prefilling.progress) > 2, "some chunks")
+        engine.command(Abort((2,)))
+        finish(engine, prefilling)
+        assert (decoding.finish, prefilling.finish) == (Finish.ABORT, Finish.ABORT)
+        later = ask(engine, 3, prompt(FAMILY, 3, [20]))
+        finish(engine, later)
+        assert features(engine).held_bytes == 0
+        assert not engine.loaded.vision.graft.placements
+
+
+def test_turns_of_a_chat_with_ten_screenshots_decode_and_encode_only_what_is_new(
+    engine: EngineHarness, rng: np.random.Generator
+) -> None:
+    parts: list[Any] = []
+    asked: MediaPrompt | None = None
+    for turn in range(10):
+        parts += [12, image(FAMILY, rng, 4, 4), 6]
+        asked = prompt(FAMILY, 5, parts)
+        result = ask(engine, turn + 1, asked, tokens=2)
+        finish(engine, result)
+        assert features(engine).counts.encoded == features(engine).counts.decoded == turn + 1
+    assert asked is not None
+    again = ask(engine, 20, prompt(FAMILY, 5, [*parts, 30]))
+    finish(engine, again)
+    assert again.usage is not None
+    assert again.usage.cached >= len(asked.ids) - 1
+    assert features(engine).counts.encoded == features(engine).counts.decoded == 10
+    assert features(engine).counts.hits == 0, "what the prefix cache holds needs no features"
+
+
+def test_the_same_image_under_another_text_is_a_hit(engine: EngineHarness, rng: np.random.Generator) -> None:
+    picture = image(FAMILY, rng, 4, 4)
+    for rid, seed in enumerate((1, 2, 3), start=1):
+        finish(engine, ask(engine, rid, prompt(FAMILY, seed, [9, picture, 7])))
+    counts = features(engine).counts
+    assert (counts.encoded, counts.decoded, counts.misses, counts.hits) == (1, 1, 1, 2)
+    assert engine.gauges.snapshot().media_encoded == 1
+
+
+def test_two_rows_that_come_together_encode_their_image_once(engine: EngineHarness, rng: np.random.Generator) -> None:
+    gate = Gate(image(FAMILY, rng, 4, 4))
+    results = [ask(engine, rid, prompt(FAMILY, rid, [9, gate.medium, 7])) for rid in (1, 2)]
+    assert gate.has_begun.wait(patient(30))
+    gate.may_end.set()
+    finish(engine, *results)
+    assert features(engine).counts.encoded == features(engine).counts.decoded == 1
+
+
+def test_no_part_of_an_image_is_reused_when_a_cached_prefix_ends_inside(folder: Path, rng: np.random.Generator) -> None:
+    picture = image(FAMILY, rng, 16, 16)  # 64 tokens
+    first, second = (prompt(FAMILY, 1, [80, picture, *rest]) for rest in ([4], [40]))
+    with EngineHarness(spec(folder, cache_bytes=0, batching="together")) as engine:
+        expected = ask(engine, 1, second)
+        finish(engine, expected)
+        token_bytes = engine.kv_cost.token_bytes + 4
+    # Room for the text, and half of the image; the rest of the share is for features.
+    for tokens in (100, 112, 130):
+        with EngineHarness(spec(folder, cache_bytes=2 * tokens * token_bytes, batching="together")) as engine:
+            finish(engine, ask(engine, 1, first))
+            keys, deadline = row(engine, 9, first).keys(), time.monotonic() + patient(10)
+            while not (held := engine.engine.cache.longest(keys)):  # it is stored after the answer
+                assert time.monotonic() < deadline
+            assert 80 < held < 80 + 64
+            result = ask(engine, 2, second)
+            finish(engine, result)
+            assert result.usage is not None
+            assert result.usage.cached == 80
+            assert result.ids == expected.ids
+
+
+def test_features_are_within_the_share_of_prefixes(folder: Path) -> None:
+    with EngineHarness(spec(folder, cache_bytes=1 << 20, batching="together")) as engine:
+        assert engine.engine.cache.budget + features(engine).budget == 1 << 20
+        assert features(engine).budget == 1 << 19
+
+
+def test_placeholders_are_never_drawn(engine: EngineHarness) -> None:
+    assert engine.loaded.vision is not None
+    suppressed = engine.loaded.vision.needs.suppressed
+    assert {600, 601, 603, 604} <= set(suppressed)
+    likely = dict.fromkeys(suppressed, 100.0) | {42: 50.0}
+    for temperature, rid in ((0.0, 1), (1.0, 2)):
+        sampling = Sampling(temperature=temperature, ignore_eos=True, logit_bias=likely)
+        result = engine.submit(Generate(rid, TokensPrompt((9, 10, 11)), sampling, 8))
+        finish(engine, result)
+        assert result.ids == [42] * 8
