@@ -312,7 +312,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
-    """The prompt was tokenized and queued. `relaxed` names what the grammar of its answer leaves out of a schema."""
+    """The prompt was tokenized and queued. `relaxed` names what the grammar of its answer leaves out of a schema, and
+    what is done in another way than the request says."""
 
     rid: int
     prompt_tokens: int

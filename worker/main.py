@@ -84,11 +84,13 @@ def _prepare_process(spec: WorkerSpec) -> None:
     os.environ.setdefault(_MISSES_RAISE, "0")
 
 
-def _media_info(loaded: "Loaded") -> MediaInfo | None:
+def _media_info(loaded: "Loaded", intake: "Intake") -> MediaInfo | None:
     """Media of a model with towers, or the reason why it takes none; None for a model of text."""
-    if loaded.vision is not None:
-        return MediaInfo(tower_bytes=loaded.vision.tower.nbytes)
-    return MediaInfo(reason=loaded.no_vision) if loaded.no_vision else None
+    tower_bytes = loaded.vision.tower.nbytes if loaded.vision is not None else 0
+    processor = intake.media_processor
+    if processor is None:
+        return MediaInfo(tower_bytes, reason=intake.no_media) if intake.no_media else None
+    return MediaInfo(tower_bytes, processor.image_tokens, processor.max_pixels)
 
 
 class Process:
@@ -145,9 +147,11 @@ class Process:
         from worker.errors import LoadFailed
         from worker.model import memory
         from worker.prompt.intake import Intake
+        from worker.vision.images import Limits
 
         inbox = Inbox()
-        intake = Intake(loaded, self._spec.parser)
+        limits = Limits(self._spec.media_bytes, self._spec.media_count, self._spec.media_pixels)
+        intake = Intake(loaded, self._spec.parser, limits, memory.allowed(self._spec))
         engine = Engine(loaded, self._spec, inbox, self._link.send, self._gauges, intake.writer)
         self._link.send(Loading(self._spec.epoch, "warmup", loaded.weights_bytes, loaded.weights_bytes))
         # A GPU compiles kernels for a whole chunk; a CPU has nothing to compile.
@@ -179,7 +183,8 @@ class Process:
                 has_chat_template=intake.has_chat_template,
                 lane=loaded.plan.lane,
                 lane_reason=loaded.plan.reason,
-                media=_media_info(loaded),
+                modalities=intake.modalities,
+                media=_media_info(loaded, intake),
             ),
             version("mlx"),
         )

@@ -15,7 +15,7 @@ def ignored_header(names: Sequence[str]) -> list[Header]:
 
 
 def relaxed_header(names: Sequence[str]) -> list[Header]:
-    """`x-mlxd-relaxed`: what of a schema the answer is not held to."""
+    """`x-mlxd-relaxed`: keywords of a schema that do not hold the answer, and a video shown as images."""
     return _names_header(b"x-mlxd-relaxed", names)
 
 

@@ -50,6 +50,8 @@ class Row:
     # Media in the order of the prompt, and positions `[3, prompt]` for models that have them in space.
     media: list[Span] = field(default_factory=list)
     positions: npt.NDArray[np.int32] | None = None
+    # What is done in another way than the request says, beside what the rule leaves out.
+    relaxed: tuple[str, ...] = ()
 
     arrival: int = 0
     uid: int | None = None

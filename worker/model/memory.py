@@ -251,6 +251,11 @@ def measure() -> Memory:
     return Memory(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), footprint())
 
 
+def allowed(spec: WorkerSpec) -> int:
+    """Bytes that this process may take: as its specification says, or all that the machine has."""
+    return spec.memory_bytes or psutil.virtual_memory().total
+
+
 def has_gpu() -> bool:
     """Whether MLX computes on Metal or CUDA."""
     return mx.default_device() != mx.Device(mx.cpu)

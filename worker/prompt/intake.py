@@ -25,11 +25,14 @@ from worker.errors import RequestInvalid
 from worker.model.loader import Loaded
 from worker.prompt.encode import Encoder
 from worker.prompt.family import Dialect
+from worker.prompt.media_prompt import Encoded, open_media, unserved
 from worker.prompt.templates import Renderer
 from worker.structured.guides import Rules
 from worker.structured.tool_rules import DEFAULT_ROOM, ToolRules
 from worker.text.detokenize import Vocabulary
 from worker.text.stops import StopScanner
+from worker.vision.images import Limits
+from worker.vision.processor import Processor
 
 log = logging.getLogger("mlxd.worker")
 
@@ -41,16 +44,22 @@ _CHARS_PER_TOKEN: Final = 8
 _QUESTION_CONTEXTS: Final = 4
 # A cut may split a token, and so add a few.
 _SLICE_SLACK: Final = 16
+# Of media, where a specification says nothing.
+DEFAULT_LIMITS: Final = Limits(bytes=32 << 20, count=64, pixels=64_000_000)
 
 
 class Intake:
     """Turns requests into rows for one loaded model."""
 
-    def __init__(self, loaded: Loaded, parser: str = "") -> None:
+    def __init__(self, loaded: Loaded, parser: str = "", limits: Limits | None = None, memory_bytes: int = 0) -> None:
+        """`limits` are of a request's media; `memory_bytes`, 0 for no limit, bounds the pixels of an image."""
         self._encoder = Encoder(loaded.tokenizer)
         self._vocab_size = loaded.vocab_size
         self.max_context = loaded.max_context
-        self._renderer = Renderer(loaded.tokenizer)
+        self._limits = limits or DEFAULT_LIMITS
+        # None, with the reason, for a model that takes no media.
+        self._media, self.no_media = open_media(loaded, self._encoder, self._limits, memory_bytes)
+        self._renderer = self._media.renderer if self._media is not None else Renderer(loaded.tokenizer)
         opened, closed = self._renderer.probe()
         self._dialect = Dialect(loaded, opened, self._renderer.knows_tools, parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
@@ -60,7 +69,17 @@ class Intake:
             loaded.tokenizer, self._dialect.family, loaded.vocab_size, loaded.eos_ids, self.vocabulary.token_bytes
         )
         self._tool_rules = ToolRules(self._rules, loaded.tokenizer, self._dialect.tool_family, loaded.eos_ids)
-        self._turn_starts = self._find_turn_starts(opened[len(closed) :])
+        suppressed = loaded.vision.needs.suppressed if loaded.vision is not None else ()
+        self._turn_starts = self._find_turn_starts(opened[len(closed) :]) - set(suppressed)
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """Kinds of media that a prompt may hold."""
+        return self._media.modalities if self._media is not None else ()
+
+    @property
+    def media_processor(self) -> Processor | None:
+        return self._media.processor if self._media is not None else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -75,7 +94,8 @@ class Intake:
     def row(self, request: Generate, arrived: float) -> Row:
         """A row that is safe to run, but for its rule: see `restrict`. Raises `RequestInvalid`."""
         self._check_sampling(request)
-        ids, text = self._encode(request.prompt)
+        encoded = self._encode(request.prompt)
+        ids, text = encoded.ids, encoded.text
         self._check_ids(request.resume, "resume")
         is_chat = isinstance(request.prompt, ChatPrompt)
         row = Row(
@@ -94,6 +114,9 @@ class Intake:
             cache_salt=request.cache_salt,
             tenant=request.tenant,
             boundaries=self._boundaries(ids) if is_chat else [],
+            media=encoded.spans,
+            positions=encoded.positions,
+            relaxed=encoded.relaxed,
         )
         if isinstance(request.prompt, ChatPrompt):
             row.parser, row.is_reasoning = self._dialect.parser(
@@ -134,13 +157,24 @@ class Intake:
                 return [ids]
             case TextPrompt(text):
                 pass
+            case ChatPrompt() if prompt.media:
+                ids = self._encode_media(prompt, lambda text, _: self._encode_question(text, prompt)).ids
+                self._check_count(ids, "messages")
+                return [ids]
             case ChatPrompt():
                 text = self._render(prompt)
+        self._check_characters(text, prompt)
+        return self._encoder.slices(text, add_special_tokens=isinstance(prompt, TextPrompt))
+
+    def _encode_question(self, text: str, prompt: Prompt) -> list[int]:
+        self._check_characters(text, prompt)
+        return self._encoder.encode(text, add_special_tokens=False)
+
+    def _check_characters(self, text: str, prompt: Prompt) -> None:
         most = _QUESTION_CONTEXTS * _CHARS_PER_TOKEN * self.max_context
         if len(text) > most:
             message = f"The text has {len(text)} characters; tokens are counted of at most {most} at once."
             raise RequestInvalid(Code.INVALID_REQUEST, message, param=_param(prompt))
-        return self._encoder.slices(text, add_special_tokens=isinstance(prompt, TextPrompt))
 
     def _check_count(self, ids: Sequence[int], param: str) -> None:
         most = _QUESTION_CONTEXTS * self.max_context
@@ -187,19 +221,39 @@ class Intake:
     def _render(self, prompt: ChatPrompt) -> str:
         return self._renderer.render(self._dialect.asked(prompt))
 
-    def _encode(self, prompt: Prompt) -> tuple[list[int], str | None]:
+    def _encode(self, prompt: Prompt) -> Encoded:
         match prompt:
             case ChatPrompt():
-                text = self._render(prompt)
-                ids = self._encode_text(text, prompt)
+                encoded = self._encode_chat(prompt)
             case TextPrompt(text=text):
-                ids = self._encode_text(text, prompt)
+                encoded = Encoded(self._encode_text(text, prompt), text)
             case TokensPrompt(ids=given):
-                text, ids = None, list(given)
-        if not ids:
+                encoded = Encoded(list(given))
+        if not encoded.ids:
             raise _empty()
-        self._check_ids(ids, "prompt")
-        return ids, text
+        self._check_ids(encoded.ids, "prompt")
+        return encoded
+
+    def _encode_chat(self, prompt: ChatPrompt) -> Encoded:
+        if not prompt.media:
+            text = self._render(prompt)
+            return Encoded(self._encode_text(text, prompt), text)
+
+        def encode(text: str, placeholders: int) -> list[int]:
+            if placeholders >= self.max_context:
+                raise self._too_long(placeholders, prompt, "at least ")
+            return self._encode_text(text, prompt)
+
+        return self._encode_media(prompt, encode)
+
+    def _encode_media(self, prompt: ChatPrompt, encode: Callable[[str, int], list[int]]) -> Encoded:
+        if self._media is None:
+            raise unserved(prompt.media[0], (), self.no_media)
+        if len(prompt.media) > self._limits.count:
+            most = self._limits.count
+            message = f"The request has {len(prompt.media)} images, videos and audio clips; at most {most} are taken."
+            raise RequestInvalid(Code.TOO_MANY_MEDIA, message, param=prompt.media[most].param or "messages")
+        return self._media.encode(self._dialect.asked(prompt), encode)
 
     def _encode_text(self, text: str, prompt: Prompt) -> list[int]:
         add_special_tokens = isinstance(prompt, TextPrompt)

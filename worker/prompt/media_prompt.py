@@ -1,5 +1,6 @@
 """Chat prompts with media: from messages and media to token ids, spans and positions."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,12 +12,18 @@ from msgspec import structs
 from protocol.failures import Code
 from protocol.messages import ChatPrompt, Media
 from worker.errors import RequestInvalid
+from worker.model.loader import Loaded
 from worker.prompt.contents import Content
+from worker.prompt.encode import Encoder
 from worker.prompt.rewrites import Messages
 from worker.prompt.templates import Renderer
+from worker.vision.images import Limits
 from worker.vision.media import Span
 from worker.vision.positions import Grid, positions
-from worker.vision.processor import Prepared, Processor, expanded
+from worker.vision.processor import Prepared, Processor, expanded, open_processor
+from worker.vision.unserved import Unserved
+
+log = logging.getLogger("mlxd.worker")
 
 KINDS: Final = ("image", "video", "audio")
 
@@ -43,7 +50,7 @@ class MediaPrompts:
     ) -> None:
         """`in_space`: the model has positions in time, height and width."""
         self.processor = processor
-        self._renderer = renderer
+        self.renderer = renderer
         self._placeholders = dict(placeholders)
         self._in_space = in_space
         shown = renderer.shown
@@ -56,7 +63,7 @@ class MediaPrompts:
         Raises `RequestInvalid`, with the path of the part for what concerns one medium.
         """
         prompt, prepared, relaxed = self._prepare(prompt)
-        text, order = self._renderer.place(prompt)
+        text, order = self.renderer.place(prompt)
         placed = [prepared[index] for index in order]
         pieces = self.processor.markers.split(text)
         full = "".join(before + (placed[at].text if kind else "") for at, (before, kind) in enumerate(pieces))
@@ -79,7 +86,7 @@ class MediaPrompts:
         for media in prompt.media:
             if media.kind not in self.modalities:
                 raise unserved(media, self.modalities)
-            if media.kind in self._renderer.shown:
+            if media.kind in self.renderer.shown:
                 became.append([self.processor.read(media)])
             else:
                 became.append(self.processor.read_frames(media))
@@ -104,6 +111,32 @@ class MediaPrompts:
     def _positions(length: int, placed: Sequence[Prepared], begins: Sequence[int]) -> npt.NDArray[np.int32]:
         grids: list[Grid] = [grid for medium in placed for grid in medium.grids]
         return positions(length, list(zip(begins, grids, strict=True)))
+
+
+def open_media(loaded: Loaded, encoder: Encoder, limits: Limits, memory_bytes: int) -> tuple[MediaPrompts | None, str]:
+    """Encoder of a model's prompts with media; None, with the reason, of one that takes none."""
+    if loaded.vision is None:
+        return None, loaded.no_vision
+    needs = loaded.vision.needs
+    try:
+        if max(needs.placeholders.values()) >= loaded.vocab_size:
+            raise Unserved("its placeholders are beyond its vocabulary")
+        processor = open_processor(
+            loaded.path,
+            loaded.vision.config,
+            lambda text: encoder.encode(text, add_special_tokens=True),
+            needs.placeholders,
+            limits,
+            memory_bytes,
+        )
+        renderer = Renderer(loaded.tokenizer, processor.markers)
+        media = MediaPrompts(processor, renderer, needs.placeholders, needs.mrope is not None)
+        if not media.modalities:
+            raise Unserved("its chat template has no place for images")
+    except Unserved as reason:
+        log.warning("the model is served without media: %s", reason)
+        return None, str(reason)
+    return media, ""
 
 
 def unserved(media: Media, modalities: Sequence[str], reason: str = "") -> RequestInvalid:

@@ -7,6 +7,7 @@ __all__ = [
     "encoder",
     "features",
     "graft",
+    "images",
     "markers",
     "media",
     "positions",
