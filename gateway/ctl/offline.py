@@ -1,7 +1,8 @@
 """Parts shared by verbs that work without the daemon."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gateway.config.settings import Config, ConfigError, ModelConfig, default_home
 from gateway.ctl import client
@@ -9,6 +10,19 @@ from gateway.failed import Failed
 
 if TYPE_CHECKING:
     from gateway.admin_types import ModelStatus, Status
+
+
+class Served(Protocol):
+    """A model of the daemon or of the configuration."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+    @property
+    def context(self) -> int: ...
 
 
 def read_config(file: Path | None = None) -> Config:
@@ -56,6 +70,12 @@ def daemon() -> "Status | None":
         return client.status()
     except Failed:
         return None
+
+
+def served_models() -> "Sequence[Served]":
+    """Models of the daemon, or of the one that the configuration describes. Raises `ConfigError`."""
+    running = running_models()
+    return running if running is not None else list(read_config().models.values())
 
 
 def running_models() -> "list[ModelStatus] | None":

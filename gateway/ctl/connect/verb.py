@@ -1,13 +1,14 @@
 """`mlxctl connect`: prints the configuration of a client for this mlxd, or writes it."""
 
 import os
-from typing import TYPE_CHECKING, Annotated, Final, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from gateway.config.settings import Config, default_home, keys_path
+from gateway.config.settings import default_home, keys_path, url_of
 from gateway.ctl.complete import complete_models
-from gateway.ctl.offline import daemon, readable_config
+from gateway.ctl.offline import Served, daemon, read_config, served_models
 from gateway.ctl.printing import Json, print_json
 from gateway.failed import Failed
 
@@ -16,17 +17,6 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE: Final = "MLXD_KEY"
 _DEMO: Final = "demo"
-
-
-class _Model(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
-    @property
-    def context(self) -> int: ...
 
 
 def complete_clients(incomplete: str) -> list[str]:
@@ -101,13 +91,8 @@ def _endpoint(model: str | None, url: str | None) -> "Endpoint":
     """Of the daemon, or of the one that the configuration describes. Raises `Failed`."""
     from gateway.connect.client_setups import CONTEXT, Endpoint
 
-    status, config = daemon(), readable_config()
-    models: list[_Model] = []
-    if status is not None:
-        models = list(status.models)
-    elif config is not None:
-        models = list(config.models.values())
-    chosen = _chosen(models, model)
+    status = daemon()
+    chosen = _chosen(served_models(), model)
     key = os.environ.get(KEY_VARIABLE, "").strip()
     # With the file, even an empty one, keys are required.
     if not key and keys_path(default_home()).exists():
@@ -115,11 +100,11 @@ def _endpoint(model: str | None, url: str | None) -> "Endpoint":
             f"mlxd has API keys: put one of this client into {KEY_VARIABLE}, such as "
             f"export {KEY_VARIABLE}=$(mlxctl keys create NAME)"
         )
-    address = url or (status.url if status is not None else _address(config))
+    address = url or _from_here(status.url if status is not None else url_of(read_config().server))
     return Endpoint(address.rstrip("/").removesuffix("/v1"), chosen.name, _context(chosen) or CONTEXT, key)
 
 
-def _chosen(models: list[_Model], wanted: str | None) -> _Model:
+def _chosen(models: Sequence[Served], wanted: str | None) -> Served:
     """Raises `Failed`."""
     if wanted is not None:
         for model in models:
@@ -134,7 +119,7 @@ def _chosen(models: list[_Model], wanted: str | None) -> _Model:
     return next((model for model in real if "default" in model.aliases), real[0])
 
 
-def _context(model: _Model) -> int:
+def _context(model: Served) -> int:
     """As loaded or configured, or as its files say; 0 where that is not known."""
     from gateway.ctl.offline import available_bytes
     from gateway.model_files.metadata import Unreadable, find, inspect
@@ -147,8 +132,8 @@ def _context(model: _Model) -> int:
         return 0
 
 
-def _address(config: Config | None) -> str:
-    from gateway.config.settings import ServerConfig
-
-    server = config.server if config is not None else ServerConfig()
-    return f"http://127.0.0.1:{server.port}"
+def _from_here(url: str) -> str:
+    """The address for programs of this machine: one that stands for all addresses is none to connect to."""
+    for every in ("//0.0.0.0:", "//[::]:"):
+        url = url.replace(every, "//127.0.0.1:")
+    return url

@@ -1,8 +1,7 @@
 """`mlxctl run`: from the name of a model to an answer of it."""
 
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -11,7 +10,7 @@ from gateway.ctl.complete import a_model, complete_downloaded
 from gateway.ctl.hub.loading import load
 from gateway.ctl.hub.temporary_daemon import a_daemon
 from gateway.ctl.info import is_repository, say
-from gateway.ctl.offline import available_bytes, read_config, running_models
+from gateway.ctl.offline import Served, available_bytes, served_models
 from gateway.ctl.pull import bring
 from gateway.failed import Failed
 
@@ -19,17 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SUGGESTED: Final = 5
-
-
-class _Served(Protocol):
-    """A model of the daemon or of the configuration."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
 
 
 def run(
@@ -74,10 +62,9 @@ def _resolved(name: str, yes: bool) -> str:
     return _downloaded(name if is_repository(name) else _searched(name), yes)
 
 
-def _served(model: str) -> _Served | None:
+def _served(model: str) -> Served | None:
     """The model of that name, alias or path, as the daemon serves it, or as the next one would."""
-    running = running_models()
-    models: Sequence[_Served] = running if running is not None else list(read_config().models.values())
+    models = served_models()
     return next((served for served in models if model in (served.name, served.path, *served.aliases)), None)
 
 

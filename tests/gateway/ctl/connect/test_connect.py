@@ -104,6 +104,18 @@ def test_the_demo_is_taken_only_where_there_is_nothing_else(home: Path) -> None:
         assert edit["text"].startswith(f"model: openai/{expected}\n")
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_daemon_on_all_addresses_is_asked_on_the_loopback(
+    home: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    # Without a key it would not be open to others.
+    monkeypatch.setenv("MLXD_KEY", ctl(home, "keys", "create", "aider").stdout.strip())
+    (home / "mlxd.toml").write_text(CONFIG.replace("port", f'host = "{host}"\nport'))
+    edit = json.loads(ctl(home, "connect", "aider", "--json").stdout)["files"][0]
+
+    assert "openai-api-base: http://127.0.0.1:9123/v1\n" in edit["text"]
+
+
 def test_an_unknown_client_or_model_is_told_which_are_known(home: Path) -> None:
     assert "known are claude, codex," in ctl(home, "connect", "emacs").stderr
     assert "models here: small, coder" in ctl(home, "connect", "pi", "--model", "x").stderr

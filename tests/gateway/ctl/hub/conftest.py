@@ -33,12 +33,3 @@ def hub(model_folder: Callable[[str], Path]) -> Generator[Hub, None, None]:
     }
     with Hub(repos) as running:
         yield running
-
-
-@pytest.fixture
-def cache(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub cache of every `mlxctl` of this test."""
-    cache = tmp_path / "cache"
-    for name, value in hub.environ(cache).items():
-        monkeypatch.setenv(name, value)
-    return cache
