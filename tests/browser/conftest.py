@@ -22,7 +22,7 @@ CHROMIUM: Final = next(
 )
 ROOT: Final = Path(__file__).parents[2]
 SCREENSHOTS: Final = Path(os.environ.get("MLXD_SCREENSHOTS", ROOT / ".cache" / "web" / "screenshots"))
-DEADLINE_MS: Final = patient(20) * 1000
+DEADLINE_MS: Final = min(60, patient(15)) * 1000
 WIDE: Final = {"width": 1280, "height": 800}
 
 try:

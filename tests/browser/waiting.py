@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from tests.support.scale import patient
 
-DEADLINE_S = patient(20)
+DEADLINE_S = min(60, patient(15))
 
 
 def until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:

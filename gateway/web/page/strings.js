@@ -151,7 +151,8 @@ export const t = {
   noModels: "There are no models",
   chooseAModel: "Choose a model",
   unknownModel: "not here",
-  chooseModel: (/** @type {string} */ model, /** @type {string} */ state) => `Model: ${model}, ${state}`,
+  modelLabel: "Model:",
+  chooseModel: (/** @type {string} */ model, /** @type {string} */ state) => `Model: ${model} ${state}`,
 
   settingsOfChat: "Tune",
   system: "System prompt",

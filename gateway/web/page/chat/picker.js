@@ -23,6 +23,6 @@ export function ModelPicker({ model }) {
   }));
   if (!choices.length) return html`<span class="faint">${modelsFailure.value || t.noModels}</span>`;
   const hint = now ? t.state(now.state) : t.unknownModel;
-  return html`<${Menu} class="picker" label=${t.chooseModel(model, hint)} choices=${choices}
-    button=${html`<${StateDot} state=${now?.state ?? "failed"} /><strong>${model || t.chooseAModel}</strong><span class="faint">${hint}</span><${Icon} name="down" />`} />`;
+  return html`<${Menu} class="picker" hasText label=${t.chooseModel(model, hint)} choices=${choices}
+    button=${html`<${StateDot} state=${now?.state ?? "failed"} /><span class="off-screen">${t.modelLabel} </span><strong>${model || t.chooseAModel}</strong> <span class="faint">${hint}</span><${Icon} name="down" />`} />`;
 }

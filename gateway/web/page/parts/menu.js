@@ -1,14 +1,14 @@
 // Menus: a button and a list of choices, by mouse, touch or arrow keys.
 
-import { html, useEffect, useRef, useState } from "../vendor/preact.js";
+import { html, useLayoutEffect, useRef, useState } from "../vendor/preact.js";
 
 /** @typedef {{id: string, label: any, hint?: any, isChosen?: boolean, action: () => void}} Choice */
 
-/** @param {{label: string, button: any, choices: Choice[], class?: string, isUp?: boolean}} props */
-export function Menu({ label, button, choices, class: kind = "", isUp = false }) {
+/** `hasText`: the button says by itself what it is. @param {{label: string, button: any, choices: Choice[], class?: string, hasText?: boolean}} props */
+export function Menu({ label, button, choices, class: kind = "", hasText = false }) {
   const [isOpen, setOpen] = useState(false);
   const root = useRef(/** @type {HTMLElement | null} */ (null));
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!isOpen) return undefined;
     const items = root.current?.querySelectorAll("[role^=menuitem]");
     const chosen = [...(items ?? [])].find((item) => item.getAttribute("aria-checked") === "true") ?? items?.[0];
@@ -41,8 +41,8 @@ export function Menu({ label, button, choices, class: kind = "", isUp = false })
       choice.action();
     }}><span class="menu-label">${choice.label}</span>${choice.hint ? html`<span class="menu-hint">${choice.hint}</span>` : null}</button>`;
   return html`<div class=${`menu ${kind}`} ref=${root} onKeyDown=${onKeyDown}>
-    <button type="button" class="menu-button quiet" aria-haspopup="menu" aria-expanded=${String(isOpen)} aria-label=${label} title=${label}
+    <button type="button" class="menu-button quiet" aria-haspopup="menu" aria-expanded=${String(isOpen)} aria-label=${hasText ? undefined : label} title=${label}
       onClick=${() => setOpen(!isOpen)}>${button}</button>
-    ${isOpen ? html`<div class=${isUp ? "menu-list up" : "menu-list"} role="menu" aria-label=${label}>${choices.map(item)}</div>` : null}
+    ${isOpen ? html`<div class="menu-list" role="menu" aria-label=${label}>${choices.map(item)}</div>` : null}
   </div>`;
 }

@@ -1,0 +1,93 @@
+"""Visitors in the browser: an open loopback, an API key, a one-time link, and a name that is not this machine's."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.browser.conftest import Visiting, code_of
+from tests.browser.test_chat import told
+from tests.support.daemon import ROOT, DaemonProcess, write_config
+from tests.support.pool import short_home
+
+
+@pytest.fixture(scope="module")
+def closed() -> Iterator[tuple[DaemonProcess, str]]:
+    """A daemon that wants a key, and one for the model `a`."""
+    with short_home() as home:
+        write_config(home, ("a", "b"))
+        command = [sys.executable, "-m", "gateway.ctl", "keys", "create", "ana", "--models", "a", "--json"]
+        made = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={"MLXD_HOME": str(home), "PATH": "/usr/bin"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        with DaemonProcess(home, "--step-ms=4", module="tests.browser.talkative_daemon") as daemon:
+            yield daemon, json.loads(made.stdout)["key"]
+
+
+def test_a_key_opens_the_chat_with_its_models_only(closed: tuple[DaemonProcess, str], visiting: Visiting) -> None:
+    daemon, key = closed
+    visit = visiting(daemon, expected=("status of 401",))
+    page = visit.open()
+    page.get_by_label("API key").fill("sk-mlxd-wrong")
+    page.get_by_role("button", name="Use this key").click()
+    page.wait_for_selector(".gate [role=alert]")
+    page.get_by_label("API key").fill(key)
+    page.get_by_role("button", name="Use this key").click()
+    page.wait_for_selector("#message-box")
+    page.get_by_role("button", name="Model:").click()
+    assert page.get_by_role("menuitemradio").count() == 1
+    page.keyboard.press("Escape")
+    visit.send(told(["text", "for ana"]))
+    visit.answered()
+    assert visit.said() == "for ana"
+
+    page.goto(f"{visit.url}/ui/#/keys")
+    page.wait_for_selector(".gate:has-text('mlxctl ui')")
+    page.wait_for_selector(".gate:has-text('Usage of ana')")
+    assert page.evaluate("localStorage.getItem('mlxd.key')") is None
+    assert key not in page.url
+
+
+def test_a_link_opens_a_session_once(talkative: DaemonProcess, visiting: Visiting) -> None:
+    link = code_of(talkative)
+    visit = visiting(talkative)
+    visit.page.goto(link)
+    visit.page.wait_for_selector("text=Log out")
+    assert "code" not in visit.page.url
+    stored = visit.page.evaluate(
+        "[sessionStorage.getItem('mlxd.session'), document.cookie, JSON.stringify(localStorage)]"
+    )
+    assert len(stored[0]) > 20
+    assert stored[1] == ""
+    assert stored[0] not in stored[2]
+
+    second = visiting(talkative, expected=("status of 403",))
+    second.page.goto(link)
+    second.page.wait_for_selector("[role=alert]:has-text('mlxctl ui')")
+    assert second.page.evaluate("sessionStorage.getItem('mlxd.session')") is None
+    assert second.page.locator("text=Log out").count() == 0
+
+
+def test_log_out_ends_the_session(talkative: DaemonProcess, visiting: Visiting) -> None:
+    visit = visiting(talkative)
+    visit.page.goto(code_of(talkative))
+    visit.page.get_by_role("button", name="Log out").click()
+    visit.page.wait_for_selector(".gate:has-text('mlxctl ui')")
+
+    assert visit.page.evaluate("sessionStorage.getItem('mlxd.session')") is None
+
+
+def test_a_name_of_another_machine_gets_no_page(talkative: DaemonProcess, visiting: Visiting) -> None:
+    port = talkative.url.rpartition(":")[2]
+    visit = visiting(f"http://evil.example:{port}", expected=("status of 4", "Cross-Origin-Opener-Policy"))
+    for path in ("/ui/", "/v1/models", "/ui/api/me"):
+        answer = visit.page.goto(f"{visit.url}{path}")
+        assert answer is not None
+        assert answer.status in (403, 421), path
