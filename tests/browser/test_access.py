@@ -18,7 +18,8 @@ def closed() -> Iterator[tuple[DaemonProcess, str]]:
     """A daemon that wants a key, and one for the model `a`."""
     with short_home() as home:
         write_config(home, ("a", "b"))
-        command = [sys.executable, "-m", "gateway.ctl", "keys", "create", "ana", "--models", "a", "--json"]
+        mlxctl = "from gateway.ctl import main; main()"
+        command = [sys.executable, "-c", mlxctl, "keys", "create", "ana", "--models", "a", "--json"]
         made = subprocess.run(
             command,
             cwd=ROOT,

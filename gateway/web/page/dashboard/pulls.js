@@ -3,8 +3,9 @@
 import { html } from "../vendor/preact.js";
 import { Icon } from "../parts/icons.js";
 import { notify } from "../parts/notice.js";
-import { pulls } from "../server/feed.js";
+import { liveModels, pulls } from "../server/feed.js";
 import { sentence } from "../server/http.js";
+import { refreshModels } from "../server/models.js";
 import { order, sessionJson } from "../server/session.js";
 import { t } from "../strings.js";
 import { bytes, duration, partOf, percent } from "../text/format.js";
@@ -30,6 +31,18 @@ async function cancel(pull) {
   }
 }
 
+/** Serves what was downloaded: a reload finds it, unless the configuration names its models. @param {string} repository */
+async function serve(repository) {
+  try {
+    const { done } = await order("config/reload");
+    const isServed = [...done.added, ...liveModels.value.map((model) => model.name)].includes(repository);
+    notify(isServed ? t.served(repository) : t.notServed(repository), !isServed);
+    refreshModels();
+  } catch (error) {
+    notify(sentence(error), true);
+  }
+}
+
 export function Pulls() {
   const all = pulls.value;
   if (!all.length) return null;
@@ -49,5 +62,6 @@ function Row({ pull: now }) {
     <span class="spring"></span>
     ${isOpen ? html`<button type="button" onClick=${() => cancel(now)}><${Icon} name="cross" />${t.cancel}</button>` : null}
     ${now.state === "failed" || now.state === "cancelled" ? html`<button type="button" onClick=${() => pull(now.repository)}>${t.resume}</button>` : null}
+    ${now.state === "done" && !liveModels.value.some((model) => model.name === now.repository) ? html`<button type="button" onClick=${() => serve(now.repository)}>${t.serve}</button>` : null}
   </li>`;
 }
