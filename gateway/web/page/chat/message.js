@@ -74,7 +74,7 @@ function Content({ message, answer, isLast }) {
 /** @param {{message: MessageRecord, isOpen: boolean}} props */
 function Reasoning({ message, isOpen }) {
   const { reasoning_ms: ms, reasoning_tokens: tokens } = message.timings;
-  const label = isOpen ? t.thinking : ms === undefined ? t.thought : t.thoughtFor(duration(ms / 1000), tokens ? count(tokens) : "");
+  const label = isOpen ? t.thinking : ms === undefined ? t.thought : t.thoughtFor(duration(ms / 1000), tokens ? t.tokens(count(tokens)) : "");
   return html`<details class="reasoning">
     <summary><${Icon} name="thought" /><span>${label}</span></summary>
     <${Markdown} text=${message.reasoning} isOpen=${isOpen} />

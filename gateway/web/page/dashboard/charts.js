@@ -13,6 +13,10 @@ import { colour, hue } from "./hues.js";
 
 const SECONDS = 600;
 const KINDS = /** @type {const} */ (["tokens_per_s", "prompt_tokens_per_s", "running", "footprint_bytes"]);
+/** The least that is shown: a daemon that has just started fills its charts soon. */
+const SECONDS_MIN = 60;
+/** Below it, the axis of time tells seconds. */
+const LONG_S = 180;
 const HEIGHT = 120;
 const GIB = 1024 ** 3;
 /** Steps of the axis of bytes. */
@@ -91,10 +95,24 @@ function Chart({ kind }) {
     <div ref=${box} role="img" aria-label=${`${t.chart(kind)}: ${told(kind, latest)}`}></div></figure>`;
 }
 
+/** Index from which on anything happened. @param {Record<string, Record<Kind, number[]>>} series */
+function beginning(series) {
+  const all = Object.values(series).flatMap((each) => KINDS.map((kind) => each[kind]));
+  const first = Math.min(...all.map((numbers) => numbers.findIndex((number) => number > 0)).map((at) => (at < 0 ? SECONDS : at)), SECONDS);
+  return Math.max(0, Math.min(first - 2, SECONDS - SECONDS_MIN));
+}
+
 /** @param {Kind} kind @param {number} until @param {Record<string, Record<Kind, number[]>>} series @returns {any} */
 function data(kind, until, series) {
-  const times = Array.from({ length: SECONDS }, (_, at) => until - SECONDS + 1 + at);
-  return [times, ...Object.values(series).map((each) => each[kind])];
+  const from = beginning(series);
+  const times = Array.from({ length: SECONDS - from }, (_, at) => until - SECONDS + from + 1 + at);
+  return [times, ...Object.values(series).map((each) => each[kind].slice(from))];
+}
+
+/** @param {number[]} times of the axis's ticks */
+function clock(times) {
+  const isLong = (times.at(-1) ?? 0) - (times[0] ?? 0) > LONG_S;
+  return times.map((time) => new Date(time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", ...(isLong ? {} : { second: "2-digit" }) }));
 }
 
 /** @param {Kind} kind @param {string[]} names @param {number} width @returns {any} */
@@ -111,7 +129,7 @@ function options(kind, names, width) {
     padding: [8, 4, 0, 0],
     scales: { x: { time: true }, y: { range: (/** @type {any} */ _plot, /** @type {number} */ _low, /** @type {number} */ high) => [0, Math.max(high * 1.1, kind === "footprint_bytes" ? GIB : 4)] } },
     axes: [
-      { ...axis, grid: { show: false }, size: 22, space: 90, values: (/** @type {any} */ _plot, /** @type {number[]} */ times) => times.map((time) => new Date(time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })) },
+      { ...axis, grid: { show: false }, size: 22, space: 90, values: (/** @type {any} */ _plot, /** @type {number[]} */ times) => clock(times) },
       { ...axis, size: 52, space: 34, ...(kind === "footprint_bytes" ? { incrs: BYTE_STEPS } : {}), values: (/** @type {any} */ _plot, /** @type {number[]} */ values) => values.map((value) => told(kind, value)) },
     ],
     series: [{}, ...names.map((name) => ({ label: name, stroke: colour(hue(name)), width: 1.75, points: { show: false }, fill: faded(colour(hue(name))) }))],

@@ -52,7 +52,7 @@ function Card({ model }) {
   return html`<article class="card" aria-label=${name}>
     <header><span class=${`dot ${state}`} aria-hidden="true"></span><h3>${name}</h3><span class="faint">${model.is_waiting || model.is_gated ? t.waitingForMemory : t.state(state)}</span>
       ${model.is_pinned ? html`<span class="chip small"><${Icon} name="pin" />${t.pinned}</span>` : null}</header>
-    ${isComing ? html`<${Loading} model=${model} />` : null}
+    ${isComing && !model.is_waiting ? html`<${Loading} model=${model} />` : null}
     ${isLoaded ? html`<${Facts} model=${model} />` : null}
     <footer>
       ${isLoaded || isComing

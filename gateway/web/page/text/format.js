@@ -23,6 +23,7 @@ export function partOf(part, whole) {
 /** @param {number} count */
 export function count(count) {
   // Contexts are powers of two, and known by them.
+  if (count >= 1_048_576 && count % 1_048_576 === 0) return `${count / 1_048_576}M`;
   if (count >= 4096 && count % 1024 === 0) return `${count / 1024}k`;
   if (count >= 9_999_500) return `${Math.round(count / 1e6)}M`;
   if (count >= 999_500) return `${(count / 1e6).toFixed(1)}M`;
