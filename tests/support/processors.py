@@ -12,6 +12,12 @@ _TILES: Final = tuple(f"<row_{row}_col_{column}>" for row in range(1, 5) for col
 _IDEFICS_TOKENS: Final = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *_TILES)
 _LFM_TILES: Final = tuple(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5))
 _GEMMA4: Final = {"patch_size": 8, "max_soft_tokens": 70, "pooling_kernel_size": 2}
+_GEMMA4_TOKENS: Final = (
+    ("<|image|>", "<|video|>", "<|audio|>", "<|image>", "<image|>", "<|audio>", "<audio|>"),
+    {"processor_config": {"image_processor": _GEMMA4, "video_processor": _GEMMA4}},
+    {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
+     "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+)  # fmt: skip
 
 # Special tokens, the first that of images; files of the processor; attributes of the tokenizer; configuration.
 FAMILIES: Final[dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, str], dict[str, Any]]]] = {
@@ -33,13 +39,18 @@ FAMILIES: Final[dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, str],
         {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         {"vision_config": {"patch_size": 8}},
     ),
-    "gemma4": (
-        ("<|image|>", "<|video|>", "<|audio|>", "<|image>", "<image|>", "<|audio>", "<audio|>"),
-        {"processor_config": {"image_processor": _GEMMA4, "video_processor": _GEMMA4}},
-        {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
-         "boa_token": "<|audio>", "eoa_token": "<audio|>"},
-        {"vision_config": {"patch_size": 8}, "audio_config": {"hidden_size": 8}},
+    "gemma4": (*_GEMMA4_TOKENS, {"vision_config": {"patch_size": 8}, "audio_config": {"hidden_size": 8}}),
+    "gemma3n": (
+        ("<image_soft_token>", "<audio_soft_token>", "<start_of_image>", "<end_of_image>", "<start_of_audio>",
+         "<end_of_audio>"),
+        {"preprocessor_config": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 32, "width": 32},
+                                 "feature_extractor_type": "Gemma3nAudioFeatureExtractor", **_HALVES},
+         "processor_config": {"image_seq_length": 4, "audio_seq_length": 6}},
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
+         "audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"},
+        {"vision_config": {}, "audio_config": {"hidden_size": 8}},
     ),
+    "gemma4_unified": (*_GEMMA4_TOKENS, {"vision_config": {"patch_size": 8}, "audio_config": {"hidden_size": 8}}),
     "idefics3": (
         _IDEFICS_TOKENS,
         {"preprocessor_config": {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 128},
@@ -87,7 +98,7 @@ FAMILIES: Final[dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, str],
     ),
 }  # fmt: skip
 _KINDS: Final = (("image", ("<|image_pad|>", "<image>", "[IMG]", "<|image|>", "<image_soft_token>")),
-                 ("video", ("<|video_pad|>", "<|video|>")), ("audio", ("<|audio|>",)))  # fmt: skip
+                 ("video", ("<|video_pad|>", "<|video|>")), ("audio", ("<|audio|>", "<audio_soft_token>")))  # fmt: skip
 
 
 def build(family: str, folder: Path) -> dict[str, int]:

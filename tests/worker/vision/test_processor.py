@@ -16,6 +16,7 @@ from protocol.failures import Code
 from protocol.messages import Media
 from tests.support.pictures import BLUE, RED, encoded, halves
 from tests.support.processors import FAMILIES, build
+from tests.worker.vision.test_sounds import tone, wav
 from worker.errors import RequestInvalid
 from worker.prompt.encode import Encoder
 from worker.vision.images import Limits
@@ -73,8 +74,10 @@ def rows(family: str, inputs: dict[str, Any]) -> int:
             [grid] = inputs.get("image_grid_thw", inputs.get("video_grid_thw"))
             assert len(inputs.get("pixel_values", inputs.get("pixel_values_videos"))) == grid.prod()
             return int(grid.prod()) // 4
-        case "gemma3":
+        case "gemma3" | "gemma3n":
             return 4 * len(inputs["pixel_values"])
+        case "gemma4_unified":
+            return int((inputs["image_position_ids"][..., 0] >= 0).sum())
         case "idefics3" | "smolvlm":
             return 4 * inputs["pixel_values"].shape[1]
         case "llava":
@@ -277,6 +280,23 @@ def test_broken_clips_are_refused(opened: Open, clip: Media, said: str) -> None:
         opened("qwen3_vl").read(clip)
 
     assert said in caught.value.failure.message
+
+
+@pytest.mark.parametrize(
+    ("family", "seconds", "tokens"),
+    # Gemma 4: frames of 10 ms, halved twice; Gemma 4 unified: 40 ms each; Gemma 3n: a fixed number.
+    [("gemma4", 1.0, 25), ("gemma4", 0.31, 8), ("gemma4_unified", 1.01, 26), ("gemma3n", 1.0, 6)],
+)
+def test_audio_has_the_tokens_of_its_length(opened: Open, family: str, seconds: float, tokens: int) -> None:
+    clip = opened(family).read(media(wav(tone(16_000, seconds), 16_000), "audio"))
+    inputs = clip.media[0].load()
+
+    assert clip.tokens == clip.media[0].tokens == tokens
+    assert inputs["input_features"].dtype == np.float32
+    assert inputs["input_features_mask"].any()
+    with pytest.raises(RequestInvalid) as caught:
+        opened(family).read(media(wav(tone(1_000, 31.0), 1_000), "audio"))
+    assert caught.value.failure.code is Code.INVALID_AUDIO
 
 
 def test_placeholders_stand_as_often_as_their_runs_are_long() -> None:
