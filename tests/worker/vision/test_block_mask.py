@@ -1,0 +1,63 @@
+"""Attention inside an image of Gemma 3, against transformers' own numbers.
+
+`reference/gemma3.json` has the first log-probabilities of the token after each of three prompts, computed by
+transformers 5.23 in float32 from the same weights and pixels.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from tests.support.engine import spec
+from tests.support.vision_models import build, image, prompt
+from worker.model.loader import Loaded, load
+from worker.vision.graft import Graft, Placement
+
+REFERENCE = json.loads((Path(__file__).parent / "reference" / "gemma3.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load(spec(build("gemma3", tmp_path_factory.mktemp("gemma3"))), lambda *_: None)
+
+
+def logprobs(loaded: Loaded, *, is_block: bool = True) -> list[np.ndarray]:
+    """Of the token after each prompt, whose text and images are those of the reference."""
+    assert loaded.vision is not None
+    rng = np.random.default_rng(7)
+    first, second = (image("gemma3", rng, 4, 4) for _ in range(2))
+    computed: list[np.ndarray] = []
+    for seed, parts in enumerate(([9, first, 7], [20], [5, first, 6, second, 30]), start=1):
+        asked = prompt("gemma3", seed, parts)
+        placement = Placement(asked.media, None, len(asked.ids))
+        for medium in {span.medium for span in asked.media}:
+            encoded = loaded.vision.tower.encode(medium.kind, medium.tokens, medium.load())
+            placement.features[medium.key] = encoded
+        graft: Graft = loaded.vision.graft
+        graft.placements[1] = placement
+        length = len(asked.ids)
+        with graft.rows([1], [0], [length], length):
+            if not is_block and graft.chunk is not None:
+                graft.chunk = replace(graft.chunk, block=np.zeros_like(graft.chunk.block))
+            logits: Any = loaded.model(mx.array([asked.ids]), cache=make_prompt_cache(loaded.model))[0, -1]
+            computed.append(np.array(logits - mx.logsumexp(logits)))
+        del graft.placements[1]
+    return computed
+
+
+def test_numbers_are_those_of_transformers(loaded: Loaded) -> None:
+    for ours, theirs in zip(logprobs(loaded), REFERENCE, strict=True):
+        np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=2e-4)
+
+
+def test_causal_attention_inside_an_image_gives_others(loaded: Loaded) -> None:
+    causal = logprobs(loaded, is_block=False)
+    errors = [np.abs(ours[: len(theirs)] - theirs).max() for ours, theirs in zip(causal, REFERENCE, strict=True)]
+    assert errors[1] < 2e-4, "the prompt without an image"
+    assert min(errors[0], errors[2]) > 0.05
