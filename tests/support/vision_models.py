@@ -84,6 +84,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
                         "query_pre_attn_scalar": 16, "rope_local_base_freq": 1000.0, "mm_tokens_per_image": 4},
         "vision_config": _SIGLIP,
     },
+    "gemma4": {
+        "image_token_id": IMAGE, "video_token_id": VIDEO, "hidden_size": 64, "vocab_size": VOCAB, "audio_config": None,
+        "text_config": {"model_type": "gemma4_text", **_TEXT, "tie_word_embeddings": True, "num_hidden_layers": 6,
+                        "global_head_dim": 32, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
+                        "hidden_size_per_layer_input": 8, "sliding_window": 24, "sliding_window_pattern": 3,
+                        "use_double_wide_mlp": False, "use_bidirectional_attention": "vision",
+                        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+                        "rope_parameters": {
+                            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 10000.0,
+                                               "rope_type": "proportional"},
+                            "sliding_attention": {"rope_theta": 1000.0, "rope_type": "default"}}},
+        "vision_config": {"model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 64,
+                          "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+                          "global_head_dim": 16, "patch_size": 8, "position_embedding_size": 64,
+                          "default_output_length": 4, "pooling_kernel_size": 2},
+    },
     "idefics3": {
         "image_token_id": IMAGE, "scale_factor": 2, "vocab_size": VOCAB,
         "text_config": {"model_type": "llama", **_TEXT}, "vision_config": {**_SIGLIP, "model_type": "idefics3_vision"},
@@ -128,6 +144,9 @@ def build(family: str, folder: Path, *, seed: int = 0) -> Path:
     model_config = classes.ModelConfig.from_dict(tower_config(config))
     model = classes.Model(update_module_configs(model_config, classes, tower_config(config), sections))
     randomize(model, seed)
+    if family == "gemma4":  # which does not scale the products of queries and keys: random ones would be too sharp
+        for layer in model.language_model.model.layers:
+            layer.self_attn.q_norm.weight = layer.self_attn.q_norm.weight * 0.2
     weights: Any = tree_flatten(model.parameters())
     mx.save_safetensors(str(folder / "model.safetensors"), dict(weights), {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
@@ -179,7 +198,10 @@ def image(family: str, rng: np.random.Generator, height: int, width: int) -> Med
         inputs = {"pixel_values": rng.standard_normal((1, 3, 32, 32)), "image_sizes": np.array([[32, 32]])}
         tokens = 16 if family == "pixtral" else 4
     else:
-        inputs, tokens = {"pixel_values": rng.standard_normal((1, 3, 32, 32))}, 4 if family == "gemma3" else 16
+        inputs, tokens = (
+            {"pixel_values": rng.standard_normal((1, 3, 32, 32))},
+            4 if family in ("gemma3", "gemma4") else 16,
+        )
     return _medium("image", inputs, grid, tokens)
 
 
