@@ -21,6 +21,8 @@ _NO_PYAV: Final = (
 )
 _FRAMES_INSTEAD: Final = "A list of JPEG frames (data:video/jpeg;base64,…) needs nothing."
 _LENGTH: Final = struct.Struct(">I")
+# Formats of files with the sound or pictures in them: a play list or a concatenation would name other files and URLs.
+_FORMATS: Final = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,mp3,flac,wav,w64,aac,aiff,amr,caf,asf"
 # Of a list of frames that comes without its rate.
 _DEFAULT_RATE: Final = 2.0
 # From so many frames before the next one that is wanted on, a file is read from a key frame again.
@@ -72,6 +74,11 @@ def open_clip(media: Media, limits: Limits) -> Clip:
     if "frames" in media.options:
         return FrameList(media, limits)
     return VideoFile(media, limits)
+
+
+def open_file(av: Any, data: bytes) -> Any:
+    """A file opened by PyAV, which reads these bytes and nothing else."""
+    return av.open(BytesIO(data), options={"format_whitelist": _FORMATS, "protocol_whitelist": "none"})
 
 
 def pyav(files: str, instead: str, param: str) -> Any:
@@ -129,6 +136,8 @@ class VideoFile:
         self._param = media.param
         with self._opened() as container:
             stream = _stream(container, media.param)
+            # Before a frame is decoded, and of the frame itself, which may be larger.
+            self._check_pixels(stream.width, stream.height, limits)
             first = next(iter(container.decode(stream)), None)
             rate = stream.average_rate or stream.guessed_rate
             seconds = float((stream.duration or 0) * (stream.time_base or 0)) or (container.duration or 0) / 1e6
@@ -136,9 +145,7 @@ class VideoFile:
             self.count = int(stream.frames or seconds * self.rate) or 1
             if first is None:
                 raise refused("The video holds no frame.", media.param, Code.INVALID_VIDEO)
-            if first.width * first.height > limits.pixels:
-                message = f"The video has {first.width} × {first.height} pixels; at most {limits.pixels} are taken."
-                raise refused(message, media.param, Code.IMAGE_TOO_LARGE)
+            self._check_pixels(first.width, first.height, limits)
             self.width, self.height = _upright(first).size
 
     def frames(self, indices: Sequence[int]) -> list[Image.Image]:
@@ -158,6 +165,11 @@ class VideoFile:
                 # A file may end before the frames that its header counts: the last one stands for those.
                 images.append(_upright(frame).resize((self.width, self.height)))
         return images
+
+    def _check_pixels(self, width: int, height: int, limits: Limits) -> None:
+        if width * height > limits.pixels:
+            message = f"The video has {width} × {height} pixels; at most {limits.pixels} are taken."
+            raise refused(message, self._param, Code.IMAGE_TOO_LARGE)
 
     def _time(self, stream: Any, index: int) -> int:
         return int(index / self.rate / stream.time_base) + (stream.start_time or 0)
@@ -180,7 +192,7 @@ class _Container:
 
     def __enter__(self) -> Any:
         try:
-            self._container = self._av.open(BytesIO(self._data))
+            self._container = open_file(self._av, self._data)
         except (self._av.error.FFmpegError, ValueError) as error:
             raise self._refusal(error) from error
         return self._container

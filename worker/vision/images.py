@@ -26,7 +26,7 @@ _OTHERS: Final = (
     (rb"....ftyp(heic|heix|heim|heis|hevc|hevx|mif1|msf1)", "HEIC"),
     (rb"....ftypavi[fs]", "AVIF"),
     (rb"%PDF-", "PDF"),
-    (rb"(?is)\s*(<\?xml.{0,1000}?|<!--.{0,1000}?-->\s*|<!doctype svg.{0,1000}?)*<svg[\s>]", "SVG"),
+    (rb"(?is)\s*(<svg[\s>]|<(\?xml|!--|!doctype svg).{0,4096}?<svg[\s>])", "SVG"),
     (rb"(?is)\s*(<!doctype html|<html|<head|<body)", "HTML"),
     (rb"\xff\x0a|\x00\x00\x00\x0cJXL ", "JPEG XL"),
 )
@@ -42,6 +42,8 @@ _TURNS: Final = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+# Of a PNG; more are not looked at for a turn.
+_MOST_CHUNKS: Final = 10_000
 _MAX_ASPECT: Final = 200
 # Pillow and its decoders raise these on files that are broken, and on ones that are too large for it.
 _BROKEN: Final = (OSError, ValueError, SyntaxError, TypeError, LookupError, EOFError, OverflowError, struct.error)
@@ -153,7 +155,9 @@ def _orientation(image: Image.Image, kind: str, data: bytes) -> int:
 def _png_exif(data: bytes) -> bytes:
     """EXIF data of a PNG, wherever in the file their chunk stands."""
     at = 8
-    while at + 8 <= len(data):
+    for _ in range(_MOST_CHUNKS):
+        if at + 8 > len(data):
+            break
         length, name = struct.unpack_from(">I4s", data, at)
         if name == b"eXIf":
             return b"Exif\x00\x00" + data[at + 8 : at + 8 + length]
@@ -165,7 +169,7 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         return _gray(np.asarray(image).astype(np.uint16) >> 8)
     if image.mode in ("I", "F"):
-        return _gray(_eight_bits(np.asarray(image, dtype=np.float64)))
+        return _gray(_eight_bits(np.asarray(image, dtype=np.float32)))
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         over = Image.new("RGBA", image.size, "white")
         over.alpha_composite(image.convert("RGBA"))

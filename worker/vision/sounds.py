@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from protocol.failures import Code
 from protocol.messages import Media
-from worker.vision.clips import pyav
+from worker.vision.clips import open_file, pyav
 from worker.vision.images import refused
 
 Samples = npt.NDArray[np.float32]
@@ -75,7 +75,7 @@ def _read_file(media: Media, rate: int, most_s: float) -> Samples:
     parts: list[npt.NDArray[Any]] = []
     count = 0
     try:
-        with av.open(BytesIO(media.data)) as container:
+        with open_file(av, media.data) as container:
             if not container.streams.audio:
                 raise refused("The file holds no sound.", media.param, Code.INVALID_AUDIO)
             resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)

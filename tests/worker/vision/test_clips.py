@@ -1,6 +1,7 @@
 """Clips: lists of frames and files, sampled over their length."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,6 +92,19 @@ def test_a_file_that_breaks_off_is_refused_and_so_is_one_without_frames() -> Non
     for broken in (data[: len(data) // 8], b"\0\0\0\x18ftypmp42", b"hello"):
         with pytest.raises(RequestInvalid) as caught:
             open_clip(Media("video", b"", broken, {}), LIMITS)
+        assert caught.value.failure.code is Code.INVALID_VIDEO
+
+
+def test_a_list_of_other_files_is_refused_and_opens_none(tmp_path: Path) -> None:
+    named = tmp_path / "secret.mp4"
+    named.write_bytes(film(4))
+    lists = [
+        f"#EXTM3U\n#EXT-X-VERSION:3\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{named.as_uri()}\n#EXT-X-ENDLIST\n",
+        f"ffconcat version 1.0\nfile {named}\n",
+    ]
+    for text in lists:
+        with pytest.raises(RequestInvalid) as caught:
+            open_clip(Media("video", b"", text.encode(), {}), LIMITS)
         assert caught.value.failure.code is Code.INVALID_VIDEO
 
 

@@ -139,6 +139,9 @@ def test_a_bomb_is_refused_by_its_header(side: int) -> None:
         (b"\n<!DOCTYPE html><html><body>not found</body></html>", "HTML"),
         (b"%PDF-1.7 ...", "PDF"),
         (b"not an image", "a format that is not known"),
+        # A pattern that tried each way to take these apart would not end.
+        (b"<?xml " * 700, "a format that is not known"),
+        (b"<!-- " * 700 + b"<svg>", "SVG"),
     ],
 )
 def test_what_is_no_image_that_is_taken_is_named(data: bytes, named: str) -> None:
