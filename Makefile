@@ -49,6 +49,8 @@ test: $(STAMP)
 test-clients: $(STAMP)
 	@$(PY) -P -m pytest tests/clients $(ARGS)
 
+# It leaves screenshots in .cache/web/screenshots, or where MLXD_SCREENSHOTS says: those of docs/images are made with
+# MLXD_SCREENSHOTS=docs/images make test-web ARGS=tests/browser/test_screenshots.py
 # Chromium is Debian's: apt-get update && apt-get install --no-install-recommends chromium. Its driver is kept out of .venv.
 PLAYWRIGHT := playwright==1.65.2
 DRIVER := .cache/web/$(PLAYWRIGHT)

@@ -76,7 +76,9 @@ function Chart({ kind }) {
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const plot = useRef(/** @type {any} */ (null));
   const [width, setWidth] = useState(0);
-  const { until, series } = points.value;
+  const { until, series: all } = points.value;
+  // A line along zero says nothing.
+  const series = Object.fromEntries(Object.entries(all).filter(([, each]) => each[kind].some((number) => number > 0)));
   const names = Object.keys(series);
   const latest = names.reduce((sum, name) => sum + (series[name]?.[kind].at(-1) ?? 0), 0);
   useEffect(() => {
@@ -87,10 +89,10 @@ function Chart({ kind }) {
   }, []);
   useEffect(() => {
     if (!box.current || !width) return undefined;
-    plot.current = new Plot(options(kind, names, width), data(kind, until, series), box.current);
+    plot.current = new Plot(options(kind, names, width), data(kind, until, series, beginning(all)), box.current);
     return () => plot.current.destroy();
   }, [width, names.join("\n"), theme.value]);
-  useEffect(() => plot.current?.setData(data(kind, until, series)), [until, series]);
+  useEffect(() => plot.current?.setData(data(kind, until, series, beginning(all))), [until, all]);
   return html`<figure class="chart"><figcaption><span>${t.chart(kind)}</span><b>${told(kind, latest)}</b></figcaption>
     <div ref=${box} role="img" aria-label=${`${t.chart(kind)}: ${told(kind, latest)}`}></div></figure>`;
 }
@@ -102,9 +104,8 @@ function beginning(series) {
   return Math.max(0, Math.min(first - 2, SECONDS - SECONDS_MIN));
 }
 
-/** @param {Kind} kind @param {number} until @param {Record<string, Record<Kind, number[]>>} series @returns {any} */
-function data(kind, until, series) {
-  const from = beginning(series);
+/** @param {Kind} kind @param {number} until @param {Record<string, Record<Kind, number[]>>} series @param {number} from @returns {any} */
+function data(kind, until, series, from) {
   const times = Array.from({ length: SECONDS - from }, (_, at) => until - SECONDS + from + 1 + at);
   return [times, ...Object.values(series).map((each) => each[kind].slice(from))];
 }
