@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.admin_types import MemoryStatus, ModelStatus, RequestView, Status
 from gateway.errors import Overloaded
 from gateway.http.sse import HEADERS, Watch, note_cut
-from gateway.request.record import record_of
+from gateway.request.record import ChunkWriter, record_of
 from gateway.services import Services
 from gateway.web.charts import Sampler
 from gateway.web.entrance import session_of
@@ -32,6 +32,8 @@ VIEWERS_MAX: Final = 32
 # Events that wait for one viewer; with one more it gets a snapshot in their place.
 QUEUE_MAX: Final = 4
 REQUESTS_MAX: Final = 50
+# Between two lists of requests of which only the counters have changed; looks are not exactly a second apart.
+REQUESTS_S: Final = 1.5
 _OWN: Final = frozenset({"tokens_per_s", "prompt_tokens_per_s"})
 _TICK_FIELDS: Final = tuple(name for name in ModelTick.__struct_fields__ if name not in _OWN)
 
@@ -44,22 +46,37 @@ class _Viewer:
 
     session: Session
     wants_log: bool
+    # Writes straight to the connection while the task waits: no task's turn for each viewer and event.
+    writer: ChunkWriter | None
     queue: list[bytes] = field(default_factory=list[bytes])
     needs_snapshot: bool = True
     is_over: bool = False
+    # Its first bytes are sent, and its task waits for news.
+    is_idle: bool = False
+    wrote_at: float = 0.0
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def offer(self, event: bytes) -> None:
-        """Add an event; one that does not read loses all that wait, and starts again from a snapshot."""
+        """Send an event at once to one that reads. One that does not loses all that wait, and starts again from a
+        snapshot."""
+        if self.is_idle and self.writer is not None and self.writer.is_open:
+            self.writer.write(event)
+            self.wrote_at = time.monotonic()
+            return
         if len(self.queue) >= QUEUE_MAX:
             self.queue.clear()
             self.needs_snapshot = True
         else:
             self.queue.append(event)
-        self.news.set()
+        self._wake()
 
     def end(self) -> None:
         self.is_over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        # What follows must come after what now waits.
+        self.is_idle = False
         self.news.set()
 
 
@@ -97,12 +114,15 @@ class Feed:
         self._snapshot: bytes | None = None
         self._task: asyncio.Task[None] | None = None
         self._ui = services.config.ui
+        # The look whose requests were told last, and when.
+        self._told = self._seen
+        self._told_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if len(self._viewers) >= VIEWERS_MAX:
             raise Overloaded(f"{VIEWERS_MAX} pages view already. Close one.", 10.0)
         wants_log = QueryParams(scope["query_string"]).get("log") == "1"
-        viewer = _Viewer(session_of(scope), wants_log)
+        viewer = _Viewer(session_of(scope), wants_log, record_of(scope).writer)
         async with Watch(receive, self._services.config.server.write_timeout_s) as watch:
             self._join(viewer)
             try:
@@ -152,6 +172,8 @@ class Feed:
             is_over = viewer.is_over
             if is_over:
                 data += _event("end", {})
+            if not data:
+                continue
             watch.is_sending = True
             await send({"type": "http.response.body", "body": data, "more_body": not is_over})
             watch.is_sending = False
@@ -162,11 +184,15 @@ class Feed:
         """Events that wait for the viewer, or a ping."""
         if not (viewer.queue or viewer.needs_snapshot or viewer.is_over):
             viewer.news.clear()
+            viewer.is_idle = True
             try:
                 async with asyncio.timeout(PING_S):
                     await viewer.news.wait()
             except TimeoutError:
-                return _event("ping", Ping(time.time()))
+                is_silent = time.monotonic() - viewer.wrote_at >= PING_S
+                return _event("ping", Ping(time.time())) if is_silent else b""
+            finally:
+                viewer.is_idle = False
         queue, viewer.queue = viewer.queue, []
         if viewer.needs_snapshot:
             viewer.needs_snapshot = False
@@ -212,7 +238,7 @@ class Feed:
             pulls=self._downloads.views(),
             is_draining=status.is_draining,
         )
-        has_new_requests = seen.requests != before.requests or seen.requests_in_all != before.requests_in_all
+        has_new_requests = self._has_new_requests(seen)
         tick = Tick(
             time=time.time(),
             models=[model for name, model in seen.models.items() if before.models.get(name) != model],
@@ -224,6 +250,15 @@ class Feed:
             is_draining=seen.is_draining if seen.is_draining != before.is_draining else None,
         )
         return tick, seen
+
+    def _has_new_requests(self, seen: _Seen) -> bool:
+        """At once for one that comes, goes or changes its state; counters wait, for they are most of the bytes."""
+        told, now = self._told, time.monotonic()
+        is_other = seen.requests_in_all != told.requests_in_all or _states(seen.requests) != _states(told.requests)
+        if is_other or (seen.requests != told.requests and now - self._told_at >= REQUESTS_S):
+            self._told, self._told_at = seen, now
+            return True
+        return False
 
     def _numbers(self, model: ModelStatus) -> ModelTick:
         rates = self._sampler.rates(model.name)
@@ -257,6 +292,10 @@ class Feed:
     def _offer(self, event: bytes) -> None:
         for viewer in self._viewers:
             viewer.offer(event)
+
+
+def _states(requests: list[RequestView]) -> list[tuple[str, str]]:
+    return [(request.id, request.state) for request in requests]
 
 
 def _is_emptied(tick: Tick) -> bool:

@@ -318,7 +318,7 @@ class Tick(Struct, frozen=True, omit_defaults=True):
     """Event `tick`, once a second: what has changed, and nothing else.
 
     `models` are those with changed numbers, `removed` names that are gone, `requests` all of the oldest 50 as soon as
-    one differs, `pulls` likewise.
+    one comes, goes or changes its state, every other second while only counters change; `pulls` as soon as one differs.
     """
 
     time: float
