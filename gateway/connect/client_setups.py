@@ -18,12 +18,13 @@ _ANSWER_MAX: Final = 8192
 
 
 class Endpoint(Struct, frozen=True):
-    """Address of mlxd, a model of it and a key; an empty key where it has none."""
+    """Address of mlxd, a model of it and a key; an empty key where it has none. `sees`: the model takes images."""
 
     url: str
     model: str
     context: int = CONTEXT
     key: str = ""
+    sees: bool = False
 
     @property
     def openai(self) -> str:
@@ -32,6 +33,11 @@ class Endpoint(Struct, frozen=True):
     @property
     def some_key(self) -> str:
         return self.key or NO_KEY
+
+    @property
+    def inputs(self) -> list[str]:
+        """Kinds of input that a client may send."""
+        return ["text", "image"] if self.sees else ["text"]
 
     @property
     def answer(self) -> int:
@@ -95,6 +101,7 @@ def _opencode(to: Endpoint) -> Setup:
         "tool_call": True,
         "reasoning": True,
         "limit": {"context": to.context, "output": to.answer},
+        "modalities": {"input": to.inputs, "output": ["text"]},
     }
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -121,7 +128,7 @@ def _pi(to: Endpoint) -> Setup:
         "id": to.model,
         "name": to.model,
         "reasoning": True,
-        "input": ["text"],
+        "input": to.inputs,
         "contextWindow": to.context,
         "maxTokens": to.answer,
     }
@@ -138,7 +145,7 @@ def _continue(to: Endpoint) -> Setup:
         "apiBase": to.openai,
         "apiKey": to.some_key,
         "roles": ["chat", "edit", "apply"],
-        "capabilities": ["tool_use"],
+        "capabilities": ["tool_use", "image_input"] if to.sees else ["tool_use"],
     }
     path = "~/.continue/config.yaml"
     defaults = {"name": "local", "version": "1.0.0", "schema": "v1"}

@@ -14,15 +14,16 @@ from tests.support.ctl import ctl
 pytestmark = pytest.mark.anyio
 
 TASK = "What does proof.txt say?"
+SEEING = Path(__file__).parents[2] / "worker" / "demo_vision"
 OURS = ("CODEX_HOME", "XDG_CONFIG_HOME", "LLM_USER_PATH", "MLXD_KEY")
 
 
 @pytest.fixture(autouse=True)
 def user(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workshop's user, and a configuration of mlxd that names its model."""
+    """The workshop's user, and a configuration of mlxd that names its model, which by its files takes images."""
     home = workshop.home / ".mlxd"
     home.mkdir()
-    (home / "mlxd.toml").write_text('[models.m]\npath = "m"\ncontext = 32768\n')
+    (home / "mlxd.toml").write_text(f'[models.m]\npath = "{SEEING}"\ncontext = 32768\n')
     for name in OURS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(workshop.home))

@@ -51,7 +51,7 @@ GATEWAY: Final = {
     "app": "link telemetry config pool services reload admin api.openai api.anthropic api.responses middleware api web",
     "daemon": "link errors supervisor telemetry config keep_awake access pool http reload app",
     "main": "supervisor home telemetry config access http daemon",
-    "ctl": "errors failed admin_types model_files connect telemetry config install access memory main",
+    "ctl": "errors failed admin_types model_files connect telemetry config install access memory media main",
 }
 WORKER: Final = {
     "text": "",

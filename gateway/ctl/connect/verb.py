@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gateway.connect.client_setups import Endpoint, Setup
 
 KEY_VARIABLE: Final = "MLXD_KEY"
-_DEMO: Final = "demo"
+_DEMOS: Final = ("demo", "demo-vision")
 
 
 def complete_clients(incomplete: str) -> list[str]:
@@ -38,7 +38,7 @@ def connect(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model for the client; by default the one with the alias `default`, or the first but the demo.",
+            help="Model for the client; by default the one with the alias `default`, or the first that is no demo.",
             autocompletion=complete_models,
             show_default=False,
         ),
@@ -90,6 +90,7 @@ def _tell_command(setup: "Setup") -> None:
 def _endpoint(model: str | None, url: str | None) -> "Endpoint":
     """Of the daemon, or of the one that the configuration describes. Raises `Failed`."""
     from gateway.connect.client_setups import CONTEXT, Endpoint
+    from gateway.media.modalities import modalities
 
     status = daemon()
     chosen = _chosen(served_models(), model)
@@ -101,7 +102,13 @@ def _endpoint(model: str | None, url: str | None) -> "Endpoint":
             f"export {KEY_VARIABLE}=$(mlxctl keys create NAME)"
         )
     address = url or _from_here(status.url if status is not None else url_of(read_config().server))
-    return Endpoint(address.rstrip("/").removesuffix("/v1"), chosen.name, _context(chosen) or CONTEXT, key)
+    return Endpoint(
+        url=address.rstrip("/").removesuffix("/v1"),
+        model=chosen.name,
+        context=_context(chosen) or CONTEXT,
+        key=key,
+        sees="image" in modalities(chosen.path, None),
+    )
 
 
 def _chosen(models: Sequence[Served], wanted: str | None) -> Served:
@@ -115,7 +122,7 @@ def _chosen(models: Sequence[Served], wanted: str | None) -> Served:
     if not models:
         raise Failed("no model is configured or downloaded: mlxctl recommend lists some that fit")
     # Without a configuration, `default` is the demo's, whatever else is downloaded.
-    real = [model for model in models if model.name != _DEMO] or models
+    real = [model for model in models if model.name not in _DEMOS] or models
     return next((model for model in real if "default" in model.aliases), real[0])
 
 

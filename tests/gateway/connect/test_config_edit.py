@@ -104,3 +104,11 @@ def test_codex_reads_its_key_from_a_variable_and_has_none_in_its_file() -> None:
     assert "sk-mlxd-secret" not in text + with_key.command
     assert tomllib.loads(text)["model_providers"]["mlxd"]["env_key"] == "MLXD_KEY"
     assert "env_key" not in setup("codex", TO).edits[0].fragment()
+
+
+def test_a_client_is_told_whether_the_model_takes_images() -> None:
+    seeing = Endpoint("http://127.0.0.1:8484", "coder", 65536, sees=True)
+    for client in ("opencode", "pi", "continue"):
+        blind, sighted = (setup(client, to).edits[0].fragment() for to in (TO, seeing))
+        assert "image" not in blind
+        assert "image" in sighted
