@@ -4,7 +4,8 @@
 set -eu
 python=$1 venv=$2 extras=$3
 vision=worker/vision/requirements.txt
-oldest=3.11 newest=3.13
+oldest=3.11
+wanted=">=$oldest,<3.14"
 advice="install Python $oldest or newer (python.org, brew install python, apt install python3) or uv (https://docs.astral.sh/uv), then run make again; or name a Python: make PYTHON=/path/to/python3"
 
 fail() { echo "mlxd: $*" >&2; exit 1; }
@@ -13,7 +14,7 @@ uv=$(command -v uv || :)
 is_new() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 if ! command -v "$python" >/dev/null 2>&1; then
     [ -n "$uv" ] || fail "'$python' was not found: $advice"
-    python=">=$oldest,<=$newest"
+    python=$wanted
 elif ! is_new "$python"; then
     version=$("$python" --version 2>&1) || version=$python
     if [ -z "$uv" ]; then
@@ -26,13 +27,14 @@ elif ! is_new "$python"; then
                 fail "$version is too old, and its pip cannot fetch uv: $advice"
         fi
     fi
-    python=">=$oldest,<=$newest"
+    python=$wanted
 fi
 
 echo "mlxd: setting up $venv (once; a minute or two on a first run)"
 if [ -n "$uv" ]; then
     if [ ! -x "$venv/bin/python" ] || ! is_new "$venv/bin/python"; then
-        "$uv" venv --quiet --clear --python "$python" "$venv" ||
+        rm -rf "$venv"
+        "$uv" venv --quiet --python "$python" "$venv" ||
             fail "uv could not create $venv (see above); if it cannot download Python: $advice"
     fi
     "$uv" pip install --quiet --python "$venv/bin/python" --editable ".[$extras]" || fail "the packages could not be installed (see above)"
