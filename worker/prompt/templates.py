@@ -165,10 +165,10 @@ class Renderer:
 
     def _order(self, given: Messages, shape: Messages, text: str) -> list[int]:
         """Indices of the media of these messages: the shape has them all, and its text marks them in order."""
-        if self._markers is None:
+        wanted, shown = _media(given), _media(shape)
+        if self._markers is None or not wanted:
             return []
-        shown = _media(shape)
-        if self._markers.kinds(text) != [part["type"] for part in shown] or len(shown) != len(_media(given)):
+        if self._markers.kinds(text) != [part["type"] for part in shown] or len(shown) != len(wanted):
             raise ValueError("it does not keep each image, video and audio clip in its place")
         return [part["media"] for part in shown]
 
@@ -248,8 +248,10 @@ class Renderer:
 
     def _takes_moved(self, bridge: str) -> bool:
         """Whether media of a result can come in a user's message right after it."""
+        if self._markers is None:
+            return True
         text = self._try(self._write_calls(media_to_users(_RESULT, self._hiding, bridge)), [_PROBE_TOOL]) or ""
-        return self._markers is not None and self._markers.kinds(text) == ["image"]
+        return self._markers.kinds(text) == ["image"]
 
     def _choose_calls(self) -> Callable[[Messages], Messages]:
         """Choose a rewrite of earlier calls that the template renders as JSON, without losing them."""

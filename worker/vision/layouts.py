@@ -47,6 +47,8 @@ class Layout:
 
     # Families that show a clip as such; others get its frames as images.
     sampling: Sampling | None = None
+    # Pixels of an image for whose attention there is memory; 0 is no limit.
+    most_pixels = 0
     # Samples a second and seconds of audio; 0 is none.
     audio_rate = 0
     audio_s = 0.0
@@ -58,6 +60,11 @@ class Layout:
         self.patch = int(_value(config.get("vision_config") or {}, "patch_size") or 1)
         self.token: str = processor.image_token
         self.markers = Markers({"image": self.token})
+
+    @property
+    def max_pixels(self) -> int:
+        """Pixels that larger images are reduced to, of families whose towers attend over all of an image; else 0."""
+        return 0
 
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
         raise NotImplementedError

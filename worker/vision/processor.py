@@ -84,14 +84,10 @@ class Prepared:
 class Processor:
     """Processor of one model's media, for any thread."""
 
-    def __init__(
-        self, layout: Layout, kinds: frozenset[str], limits: Limits, digest: bytes, most_pixels: int = 0
-    ) -> None:
-        """`most_pixels` of an image are what the tower's attention has memory for; 0 is no limit."""
+    def __init__(self, layout: Layout, kinds: frozenset[str], limits: Limits, digest: bytes) -> None:
         self._layout = layout
         self._limits = limits
         self._digest = digest
-        self._most_pixels = most_pixels
         markers = layout.markers
         self.markers = Markers(
             {kind: marker for kind, marker in markers.by_kind.items() if kind in kinds},
@@ -101,13 +97,13 @@ class Processor:
     @property
     def max_pixels(self) -> int:
         """Pixels that larger images are reduced to; 0 where the size follows from something else."""
-        own = int(getattr(self._layout.images, "max_pixels", 0) or 0)
-        return min(limit for limit in (own, self._most_pixels) if limit) if own or self._most_pixels else 0
+        own, most = self._layout.max_pixels, self._layout.most_pixels
+        return min(own, most or own)
 
     @property
     def image_tokens(self) -> int:
         """Placeholders of a square image of 1,024 pixels a side."""
-        return sum(self._lay_out(*_MEASURED, (None, None)).runs)
+        return sum(self._lay_out(*_MEASURED, self._within(None, None)).runs)
 
     def read(self, media: Media) -> Prepared:
         """One medium as it stands in a prompt, by its header. Raises `RequestInvalid`."""
@@ -196,15 +192,16 @@ class Processor:
             raise refused(message, media.param, INVALID[media.kind]) from error
 
     def _bounds(self, media: Media) -> Bounds:
-        """Bounds of an image's pixels: as the request asks, within what memory allows; None is the model's own."""
-        least, most = (self._positive(media, name) for name in ("min_pixels", "max_pixels"))
-        own_least, own_most = (int(getattr(self._layout.images, name, 0) or 0) for name in ("min_pixels", "max_pixels"))
-        highest = min((limit for limit in (most, self._most_pixels) if limit), default=None)
-        if most is None and 0 < own_most <= (highest or own_most):
-            highest = None
-        if highest is not None and (least or own_least) > highest:
-            least = highest
-        return least, highest
+        return self._within(self._positive(media, "min_pixels"), self._positive(media, "max_pixels"))
+
+    def _within(self, least: int | None, most: int | None) -> Bounds:
+        """Bounds of an image's pixels as a request asks, within what memory allows; None leaves it to the model."""
+        layout = self._layout
+        if most is None and layout.max_pixels <= (layout.most_pixels or layout.max_pixels):
+            return least, None
+        highest = min(limit for limit in (most, layout.most_pixels) if limit)
+        own_least = int(getattr(layout.images, "min_pixels", 0) or 0)
+        return (highest if (least or own_least) > highest else least), highest
 
     def _positive(self, media: Media, name: str) -> int | None:
         value = media.options.get(name)
@@ -261,11 +258,11 @@ def open_processor(
         log.warning("the image processor of %s cannot be used", path, exc_info=True)
         reason = str(error).partition("\n")[0]
         raise Unserved(f"its image processor cannot be used: {type(error).__name__}: {reason}") from error
-    most = most_pixels(config, laid.patch, memory_bytes)
-    own = int(getattr(laid.images, "max_pixels", 0) or 0)
-    if own > most > 0:
-        log.info("memory limits images to %d of %d pixels", most, own)
-    return Processor(laid, frozenset(placeholders), limits, _digest(path), most)
+    if laid.max_pixels:
+        laid.most_pixels = most_pixels(config, laid.patch, memory_bytes)
+        if laid.max_pixels > laid.most_pixels > 0:
+            log.info("memory limits images to %d of %d pixels", laid.most_pixels, laid.max_pixels)
+    return Processor(laid, frozenset(placeholders), limits, _digest(path, laid.most_pixels))
 
 
 def most_pixels(config: Mapping[str, Any], patch: int, memory_bytes: int) -> int:
@@ -312,9 +309,9 @@ def expanded(
     return begins[found].tolist(), np.repeat(array, counts).tolist()
 
 
-def _digest(path: Path) -> bytes:
-    """Digest of all that a processor's outputs depend on beside a medium: its files, and the libraries."""
-    state = blake2b(digest_size=32)
+def _digest(path: Path, most: int) -> bytes:
+    """Digest of all that a processor's outputs depend on beside a medium: its files, memory, and the libraries."""
+    state = blake2b(f"{most}".encode(), digest_size=32)
     for name in _FILES:
         file = path / name
         state.update(name.encode() + (file.read_bytes() if file.exists() else b""))

@@ -35,6 +35,10 @@ class Qwen(Layout):
         self._exact.min_pixels, self._exact.max_pixels = 1, _UNBOUNDED
         self.markers = Markers({"image": self.token, "video": self._clip_token}, (self._start, self._end))
 
+    @property
+    def max_pixels(self) -> int:
+        return int(self.images.max_pixels)
+
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
         high, wide = self.images._resolved_size(height, width, **_limits(bounds))
         grid = (1, high // self.patch, wide // self.patch)
@@ -62,10 +66,11 @@ class Qwen(Layout):
             _smart_resize_video,  # pyright: ignore[reportPrivateUsage]  # as the processor itself sizes a clip
         )
 
+        # Frames are attended to one group at a time.
+        most = min(self._videos.max_pixels, self.most_pixels * count or _UNBOUNDED)
         return _smart_resize_video(
-            count, height, width, self._group, self.patch * self._merge, self._videos.min_pixels,
-            self._videos.max_pixels,
-        )  # fmt: skip
+            count, height, width, self._group, self.patch * self._merge, min(self._videos.min_pixels, most), most
+        )
 
     def _grids(self, width: int, height: int, count: int) -> list[tuple[int, int, int]]:
         high, wide = self._clip_size(width, height, count)

@@ -77,19 +77,25 @@ class Pixtral(Layout):
     """Pixtral, Mistral 3: rows of patches of the image's own size, with a break after each."""
 
     def __init__(self, processor: Any, config: Mapping[str, Any]) -> None:
+        from mlx_vlm.models.pixtral.image_processing_pixtral import (
+            _size_to_pair,  # pyright: ignore[reportPrivateUsage]  # as the processor itself reads its size
+        )
+
         super().__init__(processor, config)
+        self._most = _size_to_pair(self.images.size)
         self.patch = side(processor.patch_size)
         self._side = self.patch * int(processor.spatial_merge_size)
         self._break, self._end = processor.image_break_token, processor.image_end_token
         self.markers = Markers({"image": self.token}, (self._break, self._end))
 
-    def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
-        from mlx_vlm.models.pixtral.image_processing_pixtral import (
-            _size_to_pair,  # pyright: ignore[reportPrivateUsage]  # as the processor itself reads its size
-            get_resize_output_image_size,
-        )
+    @property
+    def max_pixels(self) -> int:
+        return self._most[0] * self._most[1]
 
-        high, wide = get_resize_output_image_size((height, width), _size_to_pair(self.images.size), self._side)
+    def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
+        from mlx_vlm.models.pixtral.image_processing_pixtral import get_resize_output_image_size
+
+        high, wide = get_resize_output_image_size((height, width), self._most, self._side)
         rows, columns = high // self._side, wide // self._side
         runs = (columns,) * rows
         text = self._break.join([self.token] * rows) + self._end

@@ -1,5 +1,6 @@
 """Processors: what a header says of an image is what its pixels make, for every family."""
 
+import json
 import math
 import struct
 from collections.abc import Callable
@@ -44,8 +45,10 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Open:
     return get
 
 
-def open_family(family: str, folder: Path, **changes: Any) -> Processor:
+def open_family(family: str, folder: Path, files: dict[str, Any] | None = None, **changes: Any) -> Processor:
     placeholders = build(family, folder)
+    for name, content in (files or {}).items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
     encoder = Encoder(load_tokenizer(folder))
     config = {"model_type": family, **FAMILIES[family][3]}
     return open_processor(
@@ -162,6 +165,27 @@ def test_memory_bounds_the_pixels_of_an_image(tmp_path: Path) -> None:
     assert image.tokens == rows("qwen2_5_vl", image.media[0].load()) <= 8
     assert processor.read(media(encoded(noise(200, 200)), max_pixels=10**9)).tokens == image.tokens
     assert most_pixels({"vision_config": {"num_heads": 4}}, 8, (128 << 10) + 5000) == 2048
+    clip = processor.read(frames(*(noise(400, 400, seed) for seed in range(2))))
+    assert rows("qwen2_5_vl", clip.media[0].load()) == clip.tokens <= 8
+
+
+def test_memory_bounds_no_image_that_is_cut_into_tiles(tmp_path: Path) -> None:
+    processor = open_family("idefics3", tmp_path, memory_bytes=64 << 10)
+
+    assert processor.read(media(encoded(noise(120, 120)))).tokens > 4
+    assert processor.max_pixels == 0
+
+
+def test_crops_of_a_long_image_are_counted_where_a_processor_makes_them(tmp_path: Path) -> None:
+    ways = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16, "pan_and_scan_max_num_crops": 4}
+    _, files, _, _ = FAMILIES["gemma3"]
+    scanning = files["preprocessor_config"] | ways | {"pan_and_scan_min_ratio_to_activate": 1.2}
+    processor = open_family("gemma3", tmp_path, files={"preprocessor_config": scanning})
+    image = processor.read(media(encoded(noise(40, 150))))
+
+    assert image.runs == (4,) * 5
+    assert "here are some crops" in image.text
+    assert rows("gemma3", image.media[0].load()) == image.tokens
 
 
 def test_a_photo_taken_sideways_has_the_grid_of_how_it_is_shown(opened: Open) -> None:
