@@ -50,6 +50,10 @@ class ModelStatus(Struct, frozen=True):
     # How rows share a forward pass, and what had to be given up for exact tokens, with the reason.
     lane: str = ""
     lane_reason: str = ""
+    # Of one that is loaded: what its prompts may hold beside text, bytes of its towers, and why it takes no more.
+    modalities: tuple[str, ...] = ()
+    tower_bytes: int = 0
+    media_reason: str = ""
 
 
 class MemoryStatus(Struct, frozen=True):

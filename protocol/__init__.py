@@ -1,5 +1,5 @@
 """The wire between the gateway and its workers. Imports neither side."""
 
-__all__ = ["__version__", "codec", "context", "failures", "messages", "sockets", "spec", "stats", "verify"]
+__all__ = ["__version__", "codec", "context", "failures", "messages", "sockets", "spec", "stats", "towers", "verify"]
 
 __version__ = "0.1.0"

@@ -114,6 +114,9 @@ class StatusEndpoint:
             is_waiting=view.name in memory.waiting,
             lane=ready.lane if ready else "",
             lane_reason=ready.lane_reason if ready else "",
+            modalities=ready.modalities if ready else (),
+            tower_bytes=ready.media.tower_bytes if ready and ready.media else 0,
+            media_reason=ready.media.reason if ready and ready.media else "",
         )
 
 

@@ -36,6 +36,7 @@ from gateway.config.source import Source
 from gateway.errors import ModelNotFound
 from gateway.failed import Failed
 from gateway.model_files.hub_cache import cached_models
+from gateway.model_files.metadata import DEMOS
 
 # A chat template is kept in the configuration and in a worker's state file. The longest known have 20 KiB.
 TEMPLATE_BYTES_MAX: Final = 1024 * 1024
@@ -220,9 +221,10 @@ def _is_jinja(text: str) -> bool:
 
 
 def _found_models() -> dict[str, ModelConfig]:
-    demo = ModelConfig(name="demo", path="demo", aliases=("default",))
-    names = [name for name in cached_models() if name not in ("demo", "default") and not _bad_name(name)]
-    return {"demo": demo} | {name: ModelConfig(name=name, path=name) for name in names}
+    demos = {name: ModelConfig(name=name, path=name) for name in DEMOS}
+    demos["demo"] = structs.replace(demos["demo"], aliases=("default",))
+    names = [name for name in cached_models() if name not in (*DEMOS, "default") and not _bad_name(name)]
+    return demos | {name: ModelConfig(name=name, path=name) for name in names}
 
 
 def _refuse_duplicates(source: Source, models: dict[str, ModelConfig]) -> None:

@@ -17,6 +17,7 @@ from gateway.ctl.doctor import verb as inspect
 from gateway.ctl.hub import run, search
 from gateway.ctl.page import ui
 from gateway.ctl.printing import Json, console, print_json, tell
+from gateway.ctl.setup import verbs as setup
 
 app = typer.Typer(
     help="Control mlxd, the serving daemon for MLX models.",
@@ -31,6 +32,7 @@ app.add_typer(config_verbs.app, name="config")
 app.add_typer(keys.app, name="keys")
 app.add_typer(requests.app, name="requests")
 app.add_typer(service.app, name="service")
+app.add_typer(setup.app, name="setup")
 
 
 @app.command()

@@ -37,6 +37,7 @@ def info(
 def say(name: str, found: "Info", tell: Callable[[str], None] = typer.echo) -> None:
     """Print it for people, line by line."""
     from gateway.ctl.tables import size
+    from gateway.media.modalities import SETUP, has_towers_library
 
     kv = "not computed for this attention"
     if found.kv_1k_bytes is not None:
@@ -49,6 +50,10 @@ def say(name: str, found: "Info", tell: Callable[[str], None] = typer.echo) -> N
     tell(f"weights    {size(found.weights_bytes)} in memory, {size(found.disk_bytes)} on disk")
     tell(f"KV         {kv}")
     tell(f"context    {context}")
+    if found.modalities:
+        tell(f"media      {', '.join(found.modalities)}; {size(found.tower_bytes)} of the weights encode them")
+        if not has_towers_library():
+            tell(typer.style(f"           not served without mlx-vlm: {SETUP}", fg="yellow"))
     tell(f"available  {size(found.available_bytes)}")
     tell(found.verdict)
     for obstacle in found.obstacles:

@@ -11,6 +11,7 @@ from gateway.ctl.complete import a_model, complete_downloaded
 from gateway.ctl.offline import model_of, read_config, running_models
 from gateway.ctl.printing import Json, print_json
 from gateway.failed import Failed
+from gateway.model_files.metadata import DEMOS
 
 
 def rm(
@@ -48,8 +49,8 @@ def _find(config: Config, name: str) -> str:
     from gateway.model_files.hub_cache import cache_dir, is_cached
 
     path = model_of(config, name).path
-    if path == "demo":
-        raise Failed("the demo model is part of mlxd and cannot be removed")
+    if path in DEMOS:
+        raise Failed("the demo models are part of mlxd and cannot be removed")
     if repository := _repository(path):
         if not is_cached(repository):
             raise Failed(f"{repository} is not in the Hugging Face cache ({cache_dir()})")

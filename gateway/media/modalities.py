@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from gateway.errors import BadRequest
-from gateway.model_files.metadata import Unreadable, find
+from gateway.model_files.metadata import Unreadable, find, promised
 from protocol.messages import Media, Ready
 
 TEXT: Final = "text"
@@ -24,12 +24,7 @@ def expected(path: str) -> tuple[str, ...] | None:
         return None
     if not isinstance(config, dict):
         return None
-    promised: list[str] = []
-    if isinstance(config.get("vision_config"), dict):
-        promised += ("image", "video")
-    if isinstance(config.get("audio_config"), dict):
-        promised.append("audio")
-    return tuple(promised)
+    return promised(config)
 
 
 def modalities(path: str, ready: Ready | None) -> tuple[str, ...]:

@@ -12,6 +12,9 @@ OVERHEAD_BYTES: Final = 128 * MIB
 # What the weights take beyond their size, and the buffers of a step: at least this, and this part of the weights.
 BUFFER_BYTES: Final = 64 * MIB
 BUFFER_PART: Final = 20
+# Of a model with towers: features that it keeps at least, and what an encode and images on their way take beside them.
+FEATURES_BYTES: Final = 64 * MIB
+ENCODE_BYTES: Final = 128 * MIB
 # A share is comfortable with KV for a sequence of so many tokens, and of no use with less than so many.
 COMFORT_TOKENS: Final = 32_768
 LEAST_TOKENS: Final = 1024
@@ -45,6 +48,8 @@ def estimate(model: ModelConfig, lendable: int) -> Need:
         info = None
     weights = 0 if info is None else info.weights_bytes
     fixed = OVERHEAD_BYTES + weights + max(BUFFER_BYTES, weights // BUFFER_PART)
+    if info is not None and info.tower_bytes:
+        fixed += FEATURES_BYTES + ENCODE_BYTES
     cache = model.cache.ram_bytes
     if model.memory_bytes != "auto":
         # The operator's word: it is what the worker is told to stay in, whatever we think of it.

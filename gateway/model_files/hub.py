@@ -31,6 +31,7 @@ from gateway.failed import Failed
 from gateway.model_files import support
 from gateway.model_files.metadata import Info, Tensor, Weights, estimate, measure
 from gateway.model_files.support import is_weights
+from protocol.towers import is_tower
 
 MAIN: Final = "main"
 # What mlx-lm and the tokenizers read.
@@ -124,8 +125,8 @@ def read_weights(repository: Repository, dtype: str) -> Weights:
             repository.id, name, revision=repository.commit, timeout=TIMEOUT_S
         )
         return [
-            Tensor(tensor.dtype, tuple(tensor.shape), (tensor.data_offsets[0], tensor.data_offsets[1]))
-            for tensor in headers.tensors.values()
+            Tensor(tensor.dtype, tuple(tensor.shape), (tensor.data_offsets[0], tensor.data_offsets[1]), is_tower(key))
+            for key, tensor in headers.tensors.items()
         ]
 
     with speaking_of(repository.id, repository.revision), ThreadPoolExecutor(_READERS) as readers:

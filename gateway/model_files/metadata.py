@@ -12,12 +12,17 @@ from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gateway.model_files.hub_cache import folder_of
 from protocol.context import context_of
+from protocol.towers import AUDIO_SECTIONS, VISION_SECTIONS, has_section, is_tower
 
 # As the loader takes them.
 WEIGHTS: Final = "model*.safetensors"
+METADATA: Final = "__metadata__"
+# Models that come with mlxd, in folders of the worker's package.
+DEMOS: Final = {"demo": "demo_model", "demo-vision": "demo_vision"}
 _FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -27,19 +32,21 @@ class Unreadable(Exception):
 
 
 class Tensor(Struct, frozen=True):
-    """An entry of a safetensors header."""
+    """An entry of a safetensors header, and whether its name is one of a tower's."""
 
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+    is_tower: bool = False
 
 
 class Weights(Struct, frozen=True):
-    """Of all files: bytes on disk, bytes once loaded, and the size of one number of the KV."""
+    """Of all files: bytes on disk, bytes once loaded, the size of one number of the KV, and bytes of towers in it."""
 
     disk_bytes: int
     loaded_bytes: int
     number_bytes: int
+    tower_bytes: int = 0
 
 
 class Attention(Struct, frozen=True):
@@ -72,15 +79,18 @@ class Info(Struct, frozen=True):
     obstacles: tuple[str, ...] = ()
     # KV of one sequence whose sliding windows are full, beside what grows with it.
     kv_window_bytes: int = 0
+    # Beside text, by its files; and of `weights_bytes` those of the towers that encode it.
+    modalities: tuple[str, ...] = ()
+    tower_bytes: int = 0
 
 
 def find(path: str) -> Path:
     """The folder of a model. Raises `Unreadable`."""
-    if path == "demo":
+    if path in DEMOS:
         spec = importlib.util.find_spec("worker")
         if spec is None or spec.origin is None:
             raise Unreadable("the demo model is not installed")
-        return Path(spec.origin).parent / "demo_model"
+        return Path(spec.origin).parent / DEMOS[path]
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.resolve()
@@ -119,7 +129,15 @@ def estimate(path: str, config: dict[str, Any], weights: Weights, context: int, 
         fits=fits,
         verdict=verdict,
         kv_window_bytes=0 if kv is None else kv.window_bytes,
+        modalities=promised(config),
+        tower_bytes=weights.tower_bytes,
     )
+
+
+def promised(config: dict[str, Any]) -> tuple[str, ...]:
+    """Modalities beside text for which a configuration has a tower; a load may find that fewer are served."""
+    seen = ("image", "video") if has_section(config, VISION_SECTIONS) else ()
+    return (*seen, "audio") if has_section(config, AUDIO_SECTIONS) else seen
 
 
 def read_weights(folder: Path, dtype: str) -> Weights:
@@ -133,7 +151,7 @@ def read_weights(folder: Path, dtype: str) -> Weights:
 def measure(tensors: Iterable[Tensor], dtype: str) -> Weights:
     """Sizes of tensors in all files of a model."""
     target = _target(dtype)
-    disk = loaded = 0
+    disk = loaded = tower = 0
     floats: Counter[str] = Counter()
     for tensor in tensors:
         nbytes = tensor.data_offsets[1] - tensor.data_offsets[0]
@@ -143,8 +161,9 @@ def measure(tensors: Iterable[Tensor], dtype: str) -> Weights:
             floats[kept] += 1
             nbytes = nbytes // own * _FLOAT_BYTES[kept]
         loaded += nbytes
+        tower += nbytes if tensor.is_tower else 0
     number = _FLOAT_BYTES[floats.most_common(1)[0][0]] if floats else 2
-    return Weights(disk, loaded, number)
+    return Weights(disk, loaded, number, tower)
 
 
 def attention(config: dict[str, Any], number_bytes: int) -> Attention | None:
@@ -202,9 +221,10 @@ def _header(file: Path) -> list[Tensor]:
             if length > file.stat().st_size - 8:
                 raise Unreadable(f"{file} is truncated, or no safetensors file")
             header: dict[str, msgspec.Raw] = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
-        return [msgspec.json.decode(entry, type=Tensor) for name, entry in header.items() if name != "__metadata__"]
+        tensors = {name: msgspec.json.decode(entry, type=Tensor) for name, entry in header.items() if name != METADATA}
     except (OSError, struct.error, msgspec.DecodeError) as error:
         raise Unreadable(f"{file} cannot be read: {error}") from None
+    return [replace(tensor, is_tower=True) if is_tower(name) else tensor for name, tensor in tensors.items()]
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def functions(choice: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def test_a_daemon_with_no_configuration_lists_the_demo_model_alone(daemon: DaemonProcess) -> None:
-    assert [model["id"] for model in daemon.client.get("/v1/models").json()["data"]] == ["demo"]
+    assert [model["id"] for model in daemon.client.get("/v1/models").json()["data"]] == ["demo", "demo-vision"]
 
 
 @pytest.mark.parametrize("name", ["demo", "default"])

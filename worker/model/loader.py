@@ -22,10 +22,11 @@ from mlx_lm.utils import load_model, load_tokenizer
 from protocol.context import CONTEXT_KEYS, context_of
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
+from protocol.towers import has_media
 from worker.errors import LoadFailed, is_allocation_failure
 from worker.model.lanes import Plan
 from worker.vision.attach import Vision, attach
-from worker.vision.checkpoint import fold, has_media
+from worker.vision.checkpoint import fold
 from worker.vision.text_model import load_text_model
 from worker.vision.unserved import Unserved
 

@@ -7,15 +7,9 @@ from typing import Any, Final
 
 from mlx.utils import tree_flatten
 
-# Sections of a configuration that speak of media.
-_MEDIA_SECTIONS: Final = ("vision_config", "audio_config", "vit_config", "vision_tower_config")
+from protocol.towers import MEDIA_SECTIONS, is_tower
+
 _DEFAULT_ROPE: Final = "default"
-# As checkpoints name towers and what stands between them and the text model.
-_TOWER: Final = re.compile(
-    r"^(model\.)?(visual|vision_tower|vision_model|vision_encoder|vision_embedder|vision_projection|vision_projector"
-    r"|vision_embed_tokens|multi_modal_projector|mm_projector|patch_merger|connector|audio_tower|audio_encoder"
-    r"|embed_audio|embed_vision|image_newline)\b"
-)
 _TEXT: Final = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 # Parts that transformers puts below `model` from version 5 on, and mlx-vlm looks for beside it.
 _BELOW_MODEL: Final = re.compile(
@@ -29,11 +23,6 @@ class Contradiction(ValueError):
     """Two keys of one configuration that say different things of the same."""
 
 
-def has_media(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration speaks of a tower, with or without its weights."""
-    return any(isinstance(config.get(section), dict) and config[section] for section in _MEDIA_SECTIONS)
-
-
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     section = config.get("text_config") or config.get("llm_config")
     return dict(section) if isinstance(section, dict) else dict(config)
@@ -42,7 +31,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def fold(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration as both libraries read it. Raises `Contradiction`."""
     folded = deepcopy(dict(config))
-    sections = [folded, *(folded[name] for name in ("text_config", *_MEDIA_SECTIONS) if name in folded)]
+    sections = [folded, *(folded[name] for name in ("text_config", *MEDIA_SECTIONS) if name in folded)]
     for section in sections:
         if isinstance(section, dict):
             _fold_rope(section)
@@ -126,11 +115,6 @@ def _add_vocabulary(config: dict[str, Any], text: dict[str, Any]) -> None:
     """mlx-lm takes the root's size, and its own default for none."""
     if "vocab_size" in text:
         config.setdefault("vocab_size", text["vocab_size"])
-
-
-def is_tower(name: str) -> bool:
-    """Whether a weight is of a tower, by its name in the checkpoint."""
-    return _TOWER.match(name) is not None
 
 
 def text_names(names: Iterable[str]) -> list[dict[str, str]]:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from worker.vision.checkpoint import has_media, text_config
+from protocol.towers import has_media
+from worker.vision.checkpoint import text_config
 from worker.vision.unserved import Unserved
 
 # Attention of their own beside or inside of the text, for which there is no graft.

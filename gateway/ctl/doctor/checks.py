@@ -37,6 +37,25 @@ def versions(found: Mapping[str, str | None]) -> Finding:
     return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
 
 
+def vision(version: str | None, models: Sequence[str]) -> Finding:
+    """`version`: of mlx-vlm; `models`: those configured whose files have towers."""
+    if version is not None:
+        return Finding("vision", "ok", f"mlx-vlm {version}, without the dependencies that pip check misses")
+    if models:
+        text = f"mlx-vlm is not installed: {', '.join(models)} would take images, video or audio, and serve text alone"
+        return Finding("vision", "warn", text, "mlxctl setup vision")
+    return Finding("vision", "ok", "mlx-vlm is not installed, and no model here would use it")
+
+
+def media(models: Mapping[str, tuple[Sequence[str], str]]) -> Finding:
+    """`models`: those loaded that take media or have towers; what each takes, and why no more."""
+    told = [f"{name} takes text{''.join(f', {kind}' for kind in taken)}" for name, (taken, _) in models.items()]
+    reasons = [f"{name}: {reason}" for name, (_, reason) in models.items() if reason]
+    if reasons:
+        return Finding("media", "warn", "; ".join(told), "; ".join(reasons))
+    return Finding("media", "ok", "; ".join(told))
+
+
 def configuration(path: Path, error: str) -> Finding:
     if error:
         return Finding("configuration", "bad", error, "mlxctl config check tells when it is good")

@@ -27,6 +27,7 @@ from gateway.ctl.client import deep_health
 from gateway.ctl.doctor import checks as doctor
 from gateway.ctl.doctor.checks import Finding
 from gateway.failed import Failed
+from gateway.media.modalities import expected
 from protocol import __version__
 
 DISTRIBUTIONS: Final = ("mlxd", "mlx", "mlx-lm", "pyzmq", "msgspec", "uvicorn")
@@ -44,6 +45,7 @@ def examine(home: Path, say: Say) -> Iterator[Finding]:
     yield from machine(home, say)
     if config is not None and config.server.tls.certificate:
         yield tls(config.server.tls)
+    yield doctor.vision(_version("mlx-vlm"), _with_towers(config) if config else [])
     yield from daemon(config.server if config else ServerConfig())
 
 
@@ -71,7 +73,19 @@ def daemon(server: ServerConfig) -> Iterator[Finding]:
     yield doctor.daemon(status.version if status else None, __version__)
     if status is not None:
         yield doctor.livez(_livez(status.url), status.url)
+        yield from media(status)
         yield completion(status)
+
+
+def media(status: Status) -> Iterator[Finding]:
+    """Modalities of the models that are loaded, where one has any, or has lost them."""
+    models = {each.name: (each.modalities, each.media_reason) for each in status.models}
+    if told := {name: facts for name, facts in models.items() if any(facts)}:
+        yield doctor.media(told)
+
+
+def _with_towers(config: Config) -> list[str]:
+    return [model.name for model in config.models.values() if expected(model.path)]
 
 
 def tls(config: TlsConfig) -> Finding:

@@ -70,7 +70,7 @@ def test_what_show_prints_reads_back_as_the_same_configuration(tmp_path: Path) -
 def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
     config = load_config(tmp_path, has_keys=has_keys)
 
-    assert list(to_json(config)["models"]) == ["demo"]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert list(to_json(config)["models"]) == ["demo", "demo-vision"]  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert "[models.demo]" in to_toml(config)
 
 

@@ -67,7 +67,7 @@ def test_every_documented_key_is_read(tmp_path: Path) -> None:
 def test_without_a_file_the_demo_is_served(tmp_path: Path) -> None:
     config = load_config(tmp_path, has_keys=has_keys)
 
-    assert list(config.models) == ["demo"]
+    assert list(config.models) == ["demo", "demo-vision"]
     assert config.models["demo"].path == "demo"
     assert config.models["demo"].aliases == ("default",)
     assert not config.models["demo"].preload
@@ -84,7 +84,7 @@ def test_without_a_file_the_hugging_face_cache_is_served_too(tmp_path: Path, mon
     _fake_repo(hub, "org--broken", {"config.json": "{", "model.safetensors": ""})
 
     assert cached_models() == ["org/good"]
-    assert list(load_config(tmp_path, has_keys=has_keys).models) == ["demo", "org/good"]
+    assert list(load_config(tmp_path, has_keys=has_keys).models) == ["demo", "demo-vision", "org/good"]
 
 
 def _fake_repo(hub: Path, name: str, files: dict[str, str]) -> None:

@@ -7,6 +7,8 @@ from gateway.config.settings import CacheConfig, ModelConfig
 from gateway.memory.estimate import (
     BUFFER_BYTES,
     COMFORT_TOKENS,
+    ENCODE_BYTES,
+    FEATURES_BYTES,
     KV_PART,
     LEAST_TOKENS,
     OVERHEAD_BYTES,
@@ -70,3 +72,11 @@ def test_an_architecture_without_known_kv_gets_at_least_a_little_for_it(tmp_path
         (tmp_path / file.name).symlink_to(file)
     own = need(path=str(tmp_path))
     assert own.least == own.floor == FIXED + own.weights + UNKNOWN_KV_BYTES
+
+
+def test_a_model_with_towers_needs_room_for_features_and_an_encode() -> None:
+    info = inspect(find("demo-vision"), "auto", 0, 0)
+    own = need(path="demo-vision", kv_bytes=7 << 20, cache=CacheConfig(0))
+
+    assert 0 < info.tower_bytes < info.weights_bytes == own.weights
+    assert own.floor == FIXED + own.weights + FEATURES_BYTES + ENCODE_BYTES + (7 << 20)

@@ -118,3 +118,19 @@ def test_nothing_of_mlx_is_imported() -> None:
     script = f"{imports}; sys.exit(any('mlx' in name.split('.') for name in sys.modules))"
 
     assert subprocess.run([sys.executable, "-c", script], timeout=patient(30)).returncode == 0
+
+
+def test_towers_are_told_by_config_and_names_of_weights(tmp_path: Path) -> None:
+    tensors = {
+        "model.layers.0.mlp.up_proj.weight": ("F32", 64),
+        "vision_tower.blocks.0.weight": ("F32", 32),
+        "model.visual.merger.weight": ("F32", 16),
+        "model.language_model.visualizer.weight": ("F32", 8),
+    }
+    config = PLAIN | {"vision_config": {"depth": 1}, "audio_config": {"layers": 1}}
+    info = inspect(folder(tmp_path, tensors, config), "float32", 0, GIB)
+
+    assert (info.tower_bytes, info.weights_bytes) == (48, 120)
+    assert info.modalities == ("image", "video", "audio")
+    assert inspect(find("demo-vision"), "auto", 0, GIB).modalities == ("image", "video")
+    assert inspect(find("demo"), "auto", 0, GIB).modalities == ()

@@ -1,0 +1,3 @@
+"""`mlxctl setup`: parts that are installed beside mlxd."""
+
+__all__ = ["verbs"]
