@@ -7,26 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from protocol.failures import Code
 from protocol.messages import ChatPrompt, Generate, Media, Sampling
 from tests.support.engine import EngineHarness, Result, spec
-from tests.support.pictures import BLUE, RED, WHITE, encoded
+from tests.support.pictures import BLUE, RED, encoded, shape
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineHarness]:
     with EngineHarness(spec(Path("demo-vision"))) as engine:
         yield engine
-
-
-def shape(kind: str, color: tuple[int, int, int], x: int = 36, side: int = 128) -> Image.Image:
-    image = Image.new("RGB", (side, side), WHITE)
-    draw = ImageDraw.Draw(image)
-    box = (x, side * 3 // 8, x + side // 4, side * 5 // 8)
-    (draw.ellipse if kind == "circle" else draw.rectangle)(box, fill=color)
-    return image
 
 
 def media(kind: str, data: bytes, **options: int) -> Media:

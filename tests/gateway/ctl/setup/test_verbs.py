@@ -27,10 +27,3 @@ def test_it_goes_into_the_environment_of_mlxctl_by_uv_or_by_pip(monkeypatch: pyt
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(Failed, match="neither uv nor pip"):
         command_of("/env/bin/python", None, "")
-
-
-def test_a_failed_installation_says_why(tmp_path: Path) -> None:
-    done = ctl(tmp_path, "setup", "vision", "--from", "/nowhere")
-
-    assert done.returncode == 1
-    assert "mlx-vlm was not installed" in done.stderr
