@@ -15,6 +15,7 @@ from gateway.services import Services
 from gateway.web import hub_routes, key_routes, model_orders, pulls
 from gateway.web.charts import Sampler
 from gateway.web.config_routes import Configuration
+from gateway.web.connect_routes import Connect
 from gateway.web.entrance import LogInOrOut, WhoAmI, session_of
 from gateway.web.feed import Feed
 from gateway.web.gate import Gate
@@ -43,6 +44,7 @@ class Backend:
             Route(f"{PREFIX}/usage", admin.UsageByDay(services), methods=["GET"]),
             Route(f"{PREFIX}/history", History(self.sampler), methods=["GET"]),
             Route(f"{PREFIX}/logs", Logs(services), methods=["GET"]),
+            Route(f"{PREFIX}/connect", Connect(services), methods=["GET"]),
             Route(f"{PREFIX}/feed", self.feed, methods=["GET"]),
             *requests.routes(services, PREFIX),
             *model_orders.routes(services, PREFIX),

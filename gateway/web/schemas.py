@@ -226,6 +226,24 @@ class KeyRevoked(Struct, frozen=True):
     left: int
 
 
+class ClientFile(Struct, frozen=True):
+    """A part of a client's configuration file, as it is to be there."""
+
+    path: str
+    form: str
+    text: str
+
+
+class ClientSetup(Struct, frozen=True):
+    """`GET connect`: one client's settings, and the names of all `clients`. A key is never in it: `YOUR-KEY` is."""
+
+    client: str
+    files: list[ClientFile]
+    command: str
+    note: str
+    clients: list[str]
+
+
 # -- charts and logs ---------------------------------------------------------------------------------------------------
 
 

@@ -43,8 +43,8 @@ GATEWAY: Final = {
     "api.openai": "errors config media request services api.common",
     "api.anthropic": "errors config media request http services api.common api.openai",
     "api.responses": "wall_clock errors config media request http services api.common api.openai",
-    "web": "errors failed admin_types supervisor memory model_files telemetry config access request http services "
-    "reload admin",
+    "web": "errors failed connect admin_types supervisor memory model_files telemetry config access request http "
+    "services reload admin",
     "middleware": "errors telemetry config access request http services api.anthropic",
     "api": "link errors admin_types supervisor telemetry config access media request http services "
     "api.common api.openai api.anthropic api.responses",

@@ -156,6 +156,11 @@ class Backgrounds:
         background = self._known.get(response_id)
         return background if background is not None and background.tenant == tenant else None
 
+    def is_running(self, response_id: str) -> bool:
+        """Whether one of this id is being generated."""
+        found = self._known.get(response_id)
+        return found is not None and not found.is_over
+
     def start(self, run: Run, job: Job, tenant: str) -> Background:
         """Begin one. Raises `ApiError` where there is no room for it; what comes later is its own."""
         running = [each for each in self._known.values() if not each.is_over]

@@ -44,9 +44,9 @@ _encode = msgspec.json.Encoder().encode
 
 def routes(services: Services, store: Store) -> list[Route]:
     """All of the API."""
-    history = History(store, lambda: services.config.server.max_body_bytes)
-    running: Running = {}
     backgrounds = Backgrounds(services)
+    history = History(store, lambda: services.config.server.max_body_bytes, backgrounds.is_running)
+    running: Running = {}
     one = One(services, history, running, backgrounds)
     return [
         Route("/v1/responses", Create(services, history, running, backgrounds), methods=["POST"]),

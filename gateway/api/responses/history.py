@@ -105,8 +105,10 @@ class History:
     decoded is decoded in the store's thread.
     """
 
-    def __init__(self, store: Store, limit_bytes: Callable[[], int]) -> None:
+    def __init__(self, store: Store, limit_bytes: Callable[[], int], is_running: Callable[[str], bool]) -> None:
+        """`is_running` is whether a response of this id is being generated now."""
         self._store = store
+        self._is_running = is_running
         self._limit_bytes = limit_bytes
 
     @property
@@ -174,7 +176,8 @@ class History:
         except TooMuchSaid:
             raise self._too_large("previous_response_id") from None
         except NotContinued as error:
-            has_failed = error.status == "failed"
+            # Kept as running by a daemon that has ended, it never will end.
+            has_failed = error.status == "failed" or not self._is_running(previous)
             what, code = ("failed", "failed") if has_failed else ("not ended", "not_ended")
             message = f"Response {previous[:100]!r} has {what}: a conversation cannot go on from it."
             raise BadRequest(message, "previous_response_id", f"previous_response_{code}") from None

@@ -175,6 +175,20 @@ async def test_a_bad_file_is_told_with_its_line_and_changes_nothing(
     assert (await get(gateway, session, "config"))["toml"] == before
 
 
+async def test_settings_of_a_client_are_those_of_mlxctl_connect_without_a_key(
+    gateway: Gateway, session: dict[str, str]
+) -> None:
+    told = await get(gateway, session, "connect?client=codex&model=first&url=http://studio.local:8484/x")
+    wrong = await gateway.client.get("/ui/api/connect?client=nope&model=a&url=http://x", headers=session)
+    script = await gateway.client.get("/ui/api/connect?client=codex&model=a&url=javascript:x", headers=session)
+
+    assert (told["client"], "claude" in told["clients"]) == ("codex", True)
+    assert "http://studio.local:8484/x/v1" in told["files"][0]["text"]
+    assert '"a"' in told["files"][0]["text"]
+    assert "sk-mlxd" not in str(told)
+    assert (wrong.status_code, script.status_code) == (400, 400)
+
+
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 

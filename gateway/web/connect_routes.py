@@ -1,0 +1,52 @@
+"""Settings of clients for this mlxd, on the page: the same that `mlxctl connect` prints. Nothing is written."""
+
+import asyncio
+import re
+from typing import Final
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.types import Receive, Scope, Send
+
+from gateway.access.caller import OWNER
+from gateway.errors import BadRequest
+from gateway.failed import Failed
+from gateway.http.exchange import send_body
+from gateway.services import Services
+from gateway.web.schemas import ClientSetup
+
+# As the page's own address is written; with a path where a proxy serves it below one.
+_URL: Final = re.compile(r"https?://[A-Za-z0-9._~\[\]:-]{1,255}(?:/[A-Za-z0-9._~/-]{0,200})?")
+# In place of a key, which only its owner has.
+YOUR_KEY: Final = "YOUR-KEY"
+
+
+class Connect:
+    """`GET /ui/api/connect?client=NAME&model=NAME&url=URL`."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, query = self._services, QueryParams(scope["query_string"])
+        url = query.get("url", "").rstrip("/")
+        if not _URL.fullmatch(url):
+            raise BadRequest("'url' is mlxd's address, such as http://localhost:8484.", "url", "invalid_value")
+        model = services.router.resolve(query.get("model", ""), OWNER)
+        ready = services.pool.worker(model.name).view().ready
+        context = ready.max_context if ready is not None else model.context
+        services.keyring.refresh()
+        key = "" if services.keyring.is_open else YOUR_KEY
+        try:
+            setup = await asyncio.to_thread(_setup, query.get("client", ""), url, model.name, context, key)
+        except Failed as error:
+            raise BadRequest(str(error), "client", "invalid_value") from None
+        await send_body(send, 200, msgspec.json.encode(setup))
+
+
+def _setup(client: str, url: str, model: str, context: int, key: str) -> ClientSetup:
+    # The libraries that keep comments of TOML and YAML take a while to import.
+    from gateway.connect.client_setups import CLIENTS, CONTEXT, Endpoint, as_data, setup
+
+    data = as_data(setup(client or next(iter(CLIENTS)), Endpoint(url, model, context or CONTEXT, key)))
+    return msgspec.convert(data | {"clients": list(CLIENTS)}, ClientSetup)
