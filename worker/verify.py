@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from protocol.failures import Exit, Failure
 from protocol.messages import (
+    ChatPrompt,
     Delta,
     Finish,
     Generate,
@@ -46,6 +47,7 @@ from worker.model.loader import Loaded
 from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter
 from worker.speculation.noisy import NoisyDrafts
+from worker.vision.samples import picture
 
 DIFFERENT: Final = 1
 # Words of the longest prompt. The others are parts of that; every other request continues a beginning that they share.
@@ -159,6 +161,11 @@ class Verifier:
         # Nothing is kept from one request to the next, unless a check says so.
         self._spec = replace(spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0, max_running=16)
         self._requests = _requests(tokens, words, loaded.max_context)
+        # The first two show two pictures under the same text.
+        self._pictured: list[Generate] = []
+        if "image" in self._intake.modalities:
+            self._pictured = _pictured(len(self._requests) + 1, tokens)
+            self._requests += self._pictured
         self._alone: list[Output] = []
 
     def checks(self) -> Generator[Check]:
@@ -168,6 +175,8 @@ class Verifier:
             yield Check("alone", len(requests), note=failed.message)
             return
         yield self._compare("alone", self._alone)
+        if self._pictured:
+            yield self._told_apart()
         yield self._compare("batched", self._session(spec).run([requests]))
         small = replace(spec, prefill_chunk=SMALL_CHUNK)
         yield self._compare(f"chunks of {SMALL_CHUNK}", self._session(small).run([requests]))
@@ -177,6 +186,13 @@ class Verifier:
         yield self._preempted()
         yield self._resumed()
         yield self._speculated()
+
+    def _told_apart(self) -> Check:
+        """Of two pictures under the same text the model must not say the same with the same certainty."""
+        first, second = self._alone[-len(self._pictured) :][:2]
+        likelihoods = [[each.logprob for each in output.logprobs] for output in (first, second)]
+        note = "another picture under the same text changes nothing" if likelihoods[0] == likelihoods[1] else ""
+        return Check("two pictures", 2, len(first.ids) + len(second.ids), note=note)
 
     def _disk(self) -> Check:
         with tempfile.TemporaryDirectory(prefix="mlxd-verify-") as folder:
@@ -277,6 +293,20 @@ def _requests(tokens: int, words: int, max_context: int) -> list[Generate]:
                 sampling = Sampling(temperature=0.8, top_p=0.95, seed=rng.getrandbits(62), ignore_eos=True)
             requests.append(Generate(len(requests) + 1, TextPrompt(text), sampling, max_tokens=tokens, top_logprobs=2))
     return requests
+
+
+def _pictured(rid: int, tokens: int) -> list[Generate]:
+    """Pictures in messages: two under the same text, one of them with another question, and both at once."""
+    first, second = picture(1), picture(2, 8, 4)
+    made: list[Generate] = []
+    for media, question in (((first,), 0), ((second,), 0), ((first,), 1), ((first, second), 2)):
+        shown = [{"type": "image", "media": at} for at in range(len(media))]
+        content = [*shown, {"type": "text", "text": " ".join(WORDS[question : question + 6])}]
+        prompt = ChatPrompt([{"role": "user", "content": content}], media=media)
+        is_sampled = len(made) % 2 == 1
+        sampling = Sampling(temperature=0.8 if is_sampled else 0.0, top_p=0.95, seed=rid, ignore_eos=True)
+        made.append(Generate(rid + len(made), prompt, sampling, max_tokens=tokens, top_logprobs=2))
+    return made
 
 
 def _crowd(vocab_size: int) -> list[Generate]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ def test_every_way_of_running_a_request_gives_its_own_tokens(
     assert [check.name for check in checks] == NAMES
     assert all(check.is_good and check.tokens for check in checks)
     assert [check.name for check in checks if check.cached] == ["cache in memory", "cache on disk"]
+
+
+def test_pictures_are_verified_of_a_model_that_takes_them() -> None:
+    wanted = spec(Path("demo-vision"), batching="together")
+    checks = list(islice(Verifier(load_checked(wanted, lambda *_: None), wanted, 2, 2).checks(), 3))
+    assert [check.name for check in checks] == ["alone", "two pictures", "batched"]
+    text = 8
+    assert [check.requests for check in checks] == [text + 4, 2, text + 4]
+    assert all(check.is_good for check in checks)
 
 
 class Wobbly:

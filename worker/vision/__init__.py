@@ -12,6 +12,7 @@ __all__ = [
     "media",
     "positions",
     "processor",
+    "samples",
     "text_model",
     "unserved",
 ]
