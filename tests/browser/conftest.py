@@ -23,6 +23,7 @@ CHROMIUM: Final = next(
 ROOT: Final = Path(__file__).parents[2]
 SCREENSHOTS: Final = Path(os.environ.get("MLXD_SCREENSHOTS", ROOT / ".cache" / "web" / "screenshots"))
 DEADLINE_MS: Final = min(60, patient(15)) * 1000
+SCRIPTED_DAEMON: Final = "tests.browser.scripted_daemon"
 WIDE: Final = {"width": 1280, "height": 800}
 
 try:
@@ -105,7 +106,7 @@ def talkative() -> Iterator[DaemonProcess]:
     """A daemon whose models say what they are told."""
     with short_home() as home:
         write_config(home, ("a", "b"))
-        with DaemonProcess(home, "--step-ms=4", module="tests.browser.talkative_daemon") as daemon:
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
             yield daemon
 
 

@@ -1,15 +1,15 @@
 """Visitors in the browser: an open loopback, an API key, a one-time link, and a name that is not this machine's."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.browser.conftest import Visiting, code_of
+from tests.browser.conftest import SCRIPTED_DAEMON, Visiting, code_of
 from tests.browser.test_chat import told
-from tests.support.daemon import ROOT, DaemonProcess, write_config
+from tests.support.ctl import ctl
+from tests.support.daemon import DaemonProcess, write_config
 from tests.support.pool import short_home
 
 
@@ -18,18 +18,16 @@ def closed() -> Iterator[tuple[DaemonProcess, str]]:
     """A daemon that wants a key, and one for the model `a`."""
     with short_home() as home:
         write_config(home, ("a", "b"))
-        mlxctl = "from gateway.ctl import main; main()"
-        command = [sys.executable, "-c", mlxctl, "keys", "create", "ana", "--models", "a", "--json"]
-        made = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={"MLXD_HOME": str(home), "PATH": "/usr/bin"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        with DaemonProcess(home, "--step-ms=4", module="tests.browser.talkative_daemon") as daemon:
-            yield daemon, json.loads(made.stdout)["key"]
+        key = make_key(home)
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
+            yield daemon, key
+
+
+def make_key(home: Path) -> str:
+    """A key for the model `a`."""
+    made = ctl(home, "keys", "create", "ana", "--models", "a", "--json")
+    assert made.returncode == 0, made.stderr
+    return json.loads(made.stdout)["key"]
 
 
 def test_a_key_opens_the_chat_with_its_models_only(closed: tuple[DaemonProcess, str], visiting: Visiting) -> None:

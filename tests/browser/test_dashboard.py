@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.browser.conftest import Visit, Visiting, code_of
+from tests.browser.conftest import SCRIPTED_DAEMON, Visit, Visiting, code_of
 from tests.browser.test_chat import told
 from tests.browser.test_hostile import look
 from tests.browser.waiting import until
@@ -24,7 +24,7 @@ def owned() -> Iterator[DaemonProcess]:
     """A daemon whose models load for a second, and that captures requests."""
     with short_home() as home:
         write_config(home, ("a", "b"), server="capture = 20")
-        with DaemonProcess(home, "--step-ms=4", "--load-s=1", module="tests.browser.talkative_daemon") as daemon:
+        with DaemonProcess(home, "talkative", "--step-ms=4", "--load-s=1", module=SCRIPTED_DAEMON) as daemon:
             yield daemon
 
 
@@ -95,7 +95,7 @@ def test_a_captured_request_is_text(owned: DaemonProcess, visiting: Visiting) ->
 def test_a_key_is_made_used_rotated_and_revoked(visiting: Visiting) -> None:
     with short_home() as home:
         write_config(home, ("a",))
-        with DaemonProcess(home, "--step-ms=4", module="tests.browser.talkative_daemon") as daemon:
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
             visit = opened(visiting(daemon), daemon, "keys")
             page = visit.page
             page.get_by_role("button", name="New key").click()
@@ -129,7 +129,7 @@ def status(daemon: DaemonProcess, key: str) -> int:
 def test_a_reload_is_checked_and_shows_its_changes(visiting: Visiting) -> None:
     with short_home() as home:
         write_config(home, ("a",))
-        with DaemonProcess(home, "--step-ms=4", module="tests.browser.talkative_daemon") as daemon:
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
             visit = opened(visiting(daemon, expected=("status of 400",)), daemon, "settings")
             page = visit.page
             page.get_by_role("button", name="Check the file").click()

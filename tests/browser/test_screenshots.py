@@ -10,7 +10,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from tests.browser.conftest import SCREENSHOTS, Visit, Visiting, code_of
+from tests.browser.conftest import SCREENSHOTS, SCRIPTED_DAEMON, Visit, Visiting, code_of
 from tests.browser.waiting import until
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.pool import short_home
@@ -45,7 +45,7 @@ def studio() -> Iterator[DaemonProcess]:
     with short_home() as home:
         write_config(home, ("coder", "small", "vision"))
         (home / "mlxd.toml").write_text(f'{(home / "mlxd.toml").read_text()}\n[memory]\nbudget = "3GiB"\n')
-        with DaemonProcess(home, "--step-ms=9", module="tests.browser.talkative_daemon") as daemon:
+        with DaemonProcess(home, "talkative", "--step-ms=9", module=SCRIPTED_DAEMON) as daemon:
             for model, mebibytes in ("coder", 900), ("small", 320):
                 daemon.complete(f"grow {mebibytes}", model)
             yield daemon

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import Visit, Visiting
+from tests.browser.conftest import SCRIPTED_DAEMON, Visit, Visiting
 from tests.browser.test_chat import told
 from tests.browser.waiting import until
 from tests.support.daemon import DaemonProcess, write_config
@@ -69,13 +69,13 @@ def test_a_killed_worker_is_not_the_readers_problem(talkative: DaemonProcess, vi
 def test_a_gateway_that_restarts_loses_no_conversation(visiting: Visiting) -> None:
     with short_home() as home:
         write_config(home, ("a",))
-        with DaemonProcess(home, "--step-ms=4", module="tests.browser.talkative_daemon") as daemon:
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
             port = daemon.url.rpartition(":")[2]
             visit = visiting(daemon, expected=LOST)
             begin(visit)
             (home / "mlxd.toml").write_text((home / "mlxd.toml").read_text().replace("port = 0", f"port = {port}"))
             daemon.kill()
-        with DaemonProcess(home, "--step-ms=4", module="tests.browser.talkative_daemon") as daemon:
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
             visit.page.wait_for_selector(".message.assistant > footer")
             so_far = visit.said()
             visit.page.get_by_role("button", name="Continue").first.click()

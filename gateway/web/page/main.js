@@ -15,5 +15,7 @@ refreshMe();
 refreshModels();
 refreshList();
 render(h(Shell, null), root);
+// A link with a code, opened in the tab that shows the page already.
+window.addEventListener("hashchange", () => void logIn());
 // Browsers may empty a site's storage when the disk is full, unless it asked to be kept.
 navigator.storage?.persist?.().catch(() => {});

@@ -33,6 +33,7 @@ export async function logIn() {
     const answer = await json("ui/api/session", { body: { code }, auth: {} });
     keepSession(answer.token);
     logInFailure.value = "";
+    refreshMe();
   } catch (error) {
     logInFailure.value = error instanceof Failure && error.code === "bad_code" ? t.codeRefused : sentence(error);
   }

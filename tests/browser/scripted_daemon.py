@@ -1,4 +1,4 @@
-"""mlxd with workers that say what they are told: `python -m tests.browser.talkative_daemon [worker options]`."""
+"""mlxd with scripted workers: `python -m tests.browser.scripted_daemon talkative|seeing [worker options]`."""
 
 import sys
 
@@ -11,12 +11,11 @@ from gateway.main import serve
 from protocol.spec import WorkerSpec
 from tests.support.pool import SCRIPTED
 
-TALKATIVE = SCRIPTED.with_name("talkative.py")
-
 
 def command(spec: WorkerSpec) -> list[str]:
+    worker = SCRIPTED.with_name(f"{sys.argv[1]}.py")
     given = msgspec.json.encode(spec).decode()
-    return [sys.executable, str(TALKATIVE), spec.name, "--spec", given, *sys.argv[1:]]
+    return [sys.executable, str(worker), spec.name, "--spec", given, *sys.argv[2:]]
 
 
 if __name__ == "__main__":

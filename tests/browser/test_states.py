@@ -1,0 +1,53 @@
+"""States of the composer and of answers, in words: a cold model, a full disk of answers, no daemon."""
+
+from tests.browser.conftest import SCRIPTED_DAEMON, Visiting, code_of
+from tests.browser.test_chat import told
+from tests.support.daemon import DaemonProcess, write_config
+from tests.support.pool import short_home
+
+
+def test_a_cold_model_is_loaded_in_words_and_answers(visiting: Visiting) -> None:
+    with short_home() as home:
+        write_config(home, ("a",))
+        with DaemonProcess(home, "talkative", "--step-ms=4", "--load-s=3", module=SCRIPTED_DAEMON) as daemon:
+            visit = visiting(daemon)
+            page = visit.open()
+            visit.send(told(["text", "warm"]))
+            page.wait_for_selector(".progress:has-text('Loading the model')")
+            page.wait_for_selector(".picker:has-text('loading')")
+            visit.answered()
+            assert visit.said() == "warm"
+
+
+def test_answers_come_also_where_the_daemon_keeps_none(visiting: Visiting) -> None:
+    with short_home() as home:
+        write_config(home, ("a",), server="response_store = 0")
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
+            # The refusal of a background response is the sign by which the page knows.
+            visit = visiting(daemon, expected=("status of 400",))
+            visit.open()
+            for number in (1, 2):
+                visit.send(told(["text", f"answer {number}"]))
+                visit.answered(number)
+            assert visit.said() == "answer 2"
+
+
+def test_a_daemon_that_is_gone_is_said_and_found_again(visiting: Visiting) -> None:
+    with short_home() as home:
+        write_config(home, ("a",))
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
+            port = daemon.url.rpartition(":")[2]
+            (home / "mlxd.toml").write_text((home / "mlxd.toml").read_text().replace("port = 0", f"port = {port}"))
+            visit = visiting(daemon, expected=("net::ERR", "status of 40"))
+            page = visit.open()
+            page.goto(code_of(daemon))
+            page.wait_for_selector(".card")
+            daemon.kill()
+            page.wait_for_selector(".banner:has-text('mlxd does not answer')")
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON):
+            # A session ends with the daemon.
+            page.wait_for_selector(".gate:has-text('mlxctl ui')")
+            page.goto(f"{visit.url}/ui/#/chat")
+            visit.send(told(["text", "back"]))
+            visit.answered()
+            assert visit.said() == "back"
