@@ -36,7 +36,9 @@ def test_from_nothing_to_an_answer_with_a_daemon_that_ends_with_it(hub: Hub, run
     assert ctl(run_dir, "status").returncode == 3
 
 
-def test_a_daemon_whose_file_names_its_models_is_told_the_new_one(hub: Hub, run_dir: Path) -> None:
+def test_a_daemon_whose_file_names_its_models_is_told_the_new_one(
+    hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = run_dir / "mlxd.toml"
     written = '[server]\nport = 0\n\n# mine\n[models.tiny]\npath = "org/absent"  # not yet'
     file.write_text(written)
@@ -45,7 +47,9 @@ def test_a_daemon_whose_file_names_its_models_is_told_the_new_one(hub: Hub, run_
         assert (refused.returncode, file.read_text()) == (1, written)
         assert "Add tiny-2 to it? Not without --yes." in refused.stderr
         done = ctl(run_dir, "run", "org/tiny", "Hello", "--max-tokens", "4", "--yes")
-        again = ctl(run_dir, "run", "org/tiny", "Hello", "--max-tokens", "4")
+        # By the last part of its name, and without a hub.
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+        again = ctl(run_dir, "run", "TINY", "Hello", "--max-tokens", "4")
         models = {model["name"]: model for model in json.loads(ctl(run_dir, "status", "--json").stdout)["models"]}
         assert daemon.process.poll() is None
 

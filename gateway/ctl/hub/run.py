@@ -53,13 +53,24 @@ def run(
 
 def _resolved(name: str, yes: bool) -> str:
     """The path of a model that is on this machine now, or the name of one that is served. Raises `Failed`."""
-    if (served := _served(name)) is not None:
-        if not _is_here(served.path) and is_repository(served.path):
-            _downloaded(served.path, yes)
-        return served.name
-    if name.startswith((".", "/", "~")):
+    if name.startswith((".", "/", "~")) and _served(name) is None:
         return str(_checked_folder(name, yes))
-    return _downloaded(name if is_repository(name) else _searched(name), yes)
+    if _served(name) is None and not is_repository(name):
+        name = _known_here(name) or _searched(name)
+    if (served := _served(name)) is None:
+        return _downloaded(name, yes)
+    if not _is_here(served.path) and is_repository(served.path):
+        _downloaded(served.path, yes)
+    return served.name
+
+
+def _known_here(word: str) -> str | None:
+    """The one repository, served or downloaded, whose name ends with a word: no hub is asked for it."""
+    from gateway.model_files.hub_cache import cached_models
+
+    paths = {model.path for model in served_models()} | set(cached_models())
+    found = [path for path in paths if path.rpartition("/")[2].lower() == word.lower()]
+    return found[0] if len(found) == 1 else None
 
 
 def _served(model: str) -> Served | None:
