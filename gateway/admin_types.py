@@ -54,6 +54,11 @@ class ModelStatus(Struct, frozen=True):
     modalities: tuple[str, ...] = ()
     tower_bytes: int = 0
     media_reason: str = ""
+    # `auto` or `off` with the reason, tokens of drafts, and tokens a second of steps with drafts ÷ of steps without.
+    speculation: str = ""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_gain: float = 0.0
 
 
 class MemoryStatus(Struct, frozen=True):

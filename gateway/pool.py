@@ -316,6 +316,7 @@ class Pool:
             prefill_chunk=model.prefill_chunk,
             batching=model.batching,
             deterministic=model.deterministic,
+            speculate=model.speculate,
             trust_remote_code=model.trust_remote_code,
             log_level=model.log_level or config.server.log_level,
             parser=model.parser,

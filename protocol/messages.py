@@ -162,6 +162,10 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     constraint: Constraint | None = None
     # Rows of equal priority run in turn by tenant: a digest of the key's name; empty without a key.
     tenant: str = ""
+    # The most tokens of a draft; 0 is no drafts, None is as the model's settings say.
+    most_drafted: int | None = None
+    # Text that the client expects much of the output to be.
+    prediction: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -309,6 +313,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     modalities: tuple[str, ...] = ()
     # None of a model without towers, and from a worker that does not say.
     media: MediaInfo | None = None
+    # `auto`, or `off` and the reason; empty from a worker that does not say.
+    speculation: str = ""
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
@@ -352,6 +358,9 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     image_tokens: int = 0
     video_tokens: int = 0
     audio_tokens: int = 0
+    # Tokens of the request's `prediction` that were tried, and of these the ones that were right.
+    predicted: int = 0
+    accepted: int = 0
 
 
 class Tool(msgspec.Struct, frozen=True, array_like=True, gc=False):

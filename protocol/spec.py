@@ -58,6 +58,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     media_bytes: int = 32 * 1024 * 1024
     media_count: int = 64
     media_pixels: int = 64_000_000
+    # Drafts of next tokens: `auto` is where they are measured to pay, `off` is never.
+    speculate: str = "auto"
 
     def __post_init__(self) -> None:
         # msgspec leaves a default out only where it is the very object: a number beyond 256 that was computed is not.

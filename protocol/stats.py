@@ -3,6 +3,19 @@
 import msgspec
 
 
+class Drafted(msgspec.Struct, frozen=True, array_like=True):
+    """Drafts of one source since the worker's start: how many, their tokens, and of these the accepted ones.
+
+    `by_position` counts drafts of which the token at that place was accepted.
+    """
+
+    source: str
+    drafts: int
+    tokens: int
+    accepted: int
+    by_position: tuple[int, ...] = ()
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The worker's gauges; byte counts are MLX's own, `footprint` is what the system charges the process with."""
 
@@ -45,6 +58,10 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     mem_limit: int = 0
     # Steps that found no memory, after each of which KV got half.
     allocation_failures: int = 0
+    drafted: tuple[Drafted, ...] = ()
+    # Tokens of a row in the newest step, and tokens a second of steps with drafts ÷ of steps without.
+    draft_width: int = 0
+    draft_gain: float = 0.0
     # Features of media: bytes kept, media that rows needed them of and found or did not find, and seconds of encoding.
     feature_bytes: int = 0
     feature_hits: int = 0

@@ -185,6 +185,7 @@ class Process:
                 lane_reason=loaded.plan.reason,
                 modalities=intake.modalities,
                 media=_media_info(loaded, intake),
+                speculation=engine.speculation,
             ),
             version("mlx"),
         )

@@ -117,6 +117,10 @@ class StatusEndpoint:
             modalities=ready.modalities if ready else (),
             tower_bytes=ready.media.tower_bytes if ready and ready.media else 0,
             media_reason=ready.media.reason if ready and ready.media else "",
+            speculation=ready.speculation if ready else "",
+            drafted_tokens=sum(each.tokens for each in stats.drafted) if stats else 0,
+            accepted_tokens=sum(each.accepted for each in stats.drafted) if stats else 0,
+            draft_gain=stats.draft_gain if stats else 0.0,
         )
 
 

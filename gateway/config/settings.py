@@ -158,6 +158,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     batching: Literal["auto", "together", "equal", "single"] = "auto"
     # The same request computes the same shapes in every run: alone, in chunks by position, from its first token.
     deterministic: bool = False
+    # Drafts of next tokens, from text that is known already, where they are measured to pay.
+    speculate: Literal["auto", "off"] = "auto"
     load_timeout_s: Seconds = 600.0
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()

@@ -32,6 +32,11 @@ class ModelSample(Struct, frozen=True):
     loaded: float
     # What it gave up to be exact, and why.
     lane_reason: str
+    # Drafts of next tokens: `auto` or `off`, their tokens, and what they win.
+    speculation: str
+    drafted_tokens: int
+    accepted_tokens: int
+    draft_gain: float
 
 
 class Sample(Struct, frozen=True):
@@ -104,6 +109,10 @@ def _model(before: ModelStatus | None, after: ModelStatus, span_s: float) -> Mod
         cache_hit_rate=round(after.prompt_tokens_cached / after.prompt_tokens, 4) if after.prompt_tokens else None,
         loaded=after.loaded_bytes / after.total_bytes if after.total_bytes else 0.0,
         lane_reason=after.lane_reason,
+        speculation=after.speculation,
+        drafted_tokens=after.drafted_tokens,
+        accepted_tokens=after.accepted_tokens,
+        draft_gain=after.draft_gain,
     )
 
 

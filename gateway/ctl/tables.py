@@ -44,10 +44,20 @@ def status(status: Status, console: Console) -> None:
 
 
 def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None:
-    """Print the restrictions of models' lanes to stay exact."""
+    """Print the restrictions of models' lanes to stay exact, and what drafts win."""
     for model in models:
         if model.lane_reason:
             console.print(f"{model.name}: {model.lane_reason}", style="yellow", highlight=False, markup=False)
+        if model.speculation.startswith("off, "):
+            console.print(f"{model.name}: speculation is {model.speculation}", highlight=False, markup=False)
+        elif model.drafted_tokens:
+            right = 100 * model.accepted_tokens // model.drafted_tokens
+            console.print(
+                f"{model.name}: {model.drafted_tokens} tokens drafted, {right} % right; steps with drafts give "
+                f"{model.draft_gain:.2f} × the tokens a second of steps without",
+                highlight=False,
+                markup=False,
+            )
 
 
 def headline(daemon: Status | Sample) -> str:

@@ -13,7 +13,7 @@ from gateway.telemetry.histogram import Histogram
 from gateway.telemetry.logs import dropped_records
 from gateway.telemetry.metrics import KeyMetrics, Metrics, ModelMetrics
 from gateway.telemetry.vllm_names import with_vllm_names
-from protocol.stats import Stats
+from protocol.stats import Drafted, Stats
 
 # The values of a family's labels, and the number.
 Samples = Iterable[tuple[list[str], float]]
@@ -110,6 +110,11 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] =
         lambda s: s.allocation_failures,
     ),
 )
+_DRAFTS: Final[tuple[tuple[str, str, Callable[[Drafted], int]], ...]] = (
+    ("spec_decode_num_drafts", "Drafts of next tokens that were verified.", lambda d: d.drafts),
+    ("spec_decode_num_draft_tokens", "Tokens of drafts that were verified.", lambda d: d.tokens),
+    ("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", lambda d: d.accepted),
+)
 _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, int]]"], ...]] = (
     ("request_success", "Finished sequences by finish reason.", "finished_reason", lambda m: m.finished),
     (
@@ -142,6 +147,8 @@ _GAUGES: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], float]"], ...]] =
 )
 _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] = (
     ("kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1.", lambda s: s.kv_bytes / max(s.kv_limit, 1)),
+    ("spec_width", "Tokens of a sequence in the newest step; 1 is a step without drafts.", lambda s: s.draft_width),
+    ("spec_gain_ratio", "Tokens a second of steps with drafts, divided by steps without.", lambda s: s.draft_gain),
     ("prefix_cache_disk_bytes", "Size of the prefix cache on disk, as this worker sees it.", lambda s: s.disk_bytes),
 )
 _WORKER_MEMORY: Final[tuple[tuple[str, Callable[[Stats], int]], ...]] = (
@@ -322,8 +329,22 @@ def _of_workers(workers: Mapping[str, Stats]) -> Iterator[Metric]:
         yield _counter(name, text, ["model"], [([model], read(stats)) for model, stats in workers.items()])
     for name, text, read_gauge in _WORKER_GAUGES:
         yield _gauge(name, text, ["model"], [([model], read_gauge(stats)) for model, stats in workers.items()])
+    yield from _of_drafts(workers)
     memory = [([model, kind], read(stats)) for model, stats in workers.items() for kind, read in _WORKER_MEMORY]
     yield _gauge("worker_memory_bytes", "A worker's memory.", ["model", "kind"], memory)
+
+
+def _of_drafts(workers: Mapping[str, Stats]) -> Iterator[Metric]:
+    drafted = [(model, each) for model, stats in workers.items() for each in stats.drafted]
+    for name, text, read in _DRAFTS:
+        counts = [([model, each.source], read(each)) for model, each in drafted]
+        yield _counter(name, text, ["model", "source"], counts)
+    places = [
+        ([model, each.source, str(at)], count) for model, each in drafted for at, count in enumerate(each.by_position)
+    ]
+    text = "Drafted tokens accepted, by their place in the draft."
+    labels = ["model", "source", "position"]
+    yield _counter("spec_decode_num_accepted_tokens_per_pos", text, labels, places)
 
 
 def _of_memory(view: MemoryView) -> Iterator[Metric]:

@@ -16,7 +16,8 @@ NAMES: Final = {
         "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
         "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
         "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
-        "request_generation_tokens",
+        "request_generation_tokens", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
+        "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
     )
 } | {"iteration_tokens": "iteration_tokens_total"}  # fmt: skip
 

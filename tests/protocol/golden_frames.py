@@ -10,17 +10,22 @@ import msgspec
 from protocol import codec
 from protocol import messages as m
 from protocol.failures import Code, Failure
-from protocol.stats import Stats
+from protocol.stats import Drafted, Stats
 
 FOLDER = Path(__file__).parent / "golden"
 _FAILURE = Failure(Code.ROW_FAILED, "failed", "détail", "top_k")
-_USAGE = m.Usage(12, 4, 7, 3, 1.5, 2.25, 3.125, 6, 5, 4)
+_USAGE = m.Usage(12, 4, 7, 3, 1.5, 2.25, 3.125, 6, 5, 4, 9, 8)
 _MEDIA = (
     m.Media("image", b"\x00\xff" * 16, b"\x89PNG", {"max_pixels": 262_144}, "messages[0].content[1]"),
     m.Media("video", bytes(32), b"\x00\x00\x00\x01\xff", {"frames": 1, "fps": 2.5}),
     m.Media("audio", bytes(32), b"RIFF"),
 )
-_STATS = Stats(1, 2, 3, 4, 5, 6, 7, 2**40, 9, 10, 11)
+_STATS = Stats(
+    *(1, 2, 3, 4, 5, 6, 7, 2**40, 9, 10, 11),
+    drafted=(Drafted("lookup", 4, 9, 7, (4, 3)),),
+    draft_width=4,
+    draft_gain=1.5,
+)
 
 
 def down() -> list[m.Down]:
@@ -36,7 +41,7 @@ def down() -> list[m.Down]:
     return [
         m.Welcome(0, 2**62, 1.0),
         m.Generate(1 << 62, chat, sampling, 100, ("a", "\n"), 5, True, -3, 1500, True, "00-trace"),
-        m.Generate(2, m.TextPrompt("né 🙂"), m.Sampling()),
+        m.Generate(2, m.TextPrompt("né 🙂"), m.Sampling(), most_drafted=3, prediction="né"),
         m.Generate(3, m.TokensPrompt((0, 1, 151_935)), m.Sampling(), 0, top_logprobs=0),
         m.Abort((1, 1 << 62), "client"),
         m.Tokenize(4, m.TextPrompt("né"), True),
@@ -70,6 +75,7 @@ def up() -> list[m.Up]:
             *(3, "/models/qwen", 32768, 16, 151_936, 2**33, 1.25, "qwen3", True),
             modalities=("image", "video"),
             media=m.MediaInfo(2**20, 1024, 2**24, "no tower for audio"),
+            speculation="auto",
         ),
         m.Accepted(1, 12),
         m.Tokenized(4, 2, (1, 2), "né"),

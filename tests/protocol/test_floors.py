@@ -64,7 +64,7 @@ WORKER: Final = {
     "cache": "errors vision model",
     "engine": "text errors parsers vision model speculation structured cache",
     "frames": "text engine",
-    "prompt": "text errors parsers vision model structured engine",
+    "prompt": "text errors parsers vision model speculation structured engine",
     "link": "engine frames",
     "checked_model": "model engine prompt",
     "main": "errors vision model engine prompt link checked_model",

@@ -320,6 +320,13 @@ class Batch:
         self._park()
         return Tick(tokens, progress, broken, prefilled, self._generator.block_s)
 
+    def account(self, row: Row) -> None:
+        """Bring the row's counts up to date."""
+        if row.uid is not None:
+            predicted, accepted = self._drafter.spent(row.uid)
+            row.predicted += predicted
+            row.accepted += accepted
+
     def settle(self) -> None:
         """Store the rows that ended. Not in `tick`: it takes a while, in which their clients can have their answers."""
         ended, self._ended = self._ended, []
@@ -344,6 +351,7 @@ class Batch:
             self._guards.pop(uid)
             self._prefilling.discard(uid)
             self._sampler.discard(uid)
+            self.account(row)
             self._drafter.discard(uid)
             self.insert(row, parked=uid)
 
@@ -425,6 +433,7 @@ class Batch:
 
     def _forget(self, row: Row) -> None:
         assert row.uid is not None
+        self.account(row)
         self._rows.pop(row.uid, None)
         self._parked.pop(row.uid, None)
         self._masks.discard(row.uid)

@@ -78,6 +78,7 @@ class DecodeBatch(Members):
         self._model = model
         self._sampler = sampler
         self._drafter = drafter
+        self._is_recurrent = False
         self._inputs: mx.array | None = None
         # Of the inputs; those of prompts have none.
         self._logprobs: list[mx.array] = []
@@ -94,6 +95,7 @@ class DecodeBatch(Members):
             member.context = TokenBuffer(member.tokens) if member.processors else None
         self.extend(rows)
         self._last = None
+        self._is_recurrent = batched.is_recurrent(self.caches)
         self._inputs = last if self._inputs is None else mx.concatenate([self._inputs, last])
         self._logprobs += [last] * len(rows)
 
@@ -159,12 +161,14 @@ class DecodeBatch(Members):
 
     def _draft(self, inputs: mx.array) -> "_Block | None":
         """The next block; None where no row has a draft, or owes tokens."""
-        uids = [member.uid for member in self.members]
+        if self._drafter.widest == 1:
+            return None
+        uids, most = [member.uid for member in self.members], [self._most(member) for member in self.members]
         owes = any(member.owed for member in self.members)
-        if not owes and not self._drafter.is_ready(uids):
+        if not owes and not self._drafter.is_ready(uids, most):
             return None
         ids = self._read(inputs)
-        drafts = self._drafter.drafts(uids, ids, [self._most(member) for member in self.members])
+        drafts = self._drafter.drafts(uids, ids, most)
         return _Block.of(self.members, ids, drafts) if owes or any(drafts) else None
 
     def _most(self, member: Member) -> int:
@@ -172,7 +176,7 @@ class DecodeBatch(Members):
         if not member.has_begun or member.context is not None or self._sampler.masks.constrains([member.uid]):
             return 0
         left = max(0, member.max_tokens - member.generated - 1)
-        return min(left, max(0, REFEED - 1 - len(member.owed))) if batched.is_recurrent(self.caches) else left
+        return min(left, max(0, REFEED - 1 - len(member.owed))) if self._is_recurrent else left
 
     def _verify(self, block: "_Block") -> list[Sampled]:
         """Run a block and keep of each row what it would have generated without."""

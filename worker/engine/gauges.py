@@ -4,12 +4,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protocol.stats import Stats
+from protocol.stats import Drafted, Stats
 from worker.cache.counts import Counts, DiskCounts
 from worker.vision.encoded import FeatureCounts
 
 if TYPE_CHECKING:
     from worker.cache.prefix import PrefixCache
+    from worker.speculation.speculator import Speculator
     from worker.vision.features import FeatureCache
 
 
@@ -44,6 +45,7 @@ class Gauges:
     cache_nodes: int = 0
     cache: Counts = field(default_factory=Counts)
     disk: DiskCounts = field(default_factory=DiskCounts)
+    speculator: "Speculator | None" = None
     feature_bytes: int = 0
     features: FeatureCounts = field(default_factory=FeatureCounts)
 
@@ -100,6 +102,9 @@ class Gauges:
             refused_questions=self.refused_questions,
             mem_limit=self.mem_limit,
             allocation_failures=self.allocation_failures,
+            drafted=self._drafted(),
+            draft_width=self.speculator.width if self.speculator is not None else 0,
+            draft_gain=round(self.speculator.gain, 3) if self.speculator is not None else 0.0,
             feature_bytes=self.feature_bytes,
             feature_hits=self.features.hits,
             feature_misses=self.features.misses,
@@ -108,4 +113,12 @@ class Gauges:
             media_encoded=self.features.encoded,
             media_failed=self.features.failed,
             encode_s=self.features.seconds,
+        )
+
+    def _drafted(self) -> tuple[Drafted, ...]:
+        if self.speculator is None:
+            return ()
+        return tuple(
+            Drafted(source, counts.drafts, counts.tokens, counts.accepted, tuple(counts.by_position))
+            for source, counts in self.speculator.counts.items()
         )

@@ -80,23 +80,26 @@ class KvCost:
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """Decides who may be in the batch. `spare` is memory for what passes: the room that free buffers have otherwise."""
+    """Decides who may be in the batch. `spare` is memory for what passes: the room that free buffers have otherwise.
+
+    `step` are the most tokens of a row in one step.
+    """
 
     cost: KvCost
     limit: int
     spare: int = 0
+    step: int = 1
 
     def admits(self, running: Iterable[Row], row: Row) -> bool:
         """Whether `row` may join, each row counted with the output it will probably have. Alone, it always may."""
-        lengths = [_expected(other) for other in running]
-        return not lengths or self._fits(len(lengths) + 1, max(*lengths, _expected(row)))
+        lengths = [self._expected(other) for other in running]
+        return not lengths or self._fits(len(lengths) + 1, max(*lengths, self._expected(row)))
 
-    def surplus(self, running: Sequence[Row], step: int = 1) -> Row | None:
-        """The row to take out before the next step of so many tokens a row, if memory would not last: the least urgent,
-        last admitted one."""
+    def surplus(self, running: Sequence[Row]) -> Row | None:
+        """The row to take out before the next step, if memory would not last: the least urgent, last admitted one."""
         if len(running) < 2:
             return None
-        if self._fits(len(running), max(len(row.prompt) + len(row.output) for row in running) + step):
+        if self._fits(len(running), max(len(row.prompt) + len(row.output) for row in running) + self.step):
             return None
         return max(running, key=lambda row: (row.priority, row.admitted, row.arrival))
 
@@ -104,8 +107,7 @@ class KvBudget:
         passing = max(0, self.cost.transient(rows, tokens) - self.spare)
         return self.cost.bytes(rows, tokens) + passing <= self.limit
 
-
-def _expected(row: Row) -> int:
-    """Tokens of a row at its probable end; at least what the next step needs, so that no row is admitted for `surplus`
-    to take it out again."""
-    return len(row.prompt) + max(len(row.output) + 1, min(row.max_tokens, RESERVED_OUTPUT))
+    def _expected(self, row: Row) -> int:
+        """Tokens of a row at its probable end; at least what the next step needs, so that no row is admitted for
+        `surplus` to take it out again."""
+        return len(row.prompt) + max(len(row.output) + self.step, min(row.max_tokens, RESERVED_OUTPUT))

@@ -32,6 +32,7 @@ from protocol.messages import (
     Usage,
 )
 from protocol.spec import WorkerSpec
+from worker.cache import batched
 from worker.cache.disk import CacheDisk
 from worker.cache.fingerprint import open_disk
 from worker.cache.kv import Layout
@@ -52,6 +53,7 @@ from worker.model.lanes import Lane
 from worker.model.loader import Loaded
 from worker.parsers import Event
 from worker.speculation.drafter import Drafter
+from worker.speculation.speculator import Speculator
 from worker.text.encodable import encodable
 from worker.vision.encoder import Encoder
 from worker.vision.features import FeatureCache
@@ -85,7 +87,9 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         self._loaded = loaded
-        self._drafter = drafter
+        self.speculation, drafts = _speculation(loaded, spec)
+        gauges.speculator = Speculator() if drafts else None
+        self._drafter = drafter or gauges.speculator
         self._spec = spec
         self._inbox = inbox
         self._send = send
@@ -183,7 +187,7 @@ class Engine:
         self._cache.resize(self._prefix_bytes(limits))
         if self._encoder is not None:
             self._encoder.features.resize(limits.features)
-        self._kv = KvBudget(self.kv_cost, limits.kv, limits.buffers)
+        self._kv = KvBudget(self.kv_cost, limits.kv, limits.buffers, self._batch.widest_step)
         self._gauges.kv_limit = limits.kv
         self._make_room()
         self._share.enforce(limits)
@@ -352,7 +356,7 @@ class Engine:
 
     def _make_room(self) -> None:
         """Put rows back into the queue, their KV into the prefix cache, while the next step would not fit."""
-        while (row := self._kv.surplus(self._batch.rows, self._batch.widest_step)) is not None:
+        while (row := self._kv.surplus(self._batch.rows)) is not None:
             log.info("row %d is preempted for older ones", row.rid)
             self._batch.remove(row)
             self._queue.push(row)
@@ -506,6 +510,7 @@ class Engine:
         if row.parser is not None:
             self._gauges.malformed_tool_calls += row.parser.malformed
         piece = piece or Piece([], None, finish)
+        self._batch.account(row)
         self._say(row, piece, row.usage(time.monotonic()), failure)
         if self._encoder is not None:
             self._encoder.forget(row.rid)
@@ -545,3 +550,14 @@ class Engine:
             self._loaded.vision,
             self._encoder,
         )
+
+
+def _speculation(loaded: Loaded, spec: WorkerSpec) -> tuple[str, bool]:
+    """Whether there are drafts, for a person and as such."""
+    if spec.speculate == "off":
+        return "off", False
+    if loaded.plan.lane is not Lane.TOGETHER:
+        return f"off, because rows run in the lane {loaded.plan.lane}", False
+    if not batched.can_rewind(make_prompt_cache(loaded.model)):
+        return "off, because the caches of this architecture cannot go back to before a block", False
+    return "auto", True

@@ -73,6 +73,9 @@ class Row:
     # Prompt tokens that the prefix cache gave when the row was first inserted; later ones may be the row's own.
     cached: int | None = None
     completion: int = 0
+    # Tokens of the client's prediction that were drafted, and of these the right ones.
+    predicted: int = 0
+    accepted: int = 0
     admitted: float = 0.0
     first_token: float = 0.0
     is_finished: bool = False
@@ -120,6 +123,8 @@ class Row:
             image_tokens=self._media_tokens("image"),
             video_tokens=self._media_tokens("video"),
             audio_tokens=self._media_tokens("audio"),
+            predicted=self.predicted,
+            accepted=self.accepted,
         )
 
     def _media_tokens(self, kind: str) -> int:

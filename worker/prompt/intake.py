@@ -27,6 +27,7 @@ from worker.prompt.encode import Encoder
 from worker.prompt.family import Dialect
 from worker.prompt.media_prompt import Encoded, open_media, unserved
 from worker.prompt.templates import Renderer
+from worker.speculation.drafter import ALL, Drafting
 from worker.structured.guides import Rules
 from worker.structured.tool_rules import DEFAULT_ROOM, ToolRules
 from worker.text.detokenize import Vocabulary
@@ -117,6 +118,7 @@ class Intake:
             media=encoded.spans,
             positions=encoded.positions,
             relaxed=encoded.relaxed,
+            drafting=self._drafting(request),
         )
         if isinstance(request.prompt, ChatPrompt):
             row.parser, row.is_reasoning = self._dialect.parser(
@@ -220,6 +222,13 @@ class Intake:
 
     def _render(self, prompt: ChatPrompt) -> str:
         return self._renderer.render(self._dialect.asked(prompt))
+
+    def _drafting(self, request: Generate) -> Drafting:
+        """Drafts as the request wants them. A prediction longer than the context is of no use."""
+        most = ALL if request.most_drafted is None else request.most_drafted
+        text = request.prediction[: self.max_context * _CHARS_PER_TOKEN] if most else ""
+        ids = self._encoder.encode(text, add_special_tokens=False)[: self.max_context] if text else []
+        return Drafting(most, tuple(ids), request.cache_salt)
 
     def _encode(self, prompt: Prompt) -> Encoded:
         match prompt:

@@ -6,19 +6,21 @@ keeps the tokens of a draft for as long as they are the ones sampled.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
+# No limit for the tokens of a draft.
+ALL: Final = 1 << 30
 
 
 @dataclass(slots=True, frozen=True)
 class Drafting:
     """A request's part: the most tokens of a draft, the output that its client predicts, and whose text it may see."""
 
-    most: int = 1 << 30
+    most: int = ALL
     prediction: tuple[int, ...] = ()
     salt: str = ""
 
@@ -41,8 +43,8 @@ class Drafter(Protocol):
         """The row has generated these."""
         ...
 
-    def is_ready(self, uids: Sequence[int]) -> bool:
-        """Whether `drafts` may have some for the next step. Asking it costs the step its head start."""
+    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
+        """Whether `drafts` will probably have some for the next step; having to read its inputs delays its launch."""
         ...
 
     def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
@@ -51,6 +53,10 @@ class Drafter(Protocol):
 
     def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         """So many tokens of each draft were the ones sampled."""
+        ...
+
+    def spent(self, uid: int) -> tuple[int, int]:
+        """Predicted tokens that were drafted for a row since this was asked last, and how many were right."""
         ...
 
     def timed(self, rows: int, width: int, seconds: float) -> None:
@@ -72,7 +78,7 @@ class NoDrafts:
     def note(self, uid: int, tokens: Sequence[int]) -> None:
         pass
 
-    def is_ready(self, uids: Sequence[int]) -> bool:
+    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
         return False
 
     def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
@@ -83,3 +89,6 @@ class NoDrafts:
 
     def timed(self, rows: int, width: int, seconds: float) -> None:
         pass
+
+    def spent(self, uid: int) -> tuple[int, int]:
+        return 0, 0

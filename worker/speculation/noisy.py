@@ -37,7 +37,7 @@ class NoisyDrafts(NoDrafts):
         if uid in self._rows:
             self._rows[uid].extend(tokens)
 
-    def is_ready(self, uids: Sequence[int]) -> bool:
+    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
         return bool(self._texts) and self._rng.random() < _RIGHT
 
     def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:

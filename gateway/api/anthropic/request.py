@@ -20,6 +20,7 @@ from gateway.api.common.canonical import (
 )
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, known, words
+from gateway.api.common.drafts import Speculate, most_drafted
 from gateway.api.common.thinking import of_config
 from gateway.api.openai.lowering import derive_seed
 from gateway.config.settings import ModelConfig, ThinkingDefaults
@@ -137,6 +138,8 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    # Ours: whether next tokens are drafted, and at most how many at a time.
+    speculate: Speculate | None = None
 
 
 _messages = Schema(MessagesRequest, NO_ACTION, "messages", Message)
@@ -202,6 +205,7 @@ def lower_messages(
         want_progress=True,
         thinking_budget=thinking.budget,
         constraint=_constraint(request),
+        most_drafted=most_drafted(request.speculate),
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from gateway.api.common.canonical import chat_prompt, sendable
 from gateway.api.common.constraints import lower_constraint
+from gateway.api.common.drafts import most_drafted
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.media_parts import media_options
 from gateway.api.openai.messages import turns
@@ -65,6 +66,7 @@ def lower_chat(
         deadline_ms=deadline_ms,
         thinking_budget=thinking.budget,
         has_reasoning=True,
+        prediction=sendable(request.prediction.text, "prediction") if request.prediction is not None else "",
     )
 
 
@@ -114,6 +116,7 @@ def _generates(
     echo: bool = False,
     thinking_budget: int | None = None,
     has_reasoning: bool = False,
+    prediction: str = "",
 ) -> list[Generate]:
     choices = request.n or 1
     constraint = lower_constraint(request, after_reasoning=has_reasoning)
@@ -134,6 +137,8 @@ def _generates(
             want_progress=True,
             thinking_budget=thinking_budget,
             constraint=constraint,
+            most_drafted=most_drafted(request.speculate),
+            prediction=prediction,
         )
         for index in range(len(prompts) * choices)
     ]

@@ -8,6 +8,7 @@ from gateway.api.common.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX
 from gateway.api.common.constraints import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import NULL, TEXT, UNSERVED, case, shape, words
+from gateway.api.common.drafts import Speculate
 from gateway.api.common.thinking import ReasoningSpec, ThinkingSpec
 from gateway.api.openai.tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
 from gateway.errors import Unsupported
@@ -201,6 +202,8 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     timeout: Annotated[float, Meta(gt=0, le=7 * 86400)] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    # Ours: whether next tokens are drafted, and at most how many at a time.
+    speculate: Speculate | None = None
     # What the answer must look like; read by `constraints`. The last five are vLLM's.
     response_format: Annotated[Any, shape(RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[Any, shape(STRUCTURED_OUTPUTS)] = None
@@ -213,6 +216,25 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     def wants_usage(self) -> bool:
         """Whether a stream ends with a chunk that tells its cost."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class PredictedPart(Struct, frozen=True):
+    """A part of a prediction."""
+
+    type: Annotated[str, words("text")]
+    text: str
+
+
+class Prediction(Struct, frozen=True):
+    """Text that the client expects much of the answer to be. It changes the time, never a token."""
+
+    type: Annotated[str, words("content")]
+    content: str | list[PredictedPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -240,10 +262,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     # Of images and video, as vLLM spells them.
     media_io_kwargs: MediaReading | None = None
     mm_processor_kwargs: Processing | None = None
+    prediction: Prediction | None = None
     # Known, not served yet.
     modalities: list[Annotated[str, words("text")]] | None = None
     audio: Annotated[Any, UNSERVED] = None
-    prediction: Annotated[Any, UNSERVED] = None
     web_search_options: Annotated[Any, UNSERVED] = None
 
 
@@ -305,7 +327,9 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
 def _refuse_unserved_chat(request: ChatRequest) -> None:
     if request.modalities and request.modalities != ["text"]:
         raise Unsupported("Only the modality 'text' is supported.", "modalities")
-    for name in ("audio", "prediction", "web_search_options"):
+    if request.prediction is not None and request.prediction.type != "content":
+        raise Unsupported("Only predictions of the type 'content' are supported.", "prediction.type")
+    for name in ("audio", "web_search_options"):
         # An empty object asks for it too.
         if getattr(request, name) is not None:
             raise Unsupported(f"'{name}' is not supported.", name)

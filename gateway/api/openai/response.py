@@ -20,8 +20,12 @@ class PromptTokens(Struct, frozen=True, omit_defaults=True):
     audio_tokens: int = 0
 
 
-class ReasoningTokens(Struct, frozen=True):
+class CompletionTokens(Struct, frozen=True, omit_defaults=True):
+    """Parts of an answer's tokens, and tokens of the request's prediction that were right or wrong, if it had one."""
+
     reasoning_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class UsageBody(Struct, frozen=True):
@@ -29,7 +33,7 @@ class UsageBody(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokens
-    completion_tokens_details: ReasoningTokens
+    completion_tokens_details: CompletionTokens
 
 
 class TopLogprob(Struct, frozen=True):
@@ -163,7 +167,7 @@ def finish_reason(finish: Finish) -> str:
 
 def sum_usage(usages: Iterable[Usage], choices_per_prompt: int) -> UsageBody:
     """The cost of all sequences, in the order of their choices; a prompt with several choices is counted once."""
-    prompt = cached = completion = reasoning = image = video = audio = 0
+    prompt = cached = completion = reasoning = image = video = audio = accepted = rejected = 0
     for index, usage in enumerate(usages):
         if index % choices_per_prompt == 0:
             prompt += usage.prompt
@@ -173,8 +177,11 @@ def sum_usage(usages: Iterable[Usage], choices_per_prompt: int) -> UsageBody:
             audio += usage.audio_tokens
         completion += usage.completion
         reasoning += usage.reasoning
+        accepted += usage.accepted
+        rejected += usage.predicted - usage.accepted
     parts = PromptTokens(cached, image, video, audio)
-    return UsageBody(prompt, completion, prompt + completion, parts, ReasoningTokens(reasoning))
+    details = CompletionTokens(reasoning, accepted, rejected)
+    return UsageBody(prompt, completion, prompt + completion, parts, details)
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprob]) -> list[ContentLogprob]:

@@ -12,6 +12,7 @@ from msgspec import UNSET
 from gateway.api.common import canonical
 from gateway.api.common.canonical import Call, Content
 from gateway.api.common.constraints import lower_constraint
+from gateway.api.common.drafts import most_drafted
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.lowering import derive_seed, template_kwargs
 from gateway.api.responses.request import CountRequest, Item, Part, ResponsesRequest, TextFormat
@@ -121,6 +122,7 @@ def lower_responses(
         want_progress=True,
         thinking_budget=thinking.budget,
         constraint=_constraint(request),
+        most_drafted=most_drafted(request.speculate),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.api.openai.response import ContentLogprob, ReasoningTokens
+from gateway.api.openai.response import ContentLogprob
 from gateway.api.responses.request import Item as InputItem
 from gateway.errors import ApiError
 from protocol.messages import Usage
@@ -78,6 +78,10 @@ class InputDetails(Struct, frozen=True):
     def of(cls, usage: Usage) -> "InputDetails":
         media = (usage.image_tokens, usage.video_tokens, usage.audio_tokens)
         return cls(usage.cached, 0, *(count or UNSET for count in media))
+
+
+class ReasoningTokens(Struct, frozen=True):
+    reasoning_tokens: int
 
 
 class UsageBody(Struct, frozen=True):

@@ -9,10 +9,15 @@ from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
 from gateway.telemetry.vllm_names import NAMES
 from protocol.messages import Delta, Pong, Step, Usage
-from protocol.stats import Stats
+from protocol.stats import Drafted, Stats
 from tests.gateway.harness import chat, running
 
-STATS = Stats(2, 3, 1, 500, 10, 20, 30, 40, 50)
+STATS = Stats(
+    *(2, 3, 1, 500, 10, 20, 30, 40, 50),
+    drafted=(Drafted("lookup", 4, 9, 7, (4, 3)),),
+    draft_width=4,
+    draft_gain=1.5,
+)
 
 
 def values(metrics: Metrics) -> dict[str, float]:
@@ -101,6 +106,18 @@ def test_a_worker_that_is_gone_runs_nothing() -> None:
     metrics.state("m", State.BACKOFF)
 
     assert values(metrics)["mlxd_num_requests_running{model=m}"] == 0
+
+
+def test_drafts_are_told_by_source_and_place() -> None:
+    metrics = Metrics()
+    metrics.pong("m", Pong(1, 1, STATS))
+    found = values(metrics)
+
+    assert found["mlxd_spec_decode_num_drafts_total{model=m,source=lookup}"] == 4
+    assert found["mlxd_spec_decode_num_draft_tokens_total{model=m,source=lookup}"] == 9
+    assert found["mlxd_spec_decode_num_accepted_tokens_total{model=m,source=lookup}"] == 7
+    assert found["mlxd_spec_decode_num_accepted_tokens_per_pos_total{model=m,position=1,source=lookup}"] == 3
+    assert (found["mlxd_spec_width{model=m}"], found["mlxd_spec_gain_ratio{model=m}"]) == (4, 1.5)
 
 
 def test_a_finished_sequence_is_booked() -> None:

@@ -197,7 +197,7 @@ def test_bad_values_name_their_parameter(fields: dict[str, Any], param: str) -> 
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"prediction": {"type": "content"}}, "prediction"),
+        ({"prediction": {"type": "diff", "content": "a"}}, "prediction.type"),
         ({"web_search_options": {}}, "web_search_options"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "messages[0].tool_calls[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "messages[0].content[0]"),

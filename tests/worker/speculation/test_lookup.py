@@ -1,0 +1,96 @@
+"""Drafts are what followed the longest match of a row's newest tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.speculation.lookup import HISTORY_SALTS, HISTORY_TOKENS, History, Lookup, Source
+
+NOTHING = np.empty(0, dtype=np.int32)
+
+
+def lookup(tokens: list[int], prediction: tuple[int, ...] = ()) -> Lookup:
+    return Lookup(np.array(tokens, dtype=np.int32), prediction)
+
+
+def drafted(row: Lookup, most: int = 16, history: np.ndarray = NOTHING) -> list[int]:
+    guess = row.guess(most, history)
+    return guess.tokens if guess is not None else []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "draft"),
+    [
+        ([1, 2, 3, 4, 5, 6, 9, 1, 2, 3], [4, 5, 6]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5], [6, 7, 8, 9, 1]),
+        ([1, 2, 3, 7, 5, 1, 2, 3, 8, 6, 1, 2, 3], [8, 6, 1]),  # the newest of two that match as long
+        ([9, 1, 2, 3, 8, 0, 1, 2, 3, 7, 9, 1, 2, 3], [8, 0, 1, 2]),  # the longest
+        ([5, 6, 5, 6, 5, 6, 5], [6, 5, 6, 5, 6]),  # a copy that runs into itself
+        ([1, 2, 3, 4, 5, 6, 7], []),
+        ([1, 2, 9, 1, 2], []),
+        ([1, 2], []),
+    ],
+)
+def test_a_draft_is_what_followed_the_longest_match(tokens: list[int], draft: list[int]) -> None:
+    assert drafted(lookup(tokens)) == draft
+
+
+def test_a_draft_is_no_longer_than_asked_for_or_than_its_match() -> None:
+    text = list(range(40))
+    assert drafted(lookup([*text, 100, *text[:20]])) == text[20:36]
+    assert drafted(lookup([*text, 100, *text[:20]]), most=2) == [20, 21]
+    assert drafted(lookup([*text, 100, *text[:4]])) == [4, 5, 6, 7]
+
+
+def test_text_that_was_added_is_found_and_a_token_taken_back_is_not() -> None:
+    row = lookup([1, 2, 3, 4])
+    row.extend([9, 1, 2])
+    row.extend([3])
+    assert drafted(row) == [4, 9, 1, 2][:3]
+    row.shorten()
+    assert drafted(row) == []
+    assert row.text.tolist() == [1, 2, 3, 4, 9, 1, 2]
+
+
+def test_a_prediction_is_looked_up_and_never_a_part_of_the_text() -> None:
+    row = lookup([7, 8, 20, 21, 22], prediction=(20, 21, 22, 23, 24))
+    guess = row.guess(8, NOTHING)
+    assert guess is not None
+    assert (guess.tokens, guess.source) == ([23, 24], Source.PREDICTION), "not beyond its end"
+    assert row.text.tolist() == [7, 8, 20, 21, 22]
+
+
+def test_outputs_before_are_found_by_rows_of_their_salt_alone() -> None:
+    history = History()
+    history.add("ours", np.array([1, 2, 3, 4, 5, 6], dtype=np.int32), 4)
+    row = lookup([9, 9, 1, 2, 3])
+    guess = row.guess(8, history.of("ours"))
+    assert guess is not None
+    assert (guess.tokens, guess.source) == ([4, 5, 6], Source.HISTORY)
+    assert drafted(row, history=history.of("theirs")) == []
+
+
+def test_history_is_bounded_in_tokens_and_salts() -> None:
+    history = History()
+    for salt in range(HISTORY_SALTS + 3):
+        history.add(str(salt), np.arange(100, dtype=np.int32), 50)
+    assert len(history.of("0")) == 0
+    assert len(history.of(str(HISTORY_SALTS + 2))) == 59
+    for _ in range(50):
+        history.add("long", np.arange(2000, dtype=np.int32), 1500)
+    assert len(history.of("long")) == HISTORY_TOKENS
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, 20))
+def test_any_draft_follows_a_match_of_its_length_at_least(tokens: list[int], most: int) -> None:
+    guess = lookup(tokens).guess(most, NOTHING)
+    if guess is None:
+        return
+    assert 0 < len(guess.tokens) <= min(most, guess.match)
+    tail = tokens[-guess.match :]
+    begins = [at for at in range(len(tokens) - guess.match) if tokens[at : at + guess.match] == tail]
+    assert any(
+        all(token == (tokens[at + guess.match :] * 60)[step] for step, token in enumerate(guess.tokens))
+        for at in begins
+    )

@@ -1,0 +1,95 @@
+"""The speculator drafts where it pays, and learns which drafts are right."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from worker.speculation.drafter import Drafting
+from worker.speculation.lookup import Source
+from worker.speculation.speculator import Speculator
+
+TEXT = list(range(20, 60))
+
+
+def followed(prompt: Sequence[int], drafting: Drafting | None = None, seconds: float = 0.01) -> Speculator:
+    """One row, and a device whose plain step takes so long."""
+    speculator = Speculator()
+    speculator.add(1, np.array(prompt, dtype=np.int32), drafting or Drafting())
+    speculator.timed(1, 1, seconds)
+    return speculator
+
+
+def generate(speculator: Speculator, text: Sequence[int], cost: float = 0.01) -> int:
+    """Let the row generate `text`; returns the steps that it took, each of `cost` seconds times its width."""
+    steps, at = 0, 0
+    while at < len(text):
+        steps += 1
+        draft: list[int] = []
+        if speculator.is_ready([1], [len(text) - at - 1]):
+            draft = speculator.drafts([1], [text[at]], [len(text) - at - 1])[0]
+        right = next((n for n, token in enumerate(draft) if token != text[at + 1 + n]), len(draft))
+        if draft:
+            speculator.verified([1], [draft], [right])
+        speculator.note(1, text[at : at + 1 + right])
+        speculator.timed(1, 1 + len(draft), 0.01 + cost * len(draft))
+        at += 1 + right
+    return steps
+
+
+def test_a_copy_takes_a_few_steps_where_width_is_free() -> None:
+    assert generate(followed(TEXT), TEXT, cost=0.0) < len(TEXT) / 3
+
+
+def test_a_copy_takes_almost_a_step_a_token_where_width_costs_as_much() -> None:
+    assert generate(followed(TEXT * 4), TEXT * 4, cost=0.01) > len(TEXT) * 3
+
+
+def test_the_tokens_that_were_right_are_counted_by_source_and_place() -> None:
+    speculator = followed(TEXT)
+    generate(speculator, TEXT, cost=0.0)
+    counts = speculator.counts[Source.LOOKUP]
+    assert counts.accepted == counts.tokens > len(TEXT) / 2
+    assert counts.by_position[0] == counts.drafts
+    assert sum(counts.by_position) == counts.accepted
+    assert speculator.gain > 1
+
+
+def test_a_prediction_is_told_apart() -> None:
+    speculator = followed([1, 2, 3], Drafting(prediction=tuple(TEXT)))
+    generate(speculator, [*TEXT[:30], 7], cost=0.0)
+    drafted, accepted = speculator.spent(1)
+    assert 15 < accepted <= drafted
+    assert speculator.spent(1) == (0, 0), "since it was asked last"
+
+
+@pytest.mark.parametrize(("most", "longest"), [(0, 0), (2, 2)])
+def test_a_request_bounds_its_drafts(most: int, longest: int) -> None:
+    speculator = followed(TEXT, Drafting(most=most))
+    generate(speculator, TEXT, cost=0.0)
+    assert [bool(count) for count in speculator.counts[Source.LOOKUP].by_position[:4]] == [
+        at < longest for at in range(4)
+    ]
+
+
+def test_an_answer_is_a_draft_for_the_next_one_of_its_salt() -> None:
+    speculator = followed([1, 2, 3, 4, 5], Drafting(salt="ours"))
+    generate(speculator, TEXT, cost=0.0)
+    assert not speculator.counts[Source.HISTORY].tokens
+    speculator.discard(1)
+    for salt, is_found in (("theirs", False), ("ours", True)):
+        speculator.add(1, np.array([9, 9, 3, 4, 5], dtype=np.int32), Drafting(salt=salt))
+        before = speculator.counts[Source.HISTORY].accepted
+        generate(speculator, TEXT, cost=0.0)
+        assert (speculator.counts[Source.HISTORY].accepted > before) is is_found
+        speculator._rows.clear()  # pyright: ignore[reportPrivateUsage]
+
+
+def test_drafts_that_are_wrong_become_few() -> None:
+    speculator = followed(TEXT)
+    wrong = [token for at in range(60) for token in (*TEXT[3:9], 100 + at)]
+    first = generate(speculator, wrong[:70], cost=0.004)
+    assert first <= 70
+    drafted = speculator.counts[Source.LOOKUP].tokens
+    generate(speculator, [token for at in range(60) for token in (TEXT[3 + at % 5], TEXT[9], 200 + at)], cost=0.004)
+    assert speculator.counts[Source.LOOKUP].tokens - drafted < 60

@@ -1,0 +1,95 @@
+"""Costs of steps by their width, measured, and the width that pays."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+# Tokens of a row in one forward pass; 1 is a step without drafts.
+WIDTHS: Final = (1, 2, 4, 8, 16)
+# Leave the plain step only for so much more.
+_MARGIN: Final = 1.05
+# Twice the width is hoped to cost so much more before it was tried, where the doublings before it do not say more …
+_HOPE: Final = 1.25
+# … which is done only where drafts promise so many tokens beyond one a row.
+_PROMISE: Final = 1.0
+# Times follow what gets quicker at once and what gets slower slowly: the first of a width may have compiled kernels.
+_QUICKER: Final = 0.5
+_SLOWER: Final = 0.2
+# A width that was not run for so many steps is forgotten, as its time was another context's; sooner if it was run only
+# a few times, as that may have been an accident.
+_MEMORY: Final = 512
+_MEMORY_OF_ONE: Final = 128
+
+
+class StepCosts:
+    """Seconds of a step by its number of rows, to the nearest power of two, and its width."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[int, int], float] = {}
+        # The newest step of each width, and how many there were.
+        self._used: dict[tuple[int, int], tuple[int, int]] = {}
+        self._steps = 0
+
+    def observe(self, rows: int, width: int, seconds: float) -> None:
+        key = _bucket(rows), _width(width)
+        old = self._times.get(key)
+        rate = 0.0 if old is None else _QUICKER if seconds < old else _SLOWER
+        self._times[key] = seconds if old is None else old + rate * (seconds - old)
+        self._steps += 1
+        self._used[key] = self._steps, self._used.get(key, (0, 0))[1] + 1
+        for stale in [each for each in self._used if each[1] > 1 and self._is_stale(each)]:
+            del self._times[stale], self._used[stale]
+
+    def _is_stale(self, key: tuple[int, int]) -> bool:
+        newest, count = self._used[key]
+        return self._steps - newest > min(_MEMORY, _MEMORY_OF_ONE * count)
+
+    def known(self, rows: int, width: int) -> float | None:
+        return self._times.get((_bucket(rows), width))
+
+    def predict(self, rows: int, width: int) -> float | None:
+        """From the widest step that is known up to this width; None without a plain one.
+
+        What the second token costs says nothing of more: kernels for one token differ. The next doublings do.
+        """
+        if self.known(rows, 1) is None:
+            return None
+        at = next(at for at in range(WIDTHS.index(width), -1, -1) if self.known(rows, WIDTHS[at]) is not None)
+        seconds = self._times[_bucket(rows), WIDTHS[at]]
+        before = self.known(rows, WIDTHS[at - 1]) if at > 1 else None
+        growth = max(_HOPE, seconds / before) if before is not None else _HOPE
+        return seconds * growth ** math.log2(width / WIDTHS[at])
+
+    def may_pay(self, rows: int) -> bool:
+        """Whether there is a width that would pay if each draft were right to its end."""
+        plain = self.predict(rows, 1)
+        if plain is None:
+            return False
+        return any((self.predict(rows, width) or math.inf) * _MARGIN < plain * width for width in WIDTHS[1:])
+
+    def width(self, rows: int, odds: Sequence[Sequence[float]]) -> int:
+        """The width with the most tokens a second. `odds[i][j]` is the chance that draft token j of row i counts."""
+        plain = self.predict(rows, 1)
+        if plain is None:
+            return 1
+        best, best_rate = 1, _MARGIN * rows / plain
+        is_promising = sum(map(sum, odds)) >= _PROMISE
+        for narrower, width in pairwise(WIDTHS):
+            # One that was not measured is tried behind the one before it.
+            if self.known(rows, width) is None and not (is_promising and self.known(rows, narrower) is not None):
+                continue
+            seconds = self.predict(rows, width)
+            tokens = rows + sum(sum(each[: width - 1]) for each in odds)
+            if seconds is not None and tokens / seconds > best_rate:
+                best, best_rate = width, tokens / seconds
+        return best
+
+
+def _bucket(rows: int) -> int:
+    """The nearest power of two."""
+    return 1 << max(0, round(math.log2(rows)))
+
+
+def _width(width: int) -> int:
+    return next((each for each in WIDTHS if each >= width), WIDTHS[-1])

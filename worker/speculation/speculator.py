@@ -1,0 +1,152 @@
+"""Speculator: drafts from lookup, as wide as it pays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from worker.speculation.costs import WIDTHS, StepCosts
+from worker.speculation.drafter import Drafting, Tokens
+from worker.speculation.lookup import Guess, History, Lookup, Source
+
+# Chance that a token of a draft is right, before anything was seen …
+_PRIOR: Final = 0.8
+# … and how much each one that was verified says, of all rows and of its own.
+_LEARN: Final = 0.02
+_LEARN_ROW: Final = 0.15
+# A row whose drafts were wrong is believed again, little by little, as it finds more.
+_FORGIVE: Final = 0.02
+# Matches of these lengths and up are as likely as each other.
+_MATCHES: Final = (3, 5, 9, 17)
+_SMOOTHING: Final = 0.1
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of one source, since the start."""
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    # Drafts of which the token at this place was accepted.
+    by_position: list[int] = field(default_factory=lambda: [0] * (WIDTHS[-1] - 1))
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A row, with the share of its drafted tokens that were right; `drafted` and `accepted` are of its prediction."""
+
+    lookup: Lookup
+    drafting: Drafting
+    begin: int
+    rate: float = _PRIOR
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Speculator:
+    """Drafter of a model: all batches of an engine, one after the other, learn from each other's steps."""
+
+    widest = WIDTHS[-1]
+
+    def __init__(self) -> None:
+        self.costs = StepCosts()
+        self.counts = {source: Counts() for source in Source}
+        # Width of the newest step, and tokens a second of blocks ÷ of plain steps.
+        self.width = 1
+        self.gain = 0.0
+        self._history = History()
+        self._rows: dict[int, _Followed] = {}
+        self._rates: dict[tuple[Source, int], float] = {}
+        # Of the newest block.
+        self._guesses: list[Guess | None] = []
+        self._tokens = 0
+
+    def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
+        if drafting.most > 0:
+            self._rows[uid] = _Followed(Lookup(tokens, drafting.prediction), drafting, len(tokens))
+
+    def discard(self, uid: int) -> None:
+        row = self._rows.pop(uid, None)
+        if row is not None:
+            text = row.lookup.text
+            self._history.add(row.drafting.salt, text, len(text) - row.begin)
+
+    def note(self, uid: int, tokens: Sequence[int]) -> None:
+        row = self._rows.get(uid)
+        if row is not None:
+            row.lookup.extend(tokens)
+
+    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
+        if not self._rows or not self.costs.may_pay(len(uids)):
+            return False
+        odds: list[list[float]] = []
+        for uid, limit in zip(uids, most, strict=True):
+            row = self._rows.get(uid) if limit > 0 else None
+            # One more: the newest token is not known yet, and is the first that this guesses.
+            guess = self._guess(row, min(limit, row.drafting.most) + 1) if row is not None else None
+            if row is not None and guess is not None:
+                row.rate += _FORGIVE * (_PRIOR - row.rate)
+                odds.append(self._odds(row, guess)[1:])
+        return bool(odds) and self.costs.width(len(uids), odds) > 1
+
+    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+        self._guesses, odds = [], list[list[float]]()
+        for uid, token, limit in zip(uids, newest, most, strict=True):
+            row, guess = self._rows.get(uid), None
+            if row is not None and limit > 0:
+                row.lookup.extend((token,))
+                guess = self._guess(row, min(limit, row.drafting.most, self.widest - 1))
+                row.lookup.shorten()
+                if guess is not None:
+                    odds.append(self._odds(row, guess))
+            self._guesses.append(guess)
+        width = self.costs.width(len(uids), odds) if odds else 1
+        return [guess.tokens[: width - 1] if guess is not None else [] for guess in self._guesses]
+
+    def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+        self._tokens = len(uids) + sum(accepted)
+        for uid, guess, draft, right in zip(uids, self._guesses, drafts, accepted, strict=True):
+            row = self._rows.get(uid)
+            if row is None or guess is None or not draft:
+                continue
+            counts, key = self.counts[guess.source], _kind(guess)
+            counts.drafts += 1
+            counts.tokens += len(draft)
+            counts.accepted += right
+            if guess.source is Source.PREDICTION:
+                row.drafted += len(draft)
+                row.accepted += right
+            for at in range(right):
+                counts.by_position[at] += 1
+            rate = self._rates.get(key, _PRIOR)
+            for is_right in [1.0] * right + [0.0] * (right < len(draft)):
+                rate += _LEARN * (is_right - rate)
+                row.rate += _LEARN_ROW * (is_right - row.rate)
+            self._rates[key] = rate
+
+    def timed(self, rows: int, width: int, seconds: float) -> None:
+        self.costs.observe(rows, width, seconds)
+        self.width = width
+        plain = self.costs.known(rows, 1)
+        if width > 1 and plain is not None and seconds > 0:
+            gain = plain * self._tokens / rows / seconds
+            self.gain = gain if self.gain == 0 else self.gain + _SMOOTHING * (gain - self.gain)
+
+    def spent(self, uid: int) -> tuple[int, int]:
+        row = self._rows.get(uid)
+        if row is None:
+            return 0, 0
+        spent, row.drafted, row.accepted = (row.drafted, row.accepted), 0, 0
+        return spent
+
+    def _guess(self, row: _Followed, most: int) -> Guess | None:
+        return row.lookup.guess(most, self._history.of(row.drafting.salt))
+
+    def _odds(self, row: _Followed, guess: Guess) -> list[float]:
+        """The chance of each token of a draft, all before it included, by its kind and by the row's own luck."""
+        rate = (self._rates.get(_kind(guess), _PRIOR) + row.rate) / 2
+        return [rate ** (at + 1) for at in range(len(guess.tokens))]
+
+
+def _kind(guess: Guess) -> tuple[Source, int]:
+    return guess.source, max(least for least in _MATCHES if guess.match >= least)
