@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from protocol.codec import encode
 from protocol.failures import Code, Exit
@@ -33,6 +34,7 @@ from protocol.messages import (
     Hello,
     Kind,
     Loading,
+    Media,
     Ping,
     Pong,
     Ready,
@@ -51,6 +53,7 @@ from protocol.messages import (
 from protocol.sockets import addresses
 from protocol.spec import WorkerSpec
 from tests.support.models import VOCAB
+from tests.support.pictures import encoded, halves
 from tests.support.process import ROOT, TIMEOUT_S, Gateway, start
 from worker.main import Process
 
@@ -122,6 +125,30 @@ def test_a_request_is_accepted_streamed_and_ended(gateway: Gateway) -> None:
     assert deltas[-1].usage is not None
     assert deltas[-1].usage.prompt == accepted.prompt_tokens
     assert sum(len(delta.token_ids) for delta in deltas) == 12
+
+
+def test_a_worker_says_which_media_it_takes_and_counts_and_refuses_them_by_its_specification(run_dir: Path) -> None:
+    with Gateway(run_dir, "demo-vision", media_count=1) as gateway:
+        ready = gateway.ready()
+        assert ready.modalities == ("image", "video")
+        assert ready.media is not None
+        assert ready.media.tower_bytes > 1 << 20
+        assert (ready.media.image_tokens, ready.media.max_pixels, ready.media.reason) == (64, 128 * 128, "")
+
+        image = Media("image", b"1" * 32, encoded(halves(96, 64)), {}, "input[0]")
+        shown = [{"type": "image", "media": 0}, {"type": "text", "text": "What is it?"}]
+        prompt = ChatPrompt([{"role": "user", "content": shown}], media=(image,))
+        gateway.send(Generate(next(rids), prompt, ENDLESS, max_tokens=2))
+        accepted = gateway.expect(Accepted)
+        usage = deltas_until_end(gateway, accepted.rid)[-1].usage
+        assert usage is not None
+        assert (usage.prompt, usage.image_tokens) == (accepted.prompt_tokens, 24)
+        gateway.send(Tokenize(next(rids), prompt))
+        assert gateway.expect(Tokenized).count == accepted.prompt_tokens
+
+        gateway.send(Generate(next(rids), structs.replace(prompt, media=(image, image)), ENDLESS))
+        failure = gateway.expect(Rejected).failure
+        assert (failure.code, failure.param) == (Code.TOO_MANY_MEDIA, "input[0]")
 
 
 def test_the_log_level_changes_without_a_restart(gateway: Gateway) -> None:
