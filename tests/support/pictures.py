@@ -29,3 +29,9 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     file = BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def spoiled(data: bytes) -> bytes:
+    """A file that is whole by its header and its end, and cannot be decoded."""
+    middle = len(data) // 2
+    return data[:middle] + bytes(byte ^ 0xFF for byte in data[middle : middle + 16]) + data[middle + 16 :]

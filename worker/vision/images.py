@@ -2,6 +2,7 @@
 
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Final
@@ -96,6 +97,8 @@ def read_header(data: bytes, limits: Limits, param: str = "") -> ImageHeader:
         raise refused(f"The image is too large: {error}", param, Code.IMAGE_TOO_LARGE) from error
     except _BROKEN as error:
         raise refused(f"The {kind} image is broken: {_reason(error)}", param) from error
+    if not _is_whole(kind, data):
+        raise refused(f"The {kind} image is truncated.", param)
     if width * height > limits.pixels:
         message = f"The image has {width} × {height} pixels; at most {limits.pixels} are taken."
         raise refused(message, param, Code.IMAGE_TOO_LARGE)
@@ -152,17 +155,35 @@ def _orientation(image: Image.Image, kind: str, data: bytes) -> int:
     return value if isinstance(value, int) and value in _TURNS else 1
 
 
+def _is_whole(kind: str, data: bytes) -> bool:
+    """Whether a file ends where its format says, of formats that say so; what else is broken shows in decoding."""
+    match kind:
+        case "PNG":
+            names = [name for name, _ in _chunks(data)]
+            return b"IEND" in names or len(names) == _MOST_CHUNKS
+        case "JPEG":
+            return data.rfind(b"\xff\xd9") > data.find(b"\xff\xda")
+        case _:
+            return True
+
+
 def _png_exif(data: bytes) -> bytes:
     """EXIF data of a PNG, wherever in the file their chunk stands."""
+    return next((b"Exif\x00\x00" + body for name, body in _chunks(data) if name == b"eXIf"), b"")
+
+
+def _chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Names and contents of the chunks of a PNG that are there in full."""
     at = 8
     for _ in range(_MOST_CHUNKS):
-        if at + 8 > len(data):
-            break
+        if at + 12 > len(data):
+            return
         length, name = struct.unpack_from(">I4s", data, at)
-        if name == b"eXIf":
-            return b"Exif\x00\x00" + data[at + 8 : at + 8 + length]
+        if at + 12 + length > len(data):
+            return
+        # Contents are copied for names that someone asks for only.
+        yield name, data[at + 8 : at + 8 + length] if name == b"eXIf" else b""
         at += length + 12
-    return b""
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -12,7 +12,7 @@ from PIL import Image
 from protocol.failures import Code
 from protocol.messages import ChatPrompt, Generate, Media, Sampling
 from tests.support.engine import EngineHarness, Result, spec
-from tests.support.pictures import BLUE, RED, encoded, shape
+from tests.support.pictures import BLUE, RED, encoded, shape, spoiled
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +86,8 @@ def test_a_picture_in_the_result_of_a_tool_is_seen(engine: EngineHarness) -> Non
     assert "square" in result.text
 
 
-def test_a_file_that_breaks_off_fails_alone_and_names_its_part(engine: EngineHarness) -> None:
-    whole = encoded(shape("circle", RED), "JPEG")
-    broken = media("image", whole[: len(whole) // 2])
+def test_a_file_that_cannot_be_decoded_fails_alone_and_names_its_part(engine: EngineHarness) -> None:
+    broken = media("image", spoiled(encoded(Image.effect_noise((64, 64), 90))))
     failed, answered = engine.run(
         [question(41, "What is it?", broken), question(42, "What color is the shape?", picture("square", BLUE))]
     )

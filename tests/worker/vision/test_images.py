@@ -158,7 +158,16 @@ def test_a_truncated_file_is_refused_and_not_shown_in_part(kind: str) -> None:
 
     code, message, _ = refusal(lambda: shown(data[: len(data) * 2 // 3]))
     assert code is Code.INVALID_IMAGE
-    assert "broken" in message
+    assert "broken" in message or "truncated" in message
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_a_truncated_file_is_refused_by_its_end_before_it_is_decoded(kind: str) -> None:
+    data = encoded(Image.effect_noise((64, 48), 90).convert("RGB"), kind)
+
+    assert read_header(data + b"\0" * 7, LIMITS).format == kind
+    message = refusal(lambda: read_header(data[: len(data) * 2 // 3], LIMITS))[1]
+    assert "truncated" in message or "broken" in message
 
 
 def test_empty_and_large_files_are_refused_by_their_bytes() -> None:
