@@ -43,7 +43,8 @@ def build_editable(folder, settings=None, metadata=None):
 """
 
 
-def old_python() -> Path | None:
+@pytest.fixture(scope="module")
+def old_python() -> Path:
     """A real interpreter before 3.11, as a Mac's 3.9 is, with its pip."""
     folders = [*map(Path, os.get_exec_path()), *sorted(Path.home().glob(".pyenv/versions/*/bin"))]
     names = [folder / name for name in ("python3.9", "python3.10") for folder in folders]
@@ -52,11 +53,7 @@ def old_python() -> Path | None:
             command = [path, "-c", "import pip, sys; sys.exit(sys.version_info >= (3, 11))"]
             if subprocess.run(command, capture_output=True).returncode == 0:
                 return path
-    return None
-
-
-OLD = old_python()
-pytestmark = pytest.mark.skipif(OLD is None, reason="there is no interpreter before 3.11 with pip on this machine")
+    pytest.skip("there is no interpreter before 3.11 with pip on this machine")
 
 
 @pytest.fixture
@@ -90,12 +87,11 @@ Setup = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def setup(tmp_path: Path, checkout: Path) -> Setup:
+def setup(tmp_path: Path, checkout: Path, old_python: Path) -> Setup:
     """`setup.sh` with an old python3 first on the path, and no uv on it."""
     bin = tmp_path / "bin"
     bin.mkdir()
-    assert OLD is not None
-    (bin / "python3").symlink_to(OLD)
+    (bin / "python3").symlink_to(old_python)
     # A folder of the newer one, without its other programs.
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / "python3.11").symlink_to(Path(sys.executable).resolve())
