@@ -1,5 +1,6 @@
 """Audio clips as mono samples at a model's rate: WAV by the standard library, other formats by PyAV."""
 
+import struct
 import wave
 from io import BytesIO
 from typing import Any, Final
@@ -14,6 +15,10 @@ from worker.vision.images import refused
 
 Samples = npt.NDArray[np.float32]
 
+# What the standard library raises on files that are.
+_BROKEN: Final = (wave.Error, EOFError, RuntimeError, struct.error, ValueError)
+# Bytes of a sample.
+_WIDEST: Final = 4
 _WAV_INSTEAD: Final = "WAV files with 8, 16, 24 or 32 bits need nothing."
 
 
@@ -33,14 +38,18 @@ def _read_wav(media: Media, rate: int, most_s: float) -> Samples | None:
     try:
         with wave.open(BytesIO(media.data)) as file:
             own, width, channels = file.getframerate(), file.getsampwidth(), file.getnchannels()
+            if width > _WIDEST or not channels:
+                message = (
+                    f"The WAV file has {8 * width} bits and {channels} channels; up to {8 * _WIDEST} bits are taken."
+                )
+                raise refused(message, media.param, Code.INVALID_AUDIO)
             _check_length(file.getnframes() / max(own, 1), most_s, media.param)
             raw = file.readframes(file.getnframes())
-    except wave.Error as error:
+    except _BROKEN as error:
         if "unknown format" in str(error):
             return None
-        raise refused(f"The WAV file is broken: {error}", media.param, Code.INVALID_AUDIO) from error
-    except EOFError as error:
-        raise refused("The WAV file is broken: it ends too early.", media.param, Code.INVALID_AUDIO) from error
+        reason = str(error) or "its parts do not fit together"
+        raise refused(f"The WAV file is broken: {reason}.", media.param, Code.INVALID_AUDIO) from error
     whole = len(raw) - len(raw) % (width * channels)
     if own < 1 or not whole:
         return np.zeros(0, dtype=np.float32)

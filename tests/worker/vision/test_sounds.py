@@ -1,6 +1,7 @@
 """Audio: WAV files of every width by the standard library, mono at the model's rate, and others by PyAV."""
 
 import io
+import random
 import struct
 import wave
 
@@ -10,6 +11,7 @@ import pytest
 
 from protocol.failures import Code
 from protocol.messages import Media
+from tests.support.scale import scaled
 from worker.errors import RequestInvalid
 from worker.vision import clips
 from worker.vision.sounds import read_audio, resampled
@@ -95,6 +97,21 @@ def test_other_formats_name_the_extra_where_it_is_missing(monkeypatch: pytest.Mo
 
     assert code is Code.UNSUPPORTED_MODALITY
     assert "mlxd[media]" in message
+
+
+def test_crafted_files_are_refused_and_raise_nothing_else() -> None:
+    draw = random.Random(5)
+    whole = wav(tone(RATE, 0.02), RATE)
+    for _ in range(scaled(20_000, 2000)):
+        data = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            data[draw.randrange(12, 48)] = draw.choice((0, 1, 2, 5, 6, 40, 255, draw.randrange(256)))
+        try:
+            samples = read_audio(media(bytes(data)), RATE, 30.0)
+        except RequestInvalid:
+            continue
+        assert samples.dtype == np.float32
+        assert 0 < len(samples) <= 30 * RATE
 
 
 def test_a_compressed_file_is_read_by_pyav() -> None:
