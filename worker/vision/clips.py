@@ -209,6 +209,8 @@ class _Container:
 def _stream(container: Any, param: str) -> Any:
     if not container.streams.video:
         raise refused("The file holds no video.", param, Code.INVALID_VIDEO)
+    if container.streams.video[0].codec_context is None:
+        raise refused("The video's coding is not known.", param, Code.INVALID_VIDEO)
     return container.streams.video[0]
 
 

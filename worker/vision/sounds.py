@@ -85,8 +85,8 @@ def _read_file(media: Media, rate: int, most_s: float) -> Samples:
     count = 0
     try:
         with open_file(av, media.data) as container:
-            if not container.streams.audio:
-                raise refused("The file holds no sound.", media.param, Code.INVALID_AUDIO)
+            if not container.streams.audio or container.streams.audio[0].codec_context is None:
+                raise refused("The file holds no sound whose coding is known.", media.param, Code.INVALID_AUDIO)
             resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
             for frame in container.decode(container.streams.audio[0]):
                 for piece in resampler.resample(frame):

@@ -1,6 +1,7 @@
 """Clips: lists of frames and files, sampled over their length."""
 
 import io
+import random
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from PIL import Image
 
 from protocol.failures import Code
 from protocol.messages import Media
+from tests.support.scale import scaled
 from worker.errors import RequestInvalid
 from worker.vision import clips
 from worker.vision.clips import Sampling, open_clip
@@ -93,6 +95,22 @@ def test_a_file_that_breaks_off_is_refused_and_so_is_one_without_frames() -> Non
         with pytest.raises(RequestInvalid) as caught:
             open_clip(Media("video", b"", broken, {}), LIMITS)
         assert caught.value.failure.code is Code.INVALID_VIDEO
+
+
+def test_crafted_files_are_refused_and_raise_nothing_else() -> None:
+    whole = film(6)
+    draw = random.Random(1)
+    for _ in range(scaled(2000, 80)):
+        data = bytearray(whole)
+        for _ in range(draw.randint(1, 8)):
+            data[draw.randrange(max(0, len(data) - 1200), len(data))] = draw.randrange(256)
+        try:
+            clip = open_clip(Media("video", b"", bytes(data), {}), LIMITS)
+            frames = clip.frames([0, min(clip.count - 1, 5)])
+        except RequestInvalid as error:
+            assert error.failure.code in (Code.INVALID_VIDEO, Code.IMAGE_TOO_LARGE)  # noqa: PT017
+        else:
+            assert {frame.size for frame in frames} == {(clip.width, clip.height)}
 
 
 def test_a_list_of_other_files_is_refused_and_opens_none(tmp_path: Path) -> None:
