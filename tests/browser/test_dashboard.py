@@ -188,3 +188,13 @@ def test_memory_and_charts_are_drawn_at_once(owned: DaemonProcess, visiting: Vis
     assert page.locator(".memory-bar").count() == 1
     assert page.locator(".chart canvas").count() == 4
     page.wait_for_function("() => /ready/.test(document.querySelector('.status').textContent)")
+
+
+def test_the_settings_of_a_client_name_this_address(owned: DaemonProcess, visiting: Visiting) -> None:
+    visit = opened(visiting(owned), owned, "settings")
+    page = visit.page
+    page.wait_for_selector(f"pre:has-text('{owned.url}')")
+    page.locator(".connect select").first.select_option("codex")
+    page.wait_for_selector("pre:has-text('model_provider')")
+
+    assert "mlxctl connect codex --write" in page.locator("main").inner_text()

@@ -1,20 +1,18 @@
-// Configuration, read-only: shown, checked and reloaded, with what a reload changes; and the address for clients.
+// Configuration, read-only: shown, checked and reloaded, with what a reload changes; and the settings of clients.
 
 import { html, useEffect, useState } from "../vendor/preact.js";
-import { CopyButton } from "../parts/copy.js";
 import { confirmed } from "../parts/dialog.js";
 import { notify } from "../parts/notice.js";
 import { about } from "../server/feed.js";
-import { apiAddress, sentence } from "../server/http.js";
+import { sentence } from "../server/http.js";
 import { refreshModels } from "../server/models.js";
 import { order, sessionJson } from "../server/session.js";
 import { t } from "../strings.js";
 import { duration } from "../text/format.js";
 import { Code } from "../text/code.js";
+import { Connect } from "./connect.js";
 
 /** @typedef {{added: string[], removed: string[], restarted: string[], changed: string[], needs_restart: string[]}} Changes */
-
-const CLIENTS = ["claude", "codex", "opencode", "aider", "pi", "continue"];
 
 export function Settings() {
   const [config, setConfig] = useState(/** @type {{file: string, toml: string} | null} */ (null));
@@ -46,14 +44,12 @@ export function Settings() {
   const now = about.value;
   return html`
     ${now ? html`<section><h2>mlxd ${now.version}</h2><dl class="facts wide-facts"><div><dt>${t.upFor}</dt><dd>${duration(now.uptime_s)}</dd></div><div><dt>${t.address}</dt><dd>${now.url}</dd></div></dl></section>` : null}
-    <section aria-labelledby="clients-title"><h2 id="clients-title">${t.connect}</h2><p class="faint">${t.connectText}</p>
-      <div class="secret"><code>${apiAddress()}</code><${CopyButton} text=${apiAddress} /></div>
-      <p class="faint">${t.connectHow}</p><ul class="commands">${CLIENTS.map((name) => html`<li key=${name}><code>mlxctl connect ${name}</code><${CopyButton} text=${() => `mlxctl connect ${name}`} /></li>`)}</ul></section>
     <section aria-labelledby="config-title"><h2 id="config-title">${t.configuration}<span class="actions"><button type="button" disabled=${isBusy} onClick=${check}>${t.check}</button>
       <button type="button" disabled=${isBusy || checked?.ok === false} onClick=${reload}>${t.reload}</button></span></h2>
       ${config ? html`<p class="faint"><code>${config.file}</code></p>` : null}
       <div aria-live="polite">${checked ? html`<${Checked} checked=${checked} />` : null}</div>
-      ${config ? html`<details><summary>${t.inForce}</summary><${Code} text=${config.toml} language="toml" /></details>` : null}</section>`;
+      ${config ? html`<details><summary>${t.inForce}</summary><${Code} text=${config.toml} language="toml" /></details>` : null}</section>
+    <${Connect} />`;
 }
 
 /** @param {{checked: {ok: boolean, error: string, line: number | null, changes: Changes | null, diff: string}}} props */
