@@ -105,6 +105,12 @@ def test_a_failed_save_is_said_until_one_succeeds(talkative: DaemonProcess, visi
     visit.send(told(["text", "saved"]))
     visit.answered(2)
     page.wait_for_selector(".banner.bad", state="detached")
+    page.reload()
+    page.wait_for_selector(".message.assistant")
+    assert [each.inner_text() for each in page.locator(".message.assistant .markdown").all()] == [
+        "kept on the screen",
+        "saved",
+    ]
 
 
 def test_export_clear_and_import_give_the_same_tree(

@@ -31,18 +31,29 @@ export const branch = computed(() => (open.value === null ? [] : path(open.value
 
 const channel = "BroadcastChannel" in window ? new BroadcastChannel("mlxd") : null;
 
-/** Runs a save; says a failure and keeps what is on the screen. @param {() => Promise<unknown>} work @param {string} [changed] id of a conversation, for other tabs */
-async function saved(work, changed = "") {
-  try {
-    await work();
-    saveFailure.value = "";
-    channel?.postMessage({ changed });
-    return true;
-  } catch (error) {
-    const isFull = error instanceof Error && error.name === "QuotaExceededError";
-    saveFailure.value = isFull ? t.storageFull : t.notSaved(sentence(error));
-    return false;
+/** Saves that failed, the newest of each record: tried again before the next one. @type {Map<string, () => Promise<unknown>>} */
+const failed = new Map();
+
+/**
+ * Runs a save, says a failure until all that failed is saved, and keeps what is on the screen.
+ * @param {string} record what is saved @param {() => Promise<unknown>} work @param {string} [changed] id of a conversation, for other tabs
+ */
+async function saved(record, work, changed = "") {
+  failed.delete(record);
+  let problem = null;
+  for (const [name, each] of [...failed, /** @type {const} */ ([record, work])]) {
+    try {
+      await each();
+      failed.delete(name);
+    } catch (error) {
+      failed.set(name, each);
+      problem = error;
+    }
   }
+  const isFull = problem instanceof Error && problem.name === "QuotaExceededError";
+  saveFailure.value = problem === null ? "" : isFull ? t.storageFull : t.notSaved(sentence(problem));
+  if (!failed.has(record)) channel?.postMessage({ changed });
+  return !failed.has(record);
 }
 
 export async function refreshList() {
@@ -129,7 +140,7 @@ function put(message) {
   if (now?.conversation.id === message.conversation) {
     open.value = { ...now, messages: new Map(now.messages).set(message.id, message) };
   }
-  return saved(() => database.saveMessage({ ...message, saved: Date.now() }), message.conversation);
+  return saved(message.id, () => database.saveMessage({ ...message, saved: Date.now() }), message.conversation);
 }
 
 /** @param {Partial<Conversation>} fields */
@@ -146,21 +157,22 @@ export async function change(fields) {
   }
   const { id } = now.conversation;
   if (!id) return;
-  await saved(() => database.changeConversation(id, fields), id);
+  const whole = { ...now.conversation, ...fields };
+  await saved(`${id}.${Object.keys(fields)}`, () => database.changeConversation(id, fields, whole), id);
   list.value = list.value.map((each) => (each.id === id ? { ...each, ...fields } : each));
 }
 
 /** @param {string} id @param {string} title */
 export async function rename(id, title) {
   if (open.value?.conversation.id === id) return change({ title });
-  await saved(() => database.changeConversation(id, { title }), id);
+  await saved(`${id}.title`, () => database.changeConversation(id, { title }), id);
   return refreshList();
 }
 
 /** @param {string} id */
 export async function remove(id) {
   answers.value.get(id)?.stop();
-  if (await saved(() => database.deleteConversation(id), id)) {
+  if (await saved(id, () => database.deleteConversation(id), id)) {
     list.value = list.value.filter((each) => each.id !== id);
     if (open.value?.conversation.id === id) open.value = blank();
   }
@@ -191,7 +203,7 @@ async function keep(text) {
   const conversation = { ...now.conversation, id: newId(), title, model: now.conversation.model || usualModel(), created: Date.now(), updated: Date.now() };
   open.value = { ...now, conversation };
   list.value = [conversation, ...list.value];
-  await saved(() => database.saveConversation(conversation), conversation.id);
+  await saved(conversation.id, () => database.saveConversation(conversation), conversation.id);
   return conversation.id;
 }
 
@@ -202,7 +214,7 @@ async function keep(text) {
 export async function send(text, files, parent = open.value?.leaf ?? null) {
   const id = await keep(text || (files[0]?.name ?? ""));
   const stored = files.map((file) => ({ ...file, id: newId(), conversation: id }));
-  if (stored.length) await saved(() => database.saveFiles(stored), id);
+  if (stored[0]) await saved(stored[0].id, () => database.saveFiles(stored), id);
   await add(newMessage({ role: "user", parent, text, files: stored.map((file) => file.id) }));
   ask();
   return id;
@@ -294,7 +306,7 @@ export async function removeMessage(message) {
   for (const id of gone) messages.delete(id);
   const leaf = message.parent !== null ? newestLeaf(messages, message.parent) : leafOf(messages, null);
   open.value = { ...now, messages, leaf };
-  await saved(() => database.deleteMessages(gone), now.conversation.id);
+  await saved(`${message.id}.gone`, () => database.deleteMessages(gone), now.conversation.id);
   await change({ leaf });
 }
 

@@ -70,10 +70,13 @@ export async function saveConversation(conversation) {
   await (await database()).put("conversations", conversation);
 }
 
-/** Changes fields of a conversation; those that another tab changed stay. @param {string} id @param {Partial<Conversation>} fields */
-export async function changeConversation(id, fields) {
+/**
+ * Changes fields of a conversation; those that another tab changed stay. One that is not there is made of `whole`, if given.
+ * @param {string} id @param {Partial<Conversation>} fields @param {Conversation} [whole]
+ */
+export async function changeConversation(id, fields, whole) {
   const transaction = (await database()).transaction("conversations", "readwrite");
-  const before = await transaction.store.get(id);
+  const before = (await transaction.store.get(id)) ?? whole;
   if (before) transaction.store.put({ ...before, ...fields });
   await transaction.done;
 }
