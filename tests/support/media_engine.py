@@ -12,6 +12,7 @@ from tests.support.vision_models import MediaPrompt
 from worker.engine.row import Row
 from worker.model.loader import Loaded
 from worker.prompt.intake import Intake
+from worker.speculation.drafter import Drafter
 from worker.verify import Output, Session
 from worker.vision.features import FeatureCache
 
@@ -59,12 +60,17 @@ class MediaSession(Session):
 
 
 def run(
-    loaded: Loaded, spec: WorkerSpec, waves: Sequence[Sequence[MediaRequest]], *, resumes: dict[int, Any] | None = None
+    loaded: Loaded,
+    spec: WorkerSpec,
+    waves: Sequence[Sequence[MediaRequest]],
+    *,
+    resumes: dict[int, Any] | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[list[Output], "MediaSession"]:
     """The newest output of each request, and the session that has made them."""
     prompts = {each.request.rid: each.prompt for wave in waves for each in wave}
     intake: Any = _MediaIntake(Intake(loaded), prompts)
-    session = MediaSession(loaded, intake, spec)
+    session = MediaSession(loaded, intake, spec, drafter)
     outputs = session.run(
         [[replace(each.request, resume=(resumes or {}).get(each.request.rid, ())) for each in wave] for wave in waves]
     )

@@ -18,6 +18,7 @@ from tests.support.scale import scaled
 from tests.support.vision_models import FAMILIES, image, prompt, video
 from worker.engine import kv_budget
 from worker.model.loader import Loaded, load
+from worker.speculation.noisy import NoisyDrafts
 from worker.verify import Output
 from worker.vision.graft import Graft
 
@@ -99,6 +100,15 @@ def test_rows_from_disk_are_as_alone(model: Model, tmp_path: Path) -> None:
     model.check(outputs)
     assert outputs[0].cached > SHARED
     assert session.features.counts.encoded < cold.features.counts.encoded
+
+
+def test_rows_with_drafts_are_as_alone(model: Model) -> None:
+    drafter = NoisyDrafts(model.loaded.vocab_size)
+    for each, alone in zip(model.requests, model.alone, strict=True):
+        drafter.learn([*each.prompt.ids, *alone.ids])
+    outputs, _ = run(model.loaded, SPEC, [model.requests], drafter=drafter)
+    assert drafter.drafted
+    model.check(outputs)
 
 
 def test_resumed_rows_go_on_as_alone(model: Model) -> None:
