@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import pytest
 from gateway.config.settings import ModelConfig
 from tests.clients.install import node_path
 from tests.gateway.harness import Gateway, running
+from tests.support.pictures import RED, encoded, shape
 from tests.support.pool import short_home
 from tests.support.scale import patient
 
 RUN_TIMEOUT_S = patient(120)
+PICTURE = "picture.png"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,20 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 async def workshop(tmp_path: Path) -> AsyncGenerator[Workshop, None]:
+    async with _open(tmp_path, "agentic") as made:
+        yield made
+
+
+@pytest.fixture
+async def gallery(tmp_path: Path) -> AsyncGenerator[Workshop, None]:
+    """A workshop whose model sees, with a picture in its folder."""
+    async with _open(tmp_path, "watchful") as made:
+        (made.folder / PICTURE).write_bytes(encoded(shape("circle", RED)))
+        yield made
+
+
+@asynccontextmanager
+async def _open(tmp_path: Path, worker: str) -> AsyncGenerator[Workshop, None]:
     folder, home = tmp_path / "work", tmp_path / "home"
     folder.mkdir()
     home.mkdir()
@@ -76,5 +93,5 @@ async def workshop(tmp_path: Path) -> AsyncGenerator[Workshop, None]:
     (folder / "proof.txt").write_text(f"{secret}\n")
     models = [ModelConfig(name="m", path="m", aliases=("claude-*", "gpt-*"))]
     with short_home() as run:
-        async with running(run, models=models, worker="agentic") as gateway:
+        async with running(run, models=models, worker=worker) as gateway:
             yield Workshop(gateway, folder, home, secret)
