@@ -198,3 +198,23 @@ def test_the_settings_of_a_client_name_this_address(owned: DaemonProcess, visiti
     page.wait_for_selector("pre:has-text('model_provider')")
 
     assert "mlxctl connect codex --write" in page.locator("main").inner_text()
+
+
+def test_hostile_names_keys_and_errors_are_text(visiting: Visiting) -> None:
+    hostile = "<img src=x onerror=window.hacked=1>"
+    with short_home() as home:
+        (home / "mlxd.toml").write_text(
+            f'[server]\nport = 0\ncapture = 5\n[models."{hostile.replace(" ", "_")}"]\npath = "demo"\naliases = ["a"]\n'
+        )
+        with DaemonProcess(home, "talkative", "--exit-on-load=1", module=SCRIPTED_DAEMON) as daemon:
+            body = {"model": "a", "messages": [{"role": "user", "content": hostile}]}
+            assert daemon.client.post("/v1/chat/completions", json=body).status_code >= 500
+            body["model"] = hostile
+            assert daemon.client.post("/v1/chat/completions", json=body).status_code == 404
+            visit = opened(visiting(daemon), daemon)
+            for name in ("models", "requests", "keys", "logs", "settings", "chat"):
+                visit.page.goto(f"{visit.url}/ui/#/{name}")
+                visit.page.wait_for_selector("main")
+                visit.page.wait_for_timeout(300)
+                assert visit.page.evaluate("window.hacked") is None, name
+                assert visit.page.locator("main img:not([src^='icons/']), main script").count() == 0, name
