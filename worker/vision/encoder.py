@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy.typing as npt
 
+from worker.errors import RequestInvalid
 from worker.vision.features import FeatureCache
 from worker.vision.graft import Features
 from worker.vision.media import Medium
@@ -26,11 +27,17 @@ Pixels = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One medium that rows wait for, on its way to features."""
+    """One medium that rows wait for, on its way to features.
 
-    medium: Medium
-    rids: set[int] = field(default_factory=set[int])
+    Each row has a medium of its own, which knows what its client calls it; the first one's is made.
+    """
+
+    media: dict[int, Medium] = field(default_factory=dict[int, Medium])
     pixels: Future[Pixels] | None = None
+
+    @property
+    def medium(self) -> Medium:
+        return next(iter(self.media.values()))
 
 
 class Encoder:
@@ -73,8 +80,8 @@ class Encoder:
             return True
         job = self._jobs.get(medium.key)
         if job is None:
-            job = self._jobs[medium.key] = _Job(medium)
-        job.rids.add(rid)
+            job = self._jobs[medium.key] = _Job()
+        job.media.setdefault(rid, medium)
         self.features.counts.misses += is_new
         return False
 
@@ -85,13 +92,24 @@ class Encoder:
                 del self._jobs[key]
                 try:
                     features = self._encode(job.medium, job.pixels.result())
+                except RequestInvalid as error:
+                    self.features.counts.failed += 1
+                    return [self._refuse(key, job, error)]
                 except Exception as error:  # the boundary of the rows that have this medium
                     self.features.counts.failed += 1
-                    return [(rid, error) for rid in job.rids]
-                self.features.put(key, features, job.rids)
+                    return [(rid, error) for rid in job.media]
+                self.features.put(key, features, set(job.media))
                 break
         self._submit()
         return []
+
+    def _refuse(self, key: bytes, job: _Job, error: RequestInvalid) -> tuple[int, Exception]:
+        """End the row whose medium was decoded; the others are told by their own."""
+        rid, *others = job.media
+        if others:
+            self._jobs[key] = _Job({other: job.media[other] for other in others})
+            self._submit()
+        return rid, error
 
     def get(self, rid: int, medium: Medium) -> Features:
         """Features of a medium for a row that runs now, made at once where they are missing. Raises as that raises."""
@@ -115,8 +133,8 @@ class Encoder:
             self.features.release(rid, key)
             job = self._jobs.get(key)
             if job is not None:
-                job.rids.discard(rid)
-                if not job.rids:
+                job.media.pop(rid, None)
+                if not job.media:
                     del self._jobs[key]
                     if job.pixels is not None:
                         job.pixels.cancel()

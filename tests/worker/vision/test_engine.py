@@ -127,6 +127,21 @@ def test_bytes_that_cannot_be_decoded_are_the_refusal_of_their_request(
     assert result.failure == refusal.failure
 
 
+def test_two_rows_with_one_broken_image_are_each_told_by_their_own_name(
+    engine: EngineHarness, rng: np.random.Generator
+) -> None:
+    picture = image(FAMILY, rng, 4, 4)
+    gates = [
+        Gate(picture, RequestInvalid(Code.INVALID_IMAGE, "The image is truncated.", param=f"messages[{at}]"))
+        for at in range(2)
+    ]
+    results = [ask(engine, at, prompt(FAMILY, at, [9, gate.medium, 7])) for at, gate in enumerate(gates)]
+    for gate in gates:
+        gate.may_end.set()
+    finish(engine, *results)
+    assert [result.failure.param for result in results if result.failure] == ["messages[0]", "messages[1]"]
+
+
 def test_an_abort_while_decoding_and_one_while_prefilling_leave_nothing(folder: Path, rng: np.random.Generator) -> None:
     with EngineHarness(spec(folder, cache_bytes=1 << 28, batching="together", prefill_chunk=8)) as engine:
         gate = Gate(image(FAMILY, rng, 4, 4))
