@@ -159,7 +159,9 @@ class Verifier:
         self._loaded = loaded
         self._intake = Intake(loaded, spec.parser)
         # Nothing is kept from one request to the next, unless a check says so.
-        self._spec = replace(spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0, max_running=16)
+        self._spec = replace(
+            spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0, max_running=16, speculate="off"
+        )
         self._requests = _requests(tokens, words, loaded.max_context)
         # The first two show two pictures under the same text.
         self._pictured: list[Generate] = []

@@ -247,3 +247,22 @@ def _raw(message: dict[str, Any]) -> str:
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [f'{{"name": "{each["name"]}", "arguments": {each["arguments"]}}}' for each in functions]
     return thought + (message.get("content") or "") + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+def test_a_prediction_changes_the_usage_and_never_the_text(daemon: DaemonProcess) -> None:
+    asked = [{"role": "user", "content": "Repeat the following text exactly: the river was low that summer"}]
+
+    def answer(**fields: Any) -> dict[str, Any]:
+        body = {"model": "demo", "messages": asked, "temperature": 0, "max_tokens": 40, **fields}
+        response = daemon.client.post("/v1/chat/completions", json=body)
+        assert response.headers.get("x-mlxd-ignored") is None
+        return response.json()
+
+    plain = answer(speculate=False)
+    text = plain["choices"][0]["message"]["content"]
+    predicted = answer(prediction={"type": "content", "content": text * 3}, cache_salt="others")
+    assert predicted["choices"][0] == plain["choices"][0]
+    assert predicted["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+    assert "accepted_prediction_tokens" not in plain["usage"]["completion_tokens_details"]
+    metrics = daemon.client.get("/metrics").text
+    assert 'mlxd_spec_decode_num_drafts_total{model="demo",source="lookup"}' in metrics
