@@ -19,6 +19,21 @@ def test_a_cold_model_is_loaded_in_words_and_answers(visiting: Visiting) -> None
             assert visit.said() == "warm"
 
 
+def test_the_bar_and_the_picker_follow_the_model_in_a_session(visiting: Visiting) -> None:
+    with short_home() as home:
+        write_config(home, ("a",))
+        with DaemonProcess(home, "talkative", "--step-ms=4", "--load-s=1", module=SCRIPTED_DAEMON) as daemon:
+            visit = visiting(daemon)
+            visit.page.goto(code_of(daemon))
+            visit.page.wait_for_selector("text=Log out")
+            visit.open()
+            visit.page.wait_for_selector(".status:has-text('0 ready')")
+            visit.send(told(["text", "warm"]))
+            visit.answered()
+            visit.page.wait_for_selector(".picker:has-text('ready')")
+            visit.page.wait_for_selector(".status:has-text('1 ready')")
+
+
 def test_answers_come_also_where_the_daemon_keeps_none(visiting: Visiting) -> None:
     with short_home() as home:
         write_config(home, ("a",), server="response_store = 0")

@@ -4,7 +4,7 @@ import { batch, computed, signal } from "../vendor/preact.js";
 import * as database from "../history/database.js";
 import { below, leafOf, newestLeaf, path } from "../history/tree.js";
 import { newId, sentence } from "../server/http.js";
-import { modelNamed, models } from "../server/models.js";
+import { modelNamed, models, refreshModels } from "../server/models.js";
 import { t } from "../strings.js";
 import { Answer } from "./answer.js";
 
@@ -294,6 +294,7 @@ function end(id) {
   const now = new Map(answers.value);
   now.delete(id);
   answers.value = now;
+  refreshModels();
   database.changeConversation(id, { updated: Date.now() }).then(refreshList, () => {});
 }
 

@@ -13,10 +13,8 @@ const POLL_MS = 1_000;
 
 /** What the daemon says of a model and of a request: with a session all of it, else the model's state. @param {string} model @param {string} requestId */
 async function look(model, requestId) {
-  if (!isAdmin.value) {
-    await refreshModels();
-    return {};
-  }
+  await refreshModels();
+  if (!isAdmin.value) return {};
   const [status, live] = await Promise.all([sessionJson("status"), sessionJson(`requests/${encodeURIComponent(requestId)}`).catch(() => null)]);
   const name = modelNamed(model)?.parent ?? modelNamed(model)?.id ?? model;
   return { status: status.models.find((/** @type {any} */ each) => each.name === name), live: live?.live ?? undefined };

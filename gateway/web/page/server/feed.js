@@ -8,7 +8,7 @@ import { partOf, rate } from "../text/format.js";
 import { isAdmin, sessionAuthorization } from "./credentials.js";
 import { readEvents } from "./events.js";
 import { Failure, request } from "./http.js";
-import { refreshModels } from "./models.js";
+import { models, refreshModels } from "./models.js";
 import { sessionJson } from "./session.js";
 
 /**
@@ -163,8 +163,12 @@ async function poll() {
   }
 }
 
+/** States of the models as the list has them: a change is a reason to ask. */
+const states = computed(() => models.value.map((model) => model.state).join());
+
 effect(() => {
   if (!isAdmin.value || !isVisible.value || wantsFeed.value) return undefined;
+  void states.value;
   poll();
   const timer = setInterval(poll, POLL_MS);
   return () => clearInterval(timer);
