@@ -1,7 +1,7 @@
-"""Attention inside an image of Gemma 3, against transformers' own numbers.
+"""Attention inside an image of Gemma 3 and 4, against transformers' own numbers.
 
-`reference/gemma3.json` has the first log-probabilities of the token after each of three prompts, computed by
-transformers 5.23 in float32 from the same weights and pixels.
+`reference` has the first log-probabilities of the token after each of three prompts, computed by transformers 5.23 in
+float32 from the same weights and pixels; of Gemma 4 from the features that mlx-vlm's tower makes of these.
 """
 
 import json
@@ -19,22 +19,26 @@ from tests.support.vision_models import build, image, prompt
 from worker.model.loader import Loaded, load
 from worker.vision.graft import Graft, Placement
 
-REFERENCE = json.loads((Path(__file__).parent / "reference" / "gemma3.json").read_text())
+REFERENCES = Path(__file__).parent / "reference"
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    return load(spec(build("gemma3", tmp_path_factory.mktemp("gemma3"))), lambda *_: None)
+@pytest.fixture(scope="module", params=["gemma3", "gemma4"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load(spec(build(request.param, tmp_path_factory.mktemp(request.param))), lambda *_: None)
+
+
+def reference(loaded: Loaded) -> list[list[float]]:
+    return json.loads((REFERENCES / f"{loaded.model_type}.json").read_text())
 
 
 def logprobs(loaded: Loaded, *, is_block: bool = True) -> list[np.ndarray]:
     """Of the token after each prompt, whose text and images are those of the reference."""
     assert loaded.vision is not None
     rng = np.random.default_rng(7)
-    first, second = (image("gemma3", rng, 4, 4) for _ in range(2))
+    first, second = (image(loaded.model_type, rng, 4, 4) for _ in range(2))
     computed: list[np.ndarray] = []
     for seed, parts in enumerate(([9, first, 7], [20], [5, first, 6, second, 30]), start=1):
-        asked = prompt("gemma3", seed, parts)
+        asked = prompt(loaded.model_type, seed, parts)
         placement = Placement(asked.media, None, len(asked.ids))
         for medium in {span.medium for span in asked.media}:
             encoded = loaded.vision.tower.encode(medium.kind, medium.tokens, medium.load())
@@ -52,12 +56,14 @@ def logprobs(loaded: Loaded, *, is_block: bool = True) -> list[np.ndarray]:
 
 
 def test_numbers_are_those_of_transformers(loaded: Loaded) -> None:
-    for ours, theirs in zip(logprobs(loaded), REFERENCE, strict=True):
+    for ours, theirs in zip(logprobs(loaded), reference(loaded), strict=True):
         np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=2e-4)
 
 
 def test_causal_attention_inside_an_image_gives_others(loaded: Loaded) -> None:
     causal = logprobs(loaded, is_block=False)
-    errors = [np.abs(ours[: len(theirs)] - theirs).max() for ours, theirs in zip(causal, REFERENCE, strict=True)]
+    errors = [
+        np.abs(ours[: len(theirs)] - theirs).max() for ours, theirs in zip(causal, reference(loaded), strict=True)
+    ]
     assert errors[1] < 2e-4, "the prompt without an image"
     assert min(errors[0], errors[2]) > 0.05
