@@ -31,6 +31,8 @@ KEEP_S: Final = 600.0
 ENDED_BYTES_MAX: Final = 64 * 1024 * 1024
 # How often what there is of an answer goes to the store, so that a crash of the daemon leaves it.
 CHECKPOINT_S: Final = 10.0
+# The whole response is written each time: for each so many bytes of its request as much less often.
+CHECKPOINT_BYTES: Final = 1024 * 1024
 GONE: Final = (
     "The events that you ask for are no longer kept: retrieve the response whole, without 'stream', and go on "
     "from there."
@@ -88,7 +90,8 @@ class Background:
         events.add(encoder.started())
 
         loop = asyncio.get_running_loop()
-        due = loop.time() + CHECKPOINT_S
+        interval_s = CHECKPOINT_S * (1 + generation.record.body_bytes // CHECKPOINT_BYTES)
+        due = loop.time() + interval_s
 
         def relay() -> bool:
             if loop.time() >= due:
@@ -102,7 +105,7 @@ class Background:
                 raise generation.failure
             if loop.time() >= due and not generation.is_done:
                 self.run.keep(self.run.snapshot())
-                due = loop.time() + CHECKPOINT_S
+                due = loop.time() + interval_s
         events.add(encoder.end())
 
     def _check(self) -> None:

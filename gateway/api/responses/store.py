@@ -56,6 +56,11 @@ CREATE TRIGGER IF NOT EXISTS media_unused AFTER DELETE ON media_of BEGIN
 END;
 """
 
+_KEEP: Final = """
+INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET
+    used = excluded.used, size = excluded.size, body = excluded.body, inputs = excluded.inputs
+"""
+
 
 class Stored(Struct, frozen=True):
     """One response: `body` is its JSON, `inputs` the JSON list of its own input items.
@@ -312,7 +317,8 @@ class Store:
         row = (stored.id, stored.tenant, stored.previous, self._now(), size, stored.body, stored.inputs)
         with database:
             database.execute("BEGIN")
-            database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            # One that is kept again, further on, is not deleted first: its media would go and come back with it.
+            database.execute(_KEEP, row)
             database.execute("INSERT OR REPLACE INTO said VALUES (?, ?)", (stored.id, stored.said_bytes or size))
             items = [(item_id, stored.id) for item_id in stored.item_ids]
             database.executemany("INSERT OR IGNORE INTO items VALUES (?, ?)", items)

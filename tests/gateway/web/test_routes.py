@@ -17,7 +17,7 @@ from gateway.reload import Reloader
 from gateway.telemetry.log_file import RotatingFile
 from gateway.telemetry.logs import Logs
 from tests.gateway.harness import Gateway, chat, running, until
-from tests.gateway.web.visitors import log_in
+from tests.gateway.web.visitors import api_routes, log_in
 
 pytestmark = pytest.mark.anyio
 
@@ -187,6 +187,30 @@ async def test_settings_of_a_client_are_those_of_mlxctl_connect_without_a_key(
     assert '"a"' in told["files"][0]["text"]
     assert "sk-mlxd" not in str(told)
     assert (wrong.status_code, script.status_code) == (400, 400)
+
+
+async def test_no_body_is_an_internal_error(gateway: Gateway, session: dict[str, str]) -> None:
+    unhandled = gateway.metrics.unhandled_errors
+    bodies = (
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'{"model": 1}',
+        b'{"name": null}',
+        b"\xff\xfe",
+        b"[" * 60_000,
+        b'{"a": 1e999}',
+    )
+    for method, path in api_routes(gateway):
+        if method != "POST" or path.endswith(("/session", "/config/reload", "/clear")):
+            continue
+        for body in bodies:
+            headers = session | {"content-type": "application/json"}
+            answer = await gateway.client.post(path, content=body, headers=headers)
+            expected = (200,) if path.endswith("/config/check") else (400, 413)
+            assert answer.status_code in expected, (path, body[:20], answer.text)
+    assert gateway.metrics.unhandled_errors == unhandled
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 import asyncio
+import contextlib
 import os
+import sqlite3
 import stat
 import threading
 from collections import Counter
@@ -68,6 +70,28 @@ def test_what_was_kept_is_there_at_once_and_after_a_restart(path: Path, clock: C
     assert found is not None
     assert again is not None
     assert found.body == again.body == b'{"x":1}'
+
+
+def test_one_that_is_kept_again_further_on_keeps_its_items_and_its_media_where_they_are(
+    store: Store, path: Path
+) -> None:
+    async def use() -> None:
+        first = stored("a", body=b'"begun"')
+        keep(store, msgspec.structs.replace(first, media={b"d": b"picture"}))
+        assert await store.get("", "a") is not None
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute("CREATE TABLE gone (n)")
+            database.execute("CREATE TRIGGER t AFTER DELETE ON media BEGIN INSERT INTO gone VALUES (1); END")
+        keep(store, msgspec.structs.replace(first, body=b'"ended"', item_ids=["item_b"], media={b"d": b"picture"}))
+        again = await store.get("", "a")
+        assert again is not None
+        assert again.body == b'"ended"'
+        assert await owners(store, "item_a", "item_b") == ["a"]
+        assert await store.media("", [b"d"], 1000) == {b"d": b"picture"}
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            assert database.execute("SELECT COUNT(*) FROM gone").fetchone() == (0,)
+
+    asyncio.run(use())
 
 
 def test_a_conversation_is_oldest_first_and_whole_or_nothing(store: Store) -> None:
