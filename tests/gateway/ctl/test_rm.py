@@ -63,7 +63,7 @@ def test_what_broke_before_its_first_file_was_whole_is_removed_as_well(cache: Pa
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("default", "is part of mlxd"),
+        ("default", "the demo models are part of mlxd"),
         ("org/nope", "org/nope is not in the Hugging Face cache"),
         ("{home}", "is a folder outside of the Hugging Face cache"),
         ("./nope", "there is no model ./nope"),

@@ -29,6 +29,7 @@ WITHOUT_JSON = {
     "serve": "it is the daemon, whose log is JSON",
     "parse": "what it prints is JSON",
     "config schema": "what it prints is JSON",
+    "setup vision": "what it prints is that of pip",
 }
 COMMANDS = {verb: command for verb, command in commands(root()) if not command.hidden}
 
