@@ -15,6 +15,7 @@ import uvicorn
 
 from gateway.access.audit_log import Actor, Fact, entry
 from gateway.app import create_admin_app, create_app
+from gateway.config.address import from_here
 from gateway.config.settings import CAN_HOLD_AWAKE, Config, ConfigError, url_of
 from gateway.errors import Unavailable
 from gateway.http.connection_limits import admin_connections, public_connections
@@ -143,7 +144,7 @@ class Daemon:
         """The link of the page, for a person at a terminal. Not by the log, whose files would keep its code."""
         backend = self._app.backend
         if sys.stderr.isatty() and backend is not None and self._app.services.config.ui.admin != "off":
-            link = f"{self.url}/ui/#code={backend.gate.sessions.make_code()}"
+            link = f"{from_here(self.url)}/ui/#code={backend.gate.sessions.make_code()}"
             print(f"Open the page within a minute, or later with 'mlxctl ui':\n  {link}", file=sys.stderr, flush=True)
 
     def _wakefulness(self) -> Iterator[Coroutine[None, None, None]]:

@@ -96,6 +96,13 @@ class Proxies:
         return any(address in network for network in self._networks)
 
 
+def from_here(url: str) -> str:
+    """The address for programs of this machine: one that stands for all addresses is none to connect to."""
+    for every in ("//0.0.0.0:", "//[::]:"):
+        url = url.replace(every, "//127.0.0.1:")
+    return url
+
+
 def bad_proxy(address: str) -> str | None:
     """Error of an address in `[server] trusted_proxies`."""
     try:

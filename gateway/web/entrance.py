@@ -11,6 +11,7 @@ import protocol
 from gateway.access.audit_log import Actor, entry
 from gateway.admin.orders import Order, note
 from gateway.admin_types import UiCode, UiRevoked
+from gateway.config.address import from_here
 from gateway.errors import ApiError, Forbidden
 from gateway.http.exchange import send_body
 from gateway.request.record import record_of
@@ -90,7 +91,7 @@ class MakeCode:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         note(scope, Order("ui.code"))
-        page = f"{self._url()}/ui/"
+        page = f"{from_here(self._url())}/ui/"
         if self._services.config.ui.admin == "off":
             raise Forbidden(f'[ui] admin is "off": nothing is administered by the page. For chat open {page}')
         code = self._gate.sessions.make_code()

@@ -9,6 +9,7 @@ from starlette.types import Scope
 
 from gateway.access.key_file import SECRET_START
 from gateway.access.strangers import Throttle
+from gateway.config.address import Address
 from gateway.config.origins import is_address, is_served
 from gateway.errors import Forbidden, Misdirected, Unauthorized
 from gateway.request.record import record_of
@@ -57,8 +58,7 @@ class Gate:
         admin = self._live.config.ui.admin
         if admin == "off":
             raise Forbidden("Administration by the page is switched off: [ui] admin in mlxd.toml.")
-        client = record_of(scope).client
-        if admin == "loopback" and (client.is_hidden or not client.is_loopback):
+        if admin == "loopback" and not _is_here(record_of(scope).client, scope):
             raise Forbidden(
                 'Administration by the page is for this machine only. For other machines set [ui] admin = "network".'
             )
@@ -99,6 +99,14 @@ class Gate:
         if not is_own:
             self._metrics.auth_failures["origin"] += 1
             raise Forbidden("Only mlxd's own page administers it.")
+
+
+def _is_here(client: Address, scope: Scope) -> bool:
+    """Whether the client is on this machine: on the loopback, or connected from the address that it connected to."""
+    if client.is_hidden:
+        return False
+    server = scope.get("server")
+    return client.is_loopback or (not client.is_forwarded and server is not None and client.host == server[0])
 
 
 def bearer(scope: Scope) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from gateway.config.address import from_here
 from gateway.config.settings import default_home, keys_path, url_of
 from gateway.ctl.complete import complete_models
 from gateway.ctl.offline import Served, daemon, read_config, served_models
@@ -101,7 +102,7 @@ def _endpoint(model: str | None, url: str | None) -> "Endpoint":
             f"mlxd has API keys: put one of this client into {KEY_VARIABLE}, such as "
             f"export {KEY_VARIABLE}=$(mlxctl keys create NAME)"
         )
-    address = url or _from_here(status.url if status is not None else url_of(read_config().server))
+    address = url or from_here(status.url if status is not None else url_of(read_config().server))
     return Endpoint(
         url=address.rstrip("/").removesuffix("/v1"),
         model=chosen.name,
@@ -137,10 +138,3 @@ def _context(model: Served) -> int:
         return inspect(find(model.path), "auto", 0, available_bytes()).context or 0
     except Unreadable:
         return 0
-
-
-def _from_here(url: str) -> str:
-    """The address for programs of this machine: one that stands for all addresses is none to connect to."""
-    for every in ("//0.0.0.0:", "//[::]:"):
-        url = url.replace(every, "//127.0.0.1:")
-    return url

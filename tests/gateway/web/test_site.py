@@ -12,9 +12,11 @@ from msgspec import structs
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
+from gateway.config.address import Address
 from gateway.config.settings import ServerConfig, UiConfig, audit_path
 from gateway.errors import ApiError
 from gateway.request.record import Record
+from gateway.web.gate import _is_here  # pyright: ignore[reportPrivateUsage]
 from gateway.web.page import FOLDER, HEADERS, Page
 from tests.gateway.harness import Gateway, chat, running, until
 from tests.gateway.web.visitors import api_routes, ask, code_of, log_in, own
@@ -313,6 +315,23 @@ async def test_on_an_open_loopback_the_visitor_chats_and_does_not_administer(tmp
     assert (me["visitor"], me["may_administer"], me["admin"]) == ("open", False, "loopback")
     assert status.status_code == 401
     assert rebound.status_code == 421
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "is_here"),
+    [
+        (Address("127.0.0.1", 5), ("127.0.0.1", 8484), True),
+        (Address("192.0.2.5", 5), ("192.0.2.5", 8484), True),
+        (Address("192.0.2.6", 5), ("192.0.2.5", 8484), False),
+        (Address("192.0.2.5", is_forwarded=True), ("192.0.2.5", 8484), False),
+        (Address("127.0.0.1", 5, is_hidden=True), ("127.0.0.1", 8484), False),
+        (Address("192.0.2.5", 5), None, False),
+    ],
+)
+def test_a_client_is_on_this_machine_by_its_address(
+    client: Address, server: tuple[str, int] | None, is_here: bool
+) -> None:
+    assert _is_here(client, {"server": server}) is is_here
 
 
 # -- [ui] admin ------------------------------------------------------------------------------------------------------
