@@ -10,7 +10,6 @@ them; the same request again has its KV. Images are drawn at random, so that no 
 import argparse
 import asyncio
 import base64
-import os
 import random
 import socket
 import subprocess
@@ -131,7 +130,8 @@ async def _mlx_vlm(args: argparse.Namespace) -> dict[str, float]:
     port = _free_port()
     command = [sys.executable, "-m", "mlx_vlm.server", "--host", "127.0.0.1", "--port", str(port)]
     with tempfile.TemporaryFile() as log:
-        process = await asyncio.to_thread(subprocess.Popen, command, stdout=log, stderr=log)
+        env = blas.environment()
+        process = await asyncio.to_thread(subprocess.Popen, command, env=env, stdout=log, stderr=log)
         try:
             async with _client(port) as client:
                 await _until_up(client, process, "/health")
@@ -153,7 +153,7 @@ async def _served(model: str) -> AsyncGenerator[httpx.AsyncClient, None]:
         await asyncio.to_thread(Path(home, "mlxd.toml").write_text, config)
         command = [sys.executable, "-m", "gateway.main"]
         with tempfile.TemporaryFile() as log:
-            env = os.environ | {"MLXD_HOME": home}
+            env = blas.environment() | {"MLXD_HOME": home}
             process = await asyncio.to_thread(subprocess.Popen, command, env=env, stdout=log, stderr=log, cwd=ROOT)
             try:
                 async with _client(port) as client:
@@ -239,7 +239,7 @@ async def _beside(client: httpx.AsyncClient, pictures: _Pictures) -> tuple[list[
     """Gaps between tokens of eight streams of text: alone, and while four requests with new images are answered."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0, "stream": True}
     # With log-probabilities there is a chunk for each token, also for one that has no text.
-    body |= {"max_tokens": 4 * SETTLE, "ignore_eos": True, "logprobs": True}
+    body |= {"max_tokens": 10 * SETTLE, "ignore_eos": True, "logprobs": True}
     times: list[list[float]] = [[] for _ in range(8)]
 
     async def stream(own: list[float]) -> None:
