@@ -10,10 +10,13 @@ from gateway.admin import requests
 from gateway.admin.orders import Audited
 from gateway.api import health
 from gateway.api.anthropic.endpoints import CountTokens, Messages
+from gateway.api.catalog import Catalog
+from gateway.api.lm_studio import ListV0, ListV1
 from gateway.api.models import Models, OneModel
 from gateway.api.openai.chat import ChatCompletions
 from gateway.api.openai.completions import Completions
 from gateway.api.operations import Document
+from gateway.api.props import ModelProps
 from gateway.api.responses import endpoints as responses
 from gateway.api.responses.store import Store
 from gateway.api.tokenize import DetokenizeIds, TokenizeText
@@ -115,7 +118,8 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
     store = Store(config.store_path, max_bytes, max_age_s, problems=metrics.store_problems)
     # One that is there is checked now, not when the first client comes back to it.
     store.limit(max_bytes, max_age_s)
-    models = Models(services)
+    catalog = Catalog(services)
+    models = Models(catalog)
     healthy = health.Healthy(services)
     return App(
         services,
@@ -128,7 +132,11 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             Route("/tokenize", TokenizeText(services), methods=["POST"]),
             Route("/detokenize", DetokenizeIds(services), methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
-            Route("/v1/models/{id:path}", OneModel(services, models), methods=["GET"]),
+            Route("/v1/models/{id:path}", OneModel(catalog, models), methods=["GET"]),
+            Route("/models", models, methods=["GET"]),
+            Route("/props", ModelProps(services, catalog), methods=["GET"]),
+            Route("/api/v0/models", ListV0(catalog), methods=["GET"]),
+            Route("/api/v1/models", ListV1(catalog), methods=["GET"]),
             Route("/livez", health.Live(), methods=["GET"]),
             Route("/readyz", health.Readiness(services), methods=["GET"]),
             Route("/health", healthy, methods=["GET"]),

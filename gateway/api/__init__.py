@@ -1,3 +1,14 @@
 """API that clients use: routes beside the dialects, and the table of all operations."""
 
-__all__ = ["anthropic", "health", "models", "openai", "operations", "responses", "tokenize"]
+__all__ = [
+    "anthropic",
+    "catalog",
+    "health",
+    "lm_studio",
+    "models",
+    "openai",
+    "operations",
+    "props",
+    "responses",
+    "tokenize",
+]

@@ -1,6 +1,6 @@
-"""`GET /v1/models` and `GET /v1/models/{id}`: the fields of OpenAI, of Anthropic, and a few more that clients read.
+"""`GET /v1/models`, also at `/models`, and `GET /v1/models/{id}`: the fields of OpenAI, Anthropic and llama.cpp.
 
-Each dialect's clients skip the fields of the other, so there is one form for all.
+Each dialect's clients skip the fields of the others, so there is one form for all.
 """
 
 import time
@@ -10,12 +10,19 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
-from gateway.config.names import Found
+from gateway.api.catalog import Catalog, Entry
 from gateway.http.exchange import send_body
-from gateway.media.modalities import TEXT, modalities
+from gateway.media.modalities import TEXT
 from gateway.request.record import record_of
-from gateway.services import Services
-from gateway.supervisor.state import WorkerView
+
+
+class ModelMeta(Struct, frozen=True):
+    """Numbers as llama.cpp's clients read them; what is not known is left out. `size` is in bytes."""
+
+    n_ctx: int | UnsetType = UNSET
+    n_ctx_train: int | UnsetType = UNSET
+    n_params: int | UnsetType = UNSET
+    size: int | UnsetType = UNSET
 
 
 class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
@@ -38,6 +45,7 @@ class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
     max_input_tokens: int | UnsetType = UNSET
     # As its worker says, or before a load as its files promise.
     input_modalities: tuple[str, ...] = (TEXT,)
+    meta: ModelMeta = ModelMeta()
 
 
 class ModelList(Struct, frozen=True, tag_field="object", tag="list"):
@@ -52,47 +60,42 @@ class ModelList(Struct, frozen=True, tag_field="object", tag="list"):
 class Models:
     """An ASGI endpoint for the list."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
         self._created = int(time.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        views = {view.name: view for view in self._services.pool.workers()}
-        models = record_of(scope).caller.usable(self._services.config.models.values())
-        cards = [
-            self.card(Found(model, profile), views[model.name]) for model in models for profile in ("", *model.profiles)
-        ]
+        cards = [self.card(entry) for entry in await self._catalog.list(record_of(scope).caller)]
         ids = [card.id for card in cards] or [None]
         await send_body(send, 200, msgspec.json.encode(ModelList(cards, ids[0], ids[-1])))
 
-    def card(self, found: Found, view: WorkerView) -> ModelCard:
-        model, profile = found.model, found.profile
-        name = f"{model.name}:{profile}" if profile else model.name
-        context = view.ready.max_context if view.ready is not None else model.context or UNSET
+    def card(self, entry: Entry) -> ModelCard:
+        model, profile = entry.found.model, entry.found.profile
+        context, facts = entry.context or UNSET, entry.facts
         return ModelCard(
-            name,
+            entry.name,
             self._created,
             datetime.fromtimestamp(self._created, UTC).isoformat(),
-            name,
+            entry.name,
             tuple(f"{alias}:{profile}" for alias in model.aliases) if profile else model.aliases,
-            str(view.state),
+            str(entry.view.state),
             root=model.path,
             parent=model.name if profile else UNSET,
             context_length=context,
             max_model_len=context,
             max_input_tokens=context,
-            input_modalities=modalities(model.path, view.ready),
+            input_modalities=entry.modalities,
+            meta=ModelMeta(context, facts.context or UNSET, facts.parameters or UNSET, facts.size_bytes or UNSET),
         )
 
 
 class OneModel:
     """An ASGI endpoint for one model, by its name or an alias; ids hold slashes."""
 
-    def __init__(self, services: Services, models: Models) -> None:
-        self._services = services
+    def __init__(self, catalog: Catalog, models: Models) -> None:
+        self._catalog = catalog
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        target = self._services.router.locate(scope["path_params"]["id"], record_of(scope).caller)
-        view = self._services.pool.worker(target.model.name).view()
-        await send_body(send, 200, msgspec.json.encode(self._models.card(target, view)))
+        entry = await self._catalog.find(scope["path_params"]["id"], record_of(scope).caller)
+        await send_body(send, 200, msgspec.json.encode(self._models.card(entry)))

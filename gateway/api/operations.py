@@ -10,10 +10,12 @@ from gateway.api import openapi
 from gateway.api.anthropic import request as anthropic
 from gateway.api.anthropic import response as anthropic_out
 from gateway.api.health import About, Health
+from gateway.api.lm_studio import ModelsV0, ModelsV1
 from gateway.api.models import ModelCard, ModelList
 from gateway.api.openai import request as openai
 from gateway.api.openai import response as openai_out
 from gateway.api.openapi import Operation, Parameter
+from gateway.api.props import Props
 from gateway.api.responses import request as responses
 from gateway.api.responses import response as responses_out
 from gateway.api.responses.endpoints import ITEMS_DEFAULT, ITEMS_MAX
@@ -35,6 +37,12 @@ _SEED: Final = {
 _RESPONSE_ID: Final = Parameter("id", "path", {"type": "string", "minLength": 1}, "The id of a response.")
 _MODEL_ID: Final = Parameter(
     "id", "path", {"type": "string", "minLength": 1}, "A model's name or alias; it may contain slashes."
+)
+_ONE_MODEL: Final = Parameter(
+    "model",
+    "query",
+    {"type": "string"},
+    "A model's name or alias; without it the default model, or the only one that the key may use.",
 )
 _EVENTS_AFTER: Final = (
     Parameter("stream", "query", {"enum": ["true", "false"]}, "Stream the events of a background response."),
@@ -198,6 +206,18 @@ _MLXD: Final = (
     ),
     Operation("GET", "/v1/models", "List the models that the key may use.", ModelList, ErrorBody, _ALWAYS),
     Operation("GET", "/v1/models/{id}", "Get a model.", ModelCard, ErrorBody, (*_ALWAYS, 404), parameters=(_MODEL_ID,)),
+    Operation("GET", "/models", "List the models, as `/v1/models` does.", ModelList, ErrorBody, _ALWAYS),
+    Operation(
+        "GET",
+        "/props",
+        "Get a model's properties in the form of llama.cpp's server.",
+        Props,
+        ErrorBody,
+        (*_ALWAYS, 400, 404),
+        parameters=(_ONE_MODEL,),
+    ),
+    Operation("GET", "/api/v0/models", "List the models in LM Studio's older form.", ModelsV0, ErrorBody, _ALWAYS),
+    Operation("GET", "/api/v1/models", "List the models in LM Studio's form.", ModelsV1, ErrorBody, _ALWAYS),
     Operation("GET", "/", "Get the name, version and entry points of this server.", About, ErrorBody, _ALWAYS),
     Operation("GET", "/openapi.json", "Get this OpenAPI document.", dict[str, Any], ErrorBody, _ALWAYS),
     Operation(

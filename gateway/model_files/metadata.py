@@ -106,13 +106,13 @@ def find(path: str) -> Path:
 
 def inspect(folder: Path, dtype: str, context: int, available_bytes: int) -> Info:
     """Raises `Unreadable`. `dtype` and `context` as configured."""
-    return estimate(str(folder), _config(folder), read_weights(folder, dtype), context, available_bytes)
+    return estimate(str(folder), read_config(folder), read_weights(folder, dtype), context, available_bytes)
 
 
 def estimate(path: str, config: dict[str, Any], weights: Weights, context: int, available_bytes: int) -> Info:
     """From what was read, here or elsewhere."""
     kv = attention(config, weights.number_bytes)
-    own = _context(config)
+    own = own_context(config)
     longest = min(own, context) if own and context else own or context or None
     left = available_bytes - weights.loaded_bytes
     tokens = kv.tokens(left // 2) if kv and left > 0 else None
@@ -142,10 +142,15 @@ def promised(config: dict[str, Any]) -> tuple[str, ...]:
 
 def read_weights(folder: Path, dtype: str) -> Weights:
     """From the headers. Raises `Unreadable`."""
+    return measure(read_tensors(folder).values(), dtype)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a model by name, from the headers. Raises `Unreadable`."""
     files = sorted(file for file in folder.glob(WEIGHTS) if file.exists())
     if not files:
         raise Unreadable(f"{folder} holds no {WEIGHTS} file")
-    return measure((tensor for file in files for tensor in _header(file)), dtype)
+    return {name: tensor for file in files for name, tensor in _header(file).items()}
 
 
 def measure(tensors: Iterable[Tensor], dtype: str) -> Weights:
@@ -214,7 +219,7 @@ def _has_cuda() -> bool:
     return any(name.lower().startswith("mlx-cuda") for name in names)
 
 
-def _header(file: Path) -> list[Tensor]:
+def _header(file: Path) -> dict[str, Tensor]:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -224,20 +229,22 @@ def _header(file: Path) -> list[Tensor]:
         tensors = {name: msgspec.json.decode(entry, type=Tensor) for name, entry in header.items() if name != METADATA}
     except (OSError, struct.error, msgspec.DecodeError) as error:
         raise Unreadable(f"{file} cannot be read: {error}") from None
-    return [replace(tensor, is_tower=True) if is_tower(name) else tensor for name, tensor in tensors.items()]
+    return {name: replace(tensor, is_tower=True) if is_tower(name) else tensor for name, tensor in tensors.items()}
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Raises `Unreadable`."""
     try:
         content = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Unreadable(f"{folder / 'config.json'} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise Unreadable(f"{folder / 'config.json'} is not a JSON object")
     return content
 
 
-def _context(config: dict[str, Any]) -> int | None:
+def own_context(config: dict[str, Any]) -> int | None:
+    """Context for which the model was made, where its configuration says so."""
     named = context_of(config)
     return int(named[1]) if named and isinstance(named[1], int | float) and named[1] >= 1 else None
 

@@ -46,7 +46,7 @@ GATEWAY: Final = {
     "web": "errors failed connect admin_types supervisor memory model_files telemetry config access request http "
     "services reload admin",
     "middleware": "errors telemetry config access request http services api.anthropic",
-    "api": "link errors admin_types supervisor telemetry config access media request http services "
+    "api": "link errors admin_types supervisor model_files telemetry config access media request http services "
     "api.common api.openai api.anthropic api.responses",
     "app": "link telemetry config pool services reload admin api.openai api.anthropic api.responses middleware api web",
     "daemon": "link errors supervisor telemetry config keep_awake access pool http reload app",

@@ -1,0 +1,73 @@
+"""Catalog of configured models: each with its worker's state and the facts of its files, for lists of all forms."""
+
+import asyncio
+from dataclasses import dataclass
+
+from gateway.access.caller import Caller
+from gateway.config.names import Found
+from gateway.media.modalities import modalities
+from gateway.model_files.facts import FactsReader, ModelFacts
+from gateway.services import Services
+from gateway.supervisor.state import WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name of a list: a model, or a profile of it."""
+
+    found: Found
+    view: WorkerView
+    facts: ModelFacts
+    # As its worker says, or before a load as its files promise.
+    modalities: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        model, profile = self.found.model, self.found.profile
+        return f"{model.name}:{profile}" if profile else model.name
+
+    @property
+    def context(self) -> int | None:
+        """Context that is served: of the worker, or before a load as configured; None while neither says."""
+        return self.view.ready.max_context if self.view.ready is not None else self.found.model.context or None
+
+    @property
+    def longest_context(self) -> int | None:
+        """Context that is served, or before a load the longest that its configuration and its files allow."""
+        if self.view.ready is not None:
+            return self.view.ready.max_context
+        limits = [limit for limit in (self.found.model.context, self.facts.context) if limit]
+        return min(limits, default=None)
+
+    @property
+    def chat_template(self) -> str:
+        return self.found.model.chat_template or self.facts.chat_template
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether its chat template shows tools."""
+        return "tools" in self.chat_template
+
+
+class Catalog:
+    """The models of the configuration in force, as a caller may see them."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._facts = FactsReader()
+
+    async def list(self, caller: Caller) -> list[Entry]:
+        """Models that `caller` may use, each with its profiles, in the order of the configuration."""
+        views = {view.name: view for view in self._services.pool.workers()}
+        models = caller.usable(self._services.config.models.values())
+        targets = [Found(model, profile) for model in models for profile in ("", *model.profiles)]
+        return await asyncio.to_thread(lambda: [self._entry(target, views[target.model.name]) for target in targets])
+
+    async def find(self, name: str, caller: Caller) -> Entry:
+        """The model behind a name. Raises `ModelNotFound`, and `BadRequest` without a name or a default."""
+        target = self._services.router.locate(name, caller)
+        return await asyncio.to_thread(self._entry, target, self._services.pool.worker(target.model.name).view())
+
+    def _entry(self, target: Found, view: WorkerView) -> Entry:
+        path = target.model.path
+        return Entry(target, view, self._facts.read(path), modalities(path, view.ready))

@@ -1,0 +1,126 @@
+"""Facts about a model from its files, as clients ask for them: parameters, size, context, quantization, template."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import Struct
+
+from gateway.model_files.metadata import Tensor, Unreadable, find, own_context, read_config, read_tensors
+
+_FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+_PACKED: Final = "U32"
+_PACKED_BITS: Final = 32
+_BITS: Final = frozenset({2, 3, 4, 5, 6, 8})
+
+
+class ModelFacts(Struct, frozen=True):
+    """None and empty are what the files do not say. `bits` are those of most weights of a quantized model."""
+
+    architecture: str = ""
+    context: int | None = None
+    parameters: int | None = None
+    size_bytes: int | None = None
+    bits: int | None = None
+    chat_template: str = ""
+
+
+class FactsReader:
+    """Reader of model folders. Weights' headers are read once for each version of a folder."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[int, ModelFacts]] = {}
+
+    def read(self, path: str) -> ModelFacts:
+        """All None for a model that is not on this machine. Reads files: not for the event loop."""
+        try:
+            folder = find(path)
+            stamp = (folder / "config.json").stat().st_mtime_ns
+            known = self._known.get(folder)
+            if known is not None and known[0] == stamp:
+                return known[1]
+            facts = _read(folder)
+        except (Unreadable, OSError):
+            return ModelFacts()
+        # A download may still bring the weights.
+        if facts.size_bytes is not None:
+            self._known[folder] = (stamp, facts)
+        return facts
+
+
+def _read(folder: Path) -> ModelFacts:
+    config = read_config(folder)
+    try:
+        tensors = read_tensors(folder)
+    except Unreadable:
+        tensors = {}
+    quantization = config.get("quantization")
+    bits = quantization.get("bits") if isinstance(quantization, dict) else None
+    return ModelFacts(
+        str(config.get("model_type", "")),
+        own_context(config),
+        parameters(tensors, quantization if isinstance(quantization, dict) else {}) if tensors else None,
+        sum(end - start for start, end in (tensor.data_offsets for tensor in tensors.values())) if tensors else None,
+        bits if isinstance(bits, int) and bits in _BITS else None,
+        _template(folder),
+    )
+
+
+def parameters(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> int | None:
+    """Number of parameters, those of MLX's quantized layers as they were before; None for other packed forms."""
+    total = 0
+    for name, tensor in tensors.items():
+        layer, _, part = name.rpartition(".")
+        is_quantized = f"{layer}.scales" in tensors
+        if is_quantized and part in ("scales", "biases"):
+            continue
+        if is_quantized and part == "weight":
+            unpacked = _unpacked(layer, tensor, tensors[f"{layer}.scales"], quantization)
+            if unpacked is None:
+                return None
+            total += unpacked
+        elif tensor.dtype in _FLOATS:
+            total += _elements(tensor)
+        else:
+            return None
+    return total
+
+
+def _unpacked(layer: str, weight: Tensor, scales: Tensor, quantization: Mapping[str, Any]) -> int | None:
+    own = quantization.get(layer)
+    group = (own if isinstance(own, dict) else quantization).get("group_size")
+    if weight.dtype != _PACKED or not isinstance(group, int) or not weight.shape or not scales.shape:
+        return None
+    width = scales.shape[-1] * group
+    packed_bits = weight.shape[-1] * _PACKED_BITS
+    if width <= 0 or packed_bits % width or packed_bits // width not in _BITS:
+        return None
+    return _elements(scales) * group
+
+
+def _elements(tensor: Tensor) -> int:
+    count = 1
+    for length in tensor.shape:
+        count *= length
+    return count
+
+
+def _template(folder: Path) -> str:
+    """The default chat template, from the files in the order in which the tokenizer looks for it."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        pass
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        try:
+            content: Any = json.loads((folder / name).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue
+        template = content.get("chat_template") if isinstance(content, dict) else None
+        if isinstance(template, list):
+            named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+            template = named.get("default")
+        if isinstance(template, str) and template:
+            return template
+    return ""

@@ -1,0 +1,103 @@
+"""Context and shape of models, where clients of llama.cpp and LM Studio look for them."""
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.access.key import Key
+from gateway.access.key_file import KeyFile
+from gateway.config.settings import ModelConfig, ProfileConfig, ServerConfig
+from tests.gateway.harness import Gateway, chat, running
+from tests.support.published import check_answer
+
+pytestmark = pytest.mark.anyio
+
+# Their files are the demo model's; their workers are scripted.
+MODELS = (
+    ModelConfig(name="m", path="demo", aliases=("gpt-4o",), context=2048, profiles={"brief": ProfileConfig()}),
+    ModelConfig(name="gone", path="nobody/not-here", max_running=3),
+)
+LISTS = {"/models": "data", "/v1/models": "data", "/api/v0/models": "data", "/api/v1/models": "models"}
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncGenerator[Gateway, None]:
+    async with running(tmp_path, models=MODELS) as started:
+        yield started
+
+
+async def get(gateway: Gateway, path: str, secret: str = "") -> Any:
+    answer = await gateway.client.get(path, headers={"x-api-key": secret} if secret else {})
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    check_answer("get", path.partition("?")[0], answer.status_code, body)
+    return body
+
+
+async def test_cards_have_what_is_known_of_a_model_and_nothing_else(gateway: Gateway) -> None:
+    card, brief, gone = (await get(gateway, "/v1/models"))["data"]
+
+    assert card["meta"]["n_ctx"] == card["context_length"] == 2048
+    assert card["meta"]["n_ctx_train"] == 32768
+    assert (card["meta"]["n_params"], card["meta"]["size"]) == (10_656_064, 21_325_056)
+    assert brief["meta"] == card["meta"]
+    assert gone["meta"] == {}
+    assert await get(gateway, "/models") == await get(gateway, "/v1/models")
+
+
+async def test_lists_in_lm_studios_forms_say_what_is_loaded(gateway: Gateway) -> None:
+    before, old = await get(gateway, "/api/v1/models"), await get(gateway, "/api/v0/models")
+    assert [model["loaded_instances"] for model in before["models"]] == [[], [], []]
+    assert [model["state"] for model in old["data"]] == ["not-loaded"] * 3
+    assert old["data"][0]["max_context_length"] == before["models"][0]["max_context_length"] == 2048
+    assert old["data"][2] == {
+        "id": "gone",
+        "object": "model",
+        "type": "llm",
+        "compatibility_type": "mlx",
+        "state": "not-loaded",
+        "publisher": "nobody",
+        "capabilities": [],
+    }
+
+    assert (await gateway.client.post("/v1/chat/completions", json=chat())).status_code == 200
+    served = (await get(gateway, "/v1/models"))["data"][0]["context_length"]
+    loaded, old = (await get(gateway, "/api/v1/models"))["models"][0], (await get(gateway, "/api/v0/models"))["data"][0]
+    assert loaded["loaded_instances"] == [{"id": "m", "config": {"context_length": served}}]
+    assert (loaded["key"], loaded["architecture"], loaded["quantization"]) == ("m", "qwen3", None)
+    assert loaded["capabilities"] == {"vision": False, "trained_for_tool_use": True}
+    assert (old["state"], old["loaded_context_length"], old["capabilities"]) == ("loaded", served, ["tool_use"])
+    assert "publisher" not in old
+
+
+async def test_props_are_of_the_model_that_is_asked_for_by_any_of_its_names(gateway: Gateway) -> None:
+    for name in ("m", "gpt-4o"):
+        props = await get(gateway, f"/props?model={name}")
+        assert props["default_generation_settings"] == {"n_ctx": 2048}
+        assert (props["model_alias"], props["total_slots"]) == ("m", 16)
+        assert props["modalities"] == {"vision": False, "audio": False}
+        assert "tools" in props["chat_template"]
+    assert (await get(gateway, "/props?model=gpt-4o:brief"))["model_alias"] == "m:brief"
+    gone = await get(gateway, "/props?model=gone")
+    assert (gone["default_generation_settings"], gone["total_slots"]) == ({}, 3)
+    assert "chat_template" not in gone
+
+    assert (await gateway.client.get("/props?model=nope")).status_code == 404
+    assert (await gateway.client.get("/props")).json()["error"]["param"] == "model"
+    assert (await gateway.client.get("/v1/props")).status_code == 404
+
+
+async def test_a_key_sees_its_models_only_and_props_need_no_name_where_there_is_one(tmp_path: Path) -> None:
+    key = Key(name="k", prefix="", salt="", hash="", models=("gone",))
+    secret = KeyFile(tmp_path / "keys" / "keys.json").create(key)[1]
+    async with running(tmp_path, models=MODELS, server=ServerConfig(default="m")) as gateway:
+        for path, field in LISTS.items():
+            listed = (await get(gateway, path, secret))[field]
+            assert [model.get("id") or model["key"] for model in listed] == ["gone"], path
+            assert (await gateway.client.get(path)).status_code == 401
+        assert (await get(gateway, "/props", secret))["model_alias"] == "gone"
+        refused = await gateway.client.get("/props?model=gpt-4o", headers={"x-api-key": secret})
+        assert refused.status_code == 404
+        assert (await gateway.client.get("/props")).status_code == 401
