@@ -3,6 +3,7 @@ import time
 
 from protocol.messages import Abort, Shutdown
 from tests.support.rows import row
+from tests.support.scale import patient
 from worker.engine.inbox import Inbox, Wake
 
 
@@ -45,7 +46,8 @@ def test_those_who_do_not_come_back_are_not_waited_for_long() -> None:
 
 
 def test_a_burst_is_taken_together() -> None:
-    inbox = Inbox(gather_s=30.0, burst_s=30.0)
+    # It waits for more until the time of a burst is over.
+    inbox = Inbox(gather_s=patient(1), burst_s=patient(1))
     rows = [row(rid) for rid in range(3)]
     inbox.put(rows[0])
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.rows import row
+from tests.support.scale import scaled
 from worker.engine.kv_budget import KvBudget, KvCost
 
 
@@ -28,7 +29,7 @@ def requests(count: int, prompt: int, output: int) -> list[Generate]:
 
 @pytest.mark.parametrize(
     ("architecture", "cache_bytes"),
-    [("qwen3", 0), ("qwen3", 1 << 30), ("gemma3_text", 1 << 30), ("qwen3_5", 1 << 30)],
+    [("qwen3", 0), ("qwen3_5", 1 << 30), *scaled([("qwen3", 1 << 30), ("gemma3_text", 1 << 30)], [])],
 )
 def test_preempted_rows_end_with_the_tokens_they_would_have_had(
     architecture: str, cache_bytes: int, model_folder: Callable[[str], Path]
