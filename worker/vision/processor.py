@@ -158,7 +158,9 @@ class Processor:
             wanted = [indices[min(frame, len(indices) - 1)] for frame in frames]
             return lambda: layout.clip_inputs(clip.frames(wanted), len(indices))
 
-        return self._prepared(media, "video", laid, [load(piece.frames) for piece in laid.pieces], f"{indices}")
+        # Times come from the options too, and positions in space from the times.
+        how = f"{indices} {laid.grids}"
+        return self._prepared(media, "video", laid, [load(piece.frames) for piece in laid.pieces], how)
 
     def _sound(self, media: Media) -> Prepared:
         layout = self._layout

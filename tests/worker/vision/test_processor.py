@@ -263,6 +263,16 @@ def test_a_clip_of_qwen2_5_steps_in_time_by_its_seconds(opened: Open) -> None:
     assert opened("qwen2_vl").read(frames(*four, fps=1.0)).grids[0].step == 1.0
 
 
+def test_the_same_frames_at_another_rate_are_another_clip_where_that_moves_positions(opened: Open) -> None:
+    four = [noise(64, 48, seed) for seed in range(4)]
+
+    def key(family: str, fps: float) -> bytes:
+        return opened(family).read(frames(*four, fps=fps)).media[0].key
+
+    assert key("qwen2_5_vl", 2.0) != key("qwen2_5_vl", 1.0)
+    assert key("qwen2_5_vl", 2.0) == key("qwen2_5_vl", 2.0)
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma4"])
 def test_a_clip_and_its_reverse_are_told_apart_by_order_alone(opened: Open, family: str) -> None:
     pictures = [halves(64, 48), Image.new("RGB", (64, 48), RED), Image.new("RGB", (64, 48), BLUE), noise(64, 48)]
