@@ -28,6 +28,7 @@ from worker.prompt.family import Dialect
 from worker.prompt.media_prompt import Encoded, open_media, unserved
 from worker.prompt.templates import Renderer
 from worker.speculation.drafter import ALL, Drafting
+from worker.speculation.lookup import BREAK
 from worker.structured.guides import Rules
 from worker.structured.tool_rules import DEFAULT_ROOM, ToolRules
 from worker.text.detokenize import Vocabulary
@@ -228,7 +229,9 @@ class Intake:
         most = ALL if request.most_drafted is None else request.most_drafted
         text = request.prediction[: self.max_context * _CHARS_PER_TOKEN] if most else ""
         ids = self._encoder.encode(text, add_special_tokens=False)[: self.max_context] if text else []
-        return Drafting(most, tuple(ids), request.cache_salt)
+        # A tokenizer may know more tokens than the model: no draft may hold those, nor go on behind them.
+        known = tuple(token if token < self._vocab_size else BREAK for token in ids)
+        return Drafting(most, known, request.cache_salt)
 
     def _encode(self, prompt: Prompt) -> Encoded:
         match prompt:

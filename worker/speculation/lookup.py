@@ -25,7 +25,8 @@ HISTORY_TOKENS: Final = 1 << 14
 HISTORY_SALTS: Final = 256
 # Tokens of the prompt kept before an output, so that its beginning can be found.
 _LEAD: Final = 8
-_BREAK: Final = -1
+# Stands where a text ends or is not to be drafted from: no draft reaches over it.
+BREAK: Final = -1
 
 
 class Source(StrEnum):
@@ -53,7 +54,7 @@ class Lookup:
         self._end = self._predicted + len(tokens)
         self._held = np.empty(self._end + 1024, dtype=np.int32)
         if prediction:
-            self._held[: self._predicted] = [*prediction, _BREAK]
+            self._held[: self._predicted] = [*prediction, BREAK]
         self._held[self._predicted : self._end] = tokens
 
     @property
@@ -98,7 +99,7 @@ class History:
         if output < LEAST:
             return
         tail = text[-(output + _LEAD) :][-HISTORY_TOKENS // 2 :]
-        held = np.concatenate([self._held.pop(salt, self._none), np.array([_BREAK], dtype=np.int32), tail])
+        held = np.concatenate([self._held.pop(salt, self._none), np.array([BREAK], dtype=np.int32), tail])
         self._held[salt] = held[-HISTORY_TOKENS:]
         if len(self._held) > HISTORY_SALTS:
             self._held.popitem(last=False)
@@ -117,7 +118,7 @@ def _longest(held: Tokens, text: Tokens) -> tuple[int, int]:
         size = min(len(tail), end + 1)
         differs = held[end - size + 1 : end + 1][::-1] != tail[::-1][:size]
         length = int(differs.argmax()) if differs.any() else size
-        if length > best and held[end + 1] != _BREAK:
+        if length > best and held[end + 1] != BREAK:
             best, at = length, end
     return at, best
 
@@ -127,6 +128,6 @@ def _guess(held: Tokens, at: int, match: int, most: int, source: Source) -> Gues
     # A copy may run into what it is writing.
     period = len(held) - 1 - at
     tokens = [int(held[at + 1 + step % period]) for step in range(count)]
-    if _BREAK in tokens:
-        tokens = tokens[: tokens.index(_BREAK)]
+    if BREAK in tokens:
+        tokens = tokens[: tokens.index(BREAK)]
     return Guess(tokens, source, match) if tokens else None

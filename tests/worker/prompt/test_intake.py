@@ -44,6 +44,19 @@ def chat(*messages: dict[str, Any], **settings: Any) -> ChatPrompt:
 USER = {"role": "user", "content": "kato mira"}
 
 
+def test_no_draft_holds_a_token_that_the_tokenizer_knows_and_the_model_does_not(
+    intake: Intake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "kato mira"
+    whole = row(intake, TokensPrompt((1,)), prediction=text).drafting.prediction
+    known = sorted(set(whole))[-1]  # the highest id of the text is the first that the model does not know
+    monkeypatch.setattr(intake, "_vocab_size", known)
+    cut = row(intake, TokensPrompt((1,)), prediction=text).drafting.prediction
+    assert len(cut) == len(whole)
+    assert -1 in cut
+    assert all(token < known for token in cut)
+
+
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**31, 2**31 - 1, -(2**63), 2**63])
 def test_prompt_ids_beyond_the_vocabulary_are_refused(intake: Intake, token: int) -> None:
     failure = refused(intake, TokensPrompt((1, token, 2)))

@@ -36,6 +36,11 @@ def test_a_draft_is_what_followed_the_longest_match(tokens: list[int], draft: li
     assert drafted(lookup(tokens)) == draft
 
 
+@pytest.mark.parametrize(("prediction", "draft"), [((1, 2, 3, 4, -1, 6, 7), [4]), ((1, 2, 3, -1, 5, 6), [])])
+def test_a_draft_ends_before_what_may_not_be_drafted(prediction: tuple[int, ...], draft: list[int]) -> None:
+    assert drafted(lookup([8, 1, 2, 3], prediction)) == draft
+
+
 def test_a_draft_is_no_longer_than_asked_for_or_than_its_match() -> None:
     text = list(range(40))
     assert drafted(lookup([*text, 100, *text[:20]])) == text[20:36]
