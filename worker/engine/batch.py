@@ -353,13 +353,22 @@ class Batch:
             self._sampler.discard(uid)
             self.account(row)
             self._drafter.discard(uid)
-            self.insert(row, parked=uid)
+            if self._graft is not None:
+                self._graft.placements.pop(uid, None)
+            row.uid = None
+            try:
+                self.insert(row, parked=uid)
+            except Exception:
+                self._masks.discard(uid)
+                raise
 
     def abandon(self) -> None:
         """Let go of every row after a failed step, when nothing in the generator can be trusted or even asked."""
         self._ended.clear()
         for row in self.rows:
             self._forget(row)
+        if self._graft is not None:
+            self._graft.placements.clear()
 
     def close(self) -> None:
         self._masks.close()

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
+from protocol.messages import Abort, Constraint, ConstraintKind, Finish, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import patient
 from tests.support.vision_models import MediaPrompt, build, image, prompt
+from worker.engine.batch import Batch
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.vision.features import FeatureCache
@@ -161,6 +162,26 @@ def test_an_abort_while_decoding_and_one_while_prefilling_leave_nothing(folder: 
         finish(engine, later)
         assert features(engine).held_bytes == 0
         assert not engine.loaded.vision.graft.placements
+
+
+def test_rows_whose_masks_are_late_leave_no_placement_behind(
+    engine: EngineHarness, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.structured.masks.MAX_PATIENCE_S", 0.0)
+    parked: list[int] = []
+    park = Batch._park  # pyright: ignore[reportPrivateUsage]
+
+    def counting(self: Batch) -> None:
+        park(self)
+        parked.append(len(self._parked))  # pyright: ignore[reportPrivateUsage]
+
+    monkeypatch.setattr(Batch, "_park", counting)
+    made = row(engine, 1, prompt(FAMILY, 1, [9, image(FAMILY, rng, 4, 4), 7]))
+    engine.intake.constrain(made, Constraint(ConstraintKind.REGEX, "([a-z]{2,5} ){30}"))
+    finish(engine, engine.submit_row(made))
+    assert any(parked)
+    assert features(engine).held_bytes == 0
+    assert not engine.loaded.vision.graft.placements
 
 
 def test_turns_of_a_chat_with_ten_screenshots_decode_and_encode_only_what_is_new(
