@@ -118,7 +118,11 @@ class Encoder:
             self.features.counts.misses += 1
             self.features.counts.decoded += 1
             features = self._encode(medium, medium.load())
-            self.features.put(medium.key, features, {rid})
+            # Rows that wait for it have it too: encoded a second time, it would be put where it is.
+            job = self._jobs.pop(medium.key, None)
+            if job is not None and job.pixels is not None:
+                job.pixels.cancel()
+            self.features.put(medium.key, features, {rid, *(job.media if job is not None else ())})
         self._wanted.setdefault(rid, set()).add(medium.key)
         return features
 

@@ -1,0 +1,61 @@
+"""Jobs of the encoder: what rows wait for is made once, and nothing is made or held for those that wait no more."""
+
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.engine import spec
+from tests.support.scale import patient
+from tests.support.vision_models import build, image
+from worker.model.loader import load
+from worker.vision.encoder import Encoder
+from worker.vision.features import FeatureCache
+from worker.vision.media import Medium
+from worker.vision.tower import Tower
+
+FAMILY = "qwen3_vl"
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory: pytest.TempPathFactory) -> Tower:
+    folder: Path = build(FAMILY, tmp_path_factory.mktemp(FAMILY))
+    vision = load(spec(folder), lambda *_: None).vision
+    assert vision is not None
+    return vision.tower
+
+
+@pytest.fixture
+def encoder(tower: Tower) -> Generator[Encoder]:
+    made = Encoder(tower, FeatureCache(1 << 24), lambda: None)
+    yield made
+    made.features.check()
+    made.close()
+
+
+def pictures(count: int) -> list[Medium]:
+    rng = np.random.default_rng(7)
+    return [image(FAMILY, rng, 4, 4) for _ in range(count)]
+
+
+def step(encoder: Encoder) -> None:
+    """One step, with pixels if there is a job."""
+    deadline = time.monotonic() + patient(10)
+    while not encoder.has_pixels and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert encoder.step() == []
+
+
+def test_a_medium_made_at_once_for_one_row_is_there_for_those_that_wait_for_it(encoder: Encoder) -> None:
+    (picture,) = pictures(1)
+    assert not encoder.is_ready(2, [picture])
+    encoder.get(1, picture)
+    assert encoder.step() == []
+    assert encoder.features.holds(2, picture.key)
+    assert encoder.is_ready(2, [picture])
+    assert encoder.features.counts.encoded == 1
+    for rid in (1, 2):
+        encoder.forget(rid)
+    assert encoder.features.held_bytes == 0
