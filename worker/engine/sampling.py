@@ -88,7 +88,8 @@ class RowSampler:
 
     def _suppress(self, logprobs: mx.array) -> mx.array:
         if self._penalty is None or self._penalty.dtype != logprobs.dtype:
-            ids = mx.array([token for token in self._suppressed if token < logprobs.shape[-1]])
+            # Of no ids MLX would make an array of floats, which index nothing.
+            ids = mx.array([token for token in self._suppressed if 0 <= token < logprobs.shape[-1]], dtype=mx.int32)
             self._penalty = mx.zeros(logprobs.shape[-1:], dtype=logprobs.dtype).at[ids].add(-math.inf)
         return logprobs + self._penalty
 

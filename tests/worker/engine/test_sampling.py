@@ -119,6 +119,17 @@ def test_a_token_that_is_filtered_out_is_never_sampled(
     assert set(draws(logprobs, params, 64)) <= allowed
 
 
+@pytest.mark.parametrize(("suppressed", "best"), [((3, VOCAB), 2), ((VOCAB,), 3), ((-1,), 3)])
+def test_suppressed_tokens_outside_of_the_vocabulary_change_nothing(suppressed: tuple[int, ...], best: int) -> None:
+    sampler = RowSampler(suppressed=suppressed)
+    sampler.add(0, Sampling(temperature=0.0), 0)
+    logprobs = np.full((1, VOCAB), -9.0, dtype=np.float32)
+    logprobs[0, 2:4] = -2.0, -1.0
+    with sampler.rows([0]):
+        sampled: Any = sampler(mx.array(logprobs)).tolist()
+    assert sampled == [best]
+
+
 def test_top_p_is_of_what_min_p_has_left() -> None:
     logprobs = np.log(np.array([[0.4, 0.3, 0.1, 0.1, 0.1]]))
     assert set(draws(logprobs, Sampling(top_p=0.55, min_p=0.5), 256)) == {0}
