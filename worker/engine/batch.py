@@ -191,6 +191,8 @@ class Batch:
         with mx.stream(self._generator.stream):
             reused, caches = self._cache.fetch(keys[:-1], row.cache_salt, ticket, row.whole if row.media else None)
             placement = self._placement(row, reused)
+        if placement is not None and self._encoder is not None:
+            self._encoder.keep(row.rid, placement.features.keys())
         if row.cached is None:
             row.cached = 0 if row.output else reused
         row.prefilled = row.reused = reused

@@ -131,17 +131,28 @@ class Encoder:
         for key in keys:
             self.features.release(rid, key)
 
+    def keep(self, rid: int, keys: Iterable[bytes]) -> None:
+        """A row needs these media alone: of the others there is KV by now."""
+        wanted = self._wanted.get(rid, set[bytes]())
+        needless = wanted.difference(keys)
+        wanted -= needless
+        for key in needless:
+            self._drop(rid, key)
+
     def forget(self, rid: int) -> None:
         """A row needs nothing any more, or has gone."""
         for key in self._wanted.pop(rid, ()):
-            self.features.release(rid, key)
-            job = self._jobs.get(key)
-            if job is not None:
-                job.media.pop(rid, None)
-                if not job.media:
-                    del self._jobs[key]
-                    if job.pixels is not None:
-                        job.pixels.cancel()
+            self._drop(rid, key)
+
+    def _drop(self, rid: int, key: bytes) -> None:
+        self.features.release(rid, key)
+        job = self._jobs.get(key)
+        if job is not None:
+            job.media.pop(rid, None)
+            if not job.media:
+                del self._jobs[key]
+                if job.pixels is not None:
+                    job.pixels.cancel()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -59,3 +59,24 @@ def test_a_medium_made_at_once_for_one_row_is_there_for_those_that_wait_for_it(e
     for rid in (1, 2):
         encoder.forget(rid)
     assert encoder.features.held_bytes == 0
+
+
+def test_a_row_lets_go_of_media_that_it_needs_no_more_when_it_begins(encoder: Encoder) -> None:
+    made, waiting, shared, needed = pictures(4)
+    assert not encoder.is_ready(1, [made])
+    step(encoder)
+    assert not encoder.is_ready(1, [made, waiting, shared, needed])
+    assert not encoder.is_ready(2, [shared])
+    encoder.get(1, needed)
+
+    encoder.keep(1, [needed.key])
+    held = [encoder.features.holds(1, medium.key) for medium in (made, waiting, shared, needed)]
+    assert held == [False, False, False, True]
+    step(encoder)
+    assert encoder.features.holds(2, shared.key)
+    assert not encoder.features.holds(1, shared.key)
+    assert not encoder.has_pixels
+    assert waiting.key not in encoder.features
+    for rid in (1, 2):
+        encoder.forget(rid)
+    assert encoder.features.held_bytes == 0
