@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -50,6 +50,8 @@ class Encoder:
         self._jobs: dict[bytes, _Job] = {}
         # Keys that a row has asked for, and what became of them.
         self._wanted: dict[int, set[bytes]] = {}
+        # The last medium that a row was found to wait for.
+        self._missing: dict[int, bytes] = {}
         self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="pixels")
 
     @property
@@ -57,20 +59,27 @@ class Encoder:
         """Whether the tower has something to do."""
         return any(job.pixels is not None and job.pixels.done() for job in self._jobs.values())
 
-    def is_ready(self, rid: int, media: Iterable[Medium]) -> bool:
+    def is_ready(self, rid: int, media: Sequence[Medium]) -> bool:
         """Whether the features of all these media are held for a row; those that are missing are made from now on."""
         wanted = self._wanted.get(rid)
         if wanted is None:
             if self.features.is_full and self._wanted:
                 return False  # until rows before it have been prefilled
             wanted = self._wanted[rid] = set()
-        is_ready = True
+        last = self._missing.pop(rid, b"")
+        job = self._jobs.get(last)
+        if job is not None and rid in job.media and any(medium.key == last for medium in media):
+            self._missing[rid] = last
+            return False  # the answer for most: each row that waits asks at each tick
+        jobs, missing = len(self._jobs), b""
         for medium in media:
-            if self.features.holds(rid, medium.key):
-                continue
-            is_ready &= self._want(rid, medium, wanted)
-        self._submit()
-        return is_ready
+            if not self.features.holds(rid, medium.key) and not self._want(rid, medium, wanted):
+                missing = medium.key
+        if missing:
+            self._missing[rid] = missing
+        if len(self._jobs) > jobs:
+            self._submit()
+        return not missing
 
     def _want(self, rid: int, medium: Medium, wanted: set[bytes]) -> bool:
         is_new = medium.key not in wanted
@@ -141,6 +150,7 @@ class Encoder:
 
     def forget(self, rid: int) -> None:
         """A row needs nothing any more, or has gone."""
+        self._missing.pop(rid, None)
         for key in self._wanted.pop(rid, ()):
             self._drop(rid, key)
 

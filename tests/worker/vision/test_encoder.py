@@ -19,10 +19,14 @@ from worker.vision.tower import Tower
 FAMILY = "qwen3_vl"
 
 
+def nothing(_stage: str, _done_bytes: int, _total_bytes: int) -> None:
+    pass
+
+
 @pytest.fixture(scope="module")
 def tower(tmp_path_factory: pytest.TempPathFactory) -> Tower:
     folder: Path = build(FAMILY, tmp_path_factory.mktemp(FAMILY))
-    vision = load(spec(folder), lambda *_: None).vision
+    vision = load(spec(folder), nothing).vision
     assert vision is not None
     return vision.tower
 
@@ -80,3 +84,36 @@ def test_a_row_lets_go_of_media_that_it_needs_no_more_when_it_begins(encoder: En
     for rid in (1, 2):
         encoder.forget(rid)
     assert encoder.features.held_bytes == 0
+
+
+def test_a_row_waits_for_what_it_asks_for_now_and_not_for_what_it_asked_for_before(encoder: Encoder) -> None:
+    first, second, third = pictures(3)
+    assert not encoder.is_ready(1, [first, second])
+    step(encoder)
+    assert not encoder.is_ready(1, [first, second])
+    assert encoder.is_ready(1, [first]), "there is KV of the second by now"
+    assert not encoder.is_ready(1, [first, third])
+    while encoder.has_pixels or third.key not in encoder.features:
+        step(encoder)
+    assert encoder.is_ready(1, [first, second, third])
+    encoder.forget(1)
+    assert encoder.features.held_bytes == 0
+
+
+def test_asking_again_costs_little_however_many_wait(encoder: Encoder) -> None:
+    (picture,) = pictures(1)
+    rows = {
+        rid: [
+            Medium(
+                "image", rid.to_bytes(16, "big") + at.to_bytes(16, "big"), picture.grid, picture.tokens, picture.load
+            )
+            for at in range(384)
+        ]
+        for rid in range(64)
+    }
+    assert not any(encoder.is_ready(rid, media) for rid, media in rows.items())
+    begun = time.process_time()
+    assert not any(encoder.is_ready(rid, media) for rid, media in rows.items())
+    assert time.process_time() - begun < patient(0.02)
+    for rid in rows:
+        encoder.forget(rid)

@@ -161,6 +161,7 @@ def test_an_abort_while_decoding_and_one_while_prefilling_leave_nothing(folder: 
         later = ask(engine, 3, prompt(FAMILY, 3, [20]))
         finish(engine, later)
         assert features(engine).held_bytes == 0
+        assert engine.loaded.vision is not None
         assert not engine.loaded.vision.graft.placements
 
 
@@ -181,6 +182,7 @@ def test_rows_whose_masks_are_late_leave_no_placement_behind(
     finish(engine, engine.submit_row(made))
     assert any(parked)
     assert features(engine).held_bytes == 0
+    assert engine.loaded.vision is not None
     assert not engine.loaded.vision.graft.placements
 
 
