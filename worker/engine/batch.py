@@ -274,8 +274,10 @@ class Batch:
         self._unstored.discard(row.uid)
         with mx.stream(self._generator.stream):
             caches, tokens = self._generator.remove(row.uid)
+        # Inside of a medium a checkpoint serves nobody, and would hide those before it.
+        is_usable = not self._cache.needs_checkpoints or row.whole(len(tokens)) == len(tokens)
         # A row that never ran holds what it was given.
-        if len(tokens) > row.reused:
+        if len(tokens) > row.reused and is_usable:
             try:
                 self._keep(row, tokens, caches)
             except Exception as error:  # the row is out, often to make room, and must not be lost for what it leaves

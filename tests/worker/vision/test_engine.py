@@ -8,15 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.failures import Code
 from protocol.messages import Abort, Constraint, ConstraintKind, Finish, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import patient
 from tests.support.vision_models import MediaPrompt, build, image, prompt
+from worker.cache.kv import Layout
+from worker.cache.prefix import PrefixCache
 from worker.engine.batch import Batch
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
+from worker.model.loader import load
+from worker.prompt.intake import Intake
+from worker.vision.encoder import Encoder
 from worker.vision.features import FeatureCache
 from worker.vision.media import Medium
 
@@ -37,6 +43,10 @@ def engine(folder: Path) -> Generator[EngineHarness]:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(11)
+
+
+def nothing(_stage: str, _done_bytes: int, _total_bytes: int) -> None:
+    pass
 
 
 def row(engine: EngineHarness, rid: int, asked: MediaPrompt, tokens: int = 8) -> Row:
@@ -262,3 +272,27 @@ def test_placeholders_are_never_drawn(engine: EngineHarness) -> None:
         result = engine.submit(Generate(rid, TokensPrompt((9, 10, 11)), sampling, 8))
         finish(engine, result)
         assert result.ids == [42] * 8
+
+
+def test_an_abort_inside_an_image_leaves_the_checkpoints_before_it(tmp_path: Path, rng: np.random.Generator) -> None:
+    loaded = load(spec(build("qwen3_5", tmp_path / "m")), nothing)
+    assert loaded.vision is not None
+    cache = PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 1 << 28)
+    encoder = Encoder(loaded.vision.tower, FeatureCache(1 << 24), lambda: None)
+    batch = Batch(loaded.model, loaded.eos_ids, cache, vision=loaded.vision, encoder=encoder)
+    asked = prompt("qwen3_5", 1, [80, image("qwen3_5", rng, 16, 16), 20])
+
+    def insert(rid: int) -> Row:
+        made = Intake(loaded).row(Generate(rid, TokensPrompt(tuple(asked.ids)), Sampling(), 4), 0.0)
+        made.media, made.positions, made.boundaries = asked.media, asked.positions, [40]
+        batch.insert(made)
+        return made
+
+    first = insert(1)
+    while first.prefilled <= 96:
+        batch.tick(24)
+    assert 80 < first.prefilled < 144
+    batch.remove(first)
+    assert insert(2).cached == 40
+    batch.close()
+    encoder.close()
