@@ -10,8 +10,9 @@ from typing import Final
 
 # What is shorter stays as it is: keys, hashes, words.
 RUN_MIN: Final = 1024
-_TAIL: Final = re.compile(rb"[A-Za-z0-9+/_=-]*\Z")
-_RUN: Final = re.compile(rb"[A-Za-z0-9+/_=-]{%d,}" % RUN_MIN)
+# A match begins where a run does: begun at each of its bytes, the work would grow with the square of its length.
+_TAIL: Final = re.compile(rb"(?<![A-Za-z0-9+/_=-])[A-Za-z0-9+/_=-]*\Z")
+_RUN: Final = re.compile(rb"(?<![A-Za-z0-9+/_=-])[A-Za-z0-9+/_=-]{%d,}" % RUN_MIN)
 _HEAD: Final = re.compile(rb"[A-Za-z0-9+/_=-]*")
 _URL_SAFE: Final = bytes.maketrans(b"-_", b"+/")
 

@@ -4,11 +4,14 @@ import base64
 import hashlib
 import json
 import random
+import re
+import time
 from itertools import pairwise
 
 import pytest
 
 from gateway.http.media_digests import RUN_MIN, MediaDigests
+from tests.support.scale import patient
 
 DATA = random.Random(1).randbytes(5000)
 
@@ -44,3 +47,26 @@ def test_a_run_that_is_no_base64_is_left_out_without_a_digest() -> None:
 
     assert b"not kept" in kept
     assert len(kept) < 200
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_bodies_keep_all_that_is_no_long_run(seed: int) -> None:
+    chance = random.Random(seed)
+    runs = (
+        b"A" * chance.choice([0, 1, 50, RUN_MIN - 1, RUN_MIN, 3000]) + chance.choice([b"", b"=", b' ", '])
+        for _ in range(60)
+    )
+    body = b"".join(runs)
+    cuts = [chance.randrange(len(body)) for _ in range(chance.randrange(30))]
+    expected = re.sub(rb"[A=]{%d,}" % RUN_MIN, b"(left out)", body)
+
+    assert re.sub(rb"\[\d+ bytes of base64 not kept[^]]*\]", b"(left out)", filtered(body, cuts)) == expected
+
+
+def test_a_run_that_ends_just_before_its_piece_takes_little_time() -> None:
+    body = (b"A" * 65_532 + b" ") * 20
+    began = time.perf_counter()
+
+    kept = filtered(body, list(range(65_533, len(body), 65_533)))
+    assert time.perf_counter() - began < patient(10)
+    assert kept.count(b"[49149 bytes of base64 not kept") == 20
