@@ -7,6 +7,8 @@ from typing import Final
 
 # Of one response: about 40,000 tokens. When it has more, the older half goes.
 BYTES_MAX: Final = 8 * 1024 * 1024
+# Of one read, and at least one event: each reader has a copy of its own while it is sent.
+READ_BYTES_MAX: Final = 256 * 1024
 _END: Final = b"\n\n"
 
 
@@ -57,9 +59,9 @@ class EventLog:
             raise EventsGone
 
     async def read(self, after: int, timeout_s: float) -> tuple[bytes, int]:
-        """All events that follow number `after`, and the number of the last. Nothing new on timeout, and at the end.
+        """Events that follow number `after`, and the number of the last. Nothing new on timeout, and at the end.
 
-        Raises `EventsGone` for a reader that is too slow.
+        What is more than a read may have comes with the next one. Raises `EventsGone` for a reader that is too slow.
         """
         self.check(after)
         index = after + 1 - self._first
@@ -70,7 +72,9 @@ class EventLog:
         if index >= len(self._ends):
             return b"", after
         begin = self._ends[index - 1] if index else 0
-        return bytes(self._data[begin:]), self._first + len(self._ends) - 1
+        full = bisect_left(self._ends, begin + READ_BYTES_MAX)
+        last = min(max(index, full), len(self._ends) - 1)
+        return bytes(memoryview(self._data)[begin : self._ends[last]]), self._first + last
 
     async def _wait(self, timeout_s: float) -> None:
         if self._news is None:
@@ -84,8 +88,11 @@ class EventLog:
             self._news = None
 
     def _drop_older_half(self) -> None:
-        count = bisect_left(self._ends, len(self._data) // 2)
-        cut = self._ends[count - 1] if count else 0
+        """At least one event where there are two; the newest stays, however large."""
+        count = min(max(1, bisect_left(self._ends, len(self._data) // 2)), len(self._ends) - 1)
+        if count <= 0:
+            return
+        cut = self._ends[count - 1]
         del self._data[:cut]
         self._ends = array("Q", [end - cut for end in self._ends[count:]])
         self._first += count

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.api.responses.event_log import EventLog, EventsGone
+from gateway.api.responses.event_log import READ_BYTES_MAX, EventLog, EventsGone
 
 pytestmark = pytest.mark.anyio
 
@@ -80,3 +80,31 @@ async def test_an_event_larger_than_all_that_is_kept_is_still_read() -> None:
     log.add(event(1, 5000))
 
     assert await log.read(0, 0) == (event(1, 5000), 1)
+
+
+async def test_a_first_event_of_more_than_half_goes_like_any_other() -> None:
+    log = EventLog(max_bytes=1000)
+    log.add(event(0, 2000))
+    for number in range(1, 30):
+        log.add(event(number, 40))
+
+    assert log.size_bytes < 2000
+    with pytest.raises(EventsGone):
+        log.check(-1)
+    assert await log.read(28, 0) == (event(29, 40), 29)
+
+
+async def test_a_reader_far_behind_gets_everything_in_bounded_pieces() -> None:
+    log = EventLog()
+    events = [event(number, 10_000) for number in range(100)] + [event(100, 2 * READ_BYTES_MAX), event(101)]
+    log.add(b"".join(events))
+
+    pieces: list[bytes] = []
+    after = -1
+    while after < 101:
+        piece, after = await log.read(after, 0)
+        pieces.append(piece)
+
+    assert b"".join(pieces) == b"".join(events)
+    assert max(map(len, pieces)) <= READ_BYTES_MAX + len(events[100])
+    assert len(pieces) >= 4
