@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 RUNNING_MAX: Final = 64
 RUNNING_OF_KEY: Final = 16
 RETRY_AFTER_S: Final = 5.0
-# How long the events of one that has ended are kept, and how many bytes of all those.
+# How long the events of one that has ended are kept, and how many bytes of all those with what they were asked.
 KEEP_S: Final = 600.0
 ENDED_BYTES_MAX: Final = 64 * 1024 * 1024
 # How often what there is of an answer goes to the store, so that a crash of the daemon leaves it.
@@ -37,6 +37,8 @@ GONE: Final = (
     "The events that you ask for are no longer kept: retrieve the response whole, without 'stream', and go on "
     "from there."
 )
+# What one takes besides its events and its request.
+_OBJECT_BYTES: Final = 16 * 1024
 _KEEPALIVE: Final = b": keep-alive\n\n"
 
 
@@ -48,7 +50,9 @@ class Background:
         self.run = run
         self.events = EventLog()
         self.is_over = False
-        self._generation = generation
+        # Until it is let go: it has the prompt, packed, with its media.
+        self._generation: Generation | None = generation
+        self._asked_bytes = generation.record.body_bytes
         self._encoder = QueuedStream(run)
         self.events.add(self._encoder.queued())
 
@@ -56,23 +60,35 @@ class Background:
     def id(self) -> str:
         return self.run.response.id
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory that it takes once it has been let go: its response tells of the request what it was asked."""
+        return self.events.size_bytes + self._asked_bytes + _OBJECT_BYTES
+
+    def let_go(self) -> None:
+        """Drop what only a response that runs needs, for one that has ended is kept for its events."""
+        self._generation = None
+        self.run.keep = _keep_nothing
+
     def snapshot(self) -> out.Response:
         """The response as it is now."""
         return self.run.last or self.run.snapshot()
 
     def cancel(self) -> out.Response:
         """End it. Returns the response as it is then."""
-        if self.is_over:
+        if self.is_over or self._generation is None:
             return self.snapshot()
         self._generation.cancel()
         return self.run.cancel()
 
     async def generate(self) -> None:
         """The whole of it. Whatever ends it, the last event is written and the last state kept."""
+        assert self._generation is not None, "it is let go when this has ended"
+        generation = self._generation
         try:
-            await self._generate()
+            await self._generate(generation)
         except ApiError as error:
-            self._generation.record.outcome = error.outcome
+            generation.record.outcome = error.outcome
             self._fail(error)
         except BaseException as error:
             is_end = isinstance(error, asyncio.CancelledError)
@@ -82,8 +98,8 @@ class Background:
             self.is_over = True
             self.events.close()
 
-    async def _generate(self) -> None:
-        generation, encoder, events = self._generation, self._encoder, self.events
+    async def _generate(self, generation: Generation) -> None:
+        encoder, events = self._encoder, self.events
         if not generation.open_now():
             self._check()
             await generation.open()
@@ -196,6 +212,7 @@ class Backgrounds:
             with leases:
                 await background.generate()
         finally:
+            background.let_go()
             self._account(background, record)
             self._shrink()
             asyncio.get_running_loop().call_later(KEEP_S, self._known.pop, background.id, None)
@@ -223,16 +240,16 @@ class Backgrounds:
     def _shrink(self) -> None:
         """Let the oldest that have ended go until the rest is small enough."""
         ended = [each for each in self._known.values() if each.is_over]
-        total = sum(each.events.size_bytes for each in ended)
+        total = sum(each.size_bytes for each in ended)
         for each in ended:
             if total <= ENDED_BYTES_MAX:
                 break
-            total -= each.events.size_bytes
+            total -= each.size_bytes
             del self._known[each.id]
 
 
 def _keep_nothing(last: out.Response) -> None:
-    """For a response that was deleted while it ran."""
+    """For a response that was deleted while it ran, or that has ended."""
 
 
 def failed_by_restart(body: bytes) -> bytes:

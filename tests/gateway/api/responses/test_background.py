@@ -1,6 +1,7 @@
 """Background responses: clients that leave and come back, cancel, delete, and what a restart leaves."""
 
 import asyncio
+import gc
 import itertools
 import json
 import shutil
@@ -15,6 +16,7 @@ from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.api.responses import background
 from gateway.config.settings import ModelConfig, ServerConfig
+from gateway.request.generation import Generation
 from tests.gateway.harness import Gateway, running, until
 
 pytestmark = pytest.mark.anyio
@@ -187,6 +189,33 @@ async def test_a_refusal_is_told_at_once(gateway: Gateway, monkeypatch: pytest.M
     await gateway.client.post(f"{PATH}/{made['id']}/cancel")
     assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
     await ended(gateway, made["id"])
+
+
+async def test_one_that_has_ended_keeps_its_events_and_not_its_prompt(gateway: Gateway) -> None:
+    made = (await gateway.client.post(PATH, json=asking(20, input="x" * 50_000))).json()
+    await ended(gateway, made["id"])
+
+    def has_none() -> bool:
+        gc.collect()
+        return not any(isinstance(each, Generation) for each in gc.get_objects())
+
+    await until(has_none)
+    again = await gateway.client.get(f"{PATH}/{made['id']}?stream=true&starting_after=0")
+    assert kinds(events(again.text))[-1] == "response.incomplete"
+
+
+async def test_what_ended_ones_were_asked_counts_as_their_events_do(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "ENDED_BYTES_MAX", 100_000)
+    made = [(await gateway.client.post(PATH, json=asking(5, input="x" * 60_000))).json()["id"] for _ in range(2)]
+    for each in made:
+        await ended(gateway, each)
+    await until(lambda: not gateway.app.services.requests.views())
+
+    first, second = [await gateway.client.get(f"{PATH}/{each}?stream=true&starting_after=0") for each in made]
+    assert (first.status_code, first.json()["error"]["code"]) == (400, "events_gone")
+    assert second.status_code == 200
 
 
 async def test_everything_that_it_held_is_given_back(gateway: Gateway) -> None:
