@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, cast
 
 import msgspec
@@ -48,7 +49,7 @@ class Reading:
     settings: MediaConfig
     lease: MediaLease
     fetch: Fetch
-    offload: Callable[[Callable[[], list[Media]]], Awaitable[list[Media]]]
+    offload: Callable[[Callable[[], Media]], Awaitable[Media]]
     stored: Stored | None = None
 
 
@@ -62,25 +63,37 @@ async def resolve(prompt: ChatPrompt, reading: Reading) -> ChatPrompt:
         raise BadRequest(message, param, "too_many_media")
     kept = await _stored(references, reading)
     fetched = await _fetched(references, reading)
-
-    def read() -> list[Media]:
-        return [_read(reference, index, kept, fetched, reading) for index, reference in enumerate(references)]
-
-    media = await reading.offload(read)
-    # What was fetched is counted already.
-    reading.lease.grow(sum(len(each.data) for index, each in enumerate(media) if index not in fetched))
+    media: list[Media] = []
+    # Stored media that were hashed already, which may be named often.
+    hashed: set[bytes] = set()
+    # One after the other, each counted as its bytes come: a request for which there is no room ends early.
+    for index, reference in enumerate(references):
+        medium = await reading.offload(partial(_read, reference, index, kept, fetched, hashed, reading))
+        if index not in fetched and not reference.url.startswith(STORED):
+            reading.lease.grow(len(medium.data))
+        media.append(medium)
     return msgspec.structs.replace(prompt, media=tuple(media))
 
 
+def is_inline(reference: Reference) -> bool:
+    """Whether its bytes are in the request itself."""
+    return bool(reference.encoded) or reference.url[: len(DATA)].lower() == DATA
+
+
 def _read(
-    reference: Reference, index: int, kept: dict[bytes, bytes], fetched: dict[int, bytes], reading: Reading
+    reference: Reference,
+    index: int,
+    kept: dict[bytes, bytes],
+    fetched: dict[int, bytes],
+    hashed: set[bytes],
+    reading: Reading,
 ) -> Media:
     limit_bytes = reading.settings.max_size_bytes
     options = reference.options
     if index in fetched:
         data = fetched[index]
     elif reference.url.startswith(STORED):
-        data = _kept(reference, kept)
+        return _stored_medium(reference, kept, hashed)
     elif reference.url[: len(FILE)].lower() == FILE:
         data = _file(reference, reading.settings.folders, limit_bytes)
     else:
@@ -89,6 +102,16 @@ def _read(
     if not data:
         raise invalid(reference, "it is empty")
     return Media(reference.kind, digest_of(data), data, options, reference.param)
+
+
+def _stored_medium(reference: Reference, kept: dict[bytes, bytes], hashed: set[bytes]) -> Media:
+    digest, data = _kept(reference, kept)
+    if not data:
+        raise invalid(reference, "it is empty")
+    if digest not in hashed:
+        digest = digest_of(data)
+        hashed.add(digest)
+    return Media(reference.kind, digest, data, reference.options, reference.param)
 
 
 def _is_remote(reference: Reference) -> bool:
@@ -148,14 +171,19 @@ def _file(reference: Reference, folders: Sequence[str], limit_bytes: int) -> byt
 async def _stored(references: Sequence[Reference], reading: Reading) -> dict[bytes, bytes]:
     """The bytes of what was kept of an earlier response; the digests are checked as those of all others are."""
     wanted = [digest for reference in references if (digest := _digest(reference)) is not None]
-    return await reading.stored(wanted) if wanted and reading.stored is not None else {}
+    if not wanted or reading.stored is None:
+        return {}
+    kept = await reading.stored(wanted)
+    # Each time that it is named: the prompt has it as often.
+    reading.lease.grow(sum(len(kept.get(digest, b"")) for digest in wanted))
+    return kept
 
 
-def _kept(reference: Reference, kept: dict[bytes, bytes]) -> bytes:
+def _kept(reference: Reference, kept: dict[bytes, bytes]) -> tuple[bytes, bytes]:
     digest = _digest(reference)
     if digest is None or (data := kept.get(digest)) is None:
         raise _not_fetched(reference, "nothing is kept under this digest, or no longer; send its bytes again")
-    return data
+    return digest, data
 
 
 def _digest(reference: Reference) -> bytes | None:

@@ -20,7 +20,8 @@ from gateway.link.calls import Refused
 from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check, likely_tokens
 from gateway.media.reference import Reference
-from gateway.media.resolve import Reading, Stored, resolve
+from gateway.media.resolve import Reading, Stored, is_inline, resolve
+from gateway.request.bodies import LARGE_BYTES
 from gateway.request.generation import BYTES_PER_TOKEN, Generation
 from gateway.request.headers import ignored_header
 from gateway.request.record import Record
@@ -73,8 +74,11 @@ async def with_media(
     assert record.media_lease is not None, "the middleware makes one for each request"
     size = record.encoded_bytes = sum(len(each.encoded) + len(each.url) for each in references)
 
-    def offload(action: Callable[[], list[Media]]) -> Awaitable[list[Media]]:
-        return services.bodies.work(size, action)
+    # A short reference may stand for many bytes.
+    cost = size if all(map(is_inline, references)) else LARGE_BYTES + 1
+
+    def offload(action: Callable[[], Media]) -> Awaitable[Media]:
+        return services.bodies.work(cost, action)
 
     reading = Reading(services.config.media, record.media_lease, services.fetch, offload, stored)
     prompt = await resolve(prompt, reading)

@@ -365,6 +365,8 @@ async def test_files_are_read_below_the_folders_that_are_named(tmp_path: Path) -
     async with running(tmp_path / "home", worker="seeing", media=media) as gateway:
         for url in (f"file://{folder}/a%20cat.png", f"file://localhost{folder}/../pictures/a cat.png"):
             assert seen(await chat(gateway, user({"type": "image_url", "image_url": url}))) == [("image", CAT)]
+        # In the thread: how large a file is, its URL does not tell.
+        assert gateway.app.services.bodies.numbers.offloaded == 2
         for path in (folder / "link", folder / ".." / "secret", folder, folder / "none", tmp_path / "secret"):
             found = await refusal(gateway, {"type": "image_url", "image_url": f"file://{path}"})
             assert found[:2] == (400, "media_fetch_failed"), path

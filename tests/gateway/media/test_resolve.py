@@ -1,0 +1,73 @@
+"""Bytes of a request's media: how often they are read, and when they are counted."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from gateway.config.settings import MediaConfig
+from gateway.errors import Unavailable
+from gateway.media import resolve as module
+from gateway.media.in_flight_bytes import InFlightBytes
+from gateway.media.reference import IMAGE, Reference, stored_url
+from gateway.media.resolve import Reading, digest_of, resolve
+from protocol.messages import ChatPrompt, Media
+
+pytestmark = pytest.mark.anyio
+DATA = b"picture" * 100
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def fetch(url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+    raise AssertionError("nothing is fetched")
+
+
+async def at_once(action: Callable[[], Media]) -> Media:
+    return action()
+
+
+async def stored(digests: Sequence[bytes]) -> dict[bytes, bytes]:
+    return {digest_of(DATA): DATA}
+
+
+def prompt_of(*urls: str) -> ChatPrompt:
+    return ChatPrompt([], media=tuple(Reference(IMAGE, b"", b"", {}, "input", url=url) for url in urls))
+
+
+async def test_a_stored_medium_is_hashed_once_and_counted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bytes] = []
+
+    def counting(data: bytes) -> bytes:
+        hashed.append(data)
+        return digest_of(data)
+
+    monkeypatch.setattr(module, "digest_of", counting)
+    lease = InFlightBytes(lambda: 10_000).lease()
+    prompt = prompt_of(*[stored_url(digest_of(DATA))] * 5)
+
+    found = await resolve(prompt, Reading(MediaConfig(), lease, fetch, at_once, stored))
+
+    assert [(each.data, each.digest) for each in found.media] == [(DATA, digest_of(DATA))] * 5
+    assert len([data for data in hashed if data == DATA]) == 1
+    assert lease.size_bytes == 5 * len(DATA)
+
+
+async def test_files_that_find_no_room_are_not_all_read(tmp_path: Path) -> None:
+    picture = tmp_path / "picture"
+    picture.write_bytes(DATA)
+    read: list[int] = []
+
+    async def counting(action: Callable[[], Media]) -> Media:
+        read.append(1)
+        return action()
+
+    lease = InFlightBytes(lambda: 2 * len(DATA)).lease()
+    reading = Reading(MediaConfig(folders=(str(tmp_path),)), lease, fetch, counting)
+
+    with pytest.raises(Unavailable):
+        await resolve(prompt_of(*[picture.as_uri()] * 8), reading)
+    assert len(read) == 3
