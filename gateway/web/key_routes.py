@@ -15,6 +15,7 @@ from gateway.failed import Failed
 from gateway.http.exchange import send_body
 from gateway.request.record import record_of
 from gateway.services import Services
+from gateway.web.entrance import session_of
 from gateway.web.orders import read_order
 from gateway.web.schemas import KeyFields, KeyList, KeyOrder, KeyRef, KeyRevoked, KeySecret, KeyView
 
@@ -82,7 +83,7 @@ class Keys:
 
     def _file(self, scope: Scope) -> KeyFile:
         """The file, whose changes are in the audit log as this visitor's."""
-        return KeyFile(self._services.config.keys_path, client=f"ui {record_of(scope).client}")
+        return KeyFile(self._services.config.keys_path, client=f"ui {session_of(scope).id} {record_of(scope).client}")
 
     def _view(self, key: Key) -> KeyView:
         numbers = self._services.metrics.keys.get(key.name)

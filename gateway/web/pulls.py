@@ -206,7 +206,9 @@ class Cancel:
         self._downloads = downloads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_body(send, 200, _encode(self._downloads.cancel(scope["path_params"]["id"])))
+        pull = self._downloads.cancel(scope["path_params"]["id"])
+        note(scope, Order("model.pull", pull.repository, {"cancelled": True}))
+        await send_body(send, 200, _encode(pull))
 
 
 def routes(downloads: Downloads, prefix: str) -> list[Route]:

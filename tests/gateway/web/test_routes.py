@@ -237,7 +237,8 @@ async def test_a_key_is_made_used_rotated_and_revoked(gateway: Gateway, session:
     own = [line for line in lines if line["target"] == "alice"]
     changes = [line for line in own if line["action"] != "key.address"]
     assert [line["action"] for line in changes] == ["key.create", "key.rotate", "key.revoke"]
-    assert all(line["client"].startswith("ui 127.0.0.1:") for line in changes)
+    number = next(line["target"] for line in lines if line["action"] == "ui.login")
+    assert all(line["client"].startswith(f"ui {number} 127.0.0.1:") for line in changes)
 
 
 async def test_the_page_neither_makes_nor_touches_an_admin_key(
