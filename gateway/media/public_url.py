@@ -7,14 +7,15 @@ the next time changes nothing. No proxy of the environment, no cookies, no crede
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
-from typing import Final, cast
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_interface
+from typing import Any, Final, cast
 from urllib.parse import urljoin, urlsplit
 
 import certifi
 import httpcore
+import psutil
 
 from gateway.media.reference import FetchFailed, TooManyBytes
 
@@ -28,8 +29,11 @@ _HEADERS: Final = [
     ("user-agent", "mlxd"),
 ]
 _NAT64: Final = IPv6Network("64:ff9b::/96")
+# All that is given out. Outside of it are addresses that hold an IPv4 one in ways of their own.
+_GLOBAL: Final = IPv6Network("2000::/3")
 
 IPAddress = IPv4Address | IPv6Address
+Interfaces = Callable[[], Mapping[str, Sequence[Any]]]
 Resolver = Callable[[str, int], Awaitable[Iterable[str]]]
 
 
@@ -41,9 +45,36 @@ def is_public(address: IPAddress) -> bool:
             inner = IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(inner)
-        if address.teredo is not None:
+        if address.teredo is not None or address not in _GLOBAL:
             return False
     return address.is_global and not address.is_multicast
+
+
+def is_own(address: IPAddress, interfaces: Interfaces = psutil.net_if_addrs) -> bool:
+    """Whether an address is on a network that this machine is on, whose addresses may be public ones."""
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    for entries in interfaces().values():
+        for entry in entries:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            host = ip_interface(f"{entry.address.partition('%')[0]}{_prefix(entry.netmask)}")
+            # A mask of nothing would make the whole internet its own.
+            if address == host.ip or (host.network.prefixlen and address in host.network):
+                return True
+    return False
+
+
+def _prefix(netmask: str | None) -> str:
+    """The mask as a suffix; without one (of a tunnel) the address is alone."""
+    if not netmask:
+        return ""
+    return f"/{int(ip_address(netmask)).bit_count()}"
+
+
+def may_dial(address: IPAddress) -> bool:
+    """Whether an address may be dialled for a client."""
+    return is_public(address) and not is_own(address)
 
 
 async def resolve_name(host: str, port: int) -> list[str]:
@@ -53,9 +84,9 @@ async def resolve_name(host: str, port: int) -> list[str]:
 
 
 class Fetcher:
-    """Fetches over connections of its own. `resolve` and `may_dial` are the system's and `is_public`, but in tests."""
+    """Fetches over connections of its own. Tests have a `resolve` and a `may_dial` of their own."""
 
-    def __init__(self, resolve: Resolver = resolve_name, may_dial: Callable[[IPAddress], bool] = is_public) -> None:
+    def __init__(self, resolve: Resolver = resolve_name, may_dial: Callable[[IPAddress], bool] = may_dial) -> None:
         self._backend = _Guarded(resolve, may_dial)
 
     async def fetch(self, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:

@@ -1,13 +1,15 @@
 """Fetches by URL: what a server could use a fetch for, and what it may not."""
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
+from typing import NamedTuple
 
 import pytest
 
-from gateway.media.public_url import Fetcher, is_public, resolve_name
+from gateway.media.public_url import Fetcher, is_own, is_public, resolve_name
 from gateway.media.reference import FetchFailed, TooManyBytes
 from tests.support.scale import patient
 
@@ -19,6 +21,14 @@ Handler = Callable[[str, asyncio.StreamWriter], Awaitable[None]]
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+class Entry(NamedTuple):
+    """An address of an interface, as psutil tells it."""
+
+    family: int
+    address: str
+    netmask: str | None
 
 
 class Web:
@@ -115,6 +125,26 @@ async def test_no_address_of_this_machine_or_network_is_dialled(host: str) -> No
 def test_public_addresses_are_the_global_ones() -> None:
     assert all(is_public(ip_address(text)) for text in ("8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8"))
     assert not any(is_public(ip_address(text)) for text in ("224.0.0.1", "ff02::1", "192.0.2.1", "2001::1"))
+    held = ("fec0::1", "64:ff9b:1::7f00:1", "64:ff9b::1:7f00:1", "::127.0.0.1", "::ffff:0:127.0.0.1", "4000::1")
+    assert not any(is_public(ip_address(text)) for text in held)
+
+
+def test_networks_of_the_machine_itself_are_its_own_though_public() -> None:
+    def interfaces() -> dict[str, list[Entry]]:
+        return {
+            "eth0": [
+                Entry(socket.AF_INET, "8.8.8.8", "255.255.255.0"),
+                Entry(socket.AF_INET6, "2001:db8::1%eth0", "ffff:ffff:ffff:ffff::"),
+                Entry(-1, "00:00:00:00:00:00", None),
+            ],
+            "tun0": [Entry(socket.AF_INET, "9.9.9.9", None)],
+            "all0": [Entry(socket.AF_INET, "7.7.7.7", "0.0.0.0")],
+        }
+
+    for text in ("8.8.8.9", "2001:db8::2", "::ffff:8.8.8.9", "9.9.9.9", "7.7.7.7"):
+        assert is_own(ip_address(text), interfaces), text
+    for text in ("8.8.9.9", "2001:db9::2", "9.9.9.8", "1.1.1.1"):
+        assert not is_own(ip_address(text), interfaces), text
 
 
 async def test_a_name_with_one_private_address_among_public_ones_is_refused() -> None:
