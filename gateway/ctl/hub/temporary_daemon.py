@@ -1,11 +1,14 @@
 """Daemon for as long as a verb needs one, where none runs."""
 
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import FrameType
 from typing import IO, Final
 
 from gateway.ctl import offline
@@ -24,6 +27,7 @@ def a_daemon(tell: Callable[[str], None]) -> Generator[None, None, None]:
         yield
         return
     with tempfile.TemporaryFile() as said:
+        _end_with_signals()
         # Ctrl-C is for the conversation: a session of its own does not hear it.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "gateway.main"],
@@ -39,6 +43,19 @@ def a_daemon(tell: Callable[[str], None]) -> Generator[None, None, None]:
                 process.wait(END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _end_with_signals() -> None:
+    """Have a closed terminal or a SIGTERM leave the block, which ends the daemon, where they would just kill this."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _leave)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", said: IO[bytes]) -> None:
