@@ -17,7 +17,7 @@ from gateway.http.capture import Captures
 from gateway.http.tls import Tls
 from gateway.link.link import Link
 from gateway.media.in_flight_bytes import InFlightBytes
-from gateway.media.resolve import Fetch, fetch_public
+from gateway.media.resolve import Fetch, bounded, fetch_public
 from gateway.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.bodies import Bodies, memory_bytes, share_bytes
@@ -85,7 +85,7 @@ class Services(Runtime):
             admission=Admission(metrics.rejected),
             bodies=bodies,
             media=InFlightBytes(lambda: live.config.media.in_flight_bytes),
-            fetch=fetch_public,
+            fetch=bounded(fetch_public),
             keyring=keyring,
             audit=trail,
             addresses=KeyAddresses(trail, audit_path(config.home), keyring.prefixes),

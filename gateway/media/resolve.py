@@ -19,6 +19,8 @@ from protocol.messages import ChatPrompt, Media
 
 # Fetches of one request at a time.
 FETCHES_MAX: Final = 4
+# And of all requests: each has a descriptor.
+FETCHES_OF_ALL_MAX: Final = 32
 DIGEST_BYTES: Final = 32
 
 Stored = Callable[[Sequence[bytes]], Awaitable[dict[bytes, bytes]]]
@@ -37,6 +39,17 @@ async def fetch_public(url: str, limit_bytes: int, timeout_s: float, take: Calla
     from gateway.media.public_url import Fetcher
 
     return await Fetcher().fetch(url, limit_bytes, timeout_s, take)
+
+
+def bounded(fetch: Fetch, most: int = FETCHES_OF_ALL_MAX) -> Fetch:
+    """The same, of which so many run at once; the others wait, as long as their requests do."""
+    at_once = asyncio.Semaphore(most)
+
+    async def wait_and_fetch(url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+        async with at_once:
+            return await fetch(url, limit_bytes, timeout_s, take)
+
+    return wait_and_fetch
 
 
 @dataclass(frozen=True, slots=True)

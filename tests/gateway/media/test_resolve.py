@@ -1,5 +1,6 @@
 """Bytes of a request's media: how often they are read, and when they are counted."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from gateway.errors import Unavailable
 from gateway.media import resolve as module
 from gateway.media.in_flight_bytes import InFlightBytes
 from gateway.media.reference import IMAGE, Reference, stored_url
-from gateway.media.resolve import Reading, digest_of, resolve
+from gateway.media.resolve import Reading, bounded, digest_of, resolve
 from protocol.messages import ChatPrompt, Media
 
 pytestmark = pytest.mark.anyio
@@ -71,3 +72,25 @@ async def test_files_that_find_no_room_are_not_all_read(tmp_path: Path) -> None:
     with pytest.raises(Unavailable):
         await resolve(prompt_of(*[picture.as_uri()] * 8), reading)
     assert len(read) == 3
+
+
+async def test_fetches_of_all_requests_wait_for_each_other() -> None:
+    begun: list[str] = []
+    may_end = asyncio.Event()
+
+    async def slow(url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+        begun.append(url)
+        await may_end.wait()
+        return url.encode()
+
+    few = bounded(slow, 3)
+    fetches = [asyncio.ensure_future(few(str(number), 10, 10, lambda _: None)) for number in range(8)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(begun) == 3
+    fetches[0].cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(begun) == 4
+    may_end.set()
+    assert await asyncio.gather(*fetches[1:]) == [str(number).encode() for number in range(1, 8)]
