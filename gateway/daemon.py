@@ -145,7 +145,9 @@ class Daemon:
         backend = self._app.backend
         if sys.stderr.isatty() and backend is not None and self._app.services.config.ui.admin != "off":
             link = f"{from_here(self.url)}/ui/#code={backend.gate.sessions.make_code()}"
-            print(f"Open the page within a minute, or later with 'mlxctl ui':\n  {link}", file=sys.stderr, flush=True)
+            # In one piece: the log is written to the same terminal by a thread.
+            text = f"Open the page within a minute, or later with 'mlxctl ui':\n  {link}\n"
+            print(text, end="", file=sys.stderr, flush=True)
 
     def _wakefulness(self) -> Iterator[Coroutine[None, None, None]]:
         if CAN_HOLD_AWAKE:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from gateway.supervisor.os_process import start_ticks
 from gateway.supervisor.registry import Registry, WorkerRecord
 from gateway.supervisor.spawn import Adopted
 from protocol.spec import WorkerSpec
+from tests.support.scale import patient
 
 ARGV = [sys.executable, "-c", "import time; time.sleep(60)", "org/model", "--epoch", "4"]
 
@@ -27,6 +29,10 @@ def spec(name: str = "org/model", epoch: int = 4) -> WorkerSpec:
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(ARGV) as process:
+        # For a moment after its start a process has no arguments yet.
+        end = time.monotonic() + patient(10)
+        while not psutil.Process(process.pid).cmdline():
+            assert time.monotonic() < end, "the process got no arguments"
         yield process
         process.kill()
 
