@@ -82,13 +82,15 @@ def test_a_killed_gateway_leaves_its_models_loaded_and_the_next_one_adopts_them(
 
 def test_a_hand_over_finishes_what_runs_and_keeps_the_models_loaded(home: Path) -> None:
     with DaemonProcess(home) as first:
-        stream = Stream(first.url, max_tokens=200)
+        # So many that they still come when the hand-over has begun.
+        count = 1000
+        stream = Stream(first.url, max_tokens=count)
         (pid,) = first.worker_pids()
         command = [sys.executable, "-c", "from gateway.ctl import main; main()", "handover"]
         control = subprocess.Popen(command, env=os.environ | {"MLXD_HOME": str(home)})
         wait_until(lambda: "handing over" in first.new_log())
         assert first.complete(model="b").status_code == 503
-        assert stream_text(stream.finish()) == tokens(200)
+        assert stream_text(stream.finish()) == tokens(count)
         assert first.wait() == 0
         assert control.wait(DEADLINE_S) == 0
         with DaemonProcess(home) as second:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -72,7 +73,11 @@ class DaemonProcess:
 
     def worker_pids(self) -> list[int]:
         """From the state files: what a next daemon would find."""
-        return [json.loads(path.read_bytes())["pid"] for path in (self.home / "run" / "workers").glob("*.json")]
+        pids: list[int] = []
+        for path in (self.home / "run" / "workers").glob("*.json"):
+            with suppress(FileNotFoundError):  # its worker has just ended
+                pids.append(json.loads(path.read_bytes())["pid"])
+        return pids
 
     def kill(self) -> None:
         """SIGKILL: nothing is said to anybody."""
