@@ -83,6 +83,8 @@ def test_clients_cannot_take_the_descriptors_that_workers_and_mlxctl_need(home: 
         DaemonProcess(home, "--step-ms 1", files=files) as daemon,
         httpx.Client(transport=admin, base_url="http://mlxd", timeout=DEADLINE_S) as mlxctl,
     ):
+        # A connection of its own for each: one that is kept is the longest idle, and gives way.
+        daemon.client.headers["connection"] = "close"
         process = psutil.Process(daemon.process.pid)
         idle = fill(daemon, files + 200)
         # A worker starts and connects, files are opened, and a client is answered.
