@@ -250,13 +250,17 @@ class Qwen3(nn.Module):
                     else weight.shape[1] ** -0.5 / 2,
                 )
 
-    def forward(self, ids: Tensor, positions: Tensor, offsets: Tensor, wanted: Tensor) -> Tensor:
-        """The mean loss over the wanted tokens. All are flat; `offsets` parts the conversations."""
+    def hidden(self, ids: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+        """States that the logits are made of. All is flat; `offsets` parts the conversations."""
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, cos, sin, offsets)
-        logits = self.norm(x) @ self.embed_tokens.weight.T
+        return self.norm(x)
+
+    def forward(self, ids: Tensor, positions: Tensor, offsets: Tensor, wanted: Tensor) -> Tensor:
+        """The mean loss over the wanted tokens."""
+        logits = self.hidden(ids, positions, offsets) @ self.embed_tokens.weight.T
         return nn.functional.cross_entropy(logits.float(), wanted, ignore_index=IGNORED)
 
 

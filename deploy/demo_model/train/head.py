@@ -1,0 +1,298 @@
+"""Trains the demo model's head for multi-token prediction (MTP), one layer that drafts its next tokens.
+
+One CUDA GPU, some minutes: `python -m deploy.demo_model.train.head --out worker/demo_model`. The model itself stays as
+it is. With `--smoke` two small steps run on a CPU.
+
+The head takes, for each position, the model's last hidden state and the embedding of the token after it, and says which
+token comes next but one; of its own output and that token it says the one behind, and so on. It learns the model's own
+distribution, not the text's: a draft counts where it is what the model samples.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from deploy.demo_model.corpus.generate import CATEGORIES, SEED, held_out_samples
+
+from . import tokenizer
+from .training import IGNORED, Mlp, Muon, Qwen3, Recipe, batches, rate, rotate, targets
+
+MODEL: Final = Path(__file__).parents[3] / "worker" / "demo_model"
+# Tokens that the head sees back, in training and when it drafts.
+WINDOW: Final = 256
+# Tokens of a draft in training, and how much each counts.
+WEIGHTS: Final = (1.0, 0.8, 0.6, 0.4)
+STEPS: Final = 2400
+# Held-out samples of each category that the result is measured on.
+SAMPLES: Final = 100
+
+
+# model
+
+
+class Attention(nn.Module):
+    """Attention of a draft's m-th token: to the pairs of the model's own states, and to those of its own draft."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = recipe.heads, recipe.kv_heads, recipe.head_dim
+        self.q_proj = nn.Linear(recipe.hidden, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(recipe.hidden, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(recipe.hidden, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, recipe.hidden, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, conversation: Tensor, past: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """`x` and what is returned: `(windows, slots, hidden)`. Keys and values are appended to `past`."""
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))), cos, sin).transpose(1, 2)
+        k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))), cos, sin)
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)).to(k.dtype)
+        groups = self.heads // self.kv_heads
+        past.append((k.repeat_interleave(groups, 2).transpose(1, 2), v.repeat_interleave(groups, 2).transpose(1, 2)))
+        step = len(past) - 1
+        keys, values = past[0]
+        slots = torch.arange(x.shape[1], device=x.device)
+        sees = (slots[None, :] <= slots[:, None] - step) & (conversation[:, :, None] == conversation[:, None, :])
+        if step == 0:
+            sees = sees | torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+        scale = self.head_dim**-0.5
+        scores = (q @ keys.transpose(-1, -2) * scale).float().masked_fill(~sees[:, None], -math.inf)
+        # The pairs of the draft itself: that of step i stands `step - i` slots back.
+        own = [tuple(part.roll(step - i, 2) for part in past[i]) for i in range(1, step + 1)]
+        extra = [((q * keys).sum(-1, keepdim=True) * scale).float() for keys, _ in own]
+        weights = torch.cat([scores, *extra], -1).softmax(-1).to(values.dtype)
+        out = weights[..., : len(slots)] @ values
+        for at, (_, each) in enumerate(own):
+            out = out + weights[..., len(slots) + at, None] * each
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(recipe.hidden, eps=1e-6)
+        self.self_attn = Attention(recipe)
+        self.post_attention_layernorm = nn.RMSNorm(recipe.hidden, eps=1e-6)
+        self.mlp = Mlp(recipe)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, conversation: Tensor, past: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, conversation, past)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Head(nn.Module):
+    """The head, with the names that Qwen's checkpoints give its weights below `mtp`."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2 * recipe.hidden, recipe.hidden, bias=False)
+        self.pre_fc_norm_embedding = nn.RMSNorm(recipe.hidden, eps=1e-6)
+        self.pre_fc_norm_hidden = nn.RMSNorm(recipe.hidden, eps=1e-6)
+        self.layers = nn.ModuleList([Layer(recipe)])
+        self.norm = nn.RMSNorm(recipe.hidden, eps=1e-6)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                is_out = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(weight, std=0.005 if is_out else weight.shape[1] ** -0.5 / 2)
+
+    def forward(self, embeds: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, conversation: Tensor) -> list[Tensor]:
+        """The head's states of each token of a draft, `(windows, slots, hidden)`.
+
+        Slot s has the pair of the hidden state s and the token s + 1. Of step m it has that token and the head's own
+        state of the slot before at step m - 1: the draft began m slots before.
+        """
+        states, past = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        embeds = self.pre_fc_norm_embedding(embeds)
+        for _ in WEIGHTS:
+            pair = torch.cat([embeds, self.pre_fc_norm_hidden(hidden)], -1)
+            states.append(self.norm(self.layers[0](self.fc(pair), cos, sin, conversation, past)))
+            hidden = states[-1].roll(1, 1)
+        return states
+
+
+# data
+
+
+@dataclass(slots=True)
+class Windows:
+    """A batch cut into windows: what the head learns from, and where."""
+
+    embeds: Tensor
+    hidden: Tensor
+    conversation: Tensor
+    # Log-probabilities of the model at each slot, and which of its tokens an assistant wrote.
+    teacher: Tensor
+    is_wanted: Tensor
+
+    def valid(self, step: int) -> Tensor:
+        """Slots whose token next but one counts: it is an assistant's, of the conversation where the draft began."""
+        wanted = self.is_wanted.roll(-1, 1) & (self.conversation.roll(-1, 1) == self.conversation.roll(step, 1))
+        wanted[:, :step] = False
+        wanted[:, -1] = False
+        return wanted
+
+
+@torch.no_grad()
+def windows(model: Qwen3, arrays: tuple[np.ndarray, np.ndarray, np.ndarray], device: str) -> Windows:
+    ids, wanted, offsets = arrays
+    lengths = np.diff(offsets)
+    positions = np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)
+    number = np.repeat(np.arange(len(lengths)), lengths)
+    flat = [torch.from_numpy(array).to(device) for array in (ids, positions, offsets, number, wanted)]
+    hidden = model.hidden(*flat[:3])
+    shape = (-1, WINDOW)
+    following = flat[0].roll(-1).view(shape)
+    return Windows(
+        model.embed_tokens(following),
+        hidden.view(*shape, hidden.shape[-1]).float(),
+        flat[3].view(shape),
+        (hidden @ model.embed_tokens.weight.T).float().log_softmax(-1).view(*shape, model.embed_tokens.num_embeddings),
+        (flat[4] != IGNORED).view(shape),
+    )
+
+
+def packed(bpe: Tokenizer, category: str, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Held-out conversations of one category, each in a window of its own."""
+    renderer = tokenizer.Renderer()
+    marks = {mark: bpe.token_to_id(mark) for mark in (*tokenizer.SPECIAL, *tokenizer.MARKS)}
+    marks["assistant"] = bpe.encode("<|im_start|>assistant\n").ids[1]
+    rows: list[np.ndarray] = []
+    for sample in held_out_samples(category, count):
+        ids = np.array(bpe.encode(renderer.conversation(sample)).ids, np.int64)
+        if len(ids) <= WINDOW:
+            rows.append(np.stack([ids, targets(ids, marks, last_only=True)]))
+    out = np.full((2, len(rows) * WINDOW), IGNORED, np.int64)
+    out[0] = marks["<|endoftext|>"]
+    offsets: list[int] = [0]
+    for at, row in enumerate(rows):
+        out[:, at * WINDOW : at * WINDOW + row.shape[1]] = row
+        offsets += [at * WINDOW + row.shape[1], (at + 1) * WINDOW]
+    return out[0], out[1], np.array(sorted(set(offsets)), np.int32)
+
+
+# run
+
+
+def load(folder: Path) -> tuple[Qwen3, Tokenizer, Recipe]:
+    """A model that the recipe has written."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    recipe = Recipe(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        ffn=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        steps=STEPS,
+    )
+    model = Qwen3(recipe)
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.removeprefix("model."): weight.float() for name, weight in weights.items()})
+    return model.requires_grad_(False), Tokenizer.from_file(str(folder / "tokenizer.json")), recipe
+
+
+def turns(model: Qwen3) -> tuple[Tensor, Tensor]:
+    return model.cos[:WINDOW, None], model.sin[:WINDOW, None]
+
+
+def loss_of(model: Qwen3, head: Head, batch: Windows) -> tuple[Tensor, list[float]]:
+    """The loss over all tokens of drafts, and that of each."""
+    total, each = torch.zeros((), device=batch.hidden.device), list[float]()
+    for step, state in enumerate(head(batch.embeds, batch.hidden, *turns(model), batch.conversation)):
+        valid = batch.valid(step)
+        teacher = batch.teacher.roll(-1, 1)[valid]
+        logits = (state[valid] @ model.embed_tokens.weight.T).float().log_softmax(-1)
+        loss = (teacher.exp() * (teacher - logits)).sum(-1).mean()
+        total = total + WEIGHTS[step] * loss
+        each.append(loss.item())
+    return total, each
+
+
+def fit(model: Qwen3, head: Head, bpe: Tokenizer, recipe: Recipe, device: str, workers: int) -> None:
+    matrices = [weight for weight in head.parameters() if weight.ndim == 2]
+    others = [weight for weight in head.parameters() if weight.ndim != 2]
+    muon, adam = Muon(matrices), torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    began = time.monotonic()
+    for step, arrays in enumerate(batches(bpe, recipe, workers)):
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss, each = loss_of(model, head, windows(model, arrays, device))
+        loss.backward()
+        now = rate(step, recipe)
+        muon.step(recipe.muon_lr * now, recipe.weight_decay)
+        for group in adam.param_groups:
+            group["lr"] = recipe.adam_lr * now
+        adam.step()
+        head.zero_grad(set_to_none=True)
+        if step % 100 == 0 or step == recipe.steps - 1:
+            passed = time.monotonic() - began
+            print(f"step {step}  {' '.join(f'{value:.4f}' for value in each)}  {passed:.0f} s", flush=True)
+
+
+@torch.no_grad()
+def measure(model: Qwen3, head: Head, bpe: Tokenizer, device: str, count: int) -> None:
+    """Print the share of each draft token that is the model's own choice, where those before it are."""
+    print("| category | " + " | ".join(f"token {step + 1}" for step in range(len(WEIGHTS))) + " |", flush=True)
+    print("|---" * (len(WEIGHTS) + 1) + "|", flush=True)
+    for category in CATEGORIES:
+        arrays = packed(bpe, category, count)
+        if not len(arrays[0]):
+            continue
+        batch = windows(model, arrays, device)
+        best, is_right, shares = batch.teacher.argmax(-1).roll(-1, 1), None, list[str]()
+        for step, state in enumerate(head(batch.embeds, batch.hidden, *turns(model), batch.conversation)):
+            agrees = ((state @ model.embed_tokens.weight.T).argmax(-1) == best) & batch.valid(step)
+            base = batch.valid(step) if is_right is None else is_right.roll(1, 1) & batch.valid(step)
+            is_right = agrees & base
+            shares.append(f"{100 * is_right.sum().item() / max(1, base.sum().item()):.1f} %")
+        print(f"| {category} | {' | '.join(shares)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deploy.demo_model.train.head", description=__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL, help="the folder of the model")
+    parser.add_argument("--out", type=Path, required=True, help="the folder that gets mtp.safetensors")
+    parser.add_argument("--smoke", action="store_true", help="two small steps on a CPU")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
+        "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that make data"
+    )
+    options = parser.parse_args()
+    device = "cpu" if options.smoke else "cuda"
+    model, bpe, recipe = load(options.model)
+    recipe = replace(recipe, steps=options.steps)
+    if options.smoke:
+        recipe = replace(recipe, steps=2, batch_tokens=4 * WINDOW, warmup=1)
+    torch.manual_seed(SEED)
+    torch.set_float32_matmul_precision("high")
+    model, head = model.to(device), Head(recipe).to(device)
+    head.norm.load_state_dict(model.norm.state_dict())
+    fit(model, head, bpe, recipe, device, 0 if options.smoke else options.workers)
+    weights = {
+        f"mtp.{name}": weight.detach().cpu().to(torch.float16 if weight.ndim == 2 else torch.float32).contiguous()
+        for name, weight in head.named_parameters()
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    save_file(weights, options.out / "mtp.safetensors", {"format": "pt"})
+    print(f"{sum(weight.numel() for weight in weights.values()) / 1e6:.2f}M parameters", flush=True)
+    measure(model, head, bpe, device, 2 if options.smoke else SAMPLES)
+
+
+if __name__ == "__main__":
+    main()
