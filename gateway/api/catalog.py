@@ -8,7 +8,7 @@ from gateway.config.names import Found
 from gateway.media.modalities import modalities
 from gateway.model_files.facts import FactsReader, ModelFacts
 from gateway.services import Services
-from gateway.supervisor.state import WorkerView
+from gateway.supervisor.state import State, WorkerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,11 @@ class Entry:
     def name(self) -> str:
         model, profile = self.found.model, self.found.profile
         return f"{model.name}:{profile}" if profile else model.name
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its worker serves it now: what it once said stays known."""
+        return self.view.ready is not None and self.view.state in (State.READY, State.DRAINING)
 
     @property
     def context(self) -> int | None:

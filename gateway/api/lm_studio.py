@@ -112,13 +112,13 @@ def _v0(entry: Entry) -> ModelV0:
     return ModelV0(
         entry.name,
         "vlm" if _sees(entry) else "llm",
-        "loaded" if ready is not None else "not-loaded",
+        "loaded" if ready is not None and entry.is_loaded else "not-loaded",
         ("tool_use",) if entry.knows_tools else (),
         publisher=_publisher(entry),
         arch=entry.facts.architecture or UNSET,
         quantization=f"{bits}bit" if bits else UNSET,
         max_context_length=entry.longest_context or UNSET,
-        loaded_context_length=ready.max_context if ready is not None else UNSET,
+        loaded_context_length=ready.max_context if ready is not None and entry.is_loaded else UNSET,
     )
 
 
@@ -127,7 +127,7 @@ def _v1(entry: Entry) -> ModelV1:
     return ModelV1(
         entry.name,
         entry.name,
-        [] if ready is None else [Instance(entry.name, InstanceConfig(ready.max_context))],
+        [] if ready is None or not entry.is_loaded else [Instance(entry.name, InstanceConfig(ready.max_context))],
         Capabilities(_sees(entry), entry.knows_tools),
         quantization=Quantization(f"{facts.bits}bit", facts.bits) if facts.bits else None,
         publisher=_publisher(entry),

@@ -71,6 +71,11 @@ async def test_lists_in_lm_studios_forms_say_what_is_loaded(gateway: Gateway) ->
     assert (old["state"], old["loaded_context_length"], old["capabilities"]) == ("loaded", served, ["tool_use"])
     assert "publisher" not in old
 
+    await gateway.pool.unload("m")
+    old = (await get(gateway, "/api/v0/models"))["data"][0]
+    assert (old["state"], "loaded_context_length" in old) == ("not-loaded", False)
+    assert (await get(gateway, "/api/v1/models"))["models"][0]["loaded_instances"] == []
+
 
 async def test_props_are_of_the_model_that_is_asked_for_by_any_of_its_names(gateway: Gateway) -> None:
     for name in ("m", "gpt-4o"):
