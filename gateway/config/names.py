@@ -1,8 +1,8 @@
 """Names of models: from the name that a client sends to a model and the profile that it was asked for with.
 
 An exact name, then an alias, then `NAME:PROFILE` of either, then the most specific pattern: the longest text before
-its first `*`, then the most text. `[server] small` has patterns of its own for the small models of vendors; where one
-is as specific as a model's alias, the alias wins.
+its first `*`, then the most text. `NAME:latest`, as Ollama's clients say it, is NAME. `[server] small` has patterns of
+its own for the small models of vendors; where one is as specific as a model's alias, the alias wins.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,6 +24,8 @@ SMALL: Final = (
     "gpt-*-nano-*",
 )
 DEFAULT: Final = "default"
+# The tag of a name that has none, in Ollama's words.
+LATEST: Final = "latest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class Names:
             return self._default
         base, _, profile = name.rpartition(":")
         owner = self._exact(base)
+        if owner is not None and profile == LATEST and LATEST not in owner.profiles:
+            return Found(owner)
         if owner is not None and owner.profiles:
             return Found(owner, profile)
         by_pattern = self._by_pattern(base)

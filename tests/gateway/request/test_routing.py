@@ -119,6 +119,15 @@ def test_a_name_with_a_colon_that_a_pattern_matches_is_any_text_when_it_is_no_pr
     assert profiled().resolve("local-a:latest", OWNER).name == "tiny"
 
 
+@pytest.mark.parametrize("name", ["coder:latest", "gpt-4o:latest", "tiny:latest"])
+def test_the_tag_latest_is_no_profile_unless_one_has_that_name(name: str) -> None:
+    model = profiled().resolve(name, OWNER)
+
+    assert model == profiled().resolve(name.removesuffix(":latest"), OWNER)
+    latest = ModelConfig(name="a", path="a", profiles={"latest": FAST})
+    assert Router({"a": latest}).resolve("a:latest", OWNER).sampling.temperature == FAST.sampling.temperature
+
+
 def test_an_exact_alias_with_a_colon_beats_a_profile() -> None:
     a = ModelConfig(name="a", path="a", profiles={"8b": FAST})
     routes = Router({"a": a, "b": ModelConfig(name="b", path="b", aliases=("a:9b",))})
