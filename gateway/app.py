@@ -13,6 +13,10 @@ from gateway.api.anthropic.endpoints import CountTokens, Messages
 from gateway.api.catalog import Catalog
 from gateway.api.lm_studio import ListV0, ListV1
 from gateway.api.models import Models, OneModel
+from gateway.api.ollama import endpoints as ollama
+from gateway.api.ollama.pull_stream import Pull
+from gateway.api.ollama.refusals import REFUSED, Refusal
+from gateway.api.ollama_models import ListRunning, ListTags, OllamaVersion, Show
 from gateway.api.openai.chat import ChatCompletions
 from gateway.api.openai.completions import Completions
 from gateway.api.operations import Document
@@ -94,7 +98,7 @@ def _guarded(app: ASGIApp, services: Services, backend: Backend) -> ASGIApp:
         keyring, live = services.keyring, services.live
         return Auth(inner, keyring, throttle, addresses, metrics, live, backend.gate, is_loopback=is_local)
 
-    return Site(Cors(auth(app), services.live), backend.api, auth(backend.me), backend.gate)
+    return Site(Cors(auth(app), services.live), backend.api, auth(backend.me), backend.gate, services.live)
 
 
 def _services(config: Config, pool: Pool, link: Link, metrics: Metrics) -> Services:
@@ -120,6 +124,7 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
     store.limit(max_bytes, max_age_s)
     catalog = Catalog(services)
     models = Models(catalog)
+    backend = Backend(services)
     healthy = health.Healthy(services)
     return App(
         services,
@@ -137,6 +142,7 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             Route("/props", ModelProps(services, catalog), methods=["GET"]),
             Route("/api/v0/models", ListV0(catalog), methods=["GET"]),
             Route("/api/v1/models", ListV1(catalog), methods=["GET"]),
+            *_ollama_routes(services, catalog, backend),
             Route("/livez", health.Live(), methods=["GET"]),
             Route("/readyz", health.Readiness(services), methods=["GET"]),
             Route("/health", healthy, methods=["GET"]),
@@ -145,9 +151,22 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             Route("/openapi.json", Document(), methods=["GET"]),
             Route("/", health.Root(services), methods=["GET"]),
         ],
-        backend=Backend(services),
+        backend=backend,
         store=store,
     )
+
+
+def _ollama_routes(services: Services, catalog: Catalog, backend: Backend) -> list[Route]:
+    return [
+        Route("/api/chat", ollama.Chat(services), methods=["POST"]),
+        Route("/api/generate", ollama.Complete(services), methods=["POST"]),
+        Route("/api/tags", ListTags(catalog), methods=["GET"]),
+        Route("/api/ps", ListRunning(services, catalog), methods=["GET"]),
+        Route("/api/show", Show(services, catalog), methods=["POST"]),
+        Route("/api/version", OllamaVersion(), methods=["GET"]),
+        Route("/api/pull", Pull(services, backend.downloads), methods=["POST"]),
+        *(Route(path, Refusal(advice), methods=[method]) for method, path, advice in REFUSED),
+    ]
 
 
 def create_admin_app(

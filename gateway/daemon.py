@@ -16,7 +16,7 @@ import uvicorn
 from gateway.access.audit_log import Actor, Fact, entry
 from gateway.app import create_admin_app, create_app
 from gateway.config.address import from_here
-from gateway.config.settings import CAN_HOLD_AWAKE, Config, ConfigError, url_of
+from gateway.config.settings import CAN_HOLD_AWAKE, Config, ConfigError, ServerConfig, url_of
 from gateway.errors import Unavailable
 from gateway.http.connection_limits import admin_connections, public_connections
 from gateway.http.handshake import listener_protocol
@@ -67,7 +67,7 @@ class Daemon:
         assert self._app.backend is not None
         self._app.backend.read_with(self._reloader)
         self._sampler = self._app.backend.sampler
-        self._public_sockets = listen_tcp(config.server.host, config.server.port)
+        self._public_sockets = _listen(config.server)
         admin = create_admin_app(
             config, self._pool, link, metrics, public=self._app, reloader=self._reloader, url=self.url, drain=self.drain
         )
@@ -225,6 +225,18 @@ class Daemon:
 
     def _sockets(self) -> list[list[socket.socket]]:
         return [self._public_sockets, [self._admin_socket]]
+
+
+def _listen(server: ServerConfig) -> list[socket.socket]:
+    """The public sockets, those of `port` first. Raises `CannotListen`."""
+    sockets = listen_tcp(server.host, server.port)
+    if server.ollama_port:
+        try:
+            sockets += listen_tcp(server.host, server.ollama_port)
+        except CannotListen as error:
+            close_all(sockets)
+            raise CannotListen(f"[server] ollama_port: {error}; Ollama itself listens on 11434") from None
+    return sockets
 
 
 class _Server(uvicorn.Server):

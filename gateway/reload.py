@@ -19,7 +19,17 @@ from gateway.telemetry.logs import set_level
 log = logging.getLogger(__name__)
 
 # Settled when the daemon starts: sockets, files and threads depend on them.
-FIXED: Final = ("host", "port", "tls", "log_format", "log_file", "log_max_bytes", "log_keep", "otlp_endpoint")
+FIXED: Final = (
+    "host",
+    "port",
+    "ollama_port",
+    "tls",
+    "log_format",
+    "log_file",
+    "log_max_bytes",
+    "log_keep",
+    "otlp_endpoint",
+)
 
 
 class App(Protocol):

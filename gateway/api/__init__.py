@@ -6,6 +6,8 @@ __all__ = [
     "health",
     "lm_studio",
     "models",
+    "ollama",
+    "ollama_models",
     "openai",
     "operations",
     "props",

@@ -13,12 +13,13 @@ from gateway.access.caller import NOBODY
 from gateway.api import probe
 from gateway.api.probe import BROKEN
 from gateway.errors import BadRequest
-from gateway.http.exchange import send_body
+from gateway.http.exchange import came_to, send_body
 from gateway.request.record import record_of
 from gateway.services import Services
 from gateway.supervisor.state import State, WorkerView
 from gateway.telemetry.scrape import ScrapeText
 
+OLLAMA_RUNNING: Final = b"Ollama is running"
 _STORE_DAMAGED: Final = "the store of responses was damaged: it was set aside, and a new one begun"
 
 
@@ -118,12 +119,15 @@ class Scrape:
 
 
 class Root:
-    """A friendly answer at `/`."""
+    """A friendly answer at `/`; on Ollama's port the one that its clients look for."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if came_to(scope, self._services.config.server.ollama_port):
+            await send_body(send, 200, OLLAMA_RUNNING, kind=b"text/plain; charset=utf-8")
+            return
         models = record_of(scope).caller.usable(self._services.config.models.values())
         about = About(protocol.__version__, [model.name for model in models])
         await send_body(send, 200, msgspec.json.encode(about))

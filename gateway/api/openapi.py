@@ -13,6 +13,7 @@ Schema = dict[str, Any]
 VERSION: Final = "3.1.1"
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
+LINES: Final = "application/x-ndjson"
 # Named in an operation's `errors`; what they mean is the same everywhere.
 MEANINGS: Final = {
     400: "The request cannot be served as it is.",
@@ -25,6 +26,7 @@ MEANINGS: Final = {
     429: "A limit of the key is reached, the model's queue is full, or too many requests had no valid key.",
     431: "The headers are too large.",
     500: "An internal error.",
+    501: "A route of the dialect that is not served here.",
     503: "The model or the daemon cannot serve now.",
     504: "The request's deadline was exceeded.",
 }
@@ -65,6 +67,8 @@ class Operation:
     needs_key: bool | None = True
     # Of an answer that is not JSON.
     media_type: str = JSON
+    # Of a stream: server-sent events, or lines of JSON.
+    stream_type: str = EVENTS
     # Statuses other than 200 whose body is an `answer` all the same.
     also: Mapping[int, str] = field(default_factory=dict[int, str])
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -128,7 +132,8 @@ def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema
         data: Schema = {"anyOf": [references[event] for event in operation.events]}
         if operation.is_numbered:
             data |= {"properties": {"sequence_number": {"type": "integer"}}, "required": ["sequence_number"]}
-        content[EVENTS] = {"x-itemSchema": _event(data)}
+        is_sse = operation.stream_type == EVENTS
+        content[operation.stream_type] = {"x-itemSchema": _event(data) if is_sse else data}
     always = {"x-request-id": _header("Id of this request, as in mlxd's log.", is_required=True)}
     sent = {name: _header(text) for name, text in operation.headers.items()}
     responses: Schema = {"200": {"description": "The answer.", "headers": always | sent, "content": content}}

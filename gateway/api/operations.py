@@ -12,6 +12,10 @@ from gateway.api.anthropic import response as anthropic_out
 from gateway.api.health import About, Health
 from gateway.api.lm_studio import ModelsV0, ModelsV1
 from gateway.api.models import ModelCard, ModelList
+from gateway.api.ollama import request as ollama
+from gateway.api.ollama import response as ollama_out
+from gateway.api.ollama.refusals import REFUSED
+from gateway.api.ollama_models import RunningModels, Shown, Tags, Version
 from gateway.api.openai import request as openai
 from gateway.api.openai import response as openai_out
 from gateway.api.openapi import Operation, Parameter
@@ -44,6 +48,7 @@ _ONE_MODEL: Final = Parameter(
     {"type": "string"},
     "A model's name or alias; without it the default model, or the only one that the key may use.",
 )
+_DIGEST: Final = Parameter("digest", "path", {"type": "string", "minLength": 1}, "The digest of a blob.")
 _EVENTS_AFTER: Final = (
     Parameter("stream", "query", {"enum": ["true", "false"]}, "Stream the events of a background response."),
     Parameter("starting_after", "query", {"type": "integer", "minimum": 0}, "With `stream`: the client's last event."),
@@ -63,7 +68,8 @@ _PAGE: Final = (
 )
 
 DESCRIPTION: Final = """\
-OpenAI's chat completions, completions and Responses, Anthropic's Messages, and a few routes of mlxd's own.
+OpenAI's chat completions, completions and Responses, Anthropic's Messages, Ollama's API, and a few routes of mlxd's
+own.
 
 While mlxd has no API keys, clients on the loopback need none. Fields that are not named here are ignored and listed in
 the header `x-mlxd-ignored`. Whole numbers are written without a fraction. With the header `anthropic-version` errors
@@ -190,6 +196,73 @@ _RESPONSES: Final = (
         )
     ),
 )
+_OLLAMA: Final = (
+    *(
+        Operation(
+            "POST",
+            path,
+            summary,
+            line,
+            ollama_out.ErrorLine,
+            _GENERATE,
+            body,
+            events=(line, ollama_out.ErrorLine),
+            stream_type=openapi.LINES,
+            headers=_SEED,
+        )
+        for path, summary, line, body in (
+            ("/api/chat", "Chat, as Ollama does; streams by default.", ollama_out.ChatLine, ollama.ChatRequest),
+            (
+                "/api/generate",
+                "Complete a prompt, as Ollama does; streams by default.",
+                ollama_out.GenerateLine,
+                ollama.GenerateRequest,
+            ),
+        )
+    ),
+    Operation(
+        "POST",
+        "/api/pull",
+        "Download a model (admin keys only).",
+        ollama_out.PullLine,
+        ollama_out.ErrorLine,
+        _TOKENIZE,
+        ollama.PullRequest,
+        ollama.PULL_NO_ACTION,
+        (ollama_out.PullLine, ollama_out.ErrorLine),
+        stream_type=openapi.LINES,
+        headers=_IGNORED,
+    ),
+    Operation(
+        "POST",
+        "/api/show",
+        "Get a model in Ollama's form.",
+        Shown,
+        ollama_out.ErrorLine,
+        _TOKENIZE,
+        ollama.ShowRequest,
+        ollama.SHOW_NO_ACTION,
+        headers=_IGNORED,
+    ),
+    Operation("GET", "/api/tags", "List the models in Ollama's form.", Tags, ollama_out.ErrorLine, _ALWAYS),
+    Operation(
+        "GET", "/api/ps", "List the loaded models in Ollama's form.", RunningModels, ollama_out.ErrorLine, _ALWAYS
+    ),
+    Operation("GET", "/api/version", "Get the version of Ollama's API.", Version, ollama_out.ErrorLine, _ALWAYS),
+    *(
+        Operation(
+            method,
+            path,
+            f"Not served. {advice}",
+            ollama_out.ErrorLine,
+            ollama_out.ErrorLine,
+            (*_ALWAYS, 501),
+            parameters=(_DIGEST,) if "{digest}" in path else (),
+        )
+        for method, path, advice in REFUSED
+        if method != "HEAD"
+    ),
+)
 _MLXD: Final = (
     Operation(
         "POST", "/tokenize", "Tokenize a prompt.", Tokens, ErrorBody, _TOKENIZE, TokenizeRequest, headers=_IGNORED
@@ -257,7 +330,7 @@ _HEALTH: Final = tuple(
     )
     for path in ("/health", "/healthz")
 )
-OPERATIONS: Final = (*_OPENAI, *_ANTHROPIC, *_RESPONSES, *_MLXD, *_HEALTH)
+OPERATIONS: Final = (*_OPENAI, *_ANTHROPIC, *_RESPONSES, *_OLLAMA, *_MLXD, *_HEALTH)
 
 
 class Document:

@@ -95,6 +95,9 @@ def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig
     if "tls" in table:
         table["tls"] = _tls(source, table["tls"])
     server = source.convert(table, ServerConfig, ("server",), overridden=frozenset(overrides))
+    if server.ollama_port and server.ollama_port == server.port:
+        message = f"ollama_port: {server.ollama_port} is also 'port', where Ollama's API is served as well"
+        raise source.error(message, ("server", "ollama_port"))
     for origin in server.cors:
         if reason := bad_origin(origin):
             raise source.error(f"cors: {origin!r} {reason}", ("server", "cors"))

@@ -49,6 +49,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8484
+    # Where Ollama's clients look for it, beside `port` and in all else the same; 0 is nowhere.
+    ollama_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     tls: TlsConfig = TlsConfig()
     log_level: LogLevel = "info"
     # Of what goes to stderr; `auto` is for people on a terminal and JSON elsewhere. The file is always JSON.

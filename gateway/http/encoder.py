@@ -8,7 +8,7 @@ from protocol.messages import Delta
 
 
 class StreamEncoder(Protocol):
-    """Server-sent events of one request. Never sees a delta that ended in ERROR or ABORT: those come as `error`."""
+    """Events of a request's stream. Never sees a delta that ended in ERROR or ABORT: those come as `error`."""
 
     def bind(self, rids: Sequence[int]) -> None:
         """Map rids to choices. Called before `encode`, again when a request moves to another worker."""

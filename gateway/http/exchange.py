@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, BadRequest, BodyTooLarge
 from gateway.request.bodies import LARGE_BYTES
-from gateway.request.record import ClientLeft, Header, Record, record_of
+from gateway.request.record import ClientLeft, Dialect, Header, Record, record_of
 
 JSON: Final = b"application/json"
 BODY_TIMEOUT_S: Final = 120.0
@@ -39,7 +39,7 @@ class Answer:
             if record.late_headers is not None:
                 headers += record.late_headers()
             headers.append((b"x-request-id", record.id.encode()))
-            if record.is_anthropic:
+            if record.dialect is Dialect.ANTHROPIC:
                 headers.append((b"request-id", record.id.encode()))
             message["headers"] = headers
         await self.inner(message)
@@ -96,6 +96,12 @@ async def reserve(record: Record, size_bytes: int) -> None:
     if record.lease is not None:
         record.lease.owner = record.caller.key or ""
         await record.lease.reach(size_bytes)
+
+
+def came_to(scope: Scope, port: int) -> bool:
+    """Whether the request came to this port of ours; to none if it is 0."""
+    server = scope.get("server")
+    return bool(port) and server is not None and server[1] == port
 
 
 async def send_body(

@@ -1,4 +1,5 @@
-"""Server-sent events over raw ASGI: who left, who does not read, what keeps an idle client waiting."""
+"""Streams of events over raw ASGI, server-sent or lines of JSON: who left, who does not read, what keeps an idle client
+waiting."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -16,12 +17,15 @@ from gateway.request.generation import Generation
 from gateway.request.record import ChunkWriter, Header, Record
 
 STALLS_MAX: Final = 2
-HEADERS: Final[tuple[Header, ...]] = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+# Content types of a stream.
+EVENTS: Final = b"text/event-stream; charset=utf-8"
+JSON_LINES: Final = b"application/x-ndjson"
+_UNBUFFERED: Final[tuple[Header, ...]] = (
     (b"cache-control", b"no-cache"),
     # Tells nginx not to buffer.
     (b"x-accel-buffering", b"no"),
 )
+HEADERS: Final[tuple[Header, ...]] = ((b"content-type", EVENTS), *_UNBUFFERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +120,14 @@ class _Stream:
         watch: Watch,
         pace: Pace,
         writer: ChunkWriter | None,
+        kind: bytes,
     ) -> None:
         self._generation = generation
         self._encoder = encoder
         self._send = send
         self._watch = watch
         self._writer = writer
+        self._kind = kind
         self._loop = asyncio.get_running_loop()
         self._keepalive_s = pace.keepalive_s
         self._hold_until = self._loop.time() + pace.hold_s
@@ -200,7 +206,7 @@ class _Stream:
     async def _write(self, data: bytes, more: bool = True) -> None:
         if not self._is_started:
             self._is_started = True
-            headers = [*HEADERS, *self._generation.headers]
+            headers = [(b"content-type", self._kind), *_UNBUFFERED, *self._generation.headers]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             data = self._encoder.begin(self._generation.prompt_tokens) + data
             if not data and more:
@@ -226,11 +232,15 @@ async def respond_stream(
     send: Send,
     write_timeout_s: float,
     pace: Pace = DEFAULT_PACE,
+    kind: bytes = EVENTS,
 ) -> None:
-    """Answer with the events of `generation`. Raises `ApiError` only while the status can still say so."""
+    """Answer with the events of `generation`, in a stream of this content type.
+
+    Raises `ApiError` only while the status can still say so.
+    """
     async with Watch(receive, write_timeout_s) as watch:
         # A task of its own: what wakes up for a token passes through a few frames, not through the whole app.
-        stream = _Stream(generation, encoder, send, watch, pace, record.writer)
+        stream = _Stream(generation, encoder, send, watch, pace, record.writer, kind)
         error = await asyncio.create_task(stream.run())
         if error is not None:
             record.outcome = error.code or "error"

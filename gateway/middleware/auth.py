@@ -19,7 +19,8 @@ from gateway.access.strangers import Throttle
 from gateway.config.address import Address
 from gateway.config.origins import is_own, is_served
 from gateway.errors import Forbidden, Misdirected, RateLimited, Unauthorized
-from gateway.request.record import Record, record_of
+from gateway.middleware.paths import is_counted
+from gateway.request.record import Dialect, Record, record_of
 from gateway.request.routing import Live
 from gateway.telemetry.metrics import Metrics
 
@@ -27,12 +28,8 @@ HEALTH: Final = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 METRICS: Final = "/metrics"
 # A client with two of them has one from its settings and one from its environment; more is noise.
 SECRETS_MAX: Final = 4
-# A client must always be able to stop what it started.
-_UNCOUNTED: Final = "/cancel"
 # These take none of a key's concurrency.
 _ASKING: Final = ("/tokenize", "/detokenize", "/count_tokens", "/input_tokens")
-# What is asked of a model beside the APIs.
-_QUESTIONS: Final = frozenset({"/tokenize", "/detokenize"})
 # By a page of another site, or of another port or name of this one: `same-origin` and `none` are what is left.
 _CROSS_SITE: Final = ("cross-site", "same-site")
 _REASONS: Final = {None: "missing", INVALID: "invalid", EXPIRED: "expired", DISABLED: "disabled"}
@@ -80,9 +77,9 @@ class Auth:
         record.caller = caller = self._admit(scope, record)
         meter = caller.meter
         if meter is not None and meter.is_limited:
-            record.late_headers = meter.anthropic_headers if record.is_anthropic else meter.openai_headers
-            is_counted = path in _QUESTIONS or (path.startswith("/v1/") and not path.endswith(_UNCOUNTED))
-            if scope["method"] == "POST" and is_counted:
+            is_anthropic = record.dialect is Dialect.ANTHROPIC
+            record.late_headers = meter.anthropic_headers if is_anthropic else meter.openai_headers
+            if is_counted(scope["method"], path):
                 if not path.endswith(_ASKING):
                     meter.check_running()
                 meter.request()

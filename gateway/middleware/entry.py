@@ -3,7 +3,7 @@
 import logging
 import re
 import secrets
-from typing import Final
+from typing import Final, assert_never
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -11,24 +11,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.caller import NOBODY
 from gateway.api.anthropic.response import anthropic_body
+from gateway.api.ollama.response import ollama_body
 from gateway.config.address import UNIX
 from gateway.errors import ApiError, error_headers, openai_body
 from gateway.http.capture import Tape
 from gateway.http.direct_write import outlet_of
 from gateway.http.exchange import CLIENT_CLOSED, Answer, send_body
 from gateway.middleware import access_log
-from gateway.request.record import ClientLeft, Record
+from gateway.middleware.paths import dialect_of, is_of_api
+from gateway.request.record import ClientLeft, Dialect, Record
 from gateway.request.trace_context import read_context
 from gateway.services import Services
 
 log = logging.getLogger(__name__)
-
-# What counts as a request of an API; a list of models does not.
-METHOD: Final = "POST"
-PREFIX: Final = "/v1/"
-# Answered in Anthropic's shape, also when something goes wrong; on other paths a header tells its clients.
-ANTHROPIC: Final = "/v1/messages"
-ANTHROPIC_HEADER: Final = "anthropic-version"
 
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
@@ -54,7 +49,7 @@ class Entry:
         headers = Headers(scope=scope)
         client = self._services.live.proxies.client(scope) if self._is_public else UNIX
         record = Record(_request_id(headers), scope["method"], scope["path"], client)
-        record.is_anthropic = record.path.startswith(ANTHROPIC) or ANTHROPIC_HEADER in headers
+        record.dialect = dialect_of(record.path, headers)
         if "traceparent" in headers:
             record.trace = read_context(headers.getlist("traceparent"), headers.getlist("tracestate"))
         record.lease = self._services.bodies.lease()
@@ -63,7 +58,7 @@ class Entry:
         # Makes starlette raise HTTPException instead of answering in plain text.
         scope["app"] = self
         tape = None
-        if self._is_public and self._services.captures.is_on and _is_api(record):
+        if self._is_public and self._services.captures.is_on and is_of_api(record.method, record.path):
             tape = Tape(scope, receive, send)
             receive, send = tape.receive, tape.send
         else:
@@ -92,12 +87,12 @@ class Entry:
     async def _refuse(self, answer: Answer, record: Record, error: ApiError) -> None:
         record.outcome = error.outcome
         if not answer.is_started:
-            body = anthropic_body(error, record.id) if record.is_anthropic else openai_body(error)
-            await send_body(answer, error.status, body, [*error_headers(error), *record.headers])
+            headers = [*error_headers(error), *record.headers]
+            await send_body(answer, error.status, _error_body(error, record), headers)
 
     def _account(self, record: Record, tape: Tape | None) -> None:
         services = self._services
-        if self._is_public and _is_api(record):
+        if self._is_public and is_of_api(record.method, record.path):
             services.metrics.request_ended(record.model, record.caller.key, record.status)
         tracer = services.tracer
         trace_id = tracer.export(record) if tracer is not None and record.model is not None else ""
@@ -107,8 +102,16 @@ class Entry:
             services.captures.put(tape.captured(record))
 
 
-def _is_api(record: Record) -> bool:
-    return record.method == METHOD and record.path.startswith(PREFIX)
+def _error_body(error: ApiError, record: Record) -> bytes:
+    match record.dialect:
+        case Dialect.OPENAI:
+            return openai_body(error)
+        case Dialect.ANTHROPIC:
+            return anthropic_body(error, record.id)
+        case Dialect.OLLAMA:
+            return ollama_body(error)
+        case _:
+            assert_never(record.dialect)
 
 
 def _request_id(headers: Headers) -> str:

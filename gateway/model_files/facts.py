@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gateway.model_files.metadata import Tensor, Unreadable, find, own_context, read_config, read_tensors
 
@@ -24,6 +25,8 @@ class ModelFacts(Struct, frozen=True):
     size_bytes: int | None = None
     bits: int | None = None
     chat_template: str = ""
+    # Of the files, in seconds since the epoch; 0 where there are none.
+    modified_s: float = 0.0
 
 
 class FactsReader:
@@ -40,7 +43,7 @@ class FactsReader:
             known = self._known.get(folder)
             if known is not None and known[0] == stamp:
                 return known[1]
-            facts = _read(folder)
+            facts = replace(_read(folder), modified_s=stamp / 1e9)
         except (Unreadable, OSError):
             return ModelFacts()
         # A download may still bring the weights.

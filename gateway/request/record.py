@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Protocol
 
 from starlette.types import Scope
@@ -27,6 +28,14 @@ class ChunkWriter(Protocol):
     def write(self, data: bytes) -> None: ...
 
 
+class Dialect(StrEnum):
+    """Dialect of a client: the shape of its errors."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+    OLLAMA = "ollama"
+
+
 class ClientLeft(Exception):
     """The client closed the connection before it had its answer."""
 
@@ -39,8 +48,7 @@ class Record:
     method: str
     path: str
     client: Address = UNKNOWN
-    # Whether the client speaks Anthropic's dialect.
-    is_anthropic: bool = False
+    dialect: Dialect = Dialect.OPENAI
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
     model: str | None = None

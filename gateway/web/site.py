@@ -7,7 +7,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.caller import OWNER
 from gateway.errors import ApiError
+from gateway.http.exchange import came_to
 from gateway.request.record import record_of
+from gateway.request.routing import Live
 from gateway.web.gate import Gate, has_session_token
 from gateway.web.page import HEADERS, Page
 
@@ -23,7 +25,8 @@ class Site:
     """Pure ASGI. `app` gets all that is not below `/ui`; `api` what has a session; `me` asks who the visitor is, which
     clients with an API key, and those of an open loopback, may as well."""
 
-    def __init__(self, app: ASGIApp, api: ASGIApp, me: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, api: ASGIApp, me: ASGIApp, gate: Gate, live: Live) -> None:
+        self._live = live
         self._app = app
         self._api = api
         self._me = me
@@ -39,12 +42,16 @@ class Site:
                 await self._ask(scope, receive, send)
             else:
                 await self._page(scope, receive, send)
-        elif path == "/ui" or (path == "/" and _is_browser(scope)):
+        elif path == "/ui" or (path == "/" and _is_browser(scope) and not self._is_ollamas(scope)):
             self._gate.check_host(scope)
             # Relative, so that a proxy may serve us below a path of its own.
             await _redirect(send, b"ui/")
         else:
             await self._app(scope, receive, send)
+
+    def _is_ollamas(self, scope: Scope) -> bool:
+        """Whether `/` says that Ollama is running."""
+        return came_to(scope, self._live.config.server.ollama_port)
 
     async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
         record, path = record_of(scope), scope["path"]

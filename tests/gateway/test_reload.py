@@ -98,6 +98,7 @@ def test_what_is_settled_at_the_start_stays() -> None:
     wanted = ServerConfig(
         host="::",
         port=9,
+        ollama_port=8,
         tls=TlsConfig("c.pem", "k.pem"),
         log_format="json",
         log_file=False,

@@ -11,7 +11,7 @@ import pytest
 
 ROOT: Final = Path(__file__).parents[2]
 FILES_MAX: Final = 25
-DIALECTS: Final = {"common", "openai", "anthropic", "responses"}
+DIALECTS: Final = {"common", "openai", "anthropic", "responses", "ollama"}
 
 # Each folder, or module that stands beside folders, with those of its own package that it may import.
 # `memory` takes from `config` only the settings, as plain structs.
@@ -42,13 +42,15 @@ GATEWAY: Final = {
     "admin": "errors admin_types supervisor config access request http services reload",
     "api.openai": "errors config media request services api.common",
     "api.anthropic": "errors config media request http services api.common api.openai",
+    "api.ollama": "errors supervisor model_files config access media request http services api.common api.openai",
     "api.responses": "wall_clock errors config media request http services api.common api.openai",
     "web": "errors failed connect admin_types supervisor memory model_files telemetry config access request http "
     "services reload admin",
-    "middleware": "errors telemetry config access request http services api.anthropic",
+    "middleware": "errors telemetry config access request http services api.anthropic api.ollama",
     "api": "link errors admin_types supervisor model_files telemetry config access media request http services "
-    "api.common api.openai api.anthropic api.responses",
-    "app": "link telemetry config pool services reload admin api.openai api.anthropic api.responses middleware api web",
+    "api.common api.openai api.anthropic api.responses api.ollama",
+    "app": "link telemetry config pool services reload admin api.openai api.anthropic api.responses api.ollama "
+    "middleware api web",
     "daemon": "link errors supervisor telemetry config keep_awake access pool http reload app",
     "main": "supervisor home telemetry config access http daemon",
     "ctl": "errors failed admin_types model_files connect telemetry config install access memory media main",

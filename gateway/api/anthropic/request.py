@@ -22,7 +22,7 @@ from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, known, words
 from gateway.api.common.drafts import Speculate, most_drafted
 from gateway.api.common.thinking import of_config
-from gateway.api.openai.lowering import derive_seed
+from gateway.api.openai.lowering import derive_seed, first
 from gateway.config.settings import ModelConfig, ThinkingDefaults
 from gateway.errors import BadRequest, Unsupported
 from gateway.media.reference import IMAGE, by_base64, by_url
@@ -190,9 +190,9 @@ def lower_messages(
         next_rid(),
         prompt,
         Sampling(
-            temperature=_first(request.temperature, defaults.temperature, 1.0),
-            top_p=_first(request.top_p or None, defaults.top_p, 1.0),
-            top_k=int(_first(request.top_k, defaults.top_k, 0)),
+            temperature=first(request.temperature, defaults.temperature, 1.0),
+            top_p=first(request.top_p or None, defaults.top_p, 1.0),
+            top_k=int(first(request.top_k, defaults.top_k, 0)),
             min_p=defaults.min_p or 0.0,
             repetition_penalty=defaults.repetition_penalty or 1.0,
             presence_penalty=defaults.presence_penalty or 0.0,
@@ -207,12 +207,6 @@ def lower_messages(
         constraint=_constraint(request),
         most_drafted=most_drafted(request.speculate),
     )
-
-
-def _first(asked: float | None, configured: float | None, default: float) -> float:
-    if asked is not None:
-        return asked
-    return default if configured is None else configured
 
 
 # -- the prompt ------------------------------------------------------------------------------------------------------

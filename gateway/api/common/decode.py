@@ -130,6 +130,16 @@ class Schema(Generic[T]):
         return {key for item in _message_keys.decode(piece) for key in item}
 
 
+def converted(raw: dict[str, Any], struct: type[T], where: str) -> T:
+    """A part of a body that was decoded as any object. Raises `BadRequest`."""
+    try:
+        return msgspec.convert(raw, struct)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        param = where + path.rstrip("`")
+        raise BadRequest(f"Invalid value for '{param}': {what.replace('`', '')}.", param, "invalid_value") from None
+
+
 def _parts(known: AbstractSet[str]) -> msgspec.json.Decoder[Any]:
     """A decoder that finds where each known field of an object is, and skips over all others."""
     ordered = sorted(known)

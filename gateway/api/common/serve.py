@@ -15,7 +15,7 @@ from gateway.config.settings import ModelConfig
 from gateway.errors import Unavailable, from_failure, from_unsendable
 from gateway.http.encoder import Fold, StreamEncoder
 from gateway.http.exchange import read_body
-from gateway.http.sse import respond_stream, respond_whole
+from gateway.http.sse import EVENTS, respond_stream, respond_whole
 from gateway.link.calls import Refused
 from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check, likely_tokens
@@ -122,11 +122,14 @@ class Job:
     model: ModelConfig
     generates: list[Generate]
 
-    async def stream(self, encoder: StreamEncoder, receive: Receive, send: Send) -> None:
-        """Generate and answer as events. Raises `ApiError` while the status can still say so."""
+    async def stream(self, encoder: StreamEncoder, receive: Receive, send: Send, kind: bytes = EVENTS) -> None:
+        """Generate and answer as events, in a stream of this content type.
+
+        Raises `ApiError` while the status can still say so.
+        """
         write_timeout_s = self.services.config.server.write_timeout_s
         with self.generation(encoder.bind) as generation:
-            await respond_stream(generation, encoder, self.record, receive, send, write_timeout_s)
+            await respond_stream(generation, encoder, self.record, receive, send, write_timeout_s, kind=kind)
 
     async def whole(self, fold: Fold, receive: Receive, send: Send) -> None:
         """Generate and answer in one piece. Raises `ApiError`."""

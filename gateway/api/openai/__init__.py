@@ -1,3 +1,3 @@
 """OpenAI's dialect: chat and text completions."""
 
-__all__ = ["chat", "completions", "lowering", "messages", "request", "response"]
+__all__ = ["chat", "completions", "lowering", "messages", "request", "response", "tools"]

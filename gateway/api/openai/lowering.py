@@ -145,15 +145,15 @@ def _generates(
 
 
 def _sampling(request: SamplingFields, model: SamplingDefaults, bias: dict[int, float], seed: int) -> Sampling:
-    top_k = _first(request.top_k, model.top_k, 0)
+    top_k = first(request.top_k, model.top_k, 0)
     return Sampling(
-        temperature=_first(request.temperature, model.temperature, 1.0),
-        top_p=_first(request.top_p, model.top_p, 1.0),
+        temperature=first(request.temperature, model.temperature, 1.0),
+        top_p=first(request.top_p, model.top_p, 1.0),
         top_k=max(top_k, 0),
-        min_p=_first(request.min_p, model.min_p, 0.0),
-        repetition_penalty=_first(request.repetition_penalty, model.repetition_penalty, 1.0),
-        presence_penalty=_first(request.presence_penalty, model.presence_penalty, 0.0),
-        frequency_penalty=_first(request.frequency_penalty, model.frequency_penalty, 0.0),
+        min_p=first(request.min_p, model.min_p, 0.0),
+        repetition_penalty=first(request.repetition_penalty, model.repetition_penalty, 1.0),
+        presence_penalty=first(request.presence_penalty, model.presence_penalty, 0.0),
+        frequency_penalty=first(request.frequency_penalty, model.frequency_penalty, 0.0),
         logit_bias=bias,
         seed=seed,
         ignore_eos=bool(request.ignore_eos),
@@ -166,7 +166,8 @@ def _sooner(deadline_ms: int, timeout_s: float | None) -> int:
     return min(deadline_ms, asked_ms) if deadline_ms and asked_ms else deadline_ms or asked_ms
 
 
-def _first(asked: float | None, configured: float | None, default: float) -> Any:
+def first(asked: float | None, configured: float | None, default: float) -> Any:
+    """The value that a request asks for, else the configured one, else the API's."""
     if asked is not None:
         return asked
     return default if configured is None else configured

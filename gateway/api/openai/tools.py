@@ -2,16 +2,14 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Protocol, TypeVar, cast
+from typing import Annotated, Any, Final, Protocol, cast
 
-import msgspec
 from msgspec import Meta, Struct
 
 from gateway.api.common.canonical import Choice, Tool, ToolUse, sendable
+from gateway.api.common.decode import converted
 from gateway.api.common.doc_hints import NAMED, NULL, TEXT, shape, typed, words
 from gateway.errors import BadRequest, Unsupported
-
-T = TypeVar("T")
 
 # What a parser takes for a name: more than OpenAI allows, since gateways to other servers put paths into theirs.
 _NAME: Final = re.compile(r"[\w.\-:/@$]{1,128}")
@@ -88,7 +86,7 @@ def lower_tools(request: Wishes) -> ToolUse:
         return _legacy(request.functions, request.function_call)
     if request.function_call not in (None, "none", "auto"):
         raise BadRequest("'function_call' needs 'functions'.", "function_call", "invalid_value")
-    tools = [_tool(spec, f"tools[{index}]") for index, spec in enumerate(request.tools or ())]
+    tools = [lower_tool(spec, f"tools[{index}]") for index, spec in enumerate(request.tools or ())]
     use = _choose(tools, request.tool_choice, request.parallel_tool_calls is not False)
     return use.check("tool_choice")
 
@@ -97,14 +95,15 @@ def _legacy(functions: Sequence[FunctionSpec], call: Any) -> ToolUse:
     """The way before tools: one call at most."""
     tools = tuple(_function(spec, f"functions[{index}]") for index, spec in enumerate(functions))
     if isinstance(call, dict):
-        name = _converted(call, _Named, "function_call").name
+        name = converted(call, _Named, "function_call").name
         return ToolUse(tools, Choice.NAMED, name, is_parallel=False).check("function_call")
     if call not in (None, "none", "auto"):
         raise BadRequest(f"Invalid value for 'function_call': {_shown(call)}.", "function_call", "invalid_value")
     return ToolUse(tools, _MODES[call or "auto"], is_parallel=False).check("functions")
 
 
-def _tool(spec: ToolSpec, where: str) -> Tool:
+def lower_tool(spec: ToolSpec, where: str) -> Tool:
+    """A function that the model may call. Raises `BadRequest`."""
     if spec.type != "function":
         raise Unsupported(f"Tools of type {spec.type!r} are not supported on this endpoint.", f"{where}.type")
     if spec.function is None:
@@ -127,7 +126,7 @@ def _choose(tools: list[Tool], choice: Any, is_parallel: bool) -> ToolUse:
         return ToolUse(tuple(tools), _mode(choice or "auto", "tool_choice"), is_parallel=is_parallel)
     if not isinstance(choice, dict):
         raise BadRequest(f"Invalid value for 'tool_choice': {_shown(choice)}.", "tool_choice", "invalid_value")
-    spec = _converted(cast("dict[str, Any]", choice), _ChoiceSpec, "tool_choice")
+    spec = converted(cast("dict[str, Any]", choice), _ChoiceSpec, "tool_choice")
     match spec.type:
         case "function":
             name = spec.function.name if spec.function is not None else spec.name
@@ -147,7 +146,7 @@ def _allow(tools: list[Tool], allowed: _Allowed, is_parallel: bool) -> ToolUse:
     where = "tool_choice.allowed_tools"
     names: set[str] = set()
     for index, raw in enumerate(allowed.tools):
-        spec = _converted(raw, _ChoiceSpec, f"{where}.tools[{index}]")
+        spec = converted(raw, _ChoiceSpec, f"{where}.tools[{index}]")
         names.add(spec.function.name if spec.function is not None else spec.name or "")
     if unknown := names - {tool.name for tool in tools}:
         raise BadRequest(f"There is no tool named {min(unknown)[:100]!r}.", f"{where}.tools", "invalid_value")
@@ -159,15 +158,6 @@ def _mode(word: str, param: str) -> Choice:
     if word not in _MODES:
         raise BadRequest(f"Invalid value for '{param}': {_shown(word)}.", param, "invalid_value")
     return _MODES[word]
-
-
-def _converted(raw: dict[str, Any], struct: type[T], where: str) -> T:
-    try:
-        return msgspec.convert(raw, struct)
-    except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
-        param = where + path.rstrip("`")
-        raise BadRequest(f"Invalid value for '{param}': {what.replace('`', '')}.", param, "invalid_value") from None
 
 
 def _shown(value: Any) -> str:

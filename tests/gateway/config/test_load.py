@@ -48,6 +48,13 @@ def failure(tmp_path: Path, text: str, **overrides: object) -> str:
     return str(caught.value).replace(str(tmp_path), "")
 
 
+def test_the_port_of_ollama_is_another_one(tmp_path: Path) -> None:
+    assert load(tmp_path, "[server]\nollama_port = 11434").server.ollama_port == 11434
+    assert failure(tmp_path, "[server]\nport = 11434\nollama_port = 11434").startswith(
+        "/mlxd.toml:3: ollama_port: 11434 is also 'port'"
+    )
+
+
 def test_every_documented_key_is_read(tmp_path: Path) -> None:
     config = load(tmp_path, EXAMPLE)
 

@@ -10,6 +10,7 @@ import pytest
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile, KeysUnusable
 from gateway.access.keyring import Keyring
+from gateway.api.ollama.refusals import REFUSED
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.errors import Unauthorized
 from gateway.middleware.auth import HEALTH
@@ -281,13 +282,18 @@ def asking(model: str) -> list[tuple[str, dict[str, Any]]]:
         ("/v1/responses", {"model": model, "input": "hi", "max_output_tokens": 2}),
         ("/v1/responses/compact", {"model": model, "input": "hi"}),
         ("/v1/responses/input_tokens", {"model": model, "input": "hi"}),
+        ("/api/chat", {"model": model, "messages": messages, "options": {"num_predict": 2}}),
+        ("/api/generate", {"model": model, "prompt": "hi", "options": {"num_predict": 2}}),
+        ("/api/show", {"model": model}),
         ("/tokenize", {"model": model, "prompt": "hi"}),
         ("/detokenize", {"model": model, "tokens": [1]}),
     ]
 
 
 async def test_every_route_that_takes_a_model_is_among_those_tested_for_scopes(gateway: Gateway) -> None:
-    tested = {path for path, _ in asking("m")}
+    # Refused whatever they name, or only for an admin.
+    about_none = {path for method, path, _ in REFUSED if method == "POST"} | {"/api/pull"}
+    tested = {path for path, _ in asking("m")} | about_none
     posts = {path for method, path in routes(gateway) if method == "POST" and not path.endswith("/cancel")}
 
     assert posts == tested
@@ -308,6 +314,9 @@ async def test_a_model_outside_of_a_keys_scope_does_not_exist(gateway: Gateway, 
             assert "secret" not in answer.text
     retrieved = await gateway.client.get(f"/v1/models/{name}", headers=bearer(secret))
     assert retrieved.status_code == 404
+    for wanted in (name, "no-such-model"):
+        pulled = await gateway.client.post("/api/pull", headers=bearer(secret), json={"model": wanted})
+        assert (pulled.status_code, wanted in pulled.text) == (403, False)
     assert gateway.pool.worker("org/secret").view().state == "stopped"
 
 

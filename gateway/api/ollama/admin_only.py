@@ -1,0 +1,18 @@
+"""Orders among Ollama's requests: what takes a model from others or brings a new one needs an admin key.
+
+Without keys every program on this machine may use the models, and none may administer them.
+"""
+
+from gateway.access.audit_log import Action, Actor, entry
+from gateway.errors import Forbidden
+from gateway.request.record import Record
+from gateway.services import Services
+
+
+def order(services: Services, record: Record, action: Action, target: str, what: str) -> None:
+    """Check that the caller may order it, and note it in the audit log. Raises `Forbidden`."""
+    caller = record.caller
+    if caller.key is None or not caller.is_admin:
+        raise Forbidden(f"{what} needs an admin key: mlxctl keys create NAME --admin")
+    line = entry(action, target, client=str(record.client), actor=Actor(), facts={"key": caller.key})
+    services.audit.record(line)

@@ -1,0 +1,69 @@
+"""`context` of a completion: the conversation so far as whole numbers, which a client sends back without looking at it.
+
+Ollama's are token ids. These are the turns themselves, three bytes of their JSON in each number, so that a client may
+come back to any worker, with or without its cache, and the turns go through the chat template like all others.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+from gateway.errors import BadRequest
+
+# Begins what was written here: token ids of Ollama's are all smaller.
+MARK: Final = 0x6D6C7864
+# Fits into a signed integer of 32 bits, as some clients keep them.
+_WIDTH: Final = 3
+_WORD: Final = 1 << (8 * _WIDTH)
+
+
+class Turn(Struct, frozen=True, array_like=True):
+    """One turn, without its images."""
+
+    role: Literal["system", "user", "assistant"]
+    text: str
+
+
+_turns: Final = msgspec.json.Decoder(list[Turn])
+
+
+def write_context(turns: Sequence[Turn]) -> list[int]:
+    """The turns as numbers: the mark, the length in bytes, and the bytes."""
+    data = msgspec.json.encode(turns)
+    words = [int.from_bytes(data[at : at + _WIDTH], "big") for at in range(0, len(data), _WIDTH)]
+    return [MARK, len(data), *words]
+
+
+def read_context(numbers: Sequence[int]) -> list[Turn]:
+    """The turns that `write_context` has written. Raises `BadRequest`."""
+    if not numbers:
+        return []
+    if len(numbers) < 2 or numbers[0] != MARK or not all(0 <= number < _WORD for number in numbers[1:]):
+        raise _foreign()
+    size, words = numbers[1], numbers[2:]
+    if len(words) != -(-size // _WIDTH):
+        raise _foreign()
+    data = bytearray()
+    for at, word in enumerate(words):
+        width = min(_WIDTH, size - at * _WIDTH)
+        if word >= 1 << (8 * width):
+            raise _foreign()
+        data += word.to_bytes(width, "big")
+    try:
+        return _turns.decode(bytes(data))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise _foreign() from None
+
+
+def text_of(content: Any) -> str:
+    """The text of a turn's content."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
+
+
+def _foreign() -> BadRequest:
+    message = "'context' is none that this server has sent. Leave it out, or send the conversation to /api/chat."
+    return BadRequest(message, "context", "invalid_value")

@@ -1,0 +1,232 @@
+"""Canonical events as lines of Ollama's streams, and folded into one answer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Final, assert_never
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from gateway.api.ollama.conversation import Turn, write_context
+from gateway.api.ollama.response import (
+    DONE_REASONS,
+    CalledFunction,
+    ChatLine,
+    ErrorLine,
+    GenerateLine,
+    Line,
+    Message,
+    ToolCall,
+    arguments_of,
+    nanoseconds,
+    timestamp,
+)
+from gateway.api.openai.response import ContentLogprob, chat_logprobs
+from gateway.errors import ApiError
+from gateway.request.record import Record
+from protocol.messages import Delta, Finish, Kind, Usage
+
+_encode: Final = msgspec.json.Encoder().encode
+_EMPTY: Final = Usage(0, 0, 0)
+_TEXT: Final = Kind.TEXT
+
+
+class Said(Struct, frozen=True):
+    """Content of a line."""
+
+    text: str = ""
+    thinking: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[ContentLogprob, ...] = ()
+
+
+class Ending(Struct, frozen=True):
+    """Fields of the last line. Times are in seconds."""
+
+    finish: Finish
+    usage: Usage
+    total_s: float
+    load_s: float
+
+
+class Form(ABC):
+    """Form of the lines of one endpoint. `key` is the field that holds the text."""
+
+    key: str
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._created_at = timestamp()
+
+    @abstractmethod
+    def line(self, said: Said, ending: Ending | None, answer: str = "") -> Line:
+        """One line; the last with its `ending`, and all the text that was said."""
+
+    def _told(self, said: Said, ending: Ending | None) -> dict[str, Any]:
+        """The fields that both endpoints have."""
+        shared: dict[str, Any] = {"model": self._model, "created_at": self._created_at, "done": ending is not None}
+        if said.logprobs:
+            shared["logprobs"] = list(said.logprobs)
+        if ending is None:
+            return shared
+        usage = ending.usage
+        return shared | {
+            "created_at": timestamp(),
+            "done_reason": DONE_REASONS.get(ending.finish, "stop"),
+            "total_duration": nanoseconds(ending.total_s),
+            "load_duration": nanoseconds(ending.load_s),
+            "prompt_eval_count": usage.prompt,
+            "prompt_eval_duration": nanoseconds(usage.prefill_ms / 1000),
+            "eval_count": usage.completion,
+            "eval_duration": nanoseconds(usage.decode_ms / 1000),
+        }
+
+
+class ChatForm(Form):
+    """Lines of `/api/chat`."""
+
+    key = "content"
+
+    def line(self, said: Said, ending: Ending | None, answer: str = "") -> Line:
+        calls = list(said.calls) if said.calls else UNSET
+        message = Message("assistant", said.text, said.thinking or UNSET, calls)
+        return ChatLine(message=message, **self._told(said, ending))
+
+
+class GenerateForm(Form):
+    """Lines of `/api/generate`. `turns` are those of the conversation before the answer; None has no context."""
+
+    key = "response"
+
+    def __init__(self, model: str, turns: list[Turn] | None) -> None:
+        super().__init__(model)
+        self._turns = turns
+
+    def line(self, said: Said, ending: Ending | None, answer: str = "") -> Line:
+        context: list[int] | UnsetType = UNSET
+        if ending is not None and self._turns is not None:
+            context = write_context([*self._turns, Turn("assistant", answer)])
+        shared = self._told(said, ending)
+        return GenerateLine(response=said.text, thinking=said.thinking or UNSET, context=context, **shared)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer so far, without its pieces of thinking. Owned by its encoder."""
+
+    texts: list[str] = field(default_factory=list[str])
+    # Of the call that is open.
+    call: ToolCall | None = None
+    arguments: list[str] = field(default_factory=list[str])
+    finish: Finish = Finish.STOP
+    usage: Usage = _EMPTY
+
+    def take(self, delta: Delta) -> Said | None:
+        """The content that a delta adds; None for none. A call counts once it is whole."""
+        if delta.finish is not None:
+            self.finish, self.usage = delta.finish, delta.usage or _EMPTY
+        logprobs = tuple(chat_logprobs(delta.logprobs)) if delta.logprobs is not None else ()
+        match delta.kind:
+            case Kind.TEXT:
+                self.texts.append(delta.text)
+                said = Said(delta.text, logprobs=logprobs)
+            case Kind.REASONING:
+                said = Said(thinking=delta.text, logprobs=logprobs)
+            case Kind.TOOL_BEGIN:
+                assert delta.tool is not None
+                self.call = ToolCall(delta.tool.call_id, CalledFunction(delta.tool.index, delta.tool.name, {}))
+                self.arguments.clear()
+                said = Said(logprobs=logprobs)
+            case Kind.TOOL_ARGS:
+                self.arguments.append(delta.text)
+                said = Said(logprobs=logprobs)
+            case Kind.TOOL_END:
+                said = Said(calls=self._whole_call(), logprobs=logprobs)
+            case _:
+                assert_never(delta.kind)
+        return said if said != _NOTHING else None
+
+    def _whole_call(self) -> tuple[ToolCall, ...]:
+        assert self.call is not None
+        arguments = arguments_of("".join(self.arguments))
+        if arguments is None:
+            return ()
+        function = msgspec.structs.replace(self.call.function, arguments=dict(arguments))
+        return (ToolCall(self.call.id, function),)
+
+    def ending(self, record: Record) -> Ending:
+        return Ending(self.finish, self.usage, perf_counter() - record.started, record.phases.load)
+
+
+_NOTHING: Final = Said()
+
+
+class LineStream:
+    """A `StreamEncoder`. The common line, a piece of text, is a prebuilt prefix and suffix around the encoded text."""
+
+    def __init__(self, form: Form, record: Record) -> None:
+        self._form = form
+        self._record = record
+        self._answer = _Answer()
+        blank = _encode(form.line(_NOTHING, None)) + b"\n"
+        self._blank = blank
+        # Quotes inside a string are escaped, so this can only be the key itself.
+        head, key, self._after = blank.partition(f'"{form.key}":""'.encode())
+        self._before = head + key[:-2]
+
+    def bind(self, rids: Sequence[int]) -> None:
+        assert len(rids) == 1, "an answer is one sequence"
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        return b""
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        parts: list[bytes] = []
+        for delta in deltas:
+            if delta.kind is _TEXT and delta.finish is None and delta.logprobs is None:
+                if delta.text:
+                    self._answer.texts.append(delta.text)
+                    parts += (self._before, _encode(delta.text), self._after)
+            elif (said := self._answer.take(delta)) is not None:
+                parts.append(_encode(self._form.line(said, None)) + b"\n")
+        return b"".join(parts)
+
+    def keepalive(self) -> bytes:
+        # Some clients decode every line, also an empty one.
+        return self._blank
+
+    def error(self, error: ApiError) -> bytes:
+        return _encode(ErrorLine(error.message)) + b"\n"
+
+    def end(self) -> bytes:
+        answer = self._answer
+        return _encode(self._form.line(_NOTHING, answer.ending(self._record), "".join(answer.texts))) + b"\n"
+
+
+class LineFold:
+    """A `Fold`: what `LineStream` would have sent, in one line."""
+
+    def __init__(self, form: Form, record: Record) -> None:
+        self._form = form
+        self._record = record
+        self._answer = _Answer()
+        self._said: list[Said] = []
+
+    def bind(self, rids: Sequence[int]) -> None:
+        self._answer = _Answer()
+        self._said.clear()
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        self._said += [said for delta in deltas if (said := self._answer.take(delta)) is not None]
+
+    def result(self) -> bytes:
+        answer, text = self._answer, "".join(self._answer.texts)
+        whole = Said(
+            text,
+            "".join(said.thinking for said in self._said),
+            tuple(call for said in self._said for call in said.calls),
+            tuple(logprob for said in self._said for logprob in said.logprobs),
+        )
+        return _encode(self._form.line(whole, answer.ending(self._record), text))

@@ -1,0 +1,88 @@
+"""`POST /api/chat` and `POST /api/generate`: answers, and with nothing to answer the load or unload of a model."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.common import serve
+from gateway.api.ollama.encoder import ChatForm, Form, GenerateForm, LineFold, LineStream
+from gateway.api.ollama.load_orders import Loading
+from gateway.api.ollama.lowering import conversation_of, lower_chat, lower_generate
+from gateway.api.ollama.options import read_options
+from gateway.api.ollama.request import Asked, decode_chat, decode_generate, is_empty
+from gateway.api.ollama.response import ChatLine, GenerateLine, Message, timestamp
+from gateway.config.settings import ModelConfig
+from gateway.http.sse import JSON_LINES
+from gateway.request.record import Record, record_of
+from gateway.services import Services
+from protocol.messages import Generate
+
+T = TypeVar("T", bound=Asked)
+
+
+class Chat:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._loading = Loading(services)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, ignored = await serve.read(services, record, scope, receive, decode_chat)
+        model, seed = _begin(services, record, request, ignored)
+        name = request.model or model.name
+        if not request.messages:
+            reason = await self._loading.run(record, model, request, receive)
+            message = Message("assistant", "")
+            line = ChatLine(model=name, created_at=timestamp(), message=message, done=True, done_reason=reason)
+            await self._loading.tell(record, line, request, send)
+            return
+        job = await _job(services, record, model, lambda ms: lower_chat(request, model, _rid(services), seed, ms))
+        await _answer(job, ChatForm(name), request, receive, send)
+
+
+class Complete:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._loading = Loading(services)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, ignored = await serve.read(services, record, scope, receive, decode_generate)
+        model, seed = _begin(services, record, request, ignored)
+        name = request.model or model.name
+        if is_empty(request):
+            reason = await self._loading.run(record, model, request, receive)
+            line = GenerateLine(model=name, created_at=timestamp(), response="", done=True, done_reason=reason)
+            await self._loading.tell(record, line, request, send)
+            return
+        job = await _job(services, record, model, lambda ms: lower_generate(request, model, _rid(services), seed, ms))
+        turns = None if request.raw else conversation_of(request)
+        await _answer(job, GenerateForm(name, turns), request, receive, send)
+
+
+def _begin(services: Services, record: Record, request: Asked, ignored: list[str]) -> tuple[ModelConfig, int]:
+    options, _ = read_options(request.options)
+    return serve.begin(services, record, request.model, request.is_stream, options.wanted_seed, ignored)
+
+
+def _rid(services: Services) -> Callable[[], int]:
+    return services.link.next_rid
+
+
+async def _job(services: Services, record: Record, model: ModelConfig, action: Callable[[int], Generate]) -> serve.Job:
+    """A request, lowered with `action` of its deadline. Raises `ApiError`."""
+    deadline_ms = serve.deadline_ms(services)
+    generates = await serve.lower(services, record, model, lambda: action(deadline_ms))
+    return serve.Job(services, record, model, generates)
+
+
+async def _answer(job: serve.Job, form: Form, request: Asked, receive: Receive, send: Send) -> None:
+    if request.is_stream:
+        await job.stream(LineStream(form, job.record), receive, send, JSON_LINES)
+    else:
+        await job.whole(LineFold(form, job.record), receive, send)

@@ -1,0 +1,67 @@
+"""Load and unload of a model by a request that has nothing to answer, as Ollama's clients ask for them."""
+
+import asyncio
+from contextlib import ExitStack
+from typing import Final
+
+import msgspec
+from starlette.types import Receive, Send
+
+from gateway.api.ollama.admin_only import order
+from gateway.api.ollama.request import Asked
+from gateway.api.ollama.response import Line
+from gateway.config.settings import ModelConfig
+from gateway.errors import Unavailable, from_failure
+from gateway.http.exchange import JSON, send_body
+from gateway.http.sse import JSON_LINES, cut_off
+from gateway.request.generation import QUEUE_RETRY_AFTER_S
+from gateway.request.record import ClientLeft, Record
+from gateway.services import Services
+from gateway.supervisor.state import ModelUnavailable
+
+LOADED: Final = "load"
+UNLOADED: Final = "unload"
+
+
+class Loading:
+    """Any caller of a model may have it loaded, as any request does; unloading takes it from all others."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def run(self, record: Record, model: ModelConfig, request: Asked, receive: Receive) -> str:
+        """Do it, and return the reason by which Ollama tells of it. Raises `ApiError` and `ClientLeft`."""
+        reason = ""
+        async with cut_off(record, receive):
+            reason = await (self._unload(record, model) if request.is_last else self._load(record, model))
+        if not reason:
+            raise ClientLeft
+        return reason
+
+    async def tell(self, record: Record, line: Line, request: Asked, send: Send) -> None:
+        """Answer with one line, which is a whole stream too."""
+        body = msgspec.json.encode(line)
+        kind = JSON_LINES if request.is_stream else JSON
+        await send_body(send, 200, body + b"\n" if request.is_stream else body, record.headers, kind)
+
+    async def _load(self, record: Record, model: ModelConfig) -> str:
+        services, caller = self._services, record.caller
+        share = caller.queue_share or services.config.server.queue_share
+        queue_s = services.config.server.queue_timeout_s
+        with ExitStack() as held:
+            held.enter_context(services.admission.lease(model, 1, caller.key, share))
+            held.enter_context(services.pool.busy(model.name))
+            try:
+                async with asyncio.timeout(queue_s or None):
+                    await services.pool.ensure_ready(model.name)
+            except ModelUnavailable as error:
+                raise from_failure(error.failure, error.retry_after_s) from None
+            except TimeoutError:
+                message = f"The model was not ready within {queue_s:g} seconds."
+                raise Unavailable(message, QUEUE_RETRY_AFTER_S, "queue_timeout") from None
+        return LOADED
+
+    async def _unload(self, record: Record, model: ModelConfig) -> str:
+        order(self._services, record, "model.unload", model.name, "Unloading a model")
+        await self._services.pool.unload(model.name)
+        return UNLOADED

@@ -1,0 +1,173 @@
+"""From Ollama's requests to `protocol.Generate`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from gateway.api.common import canonical
+from gateway.api.common.canonical import Call, Content, Thinking, ToolUse
+from gateway.api.common.drafts import most_drafted
+from gateway.api.common.thinking import of_config
+from gateway.api.ollama.conversation import Turn, read_context
+from gateway.api.ollama.options import read_options
+from gateway.api.ollama.request import ROLES, Asked, CallSpec, ChatRequest, GenerateRequest, Message
+from gateway.api.openai.tools import lower_tool
+from gateway.config.settings import ModelConfig
+from gateway.errors import BadRequest
+from gateway.media.reference import IMAGE, by_base64, by_url
+from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Prompt, TextPrompt
+
+
+def lower_chat(
+    request: ChatRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
+) -> Generate:
+    """Raises `BadRequest`."""
+    messages = request.messages or []
+    turns = _Turns().lower(messages)
+    thinking = _thinking(request, model)
+    tools = tuple(lower_tool(spec, f"tools[{index}]") for index, spec in enumerate(request.tools or ()))
+    # A last turn of the assistant is the beginning of the answer.
+    continues = messages[-1].role == "assistant" and "tool_calls" not in turns[-1] and bool(turns[-1]["content"])
+    use = ToolUse(tools).check("tools")
+    prompt = canonical.chat_prompt(turns, use, thinking, continue_final=continues)
+    return _generate(request, prompt, model, next_rid, seed, deadline_ms, thinking.budget)
+
+
+def lower_generate(
+    request: GenerateRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
+) -> Generate:
+    """Raises `BadRequest`."""
+    if request.raw:
+        prompt = TextPrompt(request.prompt or "")
+        return _generate(request, prompt, model, next_rid, seed, deadline_ms, None)
+    thinking = _thinking(request, model)
+    turns = [{"role": turn.role, "content": turn.text} for turn in _before(request)]
+    turns.append(canonical.user(_content(request.prompt or "", request.images, "images")))
+    return _generate(
+        request,
+        canonical.chat_prompt(turns, ToolUse(), thinking),
+        model,
+        next_rid,
+        seed,
+        deadline_ms,
+        thinking.budget,
+    )
+
+
+def conversation_of(request: GenerateRequest) -> list[Turn]:
+    """The turns of a completion, without images and without its answer. Raises `BadRequest`."""
+    return [*_before(request), Turn("user", request.prompt or "")]
+
+
+def _before(request: GenerateRequest) -> list[Turn]:
+    """The turns before the prompt: a `system` takes the place of that of the conversation."""
+    turns = read_context(request.context or ())
+    if not request.system:
+        return turns
+    return [Turn("system", request.system), *(turn for turn in turns if turn.role != "system")]
+
+
+def _generate(
+    request: Asked,
+    prompt: Prompt,
+    model: ModelConfig,
+    next_rid: Callable[[], int],
+    seed: int,
+    deadline_ms: int,
+    thinking_budget: int | None,
+) -> Generate:
+    options, _ = read_options(request.options)
+    return Generate(
+        next_rid(),
+        prompt,
+        options.sampling(model.sampling, seed),
+        max_tokens=options.most_tokens(model.sampling.max_tokens),
+        stop=options.stops,
+        top_logprobs=request.wanted_logprobs,
+        deadline_ms=deadline_ms,
+        want_progress=True,
+        thinking_budget=thinking_budget,
+        constraint=_constraint(request.format, after_reasoning=isinstance(prompt, ChatPrompt)),
+        most_drafted=most_drafted(request.speculate),
+    )
+
+
+def _thinking(request: Asked, model: ModelConfig) -> Thinking:
+    default = of_config(model.thinking)
+    if isinstance(request.think, str):
+        return Thinking.of_effort(request.think, "think").under(default)
+    return Thinking(request.think).under(default)
+
+
+def _constraint(wanted: Any, *, after_reasoning: bool) -> Constraint | None:
+    """`json`, or a schema, which is held as far as a grammar can."""
+    match wanted:
+        case None | "":
+            return None
+        case "json":
+            return Constraint(ConstraintKind.JSON_OBJECT, "", after_reasoning, "format")
+        case dict():
+            text = msgspec.json.encode(canonical.sendable(wanted, "format")).decode()
+            return Constraint(ConstraintKind.JSON_SCHEMA, text, after_reasoning, "format", is_strict=False)
+        case _:
+            raise BadRequest("Invalid value for 'format': expected 'json' or a JSON schema.", "format", "invalid_value")
+
+
+def _content(text: str, images: list[str] | None, where: str) -> Content:
+    """Images come before the text."""
+    parts = [_image(image, f"{where}[{index}]") for index, image in enumerate(images or ())]
+    return canonical.content([*parts, text] if text or not parts else parts, "")
+
+
+def _image(image: str, where: str) -> dict[str, Any]:
+    return by_url(IMAGE, image, where) if image.startswith("data:") else by_base64(IMAGE, image, where)
+
+
+class _Turns:
+    """Turns of a chat. Calls without an id get one, and each result is that of the next call that waits for one."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        # Calls without a result, as id and name, and the names of all.
+        self._waiting: list[tuple[str, str]] = []
+        self._names: dict[str, str] = {}
+
+    def lower(self, messages: list[Message]) -> list[dict[str, Any]]:
+        return [self._turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+    def _turn(self, message: Message, where: str) -> dict[str, Any]:
+        text = message.content or ""
+        content = _content(text, message.images, f"{where}.images")
+        match message.role:
+            case "user":
+                return canonical.user(content)
+            case "system":
+                return canonical.system(canonical.only_text(content, where))
+            case "assistant":
+                calls = [self._call(spec) for spec in message.tool_calls or ()]
+                return canonical.assistant(canonical.only_text(content, where), calls, message.thinking)
+            case "tool":
+                call_id = self._answered(message)
+                return canonical.tool_result(call_id, message.tool_name or self._names.get(call_id, ""), content)
+            case role:
+                param = f"{where}.role"
+                problem = f"Invalid value for '{param}': {role[:50]!r} is none of {', '.join(ROLES)}."
+                raise BadRequest(problem, param, "invalid_value")
+
+    def _call(self, spec: CallSpec) -> Call:
+        self._count += 1
+        call_id, name, arguments = spec.id or f"call_{self._count}", spec.function.name, spec.function.arguments
+        self._names[call_id] = name
+        self._waiting.append((call_id, name))
+        text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
+        return Call(call_id, name, text)
+
+    def _answered(self, message: Message) -> str:
+        """The id of the call that a result belongs to."""
+        wanted_id, wanted_name = message.tool_call_id, message.tool_name
+        for at, (call_id, name) in enumerate(self._waiting):
+            if call_id == wanted_id if wanted_id else wanted_name in (None, "", name):
+                del self._waiting[at]
+                return call_id
+        return wanted_id or f"call_{wanted_name or 'unknown'}"

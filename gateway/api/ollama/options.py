@@ -1,0 +1,108 @@
+"""`options` of Ollama's requests: sampling, and the settings of Ollama's runner, which nothing here has."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.api.common.canonical import STOP_CHARS_MAX, STOPS_MAX
+from gateway.api.common.decode import converted
+from gateway.api.common.doc_hints import shape
+from gateway.api.openai.lowering import derive_seed, first
+from gateway.config.settings import SamplingDefaults
+from gateway.errors import Unsupported
+from protocol.messages import Sampling
+
+_WHOLE_MAX: Final = 1 << 40
+_SEED_MAX: Final = (1 << 63) - 1
+# Some clients write whole numbers with a fraction.
+Whole = Annotated[int, Meta(ge=-1, le=_WHOLE_MAX)] | Annotated[float, Meta(ge=-1, le=_WHOLE_MAX)]
+Limit = Annotated[int, Meta(ge=-2, le=_WHOLE_MAX)] | Annotated[float, Meta(ge=-2, le=_WHOLE_MAX)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=_SEED_MAX)] | Annotated[float, Meta(ge=-(2**62), le=2**62)]
+Unit = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+StopText = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
+
+# Of how Ollama's runner loads a model and cuts its context: nothing here depends on them.
+NO_ACTION: Final = frozenset(
+    {
+        *("numa", "num_batch", "num_gpu", "main_gpu", "num_thread", "low_vram", "f16_kv", "logits_all", "vocab_only"),
+        *("use_mmap", "use_mlock", "embedding_only", "num_keep", "mirostat_tau", "mirostat_eta"),
+    }
+)
+
+
+class Options(Struct, frozen=True):
+    """Options that have an effect or are refused. Below zero is no limit, and a random seed."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_k: Whole | None = None
+    top_p: Unit | None = None
+    min_p: Unit | None = None
+    seed: Seed | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)] | None = None
+    num_predict: Limit | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    # Tokens that `repeat_penalty` looks back at: 0 is none, -1 all.
+    repeat_last_n: Whole | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    mirostat: Annotated[int, Meta(ge=0, le=2)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings, without empty ones, which say nothing."""
+        texts = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(text for text in texts if text)
+
+    @property
+    def wanted_seed(self) -> int | None:
+        """The seed; None for a random one."""
+        return None if self.seed is None or self.seed < 0 else int(self.seed)
+
+    def most_tokens(self, default: int | None) -> int | None:
+        """The limit of the answer's tokens; None up to the end of the context."""
+        if self.num_predict is None:
+            return default
+        return int(self.num_predict) if self.num_predict > 0 else None
+
+    def sampling(self, defaults: SamplingDefaults, seed: int) -> Sampling:
+        """Sampling of a request: where the options say nothing, the model's own defaults count, not Ollama's."""
+        looks_back = self.repeat_last_n is None or self.repeat_last_n != 0
+        repetition = first(self.repeat_penalty, defaults.repetition_penalty, 1.0)
+        return Sampling(
+            temperature=first(self.temperature, defaults.temperature, 1.0),
+            top_p=first(self.top_p, defaults.top_p, 1.0),
+            top_k=max(0, int(first(self.top_k, defaults.top_k, 0))),
+            min_p=first(self.min_p, defaults.min_p, 0.0),
+            repetition_penalty=repetition if looks_back else 1.0,
+            presence_penalty=first(self.presence_penalty, defaults.presence_penalty, 0.0),
+            frequency_penalty=first(self.frequency_penalty, defaults.frequency_penalty, 0.0),
+            seed=derive_seed(seed, 0),
+        )
+
+
+def _properties() -> dict[str, Any]:
+    """The schema of `Options` without a component of its own: the field is decoded as any object."""
+    _, components = msgspec.json.schema_components([Options])
+    return {"type": "object", "properties": components["Options"]["properties"]}
+
+
+OptionsField = Annotated[dict[str, Any], shape(_properties())]
+
+
+def read_options(raw: Mapping[str, Any] | None) -> tuple[Options, list[str]]:
+    """The options, and the names of those that are ignored. Raises `BadRequest`."""
+    known = Options.__struct_fields__
+    given = {name: value for name, value in (raw or {}).items() if value is not None}
+    options = converted({name: given[name] for name in known if name in given}, Options, "options")
+    if options.mirostat:
+        raise Unsupported("'options.mirostat' is not supported: set temperature, top_p or min_p.", "options.mirostat")
+    if options.typical_p not in (None, 1):
+        raise Unsupported("'options.typical_p' is not supported.", "options.typical_p")
+    ignored = [f"options.{name}" for name in given if name not in known and name not in NO_ACTION]
+    if options.repeat_last_n is not None and options.repeat_last_n > 0:
+        ignored.append("options.repeat_last_n")
+    return options, ignored

@@ -1,0 +1,174 @@
+"""`POST /api/pull`: the progress of a download, as lines of Ollama's. The downloads are those that the page orders."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import msgspec
+from msgspec import UNSET
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.common import serve
+from gateway.api.ollama.admin_only import order
+from gateway.api.ollama.request import decode_pull
+from gateway.api.ollama.response import ErrorLine, PullLine
+from gateway.errors import ApiError, BadRequest, ModelNotFound, Unavailable
+from gateway.http.exchange import send_body
+from gateway.http.sse import JSON_LINES, Watch, note_cut
+from gateway.model_files.metadata import Unreadable, find
+from gateway.request.headers import ignored_header
+from gateway.request.record import Record, record_of
+from gateway.services import Services
+
+# How often progress is looked at; it is written where it has changed, and else as often as other streams say something.
+LOOK_S: Final = 0.5
+KEEPALIVE_S: Final = 10.0
+# Ollama's ways to name a repository of the hub.
+_HOSTS: Final = ("hf.co/", "huggingface.co/")
+_REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}/[A-Za-z0-9][\w.\-]{0,95}")
+_SUCCESS: Final = PullLine("success")
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Download(Protocol):
+    """One order as it stands."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def repository(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def downloaded_bytes(self) -> int: ...
+    @property
+    def total_bytes(self) -> int: ...
+    @property
+    def message(self) -> str: ...
+
+
+class Downloads(Protocol):
+    """Port to the downloads of the daemon."""
+
+    def order(self, repository: str) -> Download:
+        """Download a repository, after those ordered before. Raises `Overloaded`."""
+        ...
+
+    def views(self) -> Sequence[Download]:
+        """All, those that have ended for a while included."""
+        ...
+
+
+class Pull:
+    """An ASGI endpoint. A client that leaves does not end the download: the page and another pull show it."""
+
+    def __init__(self, services: Services, downloads: Downloads) -> None:
+        self._services = services
+        self._downloads = downloads
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, unknown = await serve.read(services, record, scope, receive, decode_pull)
+        record.headers = ignored_header(unknown)
+        path = await asyncio.to_thread(self._path_to_download, request.wanted, record)
+        download = None
+        if path is not None:
+            order(services, record, "model.pull", path[:200], "Downloading a model")
+            download = self._downloads.order(repository_of(path))
+        if request.stream is False:
+            await self._whole(download, record, receive, send)
+        else:
+            await self._stream(download, record, receive, send)
+
+    def _path_to_download(self, name: str, record: Record) -> str | None:
+        """The path of a model, or the name where the caller has no such model; None for files that are here."""
+        try:
+            path = self._services.router.locate(name, record.caller).model.path
+        except ModelNotFound:
+            return name
+        try:
+            find(path)
+        except Unreadable:
+            return path
+        return None
+
+    async def _whole(self, download: Download | None, record: Record, receive: Receive, send: Send) -> None:
+        async with Watch(receive, 0) as watch:
+            while download is not None and not _has_ended(download):
+                await asyncio.sleep(LOOK_S)
+                download = self._now(download)
+            if download is not None and download.state != "done":
+                raise Unavailable(_failure(download), code="pull_failed")
+            await send_body(send, 200, _encode(_SUCCESS), record.headers)
+        if watch.reason is not None:
+            note_cut(record, watch.reason)
+
+    async def _stream(self, download: Download | None, record: Record, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", JSON_LINES), (b"cache-control", b"no-cache"), *record.headers]
+        timeout_s = self._services.config.server.write_timeout_s
+        async with Watch(receive, timeout_s) as watch:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await _write(send, watch, PullLine("pulling manifest"))
+            last, silent_s = None, 0.0
+            while download is not None:
+                line = _progress(download)
+                if line != last or silent_s >= KEEPALIVE_S:
+                    await _write(send, watch, line)
+                    last, silent_s = line, 0.0
+                if _has_ended(download):
+                    break
+                await asyncio.sleep(LOOK_S)
+                silent_s += LOOK_S
+                download = self._now(download)
+            is_here = download is None or download.state == "done"
+            end = _SUCCESS if is_here else ErrorLine(_failure(download) if download is not None else "")
+            await _write(send, watch, end, more=False)
+        if watch.reason is not None:
+            note_cut(record, watch.reason)
+
+    def _now(self, download: Download) -> Download:
+        """The same download later. Raises `ApiError` once it is not listed any more."""
+        for view in self._downloads.views():
+            if view.id == download.id:
+                return view
+        raise ApiError(404, f"The download of {download.repository} is not listed any more.", code="pull_not_found")
+
+
+def repository_of(name: str) -> str:
+    """The repository of the hub behind a name in Ollama's words. Raises `BadRequest`."""
+    for host in _HOSTS:
+        name = name.removeprefix(host)
+    name = name.removesuffix(":latest")
+    if not _REPOSITORY.fullmatch(name):
+        raise BadRequest(
+            f"{name[:100]!r} is no repository of the Hugging Face hub, such as mlx-community/Qwen3-8B-4bit. Models of "
+            "Ollama's library are not in a form that MLX loads.",
+            "model",
+            "invalid_value",
+        )
+    return name
+
+
+def _has_ended(download: Download) -> bool:
+    return download.state not in ("waiting", "running")
+
+
+def _progress(download: Download) -> PullLine:
+    if not download.total_bytes:
+        return PullLine(f"pulling {download.repository}" if download.state == "running" else "waiting")
+    done = min(download.downloaded_bytes, download.total_bytes)
+    return PullLine(f"pulling {download.repository}", download.id, download.total_bytes, done or UNSET)
+
+
+def _failure(download: Download) -> str:
+    return download.message or f"The download of {download.repository} has ended: {download.state}."
+
+
+async def _write(send: Send, watch: Watch, line: PullLine | ErrorLine, *, more: bool = True) -> None:
+    watch.is_sending = True
+    await send({"type": "http.response.body", "body": _encode(line) + b"\n", "more_body": more})
+    watch.is_sending = False
+    watch.sent += 1
+    watch.is_over = not more

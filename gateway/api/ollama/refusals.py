@@ -1,0 +1,30 @@
+"""Routes of Ollama's that are refused: models are files of the hub here, and the configuration names them."""
+
+from typing import Final
+
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import ApiError
+
+# Method, path, and the way to do it here.
+REFUSED: Final = (
+    ("POST", "/api/embed", "It makes no embeddings."),
+    ("POST", "/api/embeddings", "It makes no embeddings."),
+    ("POST", "/api/create", "Give a model its sampling, template and profiles in mlxd.toml."),
+    ("POST", "/api/copy", "Give a model another name with 'aliases' in mlxd.toml."),
+    ("DELETE", "/api/delete", "Delete a model with: mlxctl rm MODEL."),
+    ("POST", "/api/push", "There is no registry to push to."),
+    ("POST", "/api/blobs/{digest}", "Models are folders of safetensors, not blobs."),
+    ("HEAD", "/api/blobs/{digest}", "Models are folders of safetensors, not blobs."),
+)
+
+
+class Refusal:
+    """An ASGI endpoint."""
+
+    def __init__(self, advice: str) -> None:
+        self._advice = advice
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = f"{scope['method']} {scope['path'][:100]}"
+        raise ApiError(501, f"mlxd does not serve {asked}. {self._advice}", code="not_implemented")

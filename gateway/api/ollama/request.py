@@ -1,0 +1,179 @@
+"""Bodies of Ollama's requests. As lenient as Ollama with what clients send along, and honest about what is ignored."""
+
+import re
+from typing import Annotated, Any, Final
+
+from msgspec import Meta, Struct
+
+from gateway.api.common.canonical import EFFORTS
+from gateway.api.common.decode import Schema
+from gateway.api.common.doc_hints import TEXT, shape, words
+from gateway.api.common.drafts import Speculate
+from gateway.api.ollama.options import OptionsField, read_options
+from gateway.api.openai.tools import ToolSpec
+from gateway.errors import BadRequest, Unsupported
+
+ROLES: Final = ("system", "user", "assistant", "tool")
+# How long nothing lasts, in Go's words or as a number of seconds.
+_ZERO: Final = re.compile(r"[-+]?(0+(\.0*)?(ns|us|µs|μs|ms|s|m|h)?)+")
+
+Think = bool | Annotated[str, Meta(max_length=32), words(*EFFORTS)]
+Format = Annotated[Any, shape({"anyOf": [{"enum": ["", "json"]}, {"type": ["object", "null"]}]})]
+KeepAlive = float | Annotated[str, Meta(max_length=64)]
+Images = list[Annotated[str, shape(TEXT)]]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+ContextWord = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class CalledFunction(Struct, frozen=True):
+    name: str
+    arguments: dict[str, Any] | str | None = None
+
+
+class CallSpec(Struct, frozen=True):
+    """A call of an earlier turn."""
+
+    function: CalledFunction
+    id: str | None = None
+
+
+class Message(Struct, frozen=True):
+    """A turn. A result of a tool belongs to the call with its `tool_call_id`, or the next one of `tool_name`."""
+
+    role: Annotated[str, words(*ROLES)]
+    content: str | None = None
+    thinking: str | None = None
+    images: Images | None = None
+    tool_calls: list[CallSpec] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """Fields that chats and completions share."""
+
+    # Empty is `[server] default`, as on all routes.
+    model: str = ""
+    stream: bool | None = None
+    format: Format = None
+    options: OptionsField | None = None
+    think: Think | None = None
+    keep_alive: KeepAlive | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    # Ollama's cutting of what does not fit: here it is a 400, and an answer that is too long ends.
+    truncate: bool | None = None
+    shift: bool | None = None
+    # Ours: whether next tokens are drafted, and at most how many at a time.
+    speculate: Speculate | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        return self.stream is not False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model is to be unloaded after it."""
+        keep = self.keep_alive
+        return bool(_ZERO.fullmatch(keep.strip())) if isinstance(keep, str) else keep == 0
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives to each token; None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class ChatRequest(Asked, frozen=True, kw_only=True):
+    """`POST /api/chat`. Without messages it loads the model, or unloads it where `keep_alive` is 0."""
+
+    messages: list[Message] | None = None
+    tools: list[ToolSpec] | None = None
+
+
+class GenerateRequest(Asked, frozen=True, kw_only=True):
+    """`POST /api/generate`. Without a prompt it loads the model, or unloads it where `keep_alive` is 0."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    template: Annotated[str, shape({"maxLength": 0})] | None = None
+    context: list[ContextWord] | None = None
+    raw: bool | None = None
+    images: Images | None = None
+
+
+class ModelName(Struct, frozen=True):
+    """A model, in the newer field or the older one."""
+
+    model: str = ""
+    name: str = ""
+
+    @property
+    def wanted(self) -> str:
+        return self.model or self.name
+
+
+class ShowRequest(ModelName, frozen=True):
+    """`POST /api/show`."""
+
+    verbose: bool | None = None
+
+
+class PullRequest(ModelName, frozen=True):
+    """`POST /api/pull`: a repository of the hub, or a model of the configuration."""
+
+    stream: bool | None = None
+
+
+# The old way to say how a model is loaded for one question.
+SHOW_NO_ACTION: Final = frozenset({"system", "template", "options"})
+PULL_NO_ACTION: Final = frozenset({"insecure", "username", "password"})
+
+_chat = Schema(ChatRequest, listed="messages", item=Message)
+_generate = Schema(GenerateRequest)
+_show = Schema(ShowRequest, SHOW_NO_ACTION)
+_pull = Schema(PullRequest, PULL_NO_ACTION)
+
+
+def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
+    """The request, and the names of what is ignored. Raises `BadRequest`."""
+    request, unknown = _chat.decode(body)
+    return request, unknown + _ignored(request, is_empty=not request.messages)
+
+
+def decode_generate(body: bytes) -> tuple[GenerateRequest, list[str]]:
+    """The request, and the names of what is ignored. Raises `BadRequest`."""
+    request, unknown = _generate.decode(body)
+    if request.template:
+        message = "'template' is not supported: set chat_template of the model in mlxd.toml, or send 'raw': true."
+        raise Unsupported(message, "template")
+    if request.suffix:
+        raise Unsupported("'suffix' is not supported: this server does not fill in the middle.", "suffix")
+    if request.raw and (request.system or request.context):
+        raise BadRequest("'raw' excludes 'system' and 'context'.", "raw", "invalid_value")
+    if request.raw and request.images:
+        raise Unsupported("'images' are not supported with 'raw'.", "images")
+    return request, unknown + _ignored(request, is_empty=is_empty(request))
+
+
+def decode_show(body: bytes) -> tuple[ShowRequest, list[str]]:
+    """The request, and the names of its unknown fields. Raises `BadRequest`."""
+    return _show.decode(body)
+
+
+def decode_pull(body: bytes) -> tuple[PullRequest, list[str]]:
+    """The request, and the names of its unknown fields. Raises `BadRequest`."""
+    return _pull.decode(body)
+
+
+def is_empty(request: GenerateRequest) -> bool:
+    """Whether a completion has nothing to complete, and so is about loading."""
+    return not request.prompt and not request.images
+
+
+def _ignored(request: Asked, *, is_empty: bool) -> list[str]:
+    """Fields that are not honoured here: times of loading are the server's, and no prompt is cut."""
+    _, ignored = read_options(request.options)
+    if request.keep_alive is not None and not is_empty:
+        ignored.append("keep_alive")
+    return ignored + [name for name in ("truncate", "shift") if getattr(request, name)]
