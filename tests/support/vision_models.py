@@ -51,6 +51,10 @@ def _mrope(section: Sequence[int], **more: Any) -> dict[str, Any]:
 
 _OLD_MROPE = {**_TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
 _INTERLEAVED = {**_TEXT, "rope_scaling": _mrope([4, 2, 2], mrope_interleaved=True)}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+}  # fmt: skip
 _LINEAR: dict[str, Any] = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "partial_rotary_factor": 0.5,
@@ -78,6 +82,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {**_QWEN_TOWER, "model_type": "qwen3_5", "num_position_embeddings": 64,
                           "deepstack_visual_indexes": []},
     },
+    "qwen3_vl_moe": {
+        **_QWEN_IDS, "text_config": {"model_type": "qwen3_vl_moe_text", **_INTERLEAVED, **_EXPERTS},
+        "vision_config": {**_QWEN_TOWER, "model_type": "qwen3_vl_moe", "num_position_embeddings": 64,
+                          "deepstack_visual_indexes": [0, 1]},
+    },
+    "qwen3_5_moe": {
+        **_QWEN_IDS, "text_config": {"model_type": "qwen3_5_moe_text", **_TEXT, **_LINEAR, **_EXPERTS},
+        "vision_config": {**_QWEN_TOWER, "model_type": "qwen3_5_moe", "num_position_embeddings": 64,
+                          "deepstack_visual_indexes": []},
+    },
     "gemma3": {
         "image_token_index": IMAGE, "mm_tokens_per_image": 4, "hidden_size": 64, "vocab_size": VOCAB,
         "text_config": {"model_type": "gemma3_text", **_TEXT, "sliding_window": 24, "sliding_window_pattern": 2,
@@ -103,6 +117,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "idefics3": {
         "image_token_id": IMAGE, "scale_factor": 2, "vocab_size": VOCAB,
         "text_config": {"model_type": "llama", **_TEXT}, "vision_config": {**_SIGLIP, "model_type": "idefics3_vision"},
+    },
+    "smolvlm": {
+        "image_token_id": IMAGE, "scale_factor": 2, "vocab_size": VOCAB,
+        "text_config": {"model_type": "llama", **_TEXT}, "vision_config": {**_SIGLIP, "model_type": "smolvlm_vision"},
     },
     "llava": {
         "image_token_index": IMAGE, "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
@@ -192,7 +210,7 @@ def image(family: str, rng: np.random.Generator, height: int, width: int) -> Med
             "pixel_attention_mask": np.ones((1, 16), dtype=np.int64),
         }
         tokens = 4
-    elif family == "idefics3":
+    elif family in ("idefics3", "smolvlm"):
         inputs, tokens = {"pixel_values": rng.standard_normal((1, 1, 3, 32, 32))}, 4
     elif family in ("pixtral", "mistral3"):
         inputs = {"pixel_values": rng.standard_normal((1, 3, 32, 32)), "image_sizes": np.array([[32, 32]])}
@@ -232,7 +250,7 @@ def prompt(family: str, seed: int, parts: Sequence[int | Medium]) -> MediaPrompt
             ids += rng.integers(8, TEXT, part).tolist()
             continue
         time, height, width = part.grid
-        if part.kind == "video" and family in ("qwen3_vl", "qwen3_5"):
+        if part.kind == "video" and family.startswith("qwen3"):
             for group in range(time):
                 ids += rng.integers(8, TEXT, 3).tolist()
                 rows = height * width // 4

@@ -149,7 +149,7 @@ def replace_text(model: Model, rid: int) -> Any:
 def test_of_another_image_in_the_same_text_nothing_is_reused(model: Model) -> None:
     outputs, _ = run(model.loaded, CACHED, [[model.requests[0]], [model.requests[-1]]])
     assert outputs[1].ids == model.alone[-1].ids
-    needs_checkpoints = model.family in ("qwen3_5", "gemma3", "gemma4", "lfm2_vl")
+    needs_checkpoints = model.family in ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "lfm2_vl")
     assert outputs[1].cached == (0 if needs_checkpoints else SHARED)
 
 
