@@ -1,6 +1,7 @@
 """A scripted worker that plays an agent's model with eyes: it calls a tool that reads a file, and says what it saw.
 
-The path of the file stands in the user's words between `[[` and `]]`. The answer names the digest of each image.
+The path of the file stands in the user's words between `[[` and `]]`, which clients' own instructions may hold too. The
+answer names the digest of each image, or repeats the result of a tool that shows none.
 """
 
 import json
@@ -35,7 +36,11 @@ def script(prompt: ChatPrompt) -> list[Any]:
         seen = " ".join(f"{medium.kind}:{medium.digest.hex()}" for medium in prompt.media)
         return [["text", f"I see {seen}"], ["finish", "stop"]]
     read = next((tool["function"] for tool in prompt.tools if tool["function"]["name"].lower() == "read"), None)
-    path = re.search(r"\[\[(.+?)\]\]", str(prompt.messages))
+    said = "\n".join(str(message["content"]) for message in prompt.messages if message["role"] == "user")
+    path = re.search(r"\[\[(/.+?)\]\]", said)
+    result = next((message for message in prompt.messages if message["role"] == "tool"), None)
+    if result is not None:
+        return [["text", f"I see no picture: {result['content']}"], ["finish", "stop"]]
     if read is None or path is None:
         return [["text", "A picture"], ["finish", "stop"]]
     return [["tool", read["name"], json.dumps({"file_path": path[1]})], ["finish", "tool_calls"]]
