@@ -41,8 +41,9 @@ FAMILIES: Final[dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, str],
     ),
     "gemma4": (*_GEMMA4_TOKENS, {"vision_config": {"patch_size": 8}, "audio_config": {"hidden_size": 8}}),
     "gemma3n": (
-        ("<image_soft_token>", "<audio_soft_token>", "<start_of_image>", "<end_of_image>", "<start_of_audio>",
-         "<end_of_audio>"),
+        # As in its vocabulary: images and what ends them, audio and what ends it.
+        ("<image_soft_token>", "<end_of_image>", "<audio_soft_token>", "<end_of_audio>", "<start_of_image>",
+         "<start_of_audio>"),
         {"preprocessor_config": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 32, "width": 32},
                                  "feature_extractor_type": "Gemma3nAudioFeatureExtractor", **_HALVES},
          "processor_config": {"image_seq_length": 4, "audio_seq_length": 6}},

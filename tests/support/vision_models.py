@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from worker.vision.positions import Grid, positions
 VOCAB = 640
 TEXT = 500
 IMAGE, VIDEO, AUDIO = 600, 601, 602
+_PLACEHOLDER = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -98,8 +100,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
                         "query_pre_attn_scalar": 16, "rope_local_base_freq": 1000.0, "mm_tokens_per_image": 4},
         "vision_config": _SIGLIP,
     },
+    "gemma3n": {
+        "image_token_id": IMAGE, "audio_token_id": AUDIO, "eoi_token_id": 599, "eoa_token_id": 603, "hidden_size": 64,
+        "vocab_size": VOCAB, "audio_soft_tokens_per_image": 6,
+        "text_config": {"model_type": "gemma3n_text", **_TEXT, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
+                        "intermediate_size": [64] * 6, "vocab_size_per_layer_input": 596,
+                        "hidden_size_per_layer_input": 8, "laurel_rank": 8,
+                        "altup_num_inputs": 2, "altup_active_idx": 0, "altup_coef_clip": 120.0,
+                        "altup_correct_scale": True, "final_logit_softcapping": 30.0, "sliding_window": 24,
+                        "rope_local_base_freq": 1000.0, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0],
+                        "layer_types": ["sliding_attention", "full_attention"] * 3},
+        "vision_config": {"model_type": "gemma3n_vision", "hidden_size": 32, "vocab_offset": 596, "vocab_size": 6},
+        "audio_config": {"model_type": "gemma3n_audio", "hidden_size": 32, "input_feat_size": 128, "vocab_size": 38,
+                         "vocab_offset": 602, "conf_num_attention_heads": 2, "conf_num_hidden_layers": 2,
+                         "conf_attention_chunk_size": 4, "conf_attention_context_left": 5,
+                         "sscp_conv_channel_size": [8, 4]},
+    },
     "gemma4": {
-        "image_token_id": IMAGE, "video_token_id": VIDEO, "hidden_size": 64, "vocab_size": VOCAB, "audio_config": None,
+        "image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO, "hidden_size": 64,
+        "vocab_size": VOCAB,
         "text_config": {"model_type": "gemma4_text", **_TEXT, "tie_word_embeddings": True, "num_hidden_layers": 6,
                         "global_head_dim": 32, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
                         "hidden_size_per_layer_input": 8, "sliding_window": 24, "sliding_window_pattern": 3,
@@ -113,6 +132,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
                           "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
                           "global_head_dim": 16, "patch_size": 8, "position_embedding_size": 64,
                           "default_output_length": 4, "pooling_kernel_size": 2},
+        "audio_config": {"model_type": "gemma4_audio", "hidden_size": 32, "num_hidden_layers": 2,
+                         "num_attention_heads": 2, "subsampling_conv_channels": [128, 4], "attention_chunk_size": 4,
+                         "attention_context_left": 5, "output_proj_dims": 48, "use_clipped_linears": False},
+    },
+    "gemma4_unified": {
+        "image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDIO, "hidden_size": 64,
+        "vocab_size": VOCAB,
+        "text_config": {"model_type": "gemma4_unified_text", **_TEXT, "tie_word_embeddings": True,
+                        "num_hidden_layers": 6, "global_head_dim": 32, "num_global_key_value_heads": 1,
+                        "attention_k_eq_v": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+                        "sliding_window": 24, "sliding_window_pattern": 3, "use_double_wide_mlp": False,
+                        "use_bidirectional_attention": "vision",
+                        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+                        "rope_parameters": {
+                            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 10000.0,
+                                               "rope_type": "proportional"},
+                            "sliding_attention": {"rope_theta": 1000.0, "rope_type": "default"}}},
+        "vision_config": {"model_type": "gemma4_unified_vision", "patch_size": 8, "pooling_kernel_size": 2,
+                          "model_patch_size": 16, "mm_embed_dim": 32, "mm_posemb_size": 16, "num_soft_tokens": 4,
+                          "output_proj_dims": 32},
+        "audio_config": {"model_type": "gemma4_unified_audio", "audio_samples_per_token": 640,
+                         "audio_embed_dim": 640, "hidden_size": 640, "output_proj_dims": 640},
     },
     "idefics3": {
         "image_token_id": IMAGE, "scale_factor": 2, "vocab_size": VOCAB,
@@ -149,20 +190,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def build(family: str, folder: Path, *, seed: int = 0) -> Path:
-    """A random model of `family` with a byte-level tokenizer."""
+def build(family: str, folder: Path, *, seed: int = 0, changes: dict[str, Any] | None = None) -> Path:
+    """A random model of `family` with a byte-level tokenizer, or with the one that the folder has.
+
+    `changes` are of the configuration, by the name of its section; "" is the root.
+    """
     from mlx_vlm.utils import get_model_and_args, update_module_configs
 
     from worker.vision.checkpoint import tower_config
 
-    config = {"model_type": family, "eos_token_id": 2, **FAMILIES[family]}
-    tiny_tokenizer().save_pretrained(folder)
+    config: dict[str, Any] = deepcopy({"model_type": family, "eos_token_id": 2, **FAMILIES[family]})
+    for section, values in (changes or {}).items():
+        (config[section] if section else config).update(values)
+    if not (folder / "tokenizer.json").exists():
+        tiny_tokenizer().save_pretrained(folder)
     classes, _ = get_model_and_args(tower_config(config))
     sections = ["text", "vision", "perceiver", "projector", "audio"]
     model_config = classes.ModelConfig.from_dict(tower_config(config))
     model = classes.Model(update_module_configs(model_config, classes, tower_config(config), sections))
     randomize(model, seed)
-    if family == "gemma4":  # which does not scale the products of queries and keys: random ones would be too sharp
+    if family.startswith(
+        "gemma4"
+    ):  # which does not scale the products of queries and keys: random ones would be too sharp
         for layer in model.language_model.model.layers:
             layer.self_attn.q_norm.weight = layer.self_attn.q_norm.weight * 0.2
     weights: Any = tree_flatten(model.parameters())
@@ -176,6 +225,8 @@ def randomize(model: Any, seed: int) -> None:
     rng = np.random.default_rng(seed)
 
     def draw(path: str, array: mx.array) -> mx.array:
+        if array.ndim == 0:  # a bound
+            return array
         if array.ndim < 2:
             is_scale = path.endswith("weight") or "norm" in path or "A_log" in path
             return mx.array((is_scale + 0.1 * rng.standard_normal(array.shape)).astype(np.float32))
@@ -212,6 +263,12 @@ def image(family: str, rng: np.random.Generator, height: int, width: int) -> Med
         tokens = 4
     elif family in ("idefics3", "smolvlm"):
         inputs, tokens = {"pixel_values": rng.standard_normal((1, 1, 3, 32, 32))}, 4
+    elif family == "gemma4_unified":
+        places = np.stack(np.meshgrid(np.arange(width // 2), np.arange(height // 2)), -1).reshape(1, -1, 2)
+        tokens = places.shape[1]
+        inputs = {"pixel_values": rng.standard_normal((1, tokens, 768)), "image_position_ids": places}
+    elif family == "gemma3n":
+        inputs, tokens = {"pixel_values": rng.standard_normal((1, 3, 512, 512))}, 257
     elif family in ("pixtral", "mistral3"):
         inputs = {"pixel_values": rng.standard_normal((1, 3, 32, 32)), "image_sizes": np.array([[32, 32]])}
         tokens = 16 if family == "pixtral" else 4
@@ -221,6 +278,21 @@ def image(family: str, rng: np.random.Generator, height: int, width: int) -> Med
             4 if family in ("gemma3", "gemma4") else 16,
         )
     return _medium("image", inputs, grid, tokens)
+
+
+def sound(family: str, rng: np.random.Generator, tokens: int) -> Medium:
+    """A clip of so many tokens."""
+    if family == "gemma4_unified":
+        features, frames = rng.standard_normal((1, tokens, 640)), tokens
+    else:
+        # Of Gemma 3n every clip has as many tokens, and one behind them; frames after the sound are masked.
+        frames = 4 * tokens - 1
+        features = rng.standard_normal((1, frames + 8, 128))
+    mask = np.arange(features.shape[1])[None] < frames
+    count = FAMILIES[family]["audio_soft_tokens_per_image"] + 1 if family == "gemma3n" else tokens
+    return _medium(
+        "audio", {"input_features": features * mask[..., None], "input_features_mask": mask}, (1, 1, 1), count
+    )
 
 
 def video(rng: np.random.Generator, frames: int, height: int, width: int) -> Medium:
@@ -265,6 +337,6 @@ def prompt(family: str, seed: int, parts: Sequence[int | Medium]) -> MediaPrompt
             spans.append(Span(len(ids), len(ids) + part.tokens, part))
             if family.startswith("qwen"):
                 blocks.append((len(ids), Grid(time, height // 2, width // 2)))
-            ids += [VIDEO if part.kind == "video" else IMAGE] * part.tokens
+            ids += [_PLACEHOLDER[part.kind]] * part.tokens
     in_space = positions(len(ids), blocks) if family.startswith("qwen") else None
     return MediaPrompt(ids, spans, in_space)

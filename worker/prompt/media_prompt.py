@@ -154,7 +154,7 @@ def _spans(placed: Sequence[Prepared], begins: Sequence[int]) -> list[Span]:
         parts = iter(prepared.media)
         medium, first = next(parts), 0
         for length in prepared.runs:
-            at, end = begins[run], begins[run] + length
+            at, end = begins[run], begins[run] + length + prepared.closing
             run += 1
             while at < end:
                 if first == medium.tokens:

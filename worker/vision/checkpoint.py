@@ -124,6 +124,7 @@ def text_names(names: Iterable[str]) -> list[dict[str, str]]:
     return [
         {name: name for name in kept},
         {name: f"language_model.{short}" for name, short in plain.items()},
+        {name: f"model.language_model.{short.removeprefix('model.')}" for name, short in plain.items()},
         plain,
     ]
 

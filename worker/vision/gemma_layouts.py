@@ -53,7 +53,10 @@ class Gemma3(Layout):
 
 
 class Gemma3n(Layout):
-    """Gemma 3n: a fixed number of placeholders for an image, and for an audio clip of up to half a minute."""
+    """Gemma 3n: a fixed number of placeholders for an image, and for an audio clip of up to half a minute.
+
+    The marker behind them is a token of the tower's own vocabulary, which the tower embeds.
+    """
 
     is_scaled = False
     _AUDIO_S: Final = 30.0
@@ -73,10 +76,10 @@ class Gemma3n(Layout):
             self.markers = Markers({"image": self.token, "audio": processor.audio_token}, others)
 
     def image(self, width: int, height: int, bounds: Bounds) -> Expansion:
-        return Expansion(self._text, (self._tokens,), (Piece(self._tokens),))
+        return Expansion(self._text, (self._tokens,), (Piece(self._tokens + 1),), closing=1)
 
     def audio(self, _samples: int) -> Expansion:
-        return Expansion(self._audio_text, (self._audio_tokens,), (Piece(self._audio_tokens),))
+        return Expansion(self._audio_text, (self._audio_tokens,), (Piece(self._audio_tokens + 1),), closing=1)
 
     def audio_inputs(self, samples: npt.NDArray[np.float32]) -> Inputs:
         return arrays(self._sounds([samples], sampling_rate=self.audio_rate, return_attention_mask=True))
@@ -139,7 +142,7 @@ class Gemma4(Layout):
         steps = (samples + sounds.frame_length // 2 - sounds.frame_length - 1) // sounds.hop_length + 1
         for _ in range(2):
             steps = (steps - 1) // 2 + 1
-        return max(1, steps)
+        return max(0, steps)
 
     @staticmethod
     def _tokens(processor: Any, width: int, height: int) -> tuple[int, tuple[int, int, int]]:

@@ -106,7 +106,7 @@ class Chunk:
     is_media: mx.array
     # `[3, rows, width]` in time, height and width, where `is_media`.
     positions: mx.array | None
-    # `[rows, 1, width, width]`: pairs of tokens of one span.
+    # `[rows, 1, width, width]`: pairs of tokens of one image, or frame.
     block: npt.NDArray[np.bool_]
     masks: dict[int, mx.array] = field(default_factory=dict)
 
@@ -138,7 +138,8 @@ def _chunk(
             first = span.first - span.begin
             parts.append((at, here, row.features[span.medium.key], slice(low + first, high + first)))
             is_media[at, here] = True
-            block[at, 0, here, here] = True
+            # Sound is heard in one direction.
+            block[at, 0, here, here] = span.medium.kind != "audio"
             if row.positions is not None:
                 if positions is None:
                     positions = np.zeros((3, len(placed), width), dtype=np.int32)

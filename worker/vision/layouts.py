@@ -30,13 +30,15 @@ class Piece:
 class Expansion:
     """Text that a medium has in a prompt, with one placeholder for each run of them, and the lengths of the runs.
 
-    `grids` are those that positions in space follow, one a run, for models that have such positions.
+    `grids` are those that positions in space follow, one a run, for models that have such positions. `closing` is the
+    number of tokens behind each run that belong to its medium: the tower embeds them too.
     """
 
     text: str
     runs: tuple[int, ...]
     pieces: tuple[Piece, ...]
     grids: tuple[Grid, ...] = ()
+    closing: int = 0
 
 
 class Layout:

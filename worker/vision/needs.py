@@ -1,7 +1,7 @@
 """Needs of a vision model's text part: which media a checkpoint takes, and which grafts make its text model right."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from protocol.towers import has_media
@@ -34,6 +34,12 @@ _BORDERS: Final = (
 _SCALED: Final = ("gemma3n", "gemma4", "gemma4_unified")
 
 
+# Families whose towers hold the embeddings of the token behind a medium too: the id's key, by kind.
+_CLOSED: Final = {"gemma3n": {"image": "eoi_token_id", "audio": "eoa_token_id"}}
+# Families of whose images mlx-vlm's tower gives the features column by column, where the text expects them row by row.
+_BY_COLUMNS: Final = ("gemma3n",)
+
+
 @dataclass(slots=True, frozen=True)
 class Mrope:
     """Rotary embedding in time, height and width: `section` is the number of frequencies of each."""
@@ -46,7 +52,11 @@ class Mrope:
 
 @dataclass(slots=True, frozen=True)
 class Needs:
-    """`placeholders` are ids by kind of medium; `block` says in which layers tokens of a medium see each other."""
+    """`placeholders` are ids by kind of medium; `block` says in which layers tokens of a medium see each other.
+
+    `closing` are ids by kind that stand behind a medium and are embedded by its tower, as its last row. `by_columns`:
+    the tower gives the features of a square image column by column.
+    """
 
     placeholders: dict[str, int]
     suppressed: tuple[int, ...] = ()
@@ -54,6 +64,8 @@ class Needs:
     deepstack: int = 0
     block: str = ""
     scale: float = 1.0
+    closing: Mapping[str, int] = field(default_factory=dict[str, int])
+    by_columns: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Needs":
@@ -78,6 +90,8 @@ class Needs:
             deepstack=len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ()),
             block=_block(kind, text),
             scale=float(text.get("hidden_size", 1)) ** 0.5 if kind in _SCALED else 1.0,
+            closing=_closing(kind, config, placeholders),
+            by_columns=kind in _BY_COLUMNS,
         )
 
 
@@ -88,6 +102,14 @@ def _placeholders(config: Mapping[str, Any]) -> dict[str, int]:
         for kind, keys in _PLACEHOLDERS.items()
         if config.get(sections[kind]) and any(isinstance(config.get(key), int) for key in keys)
     }
+
+
+def _closing(kind: str, config: Mapping[str, Any], placeholders: Mapping[str, int]) -> dict[str, int]:
+    keys = {medium: key for medium, key in _CLOSED.get(kind, {}).items() if medium in placeholders}
+    missing = [key for key in keys.values() if not isinstance(config.get(key), int)]
+    if missing:
+        raise Unserved(f"config.json lacks {' and '.join(missing)}")
+    return {medium: int(config[key]) for medium, key in keys.items()}
 
 
 def _suppressed(config: Mapping[str, Any]) -> list[int]:

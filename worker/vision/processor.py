@@ -75,10 +75,12 @@ class Prepared:
     runs: tuple[int, ...]
     media: tuple[Medium, ...]
     grids: tuple[Grid, ...]
+    # Tokens behind each run that are rows of its medium too.
+    closing: int = 0
 
     @property
     def tokens(self) -> int:
-        return sum(self.runs)
+        return sum(self.runs) + self.closing * len(self.runs)
 
 
 class Processor:
@@ -166,6 +168,9 @@ class Processor:
         layout = self._layout
         samples = read_audio(media, layout.audio_rate, layout.audio_s)
         laid = layout.audio(len(samples))
+        if not laid.runs[0]:
+            message = f"The audio clip is too short: it lasts {1e3 * len(samples) / layout.audio_rate:.0f} ms."
+            raise refused(message, media.param, Code.INVALID_AUDIO)
         return self._prepared(media, "audio", laid, [lambda: layout.audio_inputs(samples)], "")
 
     def _prepared(
@@ -177,7 +182,7 @@ class Processor:
             what = f"{media.kind} as {kind} {index} {how}".encode()
             key = blake2b(media.digest + self._digest + what, digest_size=32).digest()
             parts.append(Medium(kind, key, piece.grid, piece.tokens, self._loading(media, load)))
-        return Prepared(kind, laid.text, laid.runs, tuple(parts), laid.grids)
+        return Prepared(kind, laid.text, laid.runs, tuple(parts), laid.grids, laid.closing)
 
     def _loading(self, media: Media, load: Callable[[], Inputs]) -> Callable[[], Inputs]:
         return lambda: self._guarded(media, load)

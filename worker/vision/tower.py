@@ -1,6 +1,7 @@
 """Tower of a vision model: mlx-vlm's modules without their language model, from media to features."""
 
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,8 @@ class Tower:
     def encode(self, kind: str, tokens: int, inputs: Mapping[str, npt.NDArray[Any]]) -> Features:
         """Features of one medium, computed. Raises what the tower raises, and ValueError for another number of rows."""
         ids = mx.full((1, tokens), self.needs.placeholders[kind], dtype=mx.int32)
+        if kind in self.needs.closing:
+            ids[0, -1] = self.needs.closing[kind]
         arrays: dict[str, Any] = {name: mx.array(value) for name, value in inputs.items() if name not in _SIZES}
         arrays |= {name: [tuple(row) for row in inputs[name].tolist()] for name in _SIZES if name in inputs}
         pixels = arrays.pop("pixel_values", None)
@@ -46,6 +49,8 @@ class Tower:
         rows = {len(embeds), *(len(layer) for layer in layers)}
         if rows != {tokens}:
             raise ValueError(f"the tower made {sorted(rows)} rows of features for {tokens} tokens")
+        if self.needs.by_columns and kind == "image":
+            embeds = _by_rows(embeds)
         if self.needs.scale != 1.0:
             embeds = embeds / self.needs.scale
         # Rows of one array: slices of them are copied, and the tower's other outputs are let go of.
@@ -89,6 +94,13 @@ def load_tower(
     retype(model)
     mx.eval(model.parameters())
     return Tower(model, needs)
+
+
+def _by_rows(embeds: mx.array) -> mx.array:
+    """Features of a square image row by row, which were column by column; what is behind them stays."""
+    side = math.isqrt(len(embeds))
+    image = embeds[: side * side].reshape(side, side, -1).swapaxes(0, 1).reshape(side * side, -1)
+    return mx.concatenate([image, embeds[side * side :]])
 
 
 def _without(needs: Needs, missing: set[str]) -> Needs:

@@ -15,7 +15,8 @@ from protocol.spec import WorkerSpec
 from tests.support import vision_models
 from tests.support.media_engine import MediaRequest, media_request, run
 from tests.support.scale import scaled
-from tests.support.vision_models import FAMILIES, image, prompt, video
+from tests.support.small_towers import small_towers
+from tests.support.vision_models import FAMILIES, image, prompt, sound, video
 from worker.engine import kv_budget
 from worker.model.loader import Loaded, load
 from worker.speculation.noisy import NoisyDrafts
@@ -52,14 +53,20 @@ class Model:
 @pytest.fixture(scope="module", params=scaled(tuple(FAMILIES), SMALL))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     family: str = request.param
-    path = vision_models.build(family, tmp_path_factory.mktemp(family))
-    loaded = load(replace(SPEC, path=str(path)), lambda *_: None)
+    with small_towers():
+        path = vision_models.build(family, tmp_path_factory.mktemp(family))
+        loaded = load(replace(SPEC, path=str(path)), lambda *_: None)
     assert loaded.vision is not None, loaded.no_vision
     rng = np.random.default_rng(3)
-    first, other, third = (image(family, rng, height, width) for height, width in ((4, 4), (4, 4), (4, 6)))
+    if family == "gemma3n":  # of whose images each is 257 tokens
+        first, other, third = (sound(family, rng, tokens) for tokens in (16, 16, 13))
+    else:
+        first, other, third = (image(family, rng, height, width) for height, width in ((4, 4), (4, 4), (4, 6)))
     parts: list[Any] = [[SHARED, first, 37], [SHARED, first, 39], [33], [4, third, 60, other, 13], [first, 3]]
     if family.startswith("qwen"):
         parts.append([3, other, 3, video(rng, 4, 4, 4), 9])
+    if family.startswith("gemma4"):
+        parts.append([3, other, 3, sound(family, rng, 7), 9, sound(family, rng, 2), 30])
     # The same text as the first, another image.
     parts.append([SHARED, other, 37])
     seeds = [0 if part[0] == SHARED else at for at, part in enumerate(parts)]
@@ -131,7 +138,11 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
 
 
 def test_preempted_rows_are_as_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    crowd = [media_request(rid, replace_text(model, rid), is_sampled=rid % 2 == 0, tokens=30) for rid in range(1, 5)]
+    # Three rows outgrow what four are admitted with, also where most layers have a window.
+    tokens = 60 if model.family == "gemma4_unified" else 30
+    crowd = [
+        media_request(rid, replace_text(model, rid), is_sampled=rid % 2 == 0, tokens=tokens) for rid in range(1, 5)
+    ]
     alone, session = run(model.loaded, SPEC, [[each] for each in crowd])
     with small_steps(monkeypatch):
         limit = session.kv_cost.bytes(4, len(crowd[0].prompt.ids) + 12)
@@ -149,7 +160,15 @@ def replace_text(model: Model, rid: int) -> Any:
 def test_of_another_image_in_the_same_text_nothing_is_reused(model: Model) -> None:
     outputs, _ = run(model.loaded, CACHED, [[model.requests[0]], [model.requests[-1]]])
     assert outputs[1].ids == model.alone[-1].ids
-    needs_checkpoints = model.family in ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4", "lfm2_vl")
+    needs_checkpoints = model.family in (
+        "qwen3_5",
+        "qwen3_5_moe",
+        "gemma3",
+        "gemma3n",
+        "gemma4",
+        "gemma4_unified",
+        "lfm2_vl",
+    )
     assert outputs[1].cached == (0 if needs_checkpoints else SHARED)
 
 

@@ -78,7 +78,8 @@ def rows(family: str, inputs: dict[str, Any]) -> int:
             assert len(inputs.get("pixel_values", inputs.get("pixel_values_videos"))) == grid.prod()
             return int(grid.prod()) // 4
         case "gemma3" | "gemma3n":
-            return 4 * len(inputs["pixel_values"])
+            # Gemma 3n's tower embeds the marker behind an image too.
+            return 4 * len(inputs["pixel_values"]) + (family == "gemma3n")
         case "gemma4_unified":
             return int((inputs["image_position_ids"][..., 0] >= 0).sum())
         case "idefics3" | "smolvlm":
@@ -317,8 +318,8 @@ def test_broken_clips_are_refused(opened: Open, clip: Media, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "seconds", "tokens"),
-    # Gemma 4: frames of 10 ms, halved twice; Gemma 4 unified: 40 ms each; Gemma 3n: a fixed number.
-    [("gemma4", 1.0, 25), ("gemma4", 0.31, 8), ("gemma4_unified", 1.01, 26), ("gemma3n", 1.0, 6)],
+    # Gemma 4: frames of 10 ms, halved twice; unified: 40 ms each; Gemma 3n: a fixed number, and the marker behind them.
+    [("gemma4", 1.0, 25), ("gemma4", 0.31, 8), ("gemma4_unified", 1.01, 26), ("gemma3n", 1.0, 7)],
 )
 def test_audio_has_the_tokens_of_its_length(opened: Open, family: str, seconds: float, tokens: int) -> None:
     clip = opened(family).read(media(wav(tone(16_000, seconds), 16_000), "audio"))
@@ -330,6 +331,14 @@ def test_audio_has_the_tokens_of_its_length(opened: Open, family: str, seconds: 
     with pytest.raises(RequestInvalid) as caught:
         opened(family).read(media(wav(tone(1_000, 31.0), 1_000), "audio"))
     assert caught.value.failure.code is Code.INVALID_AUDIO
+
+
+def test_a_clip_without_a_whole_frame_is_refused(opened: Open) -> None:
+    with pytest.raises(RequestInvalid) as caught:
+        opened("gemma4").read(media(wav(tone(16_000, 0.005), 16_000), "audio"))
+
+    assert caught.value.failure.code is Code.INVALID_AUDIO
+    assert "too short: it lasts 5 ms" in caught.value.failure.message
 
 
 def test_placeholders_stand_as_often_as_their_runs_are_long() -> None:
