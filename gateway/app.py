@@ -21,8 +21,7 @@ from gateway.api.openai.chat import ChatCompletions
 from gateway.api.openai.completions import Completions
 from gateway.api.operations import Document
 from gateway.api.props import ModelProps
-from gateway.api.responses import endpoints as responses
-from gateway.api.responses.store import Store
+from gateway.api.responses.endpoints import Responses
 from gateway.api.tokenize import DetokenizeIds, TokenizeText
 from gateway.config.origins import is_loopback
 from gateway.config.settings import Config, url_of
@@ -48,12 +47,12 @@ class App:
         routes: list[Route],
         *,
         backend: Backend | None = None,
-        store: Store | None = None,
+        responses: Responses | None = None,
     ) -> None:
         """The public app has a `backend` of its page; without one it is the admin app."""
         self.services = services
         self.backend = backend
-        self._store = store
+        self._responses = responses
         self.routes = routes
         router = Router(routes, redirect_slashes=False)
         inner = Trusted(Audited(router, services.audit)) if backend is None else _guarded(router, services, backend)
@@ -62,17 +61,26 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._entry(scope, receive, send)
 
+    async def start(self) -> None:
+        """Go on with what an earlier daemon left. Before it serves, and once the pool has started."""
+        if self._responses is not None:
+            await self._responses.resume()
+
     def drain(self) -> None:
         """From now on new generations get a 503, and `/readyz` says so."""
         self.services.admission.is_draining = True
 
+    def leave(self) -> None:
+        """Leave to the next daemon what that can go on with, after `drain`: nobody need wait for it."""
+        if self._responses is not None:
+            self._responses.leave()
+
     def apply(self, config: Config) -> Applied:
         """Put a configuration into force, at once. Requests that run keep what they began with."""
-        server = config.server
         self.services.live.apply(config)
         self.services.metrics.declare(config.models)
-        if self._store is not None:
-            self._store.limit(server.response_store_bytes, server.response_store_age_s)
+        if self._responses is not None:
+            self._responses.apply(config.server)
         return self.services.pool.apply(config)
 
     async def finish(self, timeout_s: float) -> None:
@@ -83,8 +91,8 @@ class App:
 
     def close(self) -> None:
         """Finish writing what is kept. The last call."""
-        if self._store is not None:
-            self._store.close()
+        if self._responses is not None:
+            self._responses.close()
         self.services.close()
 
 
@@ -117,11 +125,7 @@ def _tracer(endpoint: str) -> Tracer | None:
 def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
     """The public app."""
     services = _services(config, pool, link, metrics)
-    server = config.server
-    max_bytes, max_age_s = server.response_store_bytes, server.response_store_age_s
-    store = Store(config.store_path, max_bytes, max_age_s, problems=metrics.store_problems)
-    # One that is there is checked now, not when the first client comes back to it.
-    store.limit(max_bytes, max_age_s)
+    responses = Responses(services, config)
     catalog = Catalog(services)
     models = Models(catalog)
     backend = Backend(services)
@@ -133,7 +137,7 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             Route("/v1/completions", Completions(services), methods=["POST"]),
             Route("/v1/messages", Messages(services), methods=["POST"]),
             Route("/v1/messages/count_tokens", CountTokens(services), methods=["POST"]),
-            *responses.routes(services, store),
+            *responses.routes(),
             Route("/tokenize", TokenizeText(services), methods=["POST"]),
             Route("/detokenize", DetokenizeIds(services), methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
@@ -152,7 +156,7 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             Route("/", health.Root(services), methods=["GET"]),
         ],
         backend=backend,
-        store=store,
+        responses=responses,
     )
 
 

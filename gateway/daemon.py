@@ -111,6 +111,7 @@ class Daemon:
         loop.add_signal_handler(signal.SIGUSR2, self._signals.put_nowait, signal.SIGUSR2)
         try:
             await self._pool.start()
+            await self._app.start()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._pool.wait())
                 for server, sockets in zip(self._servers, self._sockets(), strict=True):
@@ -201,6 +202,7 @@ class Daemon:
         drain_s = self._app.services.config.server.drain_s
         log.info("handing over within %g s: no new requests, workers keep running; a signal ends the wait", drain_s)
         self._app.drain()
+        self._app.leave()
         impatience = asyncio.create_task(self._next_end())
         try:
             await self._pool.release(drain_s, impatience)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.access.caller import Caller, tenant_of
+from gateway.access.caller import OWNER, Caller, tenant_of
 from gateway.access.key import Key, digest
 from gateway.access.key_file import PREFIX_CHARS, SECRET_CHARS_MAX, KeyFile, KeysUnusable, Stamp
 from gateway.access.ledger import Ledger
@@ -93,6 +93,17 @@ class Keyring:
             raise Unauthorized("This API key is disabled.", DISABLED)
         numbers.last_used = self._wall()
         return account.caller
+
+    def named(self, name: str | None) -> Caller | None:
+        """The caller of the key of this name, if it is in force, or of no key: for what an earlier daemon was asked."""
+        if name is None:
+            return OWNER
+        for accounts in self._by_prefix.values():
+            for account in accounts:
+                if account.key.name == name:
+                    is_usable = account.key.is_usable and not account.key.is_expired(self._wall())
+                    return account.caller if is_usable else None
+        return None
 
     def _account(self, secret: bytes) -> Account | None:
         accounts = self._by_prefix.get(secret[:PREFIX_CHARS], ()) if len(secret) <= SECRET_CHARS_MAX else ()

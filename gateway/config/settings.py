@@ -77,6 +77,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     # Of the Responses API, for clients that come back to an answer: for each key. 0 bytes keeps none.
     response_store_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     response_store_age_s: Seconds = 30 * 86400.0
+    # Of background responses that run, for a daemon that goes on with them after a restart: in all. 0 bytes keeps none.
+    response_journal_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 256 * 1024 * 1024
     # Proxies whose X-Forwarded-For tells the client's address.
     trusted_proxies: tuple[str, ...] = ()
     # Requests without a valid key, a minute and address; more are a 429, and 0 is no limit.
@@ -264,6 +266,10 @@ class Config(Struct, frozen=True):
     @property
     def store_path(self) -> Path:
         return self.home / "state" / "responses.sqlite"
+
+    @property
+    def journal_dir(self) -> Path:
+        return self.home / "state" / "background"
 
     @property
     def admin_socket(self) -> Path:

@@ -121,7 +121,7 @@ class Link:
                     collector.put(Delta(request.rid, finish=Finish.ERROR, failure=refusal))
                     continue
                 deadline = now + request.deadline_ms / 1000 if request.deadline_ms else None
-                self._sequences[request.rid] = Sequence(request, worker, worker.epoch, collector, deadline)
+                self._sequences[request.rid] = Sequence.begin(request, worker, collector, deadline)
                 self._transport.send_frame(worker, frame)
         except WorkerGone:
             for request in requests:

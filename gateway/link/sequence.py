@@ -2,7 +2,7 @@
 
 from asyncio import TimerHandle
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 from msgspec.structs import replace
 
@@ -45,6 +45,12 @@ class Sequence:
     fruitless: int = 0
     # It may be what kills its workers.
     is_suspicious: bool = False
+
+    @classmethod
+    def begin(cls, generate: Generate, peer: "Peer", collector: Collector, deadline: float | None) -> Self:
+        """One that this worker is sent now. It may go on from what an earlier gateway's client has."""
+        had = list(generate.resume)
+        return cls(generate, peer, peer.epoch, collector, deadline, token_ids=had, given=len(had), is_begun=bool(had))
 
     @property
     def rid(self) -> int:

@@ -68,6 +68,8 @@ class Generation:
         # What the caller's key is charged in the end.
         self._bill: Bill | None = None
         self._tokens = 0
+        # Tokens of an earlier daemon, which it has charged nobody for.
+        self._had = sum(len(generate.resume) for generate in generates)
         self._numbers = runtime.metrics.model(model.name)
         self._collector: Collector | None = None
         self._seen_activity = 0.0
@@ -80,6 +82,8 @@ class Generation:
         # While it waits for its model: what `cancel` cuts short.
         self._patience: asyncio.Timeout | None = None
         self._cancelled: Cancelled | None = None
+        # The next daemon goes on with it.
+        self._is_left = False
         # Why it cannot go on: set by `next` after everything before it was handed out.
         self.failure: ApiError | None = None
         # No sequence has ended yet: what most calls of `next` need to know.
@@ -131,16 +135,16 @@ class Generation:
         if self._told < len(self._generates):
             record.prompt_tokens = max(record.prompt_tokens, self.prompt_tokens)
             record.cached_tokens = max(record.cached_tokens, self.cached_tokens)
-            record.completion_tokens = max(record.completion_tokens, self._tokens)
+            record.completion_tokens = max(record.completion_tokens, self._had + self._tokens)
             self._cut_phases(collector)
 
     def _charge(self) -> None:
-        """Usage comes with the end; of what did not end, what is known counts."""
-        if self._collector is None:
+        """Usage comes with the end; of what did not end, what is known counts. What is left is charged at its end."""
+        if self._collector is None or self._is_left:
             return
         record = self.record
         prompt = max(record.prompt_tokens, self.prompt_tokens)
-        completion = max(record.completion_tokens, self._tokens)
+        completion = max(record.completion_tokens, self._had + self._tokens)
         cached = max(record.cached_tokens, self.cached_tokens)
         name, sequences = self._model.name, len(self._generates)
         self._runtime.ledger.book(record.caller.key or "", name, sequences, prompt, cached, completion)
@@ -266,6 +270,14 @@ class Generation:
             self._patience.reschedule(0.0)
         elif self._collector is not None:
             self._runtime.link.stop(self._collector.rids, "cancelled")
+
+    def leave(self) -> None:
+        """End it here, for the next daemon to go on with: whoever asked is charged then, for all of it."""
+        self._is_left = True
+        if self._patience is not None:
+            self._patience.reschedule(0.0)
+        elif self._collector is not None:
+            self._runtime.link.stop(self._collector.rids, "left to the next daemon")
 
     async def next(self, timeout_s: float | None = None, relay: Relay | None = None) -> list[Delta]:
         """New output, never with an ERROR or ABORT in it: those end up in `failure`. Empty on timeout.

@@ -23,7 +23,7 @@ STATES: Final = (
 )  # fmt: skip
 
 CERTIFICATE_LOADS: Final = ("ok", "failed")
-STORE_PROBLEMS: Final = ("damaged", "failed", "dropped")
+STORE_PROBLEMS: Final = ("damaged", "failed", "dropped", "journal")
 
 _HISTOGRAMS: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], Histogram]"], ...]] = (
     ("time_to_first_token_seconds", "Time from a request's arrival to its first token.", lambda m: m.ttft),

@@ -66,9 +66,23 @@ def test_a_killed_worker_is_not_the_readers_problem(talkative: DaemonProcess, vi
     assert visit.said() == words()
 
 
-def test_a_gateway_that_restarts_loses_no_conversation(visiting: Visiting) -> None:
+def test_an_answer_goes_on_when_its_gateway_is_killed_and_back(visiting: Visiting) -> None:
     with short_home() as home:
         write_config(home, ("a",))
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
+            port = daemon.url.rpartition(":")[2]
+            visit = visiting(daemon, expected=LOST)
+            begin(visit)
+            (home / "mlxd.toml").write_text((home / "mlxd.toml").read_text().replace("port = 0", f"port = {port}"))
+            daemon.kill()
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON):
+            visit.answered()
+            assert visit.said() == words()
+
+
+def test_a_gateway_that_restarts_without_a_journal_loses_no_conversation(visiting: Visiting) -> None:
+    with short_home() as home:
+        write_config(home, ("a",), server="response_journal = 0")
         with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
             port = daemon.url.rpartition(":")[2]
             visit = visiting(daemon, expected=LOST)

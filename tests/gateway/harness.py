@@ -108,6 +108,7 @@ async def running(
     pool = Pool(config, link, metrics, command=start, limits=limits)
     app = create_app(config, pool, link, metrics)
     await pool.start()
+    await app.start()
     # Without the protocol asyncio does not turn Nagle off, and each answer waits 40 ms for an ACK.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
@@ -141,6 +142,7 @@ async def running(
         http.should_exit = True
         await serving
         with contextlib.closing(listener), contextlib.closing(app):
+            app.drain()
             await pool.stop(0.0)
             await app.finish(DEADLINE_S)
 

@@ -1,3 +1,3 @@
 """OpenAI's Responses dialect, with the store of responses."""
 
-__all__ = ["endpoints", "request", "response", "store"]
+__all__ = ["endpoints", "request", "response"]

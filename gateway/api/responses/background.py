@@ -4,8 +4,9 @@ import asyncio
 import dataclasses
 import logging
 import time
-from contextlib import ExitStack
-from typing import Final
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, suppress
+from typing import Any, Final
 
 import msgspec
 from starlette.types import Receive, Send
@@ -14,11 +15,16 @@ from gateway.api.common.serve import Job
 from gateway.api.responses import response as out
 from gateway.api.responses.encoder import QueuedStream, Run
 from gateway.api.responses.event_log import EventLog, EventsGone
+from gateway.api.responses.journal import Journal, Journals
+from gateway.api.responses.journal_records import Asked, Started, Written
+from gateway.api.responses.store import Store, StoreBroken
 from gateway.errors import ApiError, BadRequest, Cancelled, Overloaded, Unavailable
 from gateway.http.sse import DEFAULT_PACE, HEADERS, Watch, note_cut
 from gateway.request.generation import Generation
 from gateway.request.record import Record
 from gateway.services import Services
+from protocol.codec import prompt_bytes
+from protocol.messages import Delta
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +51,18 @@ _KEEPALIVE: Final = b": keep-alive\n\n"
 class Background:
     """One response, from its request until its events are forgotten. Owned by its task; readers only read."""
 
-    def __init__(self, tenant: str, run: Run, generation: Generation) -> None:
+    def __init__(self, tenant: str, run: Run, asked_bytes: int) -> None:
         self.tenant = tenant
         self.run = run
         self.events = EventLog()
+        self.encoder = QueuedStream(run)
         self.is_over = False
+        # It has ended here, and the next daemon goes on with it.
+        self.is_left = False
         # Until it is let go: it has the prompt, packed, with its media.
-        self._generation: Generation | None = generation
-        self._asked_bytes = generation.record.body_bytes
-        self._encoder = QueuedStream(run)
-        self.events.add(self._encoder.queued())
+        self._generation: Generation | None = None
+        self._journal: Journal | None = None
+        self._asked_bytes = asked_bytes
 
     @property
     def id(self) -> str:
@@ -65,10 +73,23 @@ class Background:
         """Memory that it takes once it has been let go: its response tells of the request what it was asked."""
         return self.events.size_bytes + self._asked_bytes + _OBJECT_BYTES
 
+    @property
+    def journal(self) -> Journal:
+        assert self._journal is not None, "it is recorded first"
+        return self._journal
+
+    def record_in(self, journal: Journal) -> None:
+        """From now on what it says is in this journal, and is shown when it is there."""
+        self._journal = journal
+
+    def queue(self) -> None:
+        """The first events."""
+        self.journal.put(None, self.encoder.queued())
+
     def let_go(self) -> None:
         """Drop what only a response that runs needs, for one that has ended is kept for its events."""
         self._generation = None
-        self.run.keep = _keep_nothing
+        self.run.keep = keep_nothing
 
     def snapshot(self) -> out.Response:
         """The response as it is now."""
@@ -76,34 +97,69 @@ class Background:
 
     def cancel(self) -> out.Response:
         """End it. Returns the response as it is then."""
-        if self.is_over or self._generation is None:
+        if self.is_over:
             return self.snapshot()
-        self._generation.cancel()
+        if self._generation is not None:
+            self._generation.cancel()
         return self.run.cancel()
 
-    async def generate(self) -> None:
-        """The whole of it. Whatever ends it, the last event is written and the last state kept."""
-        assert self._generation is not None, "it is let go when this has ended"
-        generation = self._generation
+    def leave(self) -> None:
+        """End it here, for the next daemon, if there is what that needs."""
+        if not self.is_over and self.journal.is_sound and not self.run.is_cancelled:
+            self.is_left = True
+            if self._generation is not None:
+                self._generation.leave()
+
+    async def generate(self, generation: Generation, is_ending: Callable[[], bool]) -> None:
+        """The rest of it. Whatever ends it, the last event is written and the last state kept.
+
+        Where the daemon itself is ending, it is left to the next one instead.
+        """
+        self._generation = generation
         try:
             await self._generate(generation)
         except ApiError as error:
-            generation.record.outcome = error.outcome
-            self._fail(error)
+            if is_ending() and not self.is_left:
+                self.leave()
+            generation.record.outcome = "left" if self.is_left else error.outcome
+            await self.fail(error)
         except BaseException as error:
             is_end = isinstance(error, asyncio.CancelledError)
-            self._fail(Unavailable("The server stopped.") if is_end else ApiError(500, "Internal error."))
+            if is_end:
+                self.leave()
+            await self.fail(Unavailable("The server stopped.") if is_end else ApiError(500, "Internal error."))
             raise
         finally:
-            self.is_over = True
-            self.events.close()
+            self._end()
+
+    async def complete(self) -> None:
+        """The end of one whose last token an earlier daemon has written."""
+        await self._complete()
+        self._end()
+
+    async def fail(self, error: ApiError) -> None:
+        """Its last event, unless it is left: then its readers are cut off, and come back to the next daemon."""
+        if self.is_left:
+            await self.journal.leave()
+        else:
+            await self.journal.settle()
+            self.events.add(self.encoder.error(error))
+        self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self.events.close()
+
+    async def _complete(self) -> None:
+        await self.journal.settle()
+        self.events.add(self.encoder.end())
 
     async def _generate(self, generation: Generation) -> None:
-        encoder, events = self._encoder, self.events
         if not generation.open_now():
-            self._check()
+            self.check()
             await generation.open()
-        events.add(encoder.started())
+        if self.run.response.status == "queued":
+            self.journal.put(Started(), self.encoder.started())
 
         loop = asyncio.get_running_loop()
         interval_s = CHECKPOINT_S * (1 + generation.record.body_bytes // CHECKPOINT_BYTES)
@@ -112,24 +168,28 @@ class Background:
         def relay() -> bool:
             if loop.time() >= due:
                 return False
-            events.add(encoder.encode(generation.take()))
+            self._take(generation.take())
             return True
 
         while not generation.is_done:
-            events.add(encoder.encode(await generation.next(CHECKPOINT_S, relay)))
+            self._take(await generation.next(CHECKPOINT_S, relay))
             if generation.failure is not None:
                 raise generation.failure
             if loop.time() >= due and not generation.is_done:
                 self.run.keep(self.run.snapshot())
                 due = loop.time() + interval_s
-        events.add(encoder.end())
+        await self._complete()
 
-    def _check(self) -> None:
+    def _take(self, deltas: list[Delta]) -> None:
+        if deltas:
+            self.journal.put(Written(deltas), self.encoder.encode(deltas))
+
+    def check(self) -> None:
+        """Raises `ApiError` for one that is to end before it has begun."""
         if self.run.is_cancelled:
             raise Cancelled
-
-    def _fail(self, error: ApiError) -> None:
-        self.events.add(self._encoder.error(error))
+        if self.is_left:
+            raise Unavailable("The server stopped.")
 
     async def answer(self, after: int, record: Record, receive: Receive, send: Send, write_timeout_s: float) -> None:
         """Stream the events that follow number `after`, until the last. That the client leaves ends nothing else."""
@@ -142,6 +202,10 @@ class Background:
             more = True
             while more:
                 data, after, more = await self._news(after)
+                if self.is_left and not (data or more):
+                    # The body is not ended: to its client the connection was lost.
+                    watch.is_over = True
+                    break
                 watch.is_sending = True
                 await send({"type": "http.response.body", "body": data, "more_body": more})
                 watch.is_sending = False
@@ -149,6 +213,8 @@ class Background:
                 watch.is_over = not more
         if watch.reason is not None:
             note_cut(record, watch.reason)
+        elif self.is_left:
+            record.outcome = "left"
 
     async def _news(self, after: int) -> tuple[bytes, int, bool]:
         """Bytes to send, the number of the last event in them, and whether more come."""
@@ -165,8 +231,10 @@ class Background:
 class Backgrounds:
     """Those that run, and those that have ended a short while ago. Belongs to the event loop."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, store: Store, journals: Journals) -> None:
         self._services = services
+        self._store = store
+        self._journals = journals
         # By id, in the order of their requests.
         self._known: dict[str, Background] = {}
 
@@ -180,7 +248,7 @@ class Backgrounds:
         found = self._known.get(response_id)
         return found is not None and not found.is_over
 
-    def start(self, run: Run, job: Job, tenant: str) -> Background:
+    def start(self, run: Run, job: Job, tenant: str, asked: Asked) -> Background:
         """Begin one. Raises `ApiError` where there is no room for it; what comes later is its own."""
         running = [each for each in self._known.values() if not each.is_over]
         if len(running) >= RUNNING_MAX or sum(each.tenant == tenant for each in running) >= RUNNING_OF_KEY:
@@ -192,30 +260,53 @@ class Backgrounds:
             held.callback(record.lease.close)
             held.callback(record.media_lease.close)
             generation = held.enter_context(dataclasses.replace(job, record=record).generation(run.bind))
-            background = Background(tenant, run, generation)
+            background = Background(tenant, run, record.body_bytes)
+            size = prompt_bytes(asked.generate) + record.body_bytes
+            background.record_in(self._journals.create(background.id, asked, size, background.events.add))
+            background.queue()
             # A daemon that ends before it does finds it there.
             run.keep(run.snapshot())
             leases = held.pop_all()
-        self._known[background.id] = background
-        self._services.tasks.start(self._run(background, leases, record), f"background response {background.id}")
+        self.hold(background, self.run(background, generation, leases))
         return background
 
-    def forget(self, background: Background) -> None:
+    def hold(self, background: Background, work: Coroutine[Any, Any, None]) -> None:
+        """Know one, whose work this is."""
+        self._known[background.id] = background
+        self._services.tasks.start(work, f"background response {background.id}")
+
+    def leave(self) -> None:
+        """Leave those that run to the next daemon, at once."""
+        for background in self._known.values():
+            background.leave()
+
+    async def forget(self, background: Background) -> None:
         """Drop its events. One that runs is cancelled, and kept nowhere."""
         if not background.is_over:
-            background.run.keep = _keep_nothing
+            background.run.keep = keep_nothing
             background.cancel()
+        await background.journal.remove()
         self._known.pop(background.id, None)
 
-    async def _run(self, background: Background, leases: ExitStack, record: Record) -> None:
+    async def run(self, background: Background, generation: Generation, leases: ExitStack) -> None:
+        """Generate one, and end it."""
         try:
             with leases:
-                await background.generate()
+                await background.generate(generation, lambda: self._services.admission.is_draining)
         finally:
-            background.let_go()
-            self._account(background, record)
-            self._shrink()
-            asyncio.get_running_loop().call_later(KEEP_S, self._known.pop, background.id, None)
+            self._account(background, generation.record)
+            await self.end(background)
+
+    async def end(self, background: Background) -> None:
+        """Let go of one that is over, and in time of its events."""
+        background.let_go()
+        self._shrink()
+        asyncio.get_running_loop().call_later(KEEP_S, self._known.pop, background.id, None)
+        if not background.is_left:
+            # Once the store has its last state.
+            with suppress(StoreBroken):
+                await self._store.settle()
+            await background.journal.remove()
 
     def _account(self, background: Background, record: Record) -> None:
         """Its line in the log, and its trace: its request was answered long ago."""
@@ -248,8 +339,8 @@ class Backgrounds:
             del self._known[each.id]
 
 
-def _keep_nothing(last: out.Response) -> None:
-    """For a response that was deleted while it ran, or that has ended."""
+def keep_nothing(last: out.Response) -> None:
+    """Keep no state: of a response that is not stored, was deleted while it ran, or has ended."""
 
 
 def failed_by_restart(body: bytes) -> bytes:

@@ -116,6 +116,11 @@ class ResponseStream:
 class QueuedStream(ResponseStream):
     """The events of a background response, which is queued first."""
 
+    def skip(self, count: int) -> int:
+        """Leave out so many numbers. Returns the next one."""
+        self._number += count
+        return self._number
+
     def queued(self) -> bytes:
         """Events before anything is done for it."""
         self._number = 0

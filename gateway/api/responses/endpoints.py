@@ -1,7 +1,9 @@
 """`/v1/responses`: create, retrieve, delete, cancel, list what went in, count tokens."""
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NoReturn
 
 import msgspec
@@ -13,17 +15,20 @@ from gateway.api.common import serve
 from gateway.api.common.canonical import with_thinking
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.responses import response as out
-from gateway.api.responses.background import GONE, Backgrounds, failed_by_restart
+from gateway.api.responses.background import GONE, Backgrounds, failed_by_restart, keep_nothing
 from gateway.api.responses.compact import Compact
 from gateway.api.responses.echo import echo
 from gateway.api.responses.encoder import ResponseFold, ResponseStream, Run
-from gateway.api.responses.history import History, numbered, tenant_of, with_stored_media
+from gateway.api.responses.history import OWN_MEDIA, History, id_of, numbered, tenant_of, with_stored_media
 from gateway.api.responses.items import Output
+from gateway.api.responses.journal import Journals
+from gateway.api.responses.journal_records import Asked
 from gateway.api.responses.lowering import lower_prompt, lower_responses
 from gateway.api.responses.request import Item, ResponsesRequest, decode_count, decode_responses
+from gateway.api.responses.resumption import Resumption
 from gateway.api.responses.store import Store, Stored
 from gateway.api.responses.tools import Toolbox, toolbox
-from gateway.config.settings import ModelConfig
+from gateway.config.settings import Config, ModelConfig, ServerConfig
 from gateway.errors import BadRequest
 from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off
@@ -42,20 +47,53 @@ Running = dict[str, tuple[str, Run]]
 _encode = msgspec.json.Encoder().encode
 
 
-def routes(services: Services, store: Store) -> list[Route]:
-    """All of the API."""
-    backgrounds = Backgrounds(services)
-    history = History(store, lambda: services.config.server.max_body_bytes, backgrounds.is_running)
-    running: Running = {}
-    one = One(services, history, running, backgrounds)
-    return [
-        Route("/v1/responses", Create(services, history, running, backgrounds), methods=["POST"]),
-        Route("/v1/responses/compact", Compact(services, history), methods=["POST"]),
-        Route("/v1/responses/input_tokens", CountTokens(services, history), methods=["POST"]),
-        Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
-        Route("/v1/responses/{id}/cancel", one, methods=["POST"]),
-        Route("/v1/responses/{id}/input_items", InputItems(history), methods=["GET"]),
-    ]
+class Responses:
+    """All of the API, with what it keeps on disk."""
+
+    def __init__(self, services: Services, config: Config) -> None:
+        self._services = services
+        server, problems = config.server, services.metrics.store_problems
+        self._store = Store(
+            config.store_path, server.response_store_bytes, server.response_store_age_s, problems=problems
+        )
+        self._journals = Journals(config.journal_dir, lambda: services.config.server.response_journal_bytes, problems)
+        self._backgrounds = Backgrounds(services, self._store, self._journals)
+        self._history = History(
+            self._store, lambda: services.config.server.max_body_bytes, self._backgrounds.is_running
+        )
+        # One that is there is checked now, not when the first client comes back to it.
+        self.apply(server)
+
+    def routes(self) -> list[Route]:
+        """Routes of the public app."""
+        services, history, backgrounds = self._services, self._history, self._backgrounds
+        running: Running = {}
+        one = One(services, history, running, backgrounds)
+        return [
+            Route("/v1/responses", Create(services, history, running, backgrounds), methods=["POST"]),
+            Route("/v1/responses/compact", Compact(services, history), methods=["POST"]),
+            Route("/v1/responses/input_tokens", CountTokens(services, history), methods=["POST"]),
+            Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{id}/cancel", one, methods=["POST"]),
+            Route("/v1/responses/{id}/input_items", InputItems(history), methods=["GET"]),
+        ]
+
+    async def resume(self) -> None:
+        """Go on with what an earlier daemon left. Before anything is served."""
+        await Resumption(self._services, self._history, self._journals, self._backgrounds).run()
+
+    def leave(self) -> None:
+        """Leave background responses to the next daemon, at once."""
+        self._backgrounds.leave()
+
+    def apply(self, server: ServerConfig) -> None:
+        """Keep as much, and as long, as this configuration says."""
+        self._store.limit(server.response_store_bytes, server.response_store_age_s)
+
+    def close(self) -> None:
+        """Finish writing what is kept. The last call."""
+        self._journals.close()
+        self._store.close()
 
 
 class Create:
@@ -79,10 +117,11 @@ class Create:
         model, seed = serve.begin(services, record, request.model, stream, request.seed, ignored)
         prompt = await serve.with_media(services, record, model, prompt, self._history.media(record))
         generates = await serve.lower(services, record, model, _lowering(services, request, prompt, model, seed))
-        run = self._run(request, box, model, record, prompt.media)
+        run, inputs = self._run(request, box, model, record, prompt.media)
         job = serve.Job(services, record, model, generates)
         if request.background:
-            await self._start(run, job, stream, receive, send)
+            asked = _asked(run, job, inputs, box, request.includes(SEALED))
+            await self._start(run, job, asked, stream, receive, send)
             return
         if not stream:
             await job.whole(ResponseFold(run), receive, send)
@@ -93,12 +132,12 @@ class Create:
         finally:
             del self._running[run.response.id]
 
-    async def _start(self, run: Run, job: serve.Job, stream: bool, receive: Receive, send: Send) -> None:
+    async def _start(self, run: Run, job: serve.Job, asked: Asked, stream: bool, receive: Receive, send: Send) -> None:
         """Begin a background response, and answer with it as it is then, or with its events."""
         record = job.record
         if not self._history.is_on:
             raise BadRequest("'background' needs [server] response_store, which is off.", "background")
-        background = self._backgrounds.start(run, job, tenant_of(record))
+        background = self._backgrounds.start(run, job, tenant_of(record), asked)
         if stream:
             write_timeout_s = self._services.config.server.write_timeout_s
             await background.answer(-1, record, receive, send, write_timeout_s)
@@ -107,24 +146,36 @@ class Create:
 
     def _run(
         self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: Record, media: Sequence[Media]
-    ) -> Run:
+    ) -> tuple[Run, list[Item]]:
+        """The response, and its input items as they are kept."""
         stem = secrets.token_hex(20)
         is_stored = self._history.is_on and request.store is not False
-        response = echo(request, box, model, f"resp_{stem}", serve.now(), is_stored)
+        response = echo(request, box, model, id_of(stem), serve.now(), is_stored)
         inputs = numbered(with_stored_media(request.items, media), stem)
-        own = {each.digest: each.data for each in media if is_stored and each.param.startswith("input[")}
+        own = {each.digest: each.data for each in media if is_stored and each.param.startswith(OWN_MEDIA)}
         size = record.body_bytes - record.encoded_bytes + sum(map(len, own.values()))
-        link = self._services.link
-
-        def keep(last: out.Response) -> None:
-            if is_stored:
-                self._history.keep(tenant_of(record), last, inputs, own, size)
-
-        def stop(rids: Sequence[int]) -> None:
-            link.stop(rids, "cancelled")
-
+        keep = self._history.keeper(tenant_of(record), inputs, own, size) if is_stored else keep_nothing
         output = Output(stem, box.forms, request.includes(SEALED))
-        return Run(response, output, serve.now, keep, stop)
+        run = Run(response, output, serve.now, keep, partial(self._services.link.stop, reason="cancelled"))
+        return run, inputs
+
+
+def _asked(run: Run, job: serve.Job, inputs: list[Item], box: Toolbox, is_sealed: bool) -> Asked:
+    record, model, generate = job.record, job.model, job.generates[0]
+    return Asked(
+        key=record.caller.key,
+        model=model.name,
+        path=model.path,
+        request_id=record.id,
+        response=run.response,
+        generate=generate,
+        inputs=inputs,
+        forms=box.forms,
+        is_sealed=is_sealed,
+        body_bytes=record.body_bytes,
+        began=time.time() - (time.perf_counter() - record.started),
+        limit_s=generate.deadline_ms / 1000,
+    )
 
 
 def _lowering(
@@ -172,7 +223,7 @@ class One:
         match scope["method"]:
             case "DELETE":
                 if background is not None:
-                    self._backgrounds.forget(background)
+                    await self._backgrounds.forget(background)
                 await self._history.delete(tenant, response_id)
                 body = _encode(out.Deleted(response_id))
             case "POST":

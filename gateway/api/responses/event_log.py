@@ -48,6 +48,12 @@ class EventLog:
             self._drop_older_half()
         self._wake()
 
+    def skip(self, number: int) -> None:
+        """Forget all events: the next one has this number."""
+        self._data.clear()
+        self._ends = array("Q")
+        self._first = number
+
     def close(self) -> None:
         """No more events come."""
         self.is_over = True

@@ -21,6 +21,9 @@ from protocol.messages import Media
 # Of the conversation before a request, in all.
 ITEMS_MAX: Final = 20_000
 
+# Path of the media that a request's own input has, not the conversation before it.
+OWN_MEDIA: Final = "input["
+_RESPONSE: Final = "resp_"
 _PREFIXES: Final = {
     "message": "msg",
     "reasoning": "rs",
@@ -128,6 +131,12 @@ class History:
 
         self._store.keep(about_bytes, make)
 
+    def keeper(
+        self, tenant: str, inputs: Sequence[Item], media: Mapping[bytes, bytes], about_bytes: int
+    ) -> Callable[[out.Response], None]:
+        """`keep` of one response, for each of its states."""
+        return lambda last: self.keep(tenant, last, inputs, media, about_bytes)
+
     def media(self, record: Record) -> Callable[[Sequence[bytes]], Awaitable[dict[bytes, bytes]]]:
         """Bytes of media that earlier responses of the request's tenant have kept. Raises `ApiError`."""
 
@@ -223,6 +232,16 @@ class History:
     def _too_large(self, param: str) -> BadRequest:
         message = f"The request and the conversation that it continues are larger than {self._limit_bytes()} bytes."
         return BadRequest(message, param, "conversation_too_large")
+
+
+def id_of(stem: str) -> str:
+    """The id of the response whose items have ids of this stem."""
+    return f"{_RESPONSE}{stem}"
+
+
+def stem_of(response: out.Response) -> str:
+    """The stem of its items' ids."""
+    return response.id.removeprefix(_RESPONSE)
 
 
 class NotContinued(Exception):

@@ -171,6 +171,10 @@ class Store:
         """Whether it was there. Its text is in none of our files then."""
         return await self._call(lambda: self._delete(tenant, response_id))
 
+    async def settle(self) -> None:
+        """Return when all that was to be kept before is kept, or could not be."""
+        await self._call(lambda: None)
+
     def close(self) -> None:
         """Finish what was begun, and close the file."""
         self._is_closed = True

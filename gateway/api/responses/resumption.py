@@ -1,0 +1,189 @@
+"""Resumption: background responses that an earlier daemon left, which this one goes on with at its start."""
+
+import logging
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from gateway.api.common import serve
+from gateway.api.responses import journal
+from gateway.api.responses.background import Background, Backgrounds
+from gateway.api.responses.encoder import Run
+from gateway.api.responses.history import OWN_MEDIA, History, ResponseNotFound, stem_of
+from gateway.api.responses.items import Output
+from gateway.api.responses.journal import Journals
+from gateway.api.responses.journal_records import (
+    Asked,
+    Begun,
+    Content,
+    Left,
+    NotUnderstood,
+    Started,
+    Written,
+)
+from gateway.api.responses.journal_records import (
+    Record as JournalRecord,
+)
+from gateway.errors import ApiError, Unauthorized, Unavailable
+from gateway.request.generation import Generation
+from gateway.request.record import Record
+from gateway.services import Services
+from protocol.codec import pack
+from protocol.messages import ChatPrompt
+
+PATH: Final = "/v1/responses"
+log = logging.getLogger(__name__)
+
+# Daemons in a row that ended before they had a token of it: perhaps it is what ends them.
+FRUITLESS_MAX: Final = 5
+# Numbers that are left out where clients may have had more events than are in the journal: so many never were there.
+GAP: Final = 1 << 24
+
+
+@dataclass(slots=True)
+class Replayed:
+    """A journal as its response has it: the tokens so far, and how many daemons in a row had none."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    fruitless: int = 0
+
+
+class Resumption:
+    """Reads what is left, once, before the daemon serves."""
+
+    def __init__(self, services: Services, history: History, journals: Journals, backgrounds: Backgrounds) -> None:
+        self._services = services
+        self._history = history
+        self._journals = journals
+        self._backgrounds = backgrounds
+
+    async def run(self) -> None:
+        """Begin to go on with all of them. One that cannot be leaves the others alone."""
+        for path in await self._journals.names():
+            try:
+                await self._resume(path)
+            except Exception:  # The root of what a start does for one file.
+                self._services.metrics.unhandled_errors += 1
+                log.exception("journal %s: its response does not go on", path.name)
+
+    async def _resume(self, path: Path) -> None:
+        content = await self._content(path)
+        if content is None or await self._has_ended(content.asked):
+            await self._journals.discard(path)
+            return
+        asked = content.asked
+        background = Background(asked.key or "", self._run(asked), asked.body_bytes)
+        records = [*content.records, Begun(journal.boot_id())]
+        replayed = await self._services.bodies.work(content.whole_bytes, replay, background, records)
+        background.record_in(self._journals.reopen(path, content, background.events.add))
+        log.info("background response %s goes on after %d tokens", background.id, len(replayed.token_ids))
+        is_whole = background.run.output.finish is not None
+        work = self._finish(background) if is_whole else self._go_on(background, asked, replayed)
+        self._backgrounds.hold(background, work)
+
+    async def _content(self, path: Path) -> Content | None:
+        if not self._journals.is_on:
+            return None
+        try:
+            return await self._journals.read(path)
+        except (NotUnderstood, OSError) as error:
+            log.error("journal %s: its response does not go on: %s", path.name, error)
+            return None
+
+    async def _has_ended(self, asked: Asked) -> bool:
+        """Whether its end is kept. A daemon that was killed may not have kept its beginning yet."""
+        try:
+            stored = await self._history.get(asked.key or "", asked.response.id)
+        except ResponseNotFound:
+            return False
+        return self._history.has_ended(stored)
+
+    def _run(self, asked: Asked) -> Run:
+        prompt, response = asked.generate.prompt, asked.response
+        media = prompt.media if isinstance(prompt, ChatPrompt) else ()
+        own = {each.digest: each.data for each in media if each.param.startswith(OWN_MEDIA)}
+        keep = self._history.keeper(asked.key or "", asked.inputs, own, asked.body_bytes)
+        output = Output(stem_of(response), asked.forms, asked.is_sealed)
+        return Run(response, output, serve.now, keep, partial(self._services.link.stop, reason="cancelled"))
+
+    async def _finish(self, background: Background) -> None:
+        await background.complete()
+        await self._backgrounds.end(background)
+
+    async def _go_on(self, background: Background, asked: Asked, replayed: Replayed) -> None:
+        with ExitStack() as held:
+            try:
+                generation = await self._entered(background, asked, replayed, held)
+            except ApiError as error:
+                log.warning("background response %s does not go on: %s", background.id, error.message)
+                await background.fail(error)
+                await self._backgrounds.end(background)
+                return
+            leases = held.pop_all()
+        await self._backgrounds.run(background, generation, leases)
+
+    async def _entered(self, background: Background, asked: Asked, replayed: Replayed, held: ExitStack) -> Generation:
+        """Its generation, as any request has to be admitted. Raises `ApiError`."""
+        services = self._services
+        if replayed.fruitless > FRUITLESS_MAX:
+            raise Unavailable("The server was restarted too often while it was generating this response.")
+        caller = services.keyring.named(asked.key)
+        if caller is None:
+            raise Unauthorized("The API key that asked for this response is no longer in force.", None)
+        model = services.router.resolve(asked.model, caller)
+        if model.path != asked.path:
+            raise Unavailable(f"The model {model.name!r} has other weights than when this response was begun.")
+        lease, media_lease = services.bodies.lease(), services.media.lease()
+        held.callback(lease.close)
+        held.callback(media_lease.close)
+        record = Record(asked.request_id, "POST", PATH, caller=caller, model=model.name, stream=True)
+        record.lease, record.media_lease, record.body_bytes = lease, media_lease, asked.body_bytes
+        lease.owner = caller.key or ""
+        await lease.reach(asked.body_bytes)
+        prompt = asked.generate.prompt
+        if isinstance(prompt, ChatPrompt) and prompt.media:
+            media_lease.grow(sum(len(each.data) for each in prompt.media))
+            record.media = tuple(msgspec.structs.replace(each, data=b"") for each in prompt.media)
+            record.media_bytes = media_lease.size_bytes
+        left_ms = int((asked.began + asked.limit_s - time.time()) * 1000)
+        generate = msgspec.structs.replace(
+            asked.generate,
+            rid=services.link.next_rid(),
+            resume=tuple(replayed.token_ids),
+            deadline_ms=max(1, left_ms) if asked.limit_s else 0,
+        )
+        packed = await services.bodies.work(record.body_bytes + record.media_bytes, pack, [generate])
+        background.check()
+        return held.enter_context(Generation(services, model, packed, record, background.run.bind))
+
+
+def replay(background: Background, records: list[JournalRecord]) -> Replayed:
+    """Give a response the events of its journal, with the numbers that they had. For any thread."""
+    encoder, events = background.encoder, background.events
+    events.add(encoder.queued())
+    replayed = Replayed()
+    boot: str | None = None
+    is_certain = True
+    for record in records:
+        match record:
+            case Begun():
+                # After a power cut, clients may have had events of which the disk knows nothing.
+                if boot is not None and not is_certain and not (boot and record.boot == boot):
+                    events.skip(encoder.skip(GAP))
+                boot = record.boot
+                replayed.fruitless += 1
+            case Started():
+                events.add(encoder.started())
+            case Written(deltas):
+                events.add(encoder.encode(deltas))
+                replayed.token_ids += [token for delta in deltas for token in delta.token_ids]
+                replayed.fruitless = 0
+            case Left():
+                pass
+        is_certain = isinstance(record, Left)
+    return replayed
