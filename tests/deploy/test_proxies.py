@@ -191,6 +191,18 @@ def test_an_offer_to_upgrade_with_a_body_is_one_request(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROXIES)
+def test_the_pages_own_origin_is_the_one_of_the_proxy_port_included(name: str) -> None:
+    with behind(name) as at:
+        codes = [
+            at.client.post(
+                "/ui/api/session", json={"code": "wrong"}, headers={"origin": f"https://{HOST}:{port}"}
+            ).json()["error"]["code"]
+            for port in (at.port, at.port + 1)
+        ]
+    assert codes == ["bad_code", "permission_denied"]
+
+
+@pytest.mark.parametrize("name", PROXIES)
 def test_the_timeouts_of_the_file_bound_a_silence(name: str) -> None:
     # The model that is asked for loads meanwhile.
     options = ("--load-s 1.5",)
