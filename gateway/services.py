@@ -77,6 +77,8 @@ class Services(Runtime):
             lambda: memory_bytes(live.config.server), lambda: share_bytes(live.config.server, keyring.has_others)
         )
         metrics.body_numbers = bodies.numbers
+        media = InFlightBytes(lambda: live.config.media.in_flight_bytes, lambda: keyring.has_others)
+        metrics.media_numbers = media.numbers
         return cls(
             live=live,
             pool=pool,
@@ -84,8 +86,8 @@ class Services(Runtime):
             metrics=metrics,
             admission=Admission(metrics.rejected),
             bodies=bodies,
-            media=InFlightBytes(lambda: live.config.media.in_flight_bytes),
-            fetch=bounded(fetch_public),
+            media=media,
+            fetch=bounded(fetch_public, media.numbers),
             keyring=keyring,
             audit=trail,
             addresses=KeyAddresses(trail, audit_path(config.home), keyring.prefixes),

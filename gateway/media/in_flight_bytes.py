@@ -1,50 +1,71 @@
 """Bytes of the media of all requests together, from when they are read until their requests have ended."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
 from gateway.errors import Unavailable
+from gateway.telemetry.metrics import MediaNumbers
+from protocol.codec import MAX_FRAME_BYTES
 
 RETRY_AFTER_S: Final = 2.0
 
 
-class InFlightBytes:
-    """The count, and its limit. Owned by the event loop."""
+def share_bytes(limit_bytes: int, has_others: bool) -> int:
+    """Limit of one key's media: half while there are other keys, and always as much as one request can send."""
+    return max(limit_bytes // 2, min(limit_bytes, MAX_FRAME_BYTES)) if has_others else limit_bytes
 
-    def __init__(self, limit_bytes: Callable[[], int]) -> None:
+
+class InFlightBytes:
+    """The count, and its limits. Owned by the event loop."""
+
+    def __init__(self, limit_bytes: Callable[[], int], has_others: Callable[[], bool] = bool) -> None:
+        """`limit_bytes` is for all; `has_others` says whether there are several owners to share it."""
         self._limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self.refused = 0
+        self._has_others = has_others
+        self._held: Counter[str] = Counter()
+        self.numbers = MediaNumbers()
 
     def lease(self) -> "MediaLease":
         return MediaLease(self)
 
-    def take(self, size_bytes: int) -> None:
+    def take(self, owner: str, size_bytes: int) -> None:
         """Raises `Unavailable` when there is no room."""
-        if self.used_bytes + size_bytes > self._limit_bytes():
-            self.refused += 1
-            message = "The media of the requests that run fill the memory set aside for them. Try again later."
-            raise Unavailable(message, RETRY_AFTER_S, "media_memory_full")
-        self.used_bytes += size_bytes
+        limit = self._limit_bytes()
+        if self.numbers.used_bytes + size_bytes > limit:
+            self._refuse("The media of the requests that run fill the memory set aside for them. Try again later.")
+        if self._held[owner] + size_bytes > share_bytes(limit, self._has_others()):
+            self._refuse("The media of this key's requests fill its share of the memory for media. Try again later.")
+        self.numbers.used_bytes += size_bytes
+        self._held[owner] += size_bytes
 
-    def give_back(self, size_bytes: int) -> None:
-        self.used_bytes -= size_bytes
+    def give_back(self, owner: str, size_bytes: int) -> None:
+        self.numbers.used_bytes -= size_bytes
+        self._held[owner] -= size_bytes
+        if not self._held[owner]:
+            del self._held[owner]
+
+    def _refuse(self, message: str) -> None:
+        self.numbers.refused += 1
+        raise Unavailable(message, RETRY_AFTER_S, "media_memory_full")
 
 
 class MediaLease:
     """The bytes of one request. Owned by its record; closed when the request has ended."""
 
-    __slots__ = ("_counted", "size_bytes")
+    __slots__ = ("_counted", "owner", "size_bytes")
 
     def __init__(self, counted: InFlightBytes) -> None:
         self._counted = counted
+        # The key whose share it is of. Set before the first byte.
+        self.owner = ""
         self.size_bytes = 0
 
     def grow(self, more_bytes: int) -> None:
         """Raises `Unavailable`."""
-        self._counted.take(more_bytes)
+        self._counted.take(self.owner, more_bytes)
         self.size_bytes += more_bytes
 
     def close(self) -> None:
-        self._counted.give_back(self.size_bytes)
+        self._counted.give_back(self.owner, self.size_bytes)
         self.size_bytes = 0

@@ -15,6 +15,7 @@ from gateway.media.base64_data import DATA, decode, invalid, too_large
 from gateway.media.in_flight_bytes import MediaLease
 from gateway.media.local_file import FILE, NotReadable, read_file
 from gateway.media.reference import STORED, FetchFailed, Reference, TooManyBytes
+from gateway.telemetry.metrics import MediaNumbers
 from protocol.messages import ChatPrompt, Media
 
 # Fetches of one request at a time.
@@ -41,13 +42,17 @@ async def fetch_public(url: str, limit_bytes: int, timeout_s: float, take: Calla
     return await Fetcher().fetch(url, limit_bytes, timeout_s, take)
 
 
-def bounded(fetch: Fetch, most: int = FETCHES_OF_ALL_MAX) -> Fetch:
-    """The same, of which so many run at once; the others wait, as long as their requests do."""
+def bounded(fetch: Fetch, numbers: MediaNumbers, most: int = FETCHES_OF_ALL_MAX) -> Fetch:
+    """The same, counted, of which so many run at once; the others wait, as long as their requests do."""
     at_once = asyncio.Semaphore(most)
 
     async def wait_and_fetch(url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
         async with at_once:
-            return await fetch(url, limit_bytes, timeout_s, take)
+            numbers.fetching += 1
+            try:
+                return await fetch(url, limit_bytes, timeout_s, take)
+            finally:
+                numbers.fetching -= 1
 
     return wait_and_fetch
 

@@ -102,6 +102,17 @@ class BodyNumbers:
     offloaded: int = 0
 
 
+@dataclass(slots=True)
+class MediaNumbers:
+    """Counters of the images, video and audio of requests. Written on the event loop."""
+
+    used_bytes: int = 0
+    # Requests that found no room for theirs.
+    refused: int = 0
+    # Fetches by URL that run.
+    fetching: int = 0
+
+
 class Metrics:
     """Every number of one gateway. What the pool and the link report arrives through the `Events` methods.
 
@@ -132,6 +143,7 @@ class Metrics:
         self.certificate_expiry: Callable[[], float] | None = None
         self.certificate_loads: Counter[str] = Counter()
         self.body_numbers = BodyNumbers()
+        self.media_numbers = MediaNumbers()
         # Told at once of a model's state, while somebody watches.
         self.on_state: Callable[[str, str], None] | None = None
         # Read when scraped; the link knows.

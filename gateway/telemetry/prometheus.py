@@ -246,6 +246,12 @@ def _of_gateway(metrics: Metrics) -> Iterator[Metric]:
     yield _counter("request_body_rejections", text, [], [([], bodies.refused)])
     text = "Large bodies decoded or lowered in a thread, off the event loop."
     yield _counter("request_body_offloads", text, [], [([], bodies.offloaded)])
+    media = metrics.media_numbers
+    text = "Bytes of images, video and audio of unfinished requests."
+    yield _gauge("media_in_flight_bytes", text, [], [([], media.used_bytes)])
+    text = "Requests refused because media fill `[media] in_flight`, or the share of their key."
+    yield _counter("media_rejections", text, [], [([], media.refused)])
+    yield _gauge("media_fetches", "Fetches of media by URL that run.", [], [([], media.fetching)])
     problems = [([reason], metrics.store_problems[reason]) for reason in STORE_PROBLEMS]
     yield _counter("response_store_problems", "Failed calls of the response store.", ["reason"], problems)
     requests = [(["unknown", status], count) for status, count in metrics.requests_without_model.items()]

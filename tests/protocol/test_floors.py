@@ -33,7 +33,7 @@ GATEWAY: Final = {
     "access": "errors failed home telemetry config",
     "memory": "link supervisor model_files config",
     "pool": "link supervisor config memory",
-    "media": "errors model_files config",
+    "media": "errors model_files telemetry config",
     "request": "link errors admin_types supervisor model_files telemetry config access pool media",
     "http": "wall_clock errors admin_types telemetry config request",
     "services": "task_set link telemetry config access pool media request http",

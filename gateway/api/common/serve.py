@@ -72,6 +72,7 @@ async def with_media(
         return prompt
     check(model.name, model.path, services.pool.worker(model.name).ready, references)
     assert record.media_lease is not None, "the middleware makes one for each request"
+    record.media_lease.owner = record.caller.key or ""
     size = record.encoded_bytes = sum(len(each.encoded) + len(each.url) for each in references)
 
     # A short reference may stand for many bytes.

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
+from gateway.access.caller import Caller
+from gateway.api.common import serve
 from gateway.config.settings import MediaConfig, ModelConfig, ServerConfig
+from gateway.media.reference import IMAGE, Reference
+from gateway.request.record import Record
+from protocol.messages import ChatPrompt
 from tests.gateway.harness import Gateway, running, until
 from tests.gateway.middleware.test_auth import bearer, make
 from tests.support.pool import short_home
@@ -351,7 +356,17 @@ async def test_bytes_of_media_are_bounded_over_all_requests(tmp_path: Path) -> N
             "media_memory_full",
         )
         await chat(gateway, user(chat_image(bytes(1024)), chat_image(bytes(1024))))
-        assert gateway.app.services.media.used_bytes == 0
+        assert gateway.app.services.media.numbers.used_bytes == 0
+
+
+async def test_bytes_of_media_are_of_the_share_of_their_key(gateway: Gateway) -> None:
+    services = gateway.app.services
+    record = Record("r", "POST", "/", caller=Caller(key="alice"), media_lease=services.media.lease())
+    prompt = ChatPrompt([], media=(Reference(IMAGE, b"", b"", {}, "input", encoded=encoded(CAT)),))
+    await serve.with_media(services, record, services.config.models["m"], prompt)
+    assert record.media_lease is not None
+    assert (record.media_lease.owner, record.media_lease.size_bytes) == ("alice", len(CAT))
+    record.media_lease.close()
 
 
 async def test_files_are_read_below_the_folders_that_are_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from gateway.media import resolve as module
 from gateway.media.in_flight_bytes import InFlightBytes
 from gateway.media.reference import IMAGE, Reference, stored_url
 from gateway.media.resolve import Reading, bounded, digest_of, resolve
+from gateway.telemetry.metrics import MediaNumbers
 from protocol.messages import ChatPrompt, Media
 
 pytestmark = pytest.mark.anyio
@@ -83,14 +84,16 @@ async def test_fetches_of_all_requests_wait_for_each_other() -> None:
         await may_end.wait()
         return url.encode()
 
-    few = bounded(slow, 3)
+    numbers = MediaNumbers()
+    few = bounded(slow, numbers, 3)
     fetches = [asyncio.ensure_future(few(str(number), 10, 10, lambda _: None)) for number in range(8)]
     for _ in range(10):
         await asyncio.sleep(0)
-    assert len(begun) == 3
+    assert len(begun) == numbers.fetching == 3
     fetches[0].cancel()
     for _ in range(10):
         await asyncio.sleep(0)
     assert len(begun) == 4
     may_end.set()
     assert await asyncio.gather(*fetches[1:]) == [str(number).encode() for number in range(1, 8)]
+    assert numbers.fetching == 0
