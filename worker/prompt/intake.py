@@ -96,7 +96,7 @@ class Intake:
     def row(self, request: Generate, arrived: float) -> Row:
         """A row that is safe to run, but for its rule: see `restrict`. Raises `RequestInvalid`."""
         self._check_sampling(request)
-        encoded = self._encode(request.prompt)
+        encoded = self._encode(request.prompt, request.cache_salt)
         ids, text = encoded.ids, encoded.text
         self._check_ids(request.resume, "resume")
         is_chat = isinstance(request.prompt, ChatPrompt)
@@ -233,10 +233,10 @@ class Intake:
         known = tuple(token if token < self._vocab_size else BREAK for token in ids)
         return Drafting(most, known, request.cache_salt)
 
-    def _encode(self, prompt: Prompt) -> Encoded:
+    def _encode(self, prompt: Prompt, salt: str) -> Encoded:
         match prompt:
             case ChatPrompt():
-                encoded = self._encode_chat(prompt)
+                encoded = self._encode_chat(prompt, salt)
             case TextPrompt(text=text):
                 encoded = Encoded(self._encode_text(text, prompt), text)
             case TokensPrompt(ids=given):
@@ -246,7 +246,7 @@ class Intake:
         self._check_ids(encoded.ids, "prompt")
         return encoded
 
-    def _encode_chat(self, prompt: ChatPrompt) -> Encoded:
+    def _encode_chat(self, prompt: ChatPrompt, salt: str) -> Encoded:
         if not prompt.media:
             text = self._render(prompt)
             return Encoded(self._encode_text(text, prompt), text)
@@ -256,16 +256,16 @@ class Intake:
                 raise self._too_long(placeholders, prompt, "at least ")
             return self._encode_text(text, prompt)
 
-        return self._encode_media(prompt, encode)
+        return self._encode_media(prompt, encode, salt)
 
-    def _encode_media(self, prompt: ChatPrompt, encode: Callable[[str, int], list[int]]) -> Encoded:
+    def _encode_media(self, prompt: ChatPrompt, encode: Callable[[str, int], list[int]], salt: str = "") -> Encoded:
         if self._media is None:
             raise unserved(prompt.media[0], (), self.no_media)
         if len(prompt.media) > self._limits.count:
             most = self._limits.count
             message = f"The request has {len(prompt.media)} images, videos and audio clips; at most {most} are taken."
             raise RequestInvalid(Code.TOO_MANY_MEDIA, message, param=prompt.media[most].param or "messages")
-        return self._media.encode(self._dialect.asked(prompt), encode)
+        return self._media.encode(self._dialect.asked(prompt), encode, salt)
 
     def _encode_text(self, text: str, prompt: Prompt) -> list[int]:
         add_special_tokens = isinstance(prompt, TextPrompt)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Final
 
 import numpy as np
@@ -57,12 +58,13 @@ class MediaPrompts:
         # Frames of a clip can be shown as images.
         self.modalities = tuple(kind for kind in KINDS if kind in shown or (kind == "video" and "image" in shown))
 
-    def encode(self, prompt: ChatPrompt, encode: Callable[[str, int], list[int]]) -> Encoded:
+    def encode(self, prompt: ChatPrompt, encode: Callable[[str, int], list[int]], salt: str = "") -> Encoded:
         """Ids of a prompt with its media in place; `encode` is given text and the tokens to come beside its own.
 
-        Raises `RequestInvalid`, with the path of the part for what concerns one medium.
+        Media are known by their content and the `salt` of the prompt's prefixes: features are shared within it. Raises
+        `RequestInvalid`, with the path of the part for what concerns one medium.
         """
-        prompt, prepared, relaxed = self._prepare(prompt)
+        prompt, prepared, relaxed = self._prepare(prompt, salt)
         text, order = self.renderer.place(prompt)
         placed = [prepared[index] for index in order]
         pieces = self.processor.markers.split(text)
@@ -78,12 +80,12 @@ class MediaPrompts:
         places = self._positions(len(ids), placed, begins) if self._in_space and placed else None
         return Encoded(ids, text, _spans(placed, begins), places, relaxed)
 
-    def _prepare(self, prompt: ChatPrompt) -> tuple[ChatPrompt, list[Prepared], tuple[str, ...]]:
+    def _prepare(self, prompt: ChatPrompt, salt: str) -> tuple[ChatPrompt, list[Prepared], tuple[str, ...]]:
         """The prompt with its media read, and clips as images for a template that shows none."""
         prepared: list[Prepared] = []
         became: list[list[Prepared]] = []
         relaxed: list[str] = []
-        for media in prompt.media:
+        for media in (_salted(media, salt) for media in prompt.media):
             if media.kind not in self.modalities:
                 raise unserved(media, self.modalities)
             if media.kind in self.renderer.shown:
@@ -144,6 +146,14 @@ def unserved(media: Media, modalities: Sequence[str], reason: str = "") -> Reque
     taken = f"it takes {', '.join(modalities)} and text" if modalities else reason or "it takes text alone"
     message = f"This model takes no {media.kind}: {taken}."
     return RequestInvalid(Code.UNSUPPORTED_MODALITY, message, param=media.param or "messages")
+
+
+def _salted(media: Media, salt: str) -> Media:
+    """A medium under a digest that no other salt has: how long its features take tells nothing of others."""
+    if not salt:
+        return media
+    key = blake2b(salt.encode(), digest_size=32).digest()
+    return structs.replace(media, digest=blake2b(media.digest, digest_size=32, key=key).digest())
 
 
 def _spans(placed: Sequence[Prepared], begins: Sequence[int]) -> list[Span]:

@@ -23,7 +23,8 @@ def digest_words(key: bytes) -> Tokens:
 class Medium:
     """One image, video or audio clip of a prompt.
 
-    `key` is a digest of 32 bytes over all that changes its features or positions: the bytes, kind, options, processor.
+    `key` is a digest of 32 bytes over all that changes its features or positions: the bytes, kind, options, processor;
+    and over the salt of its request.
     `grid` is its size in patches (time, height, width), `tokens` the number of its placeholders in the prompt and of
     its feature rows. `load` decodes, resizes and normalises: it returns the inputs of the tower by name, runs on any
     thread, and raises `RequestInvalid` for data that cannot be decoded.

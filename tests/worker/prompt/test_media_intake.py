@@ -58,6 +58,16 @@ def test_a_row_knows_its_media_their_places_and_their_tokens(intake: Intake) -> 
     assert not any(span.begin < at < span.end for span in made.media for at in made.boundaries)
 
 
+def test_media_are_known_by_their_content_and_the_salt_of_their_request(intake: Intake) -> None:
+    def key(salt: str) -> bytes:
+        made = intake.row(Generate(1, chat(image()), Sampling(), cache_salt=salt), time.monotonic())
+        return made.media[0].medium.key
+
+    keys = [key(salt) for salt in ("", "ours", "theirs")]
+    assert len(set(keys)) == 3
+    assert [key(salt) for salt in ("", "ours", "theirs")] == keys
+
+
 def test_counted_tokens_are_those_of_the_prompt(intake: Intake) -> None:
     prompt = chat(image(), image(64, 96))
     counted = intake.tokenize(Tokenize(1, prompt, want_ids=True), lambda: True)

@@ -3,10 +3,12 @@
 import struct
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from PIL import Image
 
 from protocol.failures import Code
@@ -71,6 +73,17 @@ def test_a_clip_and_its_reverse_move_in_opposite_ways(engine: EngineHarness) -> 
 
     assert texts(results) == ["It moves to the right.", "It moves to the left."]
     assert [result.usage.video_tokens for result in results if result.usage] == [72, 72]
+
+
+def test_that_a_picture_was_seen_is_not_to_be_told_by_the_time_under_another_salt(engine: EngineHarness) -> None:
+    """Neither decoded nor encoded media, nor those that are on their way, are shared: a hit would be quicker."""
+    shown = media("image", encoded(shape("triangle", BLUE, side=32)))
+    counts = [engine.gauges.features.encoded]
+    for rid, salts in ((31, ("ours", "theirs")), (33, ("ours",))):
+        asked = structs.replace(question(rid, f"What is in picture {rid}?", shown), max_tokens=1)
+        engine.run([structs.replace(asked, rid=rid + at, cache_salt=salt) for at, salt in enumerate(salts)])
+        counts.append(engine.gauges.features.encoded)
+    assert [after - before for before, after in pairwise(counts)] == [2, 0]
 
 
 def test_a_picture_in_the_result_of_a_tool_is_seen(engine: EngineHarness) -> None:
