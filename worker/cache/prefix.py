@@ -100,9 +100,9 @@ class PrefixCache:
     def disk(self) -> CacheDisk | None:
         return self._disk
 
-    def longest(self, tokens: Tokens, salt: str = "") -> int:
-        """Number of leading tokens that could be reused from memory."""
-        return self._usable(self._tree.walk(tokens, salt_key(salt)))[0]
+    def longest(self, tokens: Tokens, salt: str = "", whole: Callable[[int], int] | None = None) -> int:
+        """Number of leading tokens that could be reused from memory; `whole` as for `fetch`."""
+        return self._cut(*self._usable(self._tree.walk(tokens, salt_key(salt))), whole)[0]
 
     def attach(self, tokens: Tokens, salt: str, ticket: Ticket) -> None:
         """Hold what was read for a prefix, as far as there is room."""
@@ -124,11 +124,7 @@ class PrefixCache:
         in_memory, _ = self._usable(path)
         if ticket is not None:
             self._attach(path, ticket)
-        reusable, node = self._usable(path)
-        if whole is not None and whole(reusable) < reusable:
-            # Checkpoints are taken where a prefix may end; KV that can be cut is cut there.
-            reusable = 0 if self._layout.needs_checkpoints else whole(reusable)
-            node = node if reusable else None
+        reusable, node = self._cut(*self._usable(path), whole)
         self.counts.queries += 1
         self.counts.query_tokens += len(tokens)
         if node is None:
@@ -309,6 +305,13 @@ class PrefixCache:
             if node.state is not None and matched == len(node.tokens) and self._tree.covers(node):
                 return node.end, node
         return 0, None
+
+    def _cut(self, reusable: int, node: Node | None, whole: Callable[[int], int] | None) -> tuple[int, Node | None]:
+        """`_usable`, up to where a prefix may end: checkpoints are taken there, KV that can be cut is cut there."""
+        if whole is None or whole(reusable) == reusable:
+            return reusable, node
+        reusable = 0 if self._layout.needs_checkpoints else whole(reusable)
+        return reusable, node if reusable else None
 
     def _append(self, parent: Node, tokens: Tokens, depth: int, caches: Sequence[Any]) -> Node:
         """A new leaf for tokens[depth:], or for the part that fits the budget; `parent` if nothing does."""

@@ -53,22 +53,17 @@ class Token:
 
 @dataclass(slots=True, frozen=True)
 class Tick:
-    """Results of one tick. `block_s` are the seconds of its block, 0 if it had a plain step."""
+    """Results of one tick. `block_s` are the seconds of its block, 0 if it had a plain step.
+
+    `returned` are rows that are not in the batch any more: they wait for their media as those in the queue do.
+    """
 
     tokens: list[Token]
     progress: list[tuple[Row, int, int]]
     broken: list[tuple[Row, Exception]]
     prefilled: int
     block_s: float
-
-
-class MediaFailed(Exception):
-    """A medium of `row` could not be decoded or encoded; `error` is why."""
-
-    def __init__(self, row: Row, error: Exception) -> None:
-        super().__init__(f"a medium of row {row.rid} could not be encoded: {error}")
-        self.row = row
-        self.error = error
+    returned: list[Row]
 
 
 class Batch:
@@ -142,23 +137,28 @@ class Batch:
     def kv_bytes(self) -> int:
         return self._generator.nbytes
 
-    def must_wait(self, row: Row) -> bool:
-        """Whether what a row needs is being prefilled by another, read from disk, or encoded right now."""
+    def must_wait(self, row: Row, *, is_first: bool = False) -> bool:
+        """Whether what a row needs is being prefilled by another, read from disk, or encoded right now.
+
+        `is_first`: no row that waits comes before it.
+        """
         if self.is_prefilling_prefix_of(row):
             return True
         row.ticket = row.ticket or self._cache.restore(row.keys()[:-1], row.cache_salt)
         if row.ticket is not None and not row.ticket.is_settled:
             return True
-        return bool(row.media) and not self._has_features(row)
-
-    def _has_features(self, row: Row) -> bool:
-        """Whether there are features of each medium that the prefix cache does not hold KV of."""
-        assert self._encoder is not None, "media are for models with a tower"
+        if not row.media:
+            return False
         keys = row.keys()[:-1]
         if row.ticket is not None:
             self._cache.attach(keys, row.cache_salt, row.ticket)
-        cached = row.whole(self._cache.longest(keys, row.cache_salt))
-        return self._encoder.is_ready(row.rid, [span.medium for span in row.media if span.end > cached])
+        return not self._has_features(row, self._cache.longest(keys, row.cache_salt, row.whole), is_first)
+
+    def _has_features(self, row: Row, cached: int, is_first: bool = False) -> bool:
+        """Whether a row holds the features of all media behind its cached tokens; missing ones are made from now on."""
+        assert self._encoder is not None, "media are for models with a tower"
+        media = [span.medium for span in row.media if span.end > cached]
+        return self._encoder.is_ready(row.rid, media, is_first=is_first)
 
     def is_prefilling_prefix_of(self, row: Row) -> bool:
         """Whether a row in prefill will soon have cached much more of this prompt than is cached now."""
@@ -178,11 +178,11 @@ class Batch:
                 return True
         return False
 
-    def insert(self, row: Row, parked: int | None = None) -> None:
+    def insert(self, row: Row, parked: int | None = None) -> bool:
         """Queue prompt and output so far, less what the prefix cache holds; sampling goes on at position len(output).
 
-        The last token always runs: its logits are what the first sample needs. Raises `MediaFailed` for a medium that
-        cannot be encoded.
+        The last token always runs: its logits are what the first sample needs. False, and the row is not in, where
+        features of its media are missing, which are made from now on.
         """
         self.settle()
         tokens, keys = row.tokens(), row.keys()
@@ -190,9 +190,9 @@ class Batch:
         self._store_running(keys, row.cache_salt)
         with mx.stream(self._generator.stream):
             reused, caches = self._cache.fetch(keys[:-1], row.cache_salt, ticket, row.whole if row.media else None)
-            placement = self._placement(row, reused)
-        if placement is not None and self._encoder is not None:
-            self._encoder.keep(row.rid, placement.features.keys())
+        if row.media and not self._has_features(row, reused):
+            return False
+        placement = self._placement(row, reused)
         if row.cached is None:
             row.cached = 0 if row.output else reused
         row.prefilled = row.reused = reused
@@ -218,6 +218,7 @@ class Batch:
             self._masks.move(parked, uid)
         elif row.rule is not None:
             self._masks.add(uid, row.rule, row.output)
+        return True
 
     def _placement(self, row: Row, reused: int) -> Placement | None:
         """The media of a row, with the features of those that are not reused."""
@@ -227,10 +228,8 @@ class Batch:
         placement = Placement(row.media, row.positions, len(row.prompt))
         for span in row.media:
             if span.end > reused and span.medium.key not in placement.features:
-                try:
-                    placement.features[span.medium.key] = self._encoder.get(row.rid, span.medium)
-                except Exception as error:  # the boundary of the row
-                    raise MediaFailed(row, error) from error
+                placement.features[span.medium.key] = self._encoder.held(row.rid, span.medium)
+        self._encoder.keep(row.rid, placement.features)
         return placement
 
     def _pass_media(self, row: Row) -> None:
@@ -290,7 +289,7 @@ class Batch:
     def tick(self, chunk: int) -> Tick:
         """One decode step, then at most `chunk` prompt tokens of each prefilling row."""
         self.settle()
-        self._unpark()
+        returned = self._unpark()
         prompted, generated = self._generator.next(max(chunk, self._longest_medium()) if self._keeps_whole else chunk)
         progress: list[tuple[Row, int, int]] = []
         prefilled = 0
@@ -322,7 +321,7 @@ class Batch:
                 self._ended.append((row, sampled.tokens, sampled.caches))
                 self._forget(row)
         self._park()
-        return Tick(tokens, progress, broken, prefilled, self._generator.block_s)
+        return Tick(tokens, progress, broken, prefilled, self._generator.block_s, returned)
 
     def account(self, row: Row) -> None:
         """Bring the row's counts up to date."""
@@ -345,8 +344,13 @@ class Batch:
                 self._take_out(row)
                 self._parked[uid] = row
 
-    def _unpark(self) -> None:
-        """Put back the rows whose masks are there. When nothing else is to be done, wait for one a moment."""
+    def _unpark(self) -> list[Row]:
+        """Put back the rows whose masks are there. When nothing else is to be done, wait for one a moment.
+
+        Returns those that have to wait for their media, of which neither KV nor features are left; their grammars
+        follow them again when they are back.
+        """
+        returned: list[Row] = []
         if self._parked and len(self._parked) == len(self._rows):
             self._masks.wait(list(self._parked), PARKED_WAIT_S)
         for uid in [uid for uid in self._parked if self._masks.is_done(uid)]:
@@ -360,11 +364,16 @@ class Batch:
             if self._graft is not None:
                 self._graft.placements.pop(uid, None)
             row.uid = None
+            is_in = False
             try:
-                self.insert(row, parked=uid)
-            except Exception:
-                self._masks.discard(uid)
-                raise
+                is_in = self.insert(row, parked=uid)
+            finally:
+                if not is_in:
+                    self._masks.discard(uid)
+            if not is_in:
+                row.prefilled = row.reused = 0
+                returned.append(row)
+        return returned
 
     def abandon(self) -> None:
         """Let go of every row after a failed step, when nothing in the generator can be trusted or even asked."""

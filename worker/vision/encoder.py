@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy.typing as npt
 
-from worker.errors import RequestInvalid
+from worker.errors import RequestInvalid, is_allocation_failure
 from worker.vision.features import FeatureCache
 from worker.vision.graft import Features
 from worker.vision.media import Medium
@@ -19,7 +19,8 @@ log = logging.getLogger("mlxd.worker")
 
 # Decoding releases the lock of Python for the most part; more threads would take cores from the step loop.
 DECODERS: Final = 2
-# Media that are decoded ahead of the tower, which takes one a tick: a decoded image is large.
+# Media that are decoded ahead of the tower, which takes one a tick: a decoded image is large. The first row may have
+# one more.
 _MOST_DECODED: Final = 4
 
 Pixels = Mapping[str, npt.NDArray[Any]]
@@ -34,105 +35,162 @@ class _Job:
 
     media: dict[int, Medium] = field(default_factory=dict[int, Medium])
     pixels: Future[Pixels] | None = None
+    # Memory could not be had for it before.
+    is_retried: bool = False
 
     @property
     def medium(self) -> Medium:
         return next(iter(self.media.values()))
 
+    @property
+    def has_pixels(self) -> bool:
+        return self.pixels is not None and self.pixels.done()
+
 
 class Encoder:
-    """Owned by the engine thread, which calls `step` once a tick. Other threads call `wake`."""
+    """Owned by the engine thread, which calls `step` once a tick. Other threads call `wake`.
+
+    Rows that wait hold features of some of their media while the rest is made. Together with the rows in prefill they
+    hold at most the limit of the feature cache and what one row needs: a medium is encoded, or held, if it fits the
+    limit, or for the first of the rows that wait, while others hold no more than the limit.
+
+    No row waits forever:
+    - a row that has all of its media asks for nothing more; in prefill it lets go of them one after the other;
+    - the first row always goes on: what rows behind it hold above the limit is taken back from them, the newest first,
+      and what rows in prefill hold is let go of as they run. One of its media is decoded however many others are;
+    - so the first row becomes one in prefill, and another one the first.
+    Between two encodes held bytes only fall, and an encode leaves others with the limit at most: that is the bound,
+    whichever row is the first from one tick to the next.
+    """
 
     def __init__(self, tower: Tower, features: FeatureCache, wake: Callable[[], None]) -> None:
         self._tower = tower
         self.features = features
         self._wake = wake
         self._jobs: dict[bytes, _Job] = {}
-        # Keys that a row has asked for, and what became of them.
-        self._wanted: dict[int, set[bytes]] = {}
+        # Those that are being decoded, or have been.
+        self._begun: dict[bytes, _Job] = {}
+        # Media that rows have asked for: of those that wait, in the order in which they came, and of those in prefill.
+        self._waiting: dict[int, dict[bytes, Medium]] = {}
+        self._running: dict[int, set[bytes]] = {}
         # The last medium that a row was found to wait for.
         self._missing: dict[int, bytes] = {}
+        # The row that is the next to run.
+        self._first: int | None = None
+        # Of the features of one token; not known before the first encode.
+        self._token_bytes = 0
+        # Whether the newest step gave a row something.
+        self._has_given = False
         self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="pixels")
 
     @property
-    def has_pixels(self) -> bool:
-        """Whether the tower has something to do."""
-        return any(job.pixels is not None and job.pixels.done() for job in self._jobs.values())
+    def is_busy(self) -> bool:
+        """Whether there is something to do now: for the tower, or for a row that has got what it waited for."""
+        return self._has_given or any(job.has_pixels and self._may_hold(key, job) for key, job in self._begun.items())
 
-    def is_ready(self, rid: int, media: Sequence[Medium]) -> bool:
-        """Whether the features of all these media are held for a row; those that are missing are made from now on."""
-        wanted = self._wanted.get(rid)
-        if wanted is None:
-            if self.features.is_full and self._wanted:
-                return False  # until rows before it have been prefilled
-            wanted = self._wanted[rid] = set()
+    def is_ready(self, rid: int, media: Sequence[Medium], *, is_first: bool = False) -> bool:
+        """Whether the features of all these media are held for a row; those that are missing are made from now on.
+
+        `is_first`: no row that waits comes before it.
+        """
+        if is_first:
+            self._first = rid
+        asked = self._waiting.setdefault(rid, {})
         last = self._missing.pop(rid, b"")
         job = self._jobs.get(last)
         if job is not None and rid in job.media and any(medium.key == last for medium in media):
             self._missing[rid] = last
             return False  # the answer for most: each row that waits asks at each tick
-        jobs, missing = len(self._jobs), b""
+        missing = b""
         for medium in media:
-            if not self.features.holds(rid, medium.key) and not self._want(rid, medium, wanted):
+            if not self.features.holds(rid, medium.key) and not self._want(rid, medium, asked):
                 missing = medium.key
         if missing:
             self._missing[rid] = missing
-        if len(self._jobs) > jobs:
             self._submit()
         return not missing
 
-    def _want(self, rid: int, medium: Medium, wanted: set[bytes]) -> bool:
-        is_new = medium.key not in wanted
-        wanted.add(medium.key)
-        if self.features.hold(rid, medium.key) is not None:
-            self.features.counts.hits += is_new
+    def _want(self, rid: int, medium: Medium, asked: dict[bytes, Medium]) -> bool:
+        """Hold a medium for a row if it is there and fits; else it is one of the jobs."""
+        key, size = medium.key, self.features.size(medium.key)
+        if key not in asked:
+            asked[key] = medium
+            self.features.counts.hits += size is not None
+            self.features.counts.misses += size is None
+        if size is not None and (self.features.is_held(key) or self.features.fits(size)):
+            self.features.hold(rid, key)
             return True
-        job = self._jobs.get(medium.key)
-        if job is None:
-            job = self._jobs[medium.key] = _Job()
-        job.media.setdefault(rid, medium)
-        self.features.counts.misses += is_new
+        self._jobs.setdefault(key, _Job()).media.setdefault(rid, medium)
         return False
 
     def step(self) -> list[tuple[int, Exception]]:
-        """Encode the first medium that has been decoded, if there is one; the rows that failed by it."""
-        for key, job in self._jobs.items():
-            if job.pixels is not None and job.pixels.done():
-                del self._jobs[key]
-                try:
-                    features = self._encode(job.medium, job.pixels.result())
-                except RequestInvalid as error:
-                    self.features.counts.failed += 1
-                    return [self._refuse(key, job, error)]
-                except Exception as error:  # the boundary of the rows that have this medium
-                    self.features.counts.failed += 1
-                    return [(rid, error) for rid in job.media]
-                self.features.put(key, features, set(job.media))
-                break
+        """Encode the first medium that has been decoded, if there is one; the rows that failed by it.
+
+        Raises when memory could not be had for it, once: it is encoded in the next step then.
+        """
+        self._has_given = False
+        for key in self._jobs.keys() & self.features.keys:
+            self._give(key)
+        failed = self._encode_next()
         self._submit()
+        return failed
+
+    def _give(self, key: bytes) -> None:
+        """Hold features that are there for the rows that wait for them, as far as they may."""
+        job = self._jobs[key]
+        if not self._may_hold(key, job):
+            return
+        for rid in self._holders(key, job):
+            self.features.hold(rid, key)
+            del job.media[rid]
+            self._has_given = True
+        if not job.media:
+            self._end(key)
+
+    def _encode_next(self) -> list[tuple[int, Exception]]:
+        key = next((key for key, job in self._begun.items() if job.has_pixels and self._may_hold(key, job)), None)
+        if key is None:
+            return []
+        job = self._jobs[key]
+        assert job.pixels is not None
+        try:
+            features = self._encode(job.medium, job.pixels.result())
+        except RequestInvalid as error:
+            return [self._refuse(key, error)]
+        except Exception as error:  # the boundary of the rows that have this medium
+            if is_allocation_failure(error) and not job.is_retried:
+                job.is_retried = True
+                if job.pixels.exception() is not None:
+                    del self._begun[key]
+                    job.pixels = None
+                raise
+            self.features.counts.failed += 1
+            self._end(key)
+            return [(rid, error) for rid in job.media]
+        self._token_bytes = features.nbytes // job.medium.tokens
+        holders = self._holders(key, job)
+        self.features.put(key, features, holders)
+        for rid in holders:
+            del job.media[rid]
+        self._end(key)
+        if job.media:  # those that it was too much for
+            self._jobs[key] = _Job(job.media)
+        self._has_given = True
         return []
 
-    def _refuse(self, key: bytes, job: _Job, error: RequestInvalid) -> tuple[int, Exception]:
+    def _refuse(self, key: bytes, error: RequestInvalid) -> tuple[int, Exception]:
         """End the row whose medium was decoded; the others are told by their own."""
+        self.features.counts.failed += 1
+        job = self._end(key)
         rid, *others = job.media
         if others:
             self._jobs[key] = _Job({other: job.media[other] for other in others})
-            self._submit()
         return rid, error
 
-    def get(self, rid: int, medium: Medium) -> Features:
-        """Features of a medium for a row that runs now, made at once where they are missing. Raises as that raises."""
+    def held(self, rid: int, medium: Medium) -> Features:
+        """Features of a medium that a row holds."""
         features = self.features.hold(rid, medium.key)
-        if features is None:
-            self.features.counts.misses += 1
-            self.features.counts.decoded += 1
-            features = self._encode(medium, medium.load())
-            # Rows that wait for it have it too: encoded a second time, it would be put where it is.
-            job = self._jobs.pop(medium.key, None)
-            if job is not None and job.pixels is not None:
-                job.pixels.cancel()
-            self.features.put(medium.key, features, {rid, *(job.media if job is not None else ())})
-        self._wanted.setdefault(rid, set()).add(medium.key)
+        assert features is not None, "a row runs once it holds what it needs"
         return features
 
     def release(self, rid: int, keys: Iterable[bytes]) -> None:
@@ -141,18 +199,24 @@ class Encoder:
             self.features.release(rid, key)
 
     def keep(self, rid: int, keys: Iterable[bytes]) -> None:
-        """A row needs these media alone: of the others there is KV by now."""
-        wanted = self._wanted.get(rid, set[bytes]())
-        needless = wanted.difference(keys)
-        wanted -= needless
+        """A row runs and needs these media alone: of the others there is KV by now."""
+        needed = set(keys)
+        needless = self._waiting.pop(rid, {}).keys() - needed
+        self._running[rid] = needed
+        self._pass_first(rid)
         for key in needless:
             self._drop(rid, key)
 
     def forget(self, rid: int) -> None:
         """A row needs nothing any more, or has gone."""
-        self._missing.pop(rid, None)
-        for key in self._wanted.pop(rid, ()):
+        self._pass_first(rid)
+        for key in (*self._waiting.pop(rid, {}), *self._running.pop(rid, ())):
             self._drop(rid, key)
+
+    def _pass_first(self, rid: int) -> None:
+        self._missing.pop(rid, None)
+        if self._first == rid:
+            self._first = None
 
     def _drop(self, rid: int, key: bytes) -> None:
         self.features.release(rid, key)
@@ -160,23 +224,66 @@ class Encoder:
         if job is not None:
             job.media.pop(rid, None)
             if not job.media:
-                del self._jobs[key]
+                self._end(key)
                 if job.pixels is not None:
                     job.pixels.cancel()
+
+    def _end(self, key: bytes) -> _Job:
+        self._begun.pop(key, None)
+        return self._jobs.pop(key)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self) -> None:
-        begun = sum(job.pixels is not None for job in self._jobs.values())
-        for job in self._jobs.values():
-            if begun >= _MOST_DECODED:
+    # -- bytes that rows hold ----------------------------------------------------------------------------------------
+
+    def _may_hold(self, key: bytes, job: _Job) -> bool:
+        """Whether the features of a medium may be held now by one of the rows that wait for it."""
+        if self._fits(key, job):
+            return True
+        return self._first in job.media and self.features.held_by_others(self._waiting) <= self.features.limit
+
+    def _fits(self, key: bytes, job: _Job) -> bool:
+        size = self.features.size(key)
+        if size is None:
+            return self.features.fits(job.medium.tokens * self._token_bytes)
+        return self.features.is_held(key) or self.features.fits(size)
+
+    def _holders(self, key: bytes, job: _Job) -> set[int]:
+        """The rows that may hold it: all that wait for it, or the first alone, for which others make room."""
+        if self._fits(key, job):
+            return set(job.media)
+        assert self._first is not None
+        self._take_back(self._first)
+        return {self._first}
+
+    def _take_back(self, first: int) -> None:
+        """Let the rows behind the first go without what they hold, the newest first, down to the limit."""
+        for rid in reversed(self._waiting):
+            if self.features.held_by_others({first}) <= self.features.limit:
                 return
-            if job.pixels is None:
-                job.pixels = self._pool.submit(job.medium.load)
-                job.pixels.add_done_callback(self._wake_up)
-                self.features.counts.decoded += 1
-                begun += 1
+            if rid != first:
+                self.release(rid, self._waiting[rid])
+
+    # -- decoding ----------------------------------------------------------------------------------------------------
+
+    def _submit(self) -> None:
+        """Decode ahead of the tower what will fit, and one medium of the first row in any case."""
+        missing = self._missing.get(self._first) if self._first is not None else None
+        if missing is not None and not any(self._first in job.media for job in self._begun.values()):
+            self._decode(missing)
+        for key, job in self._jobs.items():
+            if len(self._begun) >= _MOST_DECODED or not self._fits(key, job):
+                return
+            self._decode(key)
+
+    def _decode(self, key: bytes) -> None:
+        job = self._jobs.get(key)
+        if job is not None and job.pixels is None and key not in self.features:
+            self._begun[key] = job
+            job.pixels = self._pool.submit(job.medium.load)
+            job.pixels.add_done_callback(self._wake_up)
+            self.features.counts.decoded += 1
 
     def _wake_up(self, _pixels: "Future[Pixels]") -> None:
         self._wake()

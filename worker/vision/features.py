@@ -1,6 +1,7 @@
 """Cache of features: the newest media that a tower has encoded, by their keys and within a budget of bytes."""
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Collection, KeysView
 from typing import Final
 
 from worker.vision.encoded import FeatureCounts
@@ -13,8 +14,9 @@ HELD_MIN: Final = 64 << 20
 class FeatureCache:
     """Owned by the engine thread. Features that a row holds stay; of the others the newest, if all fit the budget."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, held_min: int = HELD_MIN) -> None:
         self._budget = budget
+        self._held_min = held_min
         self._entries: OrderedDict[bytes, Features] = OrderedDict()
         self._holders: defaultdict[bytes, set[int]] = defaultdict(set)
         self.nbytes = 0
@@ -32,9 +34,33 @@ class FeatureCache:
         return self._budget
 
     @property
-    def is_full(self) -> bool:
-        """Whether rows hold as much as they may."""
-        return bool(self._holders) and self.held_bytes >= max(self._budget, HELD_MIN)
+    def keys(self) -> KeysView[bytes]:
+        return self._entries.keys()
+
+    @property
+    def limit(self) -> int:
+        """Bytes that rows may hold, but for one row: the encoder says which."""
+        return max(self._budget, self._held_min)
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether rows may hold so much more."""
+        return self.held_bytes + size_bytes <= self.limit
+
+    def size(self, key: bytes) -> int | None:
+        """Bytes of a medium's features; None where there are none."""
+        features = self._entries.get(key)
+        return features.nbytes if features is not None else None
+
+    def is_held(self, key: bytes) -> bool:
+        return key in self._holders
+
+    def held_by_others(self, rids: Collection[int]) -> int:
+        """Bytes that other rows than these hold."""
+        return sum(
+            self._entries[key].nbytes
+            for key, holders in self._holders.items()
+            if any(rid not in rids for rid in holders)
+        )
 
     def holds(self, rid: int, key: bytes) -> bool:
         return rid in self._holders.get(key, ())
@@ -45,7 +71,7 @@ class FeatureCache:
         if features is None:
             return None
         self._entries.move_to_end(key)
-        if not self._holders[key]:
+        if key not in self._holders:
             self.held_bytes += features.nbytes
         self._holders[key].add(rid)
         return features

@@ -21,6 +21,7 @@ from worker.engine.batch import Batch
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.model.loader import load
+from worker.parsers import make_parser
 from worker.prompt.intake import Intake
 from worker.vision.encoder import Encoder
 from worker.vision.features import FeatureCache
@@ -196,6 +197,89 @@ def test_rows_whose_masks_are_late_leave_no_placement_behind(
     assert not engine.loaded.vision.graft.placements
 
 
+def witnessed(medium: Medium, threads: list[str]) -> Medium:
+    """A medium that tells on which threads it was decoded."""
+
+    def load() -> Any:
+        threads.append(threading.current_thread().name)
+        return medium.load()
+
+    return Medium(medium.kind, medium.key, medium.grid, medium.tokens, load)
+
+
+def test_a_row_that_comes_back_without_kv_and_features_waits_for_its_media_as_any_other(
+    folder: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose mask was late, and one whose reasoning is closed: nothing is kept of either, nor of their images."""
+    monkeypatch.setattr("worker.structured.masks.MAX_PATIENCE_S", 0.0)
+    threads: list[str] = []
+    asked = prompt(FAMILY, 1, [9, witnessed(image(FAMILY, rng, 4, 4), threads), 7])
+    with EngineHarness(spec(folder, cache_bytes=0, batching="together")) as engine:
+        masked = row(engine, 1, asked)
+        engine.intake.constrain(masked, Constraint(ConstraintKind.REGEX, "[a-z]{9}"))
+        finish(engine, engine.submit_row(masked))
+        assert len(threads) > 1
+        decoded = len(threads)
+        thinking = row(engine, 2, asked)
+        thinking.parser, thinking.is_reasoning = make_parser("qwen3", start_in_reasoning=True), True
+        thinking.thinking_budget, thinking.closing_ids = 3, (40, 41)
+        result = engine.submit_row(thinking)
+        finish(engine, result)
+        assert result.finish is Finish.LENGTH
+        assert result.ids[3:5] == [40, 41]
+        assert len(threads) == decoded + 2
+        assert features(engine).nbytes == 0
+    assert all(name.startswith("pixels") for name in threads)
+
+
+def test_a_burst_of_rows_with_many_images_stays_within_the_bytes_for_features(
+    folder: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    put = FeatureCache.put
+
+    def recording(self: FeatureCache, *args: Any) -> None:
+        put(self, *args)
+        held.append(self.held_bytes)
+
+    monkeypatch.setattr(FeatureCache, "put", recording)
+    asked = [prompt(FAMILY, rid, [9, *(image(FAMILY, rng, 4, 4) for _ in range(3)), 7]) for rid in range(12)]
+    with EngineHarness(spec(folder, cache_bytes=0, batching="together")) as engine:
+        alone = [ask(engine, rid, each, tokens=4) for rid, each in enumerate(asked[:4])]
+        finish(engine, *alone)
+        one_row = max(held)
+        cache = features(engine)
+        cache._held_min = 2 * one_row  # pyright: ignore[reportPrivateUsage]
+        held.clear()
+        results = [ask(engine, 100 + rid, each, tokens=4) for rid, each in enumerate(asked)]
+        finish(engine, *results)
+        assert max(held) <= 3 * one_row
+        assert [result.ids for result in results[:4]] == [result.ids for result in alone]
+        assert all(len(result.ids) == 4 for result in results)
+        assert cache.held_bytes == 0
+
+
+def test_a_medium_that_finds_no_memory_is_made_once_more_from_what_caches_give_back(
+    engine: EngineHarness, rng: np.random.Generator
+) -> None:
+    picture = image(FAMILY, rng, 4, 4)
+    alone = [ask(engine, 1, prompt(FAMILY, 1, [9, picture, 7])), ask(engine, 2, prompt(FAMILY, 2, [40]), tokens=60)]
+    finish(engine, *alone)
+    failures = [MemoryError()]
+
+    def load() -> Any:
+        if failures:
+            raise failures.pop()
+        return picture.load()
+
+    again = Medium(picture.kind, bytes(32), picture.grid, picture.tokens, load)
+    results = [ask(engine, 4, prompt(FAMILY, 2, [40]), tokens=60), ask(engine, 3, prompt(FAMILY, 1, [9, again, 7]))]
+    finish(engine, *results)
+    assert [result.ids for result in results[::-1]] == [result.ids for result in alone]
+    assert engine.gauges.allocation_failures == 1
+    assert len(engine.engine.cache) <= 2, "what was cached before was let go of"
+
+
 def test_turns_of_a_chat_with_ten_screenshots_decode_and_encode_only_what_is_new(
     engine: EngineHarness, rng: np.random.Generator
 ) -> None:
@@ -285,7 +369,10 @@ def test_an_abort_inside_an_image_leaves_the_checkpoints_before_it(tmp_path: Pat
     def insert(rid: int) -> Row:
         made = Intake(loaded).row(Generate(rid, TokensPrompt(tuple(asked.ids)), Sampling(), 4), 0.0)
         made.media, made.positions, made.boundaries = asked.media, asked.positions, [40]
-        batch.insert(made)
+        deadline = time.monotonic() + patient(10)
+        while not batch.insert(made):
+            assert time.monotonic() < deadline
+            encoder.step()
         return made
 
     first = insert(1)

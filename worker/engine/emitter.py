@@ -1,0 +1,77 @@
+"""Emitter: what a tick has computed becomes output of its rows, and messages to their clients."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from protocol.failures import Code, Failure
+from protocol.messages import Finish, Progress, TokenLogprob
+from worker.engine.batch import Tick, Token
+from worker.engine.logprobs import LogprobReader
+from worker.engine.outbox import Outbox
+from worker.engine.output import Piece, Writer
+from worker.engine.row import Row
+from worker.text.encodable import encodable
+
+log = logging.getLogger("mlxd.worker")
+
+
+class FinishRow(Protocol):
+    """The one place where a row ends."""
+
+    def __call__(
+        self, row: Row, finish: Finish, failure: Failure | None = None, piece: Piece | None = None
+    ) -> None: ...
+
+
+class Emitter:
+    """Owned by the engine thread. `finish` ends a row with its last output, or with a failure."""
+
+    def __init__(self, writer: Writer, outbox: Outbox, finish: FinishRow) -> None:
+        self._writer = writer
+        self._outbox = outbox
+        self._finish = finish
+        self._logprobs = LogprobReader(writer.token_bytes)
+
+    def emit(self, tick: Tick, now: float, close_reasoning: Callable[[Row], None]) -> None:
+        """Send what a tick has added; `close_reasoning` takes a row that has thought enough."""
+        for row, done, total in tick.progress:
+            if row.want_progress:
+                self._outbox.send(Progress(row.rid, done, total, row.cached or 0))
+        closed: set[Row] = set()
+        for token, logprob in zip(tick.tokens, self._read_logprobs(tick.tokens), strict=True):
+            if token.row.is_finished or token.row in closed:
+                continue  # of a block, what comes after the row's end
+            if not token.row.first_token:
+                token.row.first_token = now
+            self.advance(token.row, token.id, token.ended, logprob)
+            if token.row.has_thought_enough and not token.row.is_finished:
+                closed.add(token.row)
+                close_reasoning(token.row)
+        for row, error in tick.broken:
+            if not row.is_finished:
+                self.fail(row, f"tokens were chosen: {type(error).__name__}: {error}")
+
+    def advance(self, row: Row, token: int, ended: str | None = None, logprob: TokenLogprob | None = None) -> None:
+        """Take one token and send what it added."""
+        try:
+            piece = self._writer.advance(row, token, ended, logprob)
+        except BaseException as error:  # the boundary of one row; a panic in Rust is no Exception
+            self.fail(row, f"its text was decoded: {type(error).__name__}: {error}")
+            return
+        if piece.finish is not None:
+            self._finish(row, piece.finish, piece=piece)
+        elif not piece.is_empty:
+            self._outbox.say(row, piece)
+
+    def fail(self, row: Row, when: str) -> None:
+        """End a row by an error of its own."""
+        log.error("row %d failed while %s", row.rid, when)
+        self._finish(row, Finish.ERROR, Failure(Code.ROW_FAILED, encodable(f"the request failed while {when}")))
+
+    def _read_logprobs(self, tokens: Sequence[Token]) -> list[TokenLogprob | None]:
+        wanted = [token for token in tokens if token.row.top_logprobs is not None]
+        if not wanted:
+            return [None] * len(tokens)
+        entries = iter(self._logprobs.read([(each.id, each.logprobs, each.row.top_logprobs or 0) for each in wanted]))
+        return [next(entries) if token.row.top_logprobs is not None else None for token in tokens]
