@@ -67,6 +67,12 @@ def is_own(origin: str) -> bool:
     return bool(parts.scheme)
 
 
+def is_same(origin: str, host: str) -> bool:
+    """Whether it is a page of the very host and port that a `Host` header names."""
+    scheme, _, rest = origin.partition("://")
+    return bool(rest) and scheme.lower() in _DEFAULT_PORTS and rest.lower() == host.strip().lower()
+
+
 def bad_origin(origin: str) -> str | None:
     """The error of an origin in the configuration, if any."""
     if "*" in origin:

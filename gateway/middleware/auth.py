@@ -17,7 +17,7 @@ from gateway.access.key_file import PREFIX_CHARS
 from gateway.access.keyring import DISABLED, EXPIRED, INVALID, Keyring
 from gateway.access.strangers import Throttle
 from gateway.config.address import Address
-from gateway.config.origins import is_own, is_served
+from gateway.config.origins import is_own, is_same, is_served
 from gateway.errors import Forbidden, Misdirected, RateLimited, Unauthorized
 from gateway.middleware.paths import is_counted
 from gateway.request.record import Dialect, Record, record_of
@@ -156,7 +156,9 @@ class Auth:
         """Refuse pages of the web: the open loopback is for programs. Raises `Forbidden`."""
         origin = headers.get("origin")
         if origin is not None:
-            is_foreign = origin not in self._live.config.server.cors and not is_own(origin)
+            # A page of the host that was asked is ours: by then that is known to be a name of this machine.
+            is_ours = is_own(origin) or is_same(origin, headers.get("host", ""))
+            is_foreign = origin not in self._live.config.server.cors and not is_ours
         else:
             # A browser names no origin for what a page merely shows, such as an image.
             is_foreign = headers.get("sec-fetch-site", "").lower() in _CROSS_SITE

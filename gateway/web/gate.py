@@ -1,6 +1,5 @@
 """Checks of a request to the page: its host, its origin, its peer and its session."""
 
-import re
 import socket
 from typing import Final
 
@@ -10,14 +9,13 @@ from starlette.types import Scope
 from gateway.access.key_file import SECRET_START
 from gateway.access.strangers import Throttle
 from gateway.config.address import Address
-from gateway.config.origins import is_address, is_served
+from gateway.config.origins import is_address, is_same, is_served
 from gateway.errors import Forbidden, Misdirected, Unauthorized
 from gateway.request.record import record_of
 from gateway.request.routing import Live
 from gateway.telemetry.metrics import Metrics
 from gateway.web.session import TOKEN_START, Session, Sessions
 
-_ORIGIN: Final = re.compile(r"https?://([^/]+)", re.IGNORECASE)
 # Of what the browser says about where a fetch comes from: our own page, or no page at all.
 _OWN_SITE: Final = ("same-origin", "none")
 NOT_A_SESSION: Final = "Open the page with 'mlxctl ui': its session has ended, or there is none."
@@ -92,8 +90,7 @@ class Gate:
         """The page's own origin has the host that was asked, port included. Raises `Forbidden`."""
         origin = headers.get("origin")
         if origin is not None:
-            found = _ORIGIN.fullmatch(origin)
-            is_own = found is not None and found[1].lower() == headers.get("host", "").strip().lower()
+            is_own = is_same(origin, headers.get("host", ""))
         else:
             is_own = headers.get("sec-fetch-site", "none").lower() in _OWN_SITE
         if not is_own:

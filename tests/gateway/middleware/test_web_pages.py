@@ -101,6 +101,19 @@ async def test_programs_and_the_address_bar_may_use_an_open_loopback(gateway: Ga
     assert (await gateway.client.post("/v1/chat/completions", headers=headers, json=chat())).status_code == 200
 
 
+async def test_our_own_page_may_post_under_each_name_that_is_served(gateway: Gateway) -> None:
+    async def post(host: str, origin: str) -> int:
+        headers = {"host": host, "origin": origin, "sec-fetch-site": "same-origin"}
+        return (await gateway.client.post("/v1/chat/completions", headers=headers, json=chat())).status_code
+
+    assert await post("studio.local:8484", "http://studio.local:8484") == 200
+    assert await post("studio.local", "https://STUDIO.local") == 200
+    # Another port is another page, and a name that is not served is none of ours.
+    assert await post("studio.local:8484", "http://studio.local:9") == 403
+    assert await post("localhost:8484", "http://studio.local:8484") == 403
+    assert await post("evil.example", "http://evil.example") == 421
+
+
 async def test_a_page_of_this_machine_on_another_port_may_use_an_open_loopback(gateway: Gateway) -> None:
     headers = {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}
     assert (await gateway.client.get("/v1/models", headers=headers)).status_code == 200
