@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 from gateway.access.caller import Caller
 from gateway.config.names import Found
+from gateway.config.settings import SamplingDefaults
 from gateway.media.modalities import modalities
 from gateway.model_files.facts import FactsReader, ModelFacts
+from gateway.request.routing import Router
 from gateway.services import Services
 from gateway.supervisor.state import State, WorkerView
 
@@ -18,6 +20,8 @@ class Entry:
     found: Found
     view: WorkerView
     facts: ModelFacts
+    # Of requests that are silent.
+    sampling: SamplingDefaults
     # As its worker says, or before a load as its files promise.
     modalities: tuple[str, ...]
 
@@ -66,13 +70,20 @@ class Catalog:
         views = {view.name: view for view in self._services.pool.workers()}
         models = caller.usable(self._services.config.models.values())
         targets = [Found(model, profile) for model in models for profile in ("", *model.profiles)]
-        return await asyncio.to_thread(lambda: [self._entry(target, views[target.model.name]) for target in targets])
+        router = self._services.router
+
+        def entries() -> list[Entry]:
+            return [self._entry(router, target, views[target.model.name]) for target in targets]
+
+        return await asyncio.to_thread(entries)
 
     async def find(self, name: str, caller: Caller) -> Entry:
         """The model behind a name. Raises `ModelNotFound`, and `BadRequest` without a name or a default."""
-        target = self._services.router.locate(name, caller)
-        return await asyncio.to_thread(self._entry, target, self._services.pool.worker(target.model.name).view())
+        router = self._services.router
+        target = router.locate(name, caller)
+        view = self._services.pool.worker(target.model.name).view()
+        return await asyncio.to_thread(self._entry, router, target, view)
 
-    def _entry(self, target: Found, view: WorkerView) -> Entry:
+    def _entry(self, router: Router, target: Found, view: WorkerView) -> Entry:
         path = target.model.path
-        return Entry(target, view, self._facts.read(path), modalities(path, view.ready))
+        return Entry(target, view, self._facts.read(path), router.filled(target).sampling, modalities(path, view.ready))

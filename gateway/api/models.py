@@ -5,15 +5,18 @@ Each dialect's clients skip the fields of the others, so there is one form for a
 
 import time
 from datetime import UTC, datetime
+from typing import Self
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.catalog import Catalog, Entry
+from gateway.config.settings import SamplingDefaults
 from gateway.http.exchange import send_body
 from gateway.media.modalities import TEXT
 from gateway.request.record import record_of
+from gateway.supervisor.state import State, WorkerView
 
 
 class ModelMeta(Struct, frozen=True):
@@ -23,6 +26,32 @@ class ModelMeta(Struct, frozen=True):
     n_ctx_train: int | UnsetType = UNSET
     n_params: int | UnsetType = UNSET
     size: int | UnsetType = UNSET
+
+
+class LoadProgress(Struct, frozen=True):
+    """Progress of a load; 0 bytes are not known yet."""
+
+    stage: str
+    loaded_bytes: int
+    total_bytes: int
+
+
+class DefaultSampling(Struct, frozen=True):
+    """Sampling of requests that do not set it. Without `max_tokens` an answer ends where its context does."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, defaults: SamplingDefaults) -> Self:
+        told = {name: value for name, value in msgspec.structs.asdict(defaults).items() if value is not None}
+        return cls(**{name: value for name, value in told.items() if name in cls.__struct_fields__})
 
 
 class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
@@ -46,6 +75,9 @@ class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
     # As its worker says, or before a load as its files promise.
     input_modalities: tuple[str, ...] = (TEXT,)
     meta: ModelMeta = ModelMeta()
+    default_sampling: DefaultSampling = DefaultSampling()
+    # While it loads.
+    load: LoadProgress | UnsetType = UNSET
 
 
 class ModelList(Struct, frozen=True, tag_field="object", tag="list"):
@@ -86,6 +118,8 @@ class Models:
             max_input_tokens=context,
             input_modalities=entry.modalities,
             meta=ModelMeta(context, facts.context or UNSET, facts.parameters or UNSET, facts.size_bytes or UNSET),
+            default_sampling=DefaultSampling.of(entry.sampling),
+            load=_load(entry.view),
         )
 
 
@@ -99,3 +133,8 @@ class OneModel:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         entry = await self._catalog.find(scope["path_params"]["id"], record_of(scope).caller)
         await send_body(send, 200, msgspec.json.encode(self._models.card(entry)))
+
+
+def _load(view: WorkerView) -> LoadProgress | UnsetType:
+    is_loading = view.state in (State.STARTING, State.LOADING)
+    return LoadProgress(view.stage, view.loaded_bytes, view.total_bytes) if is_loading else UNSET

@@ -26,7 +26,10 @@ class Router:
 
         Raises `ModelNotFound`, for a model that `caller` may not use just as for none, and `BadRequest` without a name.
         """
-        target = self.locate(name, caller)
+        return self.filled(self.locate(name, caller))
+
+    def filled(self, target: Found) -> ModelConfig:
+        """A model with the defaults of a request that names it so."""
         return self._defaults.of(target.model, target.profile)
 
     def locate(self, name: str, caller: Caller) -> Found:

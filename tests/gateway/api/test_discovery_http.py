@@ -1,5 +1,6 @@
 """Context and shape of models, where clients of llama.cpp and LM Studio look for them."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
-from gateway.config.settings import ModelConfig, ProfileConfig, ServerConfig
+from gateway.config.settings import ModelConfig, ProfileConfig, SamplingDefaults, ServerConfig
 from tests.gateway.harness import Gateway, chat, running
 from tests.support.published import check_answer
 
@@ -45,6 +46,29 @@ async def test_cards_have_what_is_known_of_a_model_and_nothing_else(gateway: Gat
     assert brief["meta"] == card["meta"]
     assert gone["meta"] == {}
     assert await get(gateway, "/models") == await get(gateway, "/v1/models")
+
+
+async def test_cards_tell_the_sampling_of_a_silent_request(tmp_path: Path) -> None:
+    brief = ProfileConfig(sampling=SamplingDefaults(temperature=0.2, max_tokens=50))
+    model = ModelConfig(name="m", path="demo", sampling=SamplingDefaults(top_k=20), profiles={"brief": brief})
+    async with running(tmp_path, models=[model]) as gateway:
+        whole, short = (card["default_sampling"] for card in (await get(gateway, "/v1/models"))["data"])
+
+    assert (whole["temperature"], whole["top_k"], "max_tokens" in whole) == (1.0, 20, False)
+    assert (short["temperature"], short["top_k"], short["max_tokens"]) == (0.2, 20, 50)
+
+
+async def test_a_card_tells_how_far_a_load_has_come_without_a_session(tmp_path: Path) -> None:
+    async with running(tmp_path, ["--load-s", "30"], [ModelConfig(name="m", path="m")]) as gateway:
+        (before,) = (await get(gateway, "/v1/models"))["data"]
+        asking = asyncio.create_task(gateway.client.post("/v1/chat/completions", json=chat()))
+        async with asyncio.timeout(60):
+            while (card := (await get(gateway, "/v1/models"))["data"][0])["state"] != "loading":
+                pass
+        asking.cancel()
+
+    assert "load" not in before
+    assert card["load"].keys() == {"stage", "loaded_bytes", "total_bytes"}
 
 
 async def test_lists_in_lm_studios_forms_say_what_is_loaded(gateway: Gateway) -> None:

@@ -2,6 +2,7 @@
 
 import { html, useState } from "../vendor/preact.js";
 import { Icon } from "../parts/icons.js";
+import { modelNamed } from "../server/models.js";
 import { t } from "../strings.js";
 import { change } from "./conversations.js";
 
@@ -50,7 +51,7 @@ export function Panel({ conversation, onClose }) {
       ${EFFORTS.map((effort) => html`<option value=${effort} selected=${effort === thinking}>${t.effort(effort)}</option>`)}</select></label>
     <fieldset><legend>${t.sampling}</legend><p class="faint">${t.samplingNote}</p>
       <div class="fields">${NUMBERS.map(([name, min, max, step]) => html`<label key=${name}>${t.samplingName(name)}<input type="number" inputmode="decimal" name=${name}
-        min=${min} max=${max} step=${step} placeholder=${t.servers} value=${sampling[name] ?? ""} onInput=${onNumber(name)} /></label>`)}</div>
+        min=${min} max=${max} step=${step} placeholder=${placeholder(name, conversation.model)} value=${sampling[name] ?? ""} onInput=${onNumber(name)} /></label>`)}</div>
       <label>${t.stopStrings}<textarea rows="2" placeholder=${t.stopPlaceholder} onInput=${onStop}>${(sampling.stop ?? []).join("\n")}</textarea></label>
       <button type="button" onClick=${() => change({ sampling: {} })} disabled=${!Object.keys(sampling).length}>${t.resetSampling}</button>
     </fieldset>
@@ -58,6 +59,12 @@ export function Panel({ conversation, onClose }) {
       <label>${t.toolsLabel}<textarea class="code" rows="8" spellcheck=${false} onInput=${onTools} aria-invalid=${toolsError ? "true" : undefined}>${tools}</textarea></label>
       ${toolsError ? html`<p class="bad" role="alert">${toolsError}</p>` : null}</details>
   </aside>`;
+}
+
+/** The server's value of a field, where the list of models tells it. @param {string} name @param {string} model */
+function placeholder(name, model) {
+  const value = modelNamed(model)?.default_sampling?.[name];
+  return value === undefined ? t.servers(name) : t.serversValue(value);
 }
 
 /** Whether a text is a list of functions as chat completions take them. @param {string} text */

@@ -6,7 +6,7 @@ import { Failure, json, sentence } from "./http.js";
 /**
  * @typedef {{
  *   id: string, display_name: string, aliases: string[], state: string, parent?: string, root?: string,
- *   context_length?: number, input_modalities?: string[], load?: {stage: string, loaded_bytes: number, total_bytes: number},
+ *   default_sampling?: Record<string, number>, context_length?: number, input_modalities?: string[], load?: {stage: string, loaded_bytes: number, total_bytes: number},
  * }} Model
  */
 
