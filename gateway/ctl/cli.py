@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from gateway.admin_types import Done
-from gateway.ctl import cache, client, drain, info, keys, logs, models, pull, requests, rm, service, top, usage
+from gateway.ctl import cache, client, drain, info, keys, logs, models, pull, requests, rm, top, usage
 from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
 from gateway.ctl.chat import MaxTokens, System, Temperature
@@ -17,6 +17,7 @@ from gateway.ctl.doctor import verb as inspect
 from gateway.ctl.hub import run, search
 from gateway.ctl.page import ui
 from gateway.ctl.printing import Json, console, print_json, tell
+from gateway.ctl.service import verb as service
 from gateway.ctl.setup import verbs as setup
 
 app = typer.Typer(

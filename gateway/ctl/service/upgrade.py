@@ -12,7 +12,7 @@ from msgspec import Struct
 from gateway.admin_types import Done, Status
 from gateway.ctl import client, offline
 from gateway.ctl.printing import Json, tell
-from gateway.ctl.service_target import DryRun, System, carry_out, find, manager_of, needs_root
+from gateway.ctl.service.service_target import DryRun, System, carry_out, find, manager_of, needs_root
 from gateway.failed import Failed
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from gateway.ctl import logs, offline, upgrade
+from gateway.ctl import logs, offline
 from gateway.ctl.client import NOT_RUNNING
 from gateway.ctl.printing import Json, print_json
-from gateway.ctl.service_target import DryRun, Kind, System, carry_out, find, manager_of, needs_root
+from gateway.ctl.service import upgrade
+from gateway.ctl.service.service_target import DryRun, Kind, System, carry_out, find, manager_of, needs_root
 from gateway.failed import Failed
 
 if TYPE_CHECKING:
