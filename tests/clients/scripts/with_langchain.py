@@ -1,4 +1,4 @@
-"""A chat model of LangChain with a tool: `with_langchain.py URL chat|responses|anthropic`."""
+"""A chat model of LangChain with a tool: `with_langchain.py URL chat|responses|anthropic|ollama`."""
 
 import sys
 from pathlib import Path
@@ -6,11 +6,14 @@ from pathlib import Path
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
+from langchain_ollama import ChatOllama
 from langchain_openai import ChatOpenAI
 
 url, api = sys.argv[1:]
 if api == "anthropic":
     model = ChatAnthropic(model="m", base_url=url, api_key="x")
+elif api == "ollama":
+    model = ChatOllama(model="m", base_url=url, validate_model_on_init=True, num_ctx=4096)
 else:
     model = ChatOpenAI(model="m", base_url=f"{url}/v1", api_key="x", use_responses_api=api == "responses")
 

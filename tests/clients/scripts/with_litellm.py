@@ -1,4 +1,4 @@
-"""litellm with a tool: `with_litellm.py URL openai|anthropic`."""
+"""litellm with a tool: `with_litellm.py URL openai|anthropic|ollama_chat`."""
 
 import json
 import sys
