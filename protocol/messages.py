@@ -81,7 +81,8 @@ Prompt = ChatPrompt | TextPrompt | TokensPrompt
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """Sampling parameters. The gateway validates ranges; the worker validates ids against its vocabulary.
 
-    Order: bias and penalties on logits, then temperature, min_p, top_k, and top_p over what those left, as vLLM does.
+    Order: bias, penalties and limits of ids on logits, then temperature, top_n_sigma, min_p, top_k, top_p over what
+    those left, as vLLM does, typical_p, and XTC. At temperature 0 the best token is taken, whatever the filters say.
     `repetition_penalty` looks at prompt and output (CTRL, arXiv:1909.05858); `presence_penalty` and
     `frequency_penalty` at the output only, as OpenAI defines them. `top_k` 0 and `top_p` 1 mean off.
     The token at output position p is drawn with a key derived from (seed, p) and nothing else.
@@ -97,6 +98,28 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: dict[int, float] = {}
     seed: int = 0
     ignore_eos: bool = False
+    # Newest tokens that the three penalties look at; 0 is all.
+    penalty_window: int = 0
+    typical_p: float = 1.0
+    # Standard deviations below the best logit; 0 is off.
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    # DRY; a multiplier of 0 is off, a window of 0 all of the context.
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_window: int = 0
+    # Texts; a token that holds one ends a repetition.
+    dry_breakers: tuple[str, ...] = ()
+    # Neither an end-of-sequence token, a stop id nor a stop string ends the output before.
+    min_tokens: int = 0
+    # Ids that end the output as its end-of-sequence tokens do.
+    stop_ids: tuple[int, ...] = ()
+    # The only ids that may come; empty is all.
+    allowed_ids: tuple[int, ...] = ()
+    # Texts that may not come.
+    bad_words: tuple[str, ...] = ()
 
 
 class ConstraintKind(IntEnum):
@@ -166,6 +189,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     most_drafted: int | None = None
     # Text that the client expects much of the output to be.
     prediction: str = ""
+    # Whether the stop string, or the text of the stop id, that ends the output is part of it.
+    includes_stop: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -91,7 +91,9 @@ async def _open(tmp_path: Path, worker: str) -> AsyncGenerator[Workshop, None]:
     home.mkdir()
     secret = f"secret-{secrets.token_hex(8)}"
     (folder / "proof.txt").write_text(f"{secret}\n")
-    models = [ModelConfig(name="m", path="m", aliases=("claude-*", "gpt-*"))]
+    # Clients that look at a model's abilities find those of the demo model's files.
+    path = "demo" if worker == "agentic" else "m"
+    models = [ModelConfig(name="m", path=path, aliases=("claude-*", "gpt-*"))]
     with short_home() as run:
         async with running(run, models=models, worker=worker) as gateway:
             yield Workshop(gateway, folder, home, secret)

@@ -71,5 +71,5 @@ async def test_ollamas_javascript_package(workshop: Workshop) -> None:
 async def test_llm_with_its_plugin_for_ollama(workshop: Workshop) -> None:
     llm = pypi("ollama", *OLLAMA) / "llm"
     env = {"LLM_USER_PATH": str(workshop.home), "OLLAMA_HOST": workshop.url}
-    said = await workshop.run([llm, "-m", "m", "-T", "llm_version", "Which version is this?"], env)
+    said = await workshop.run([llm, "-m", "ollama/m", "-T", "llm_version", "Which version is this?"], env)
     assert "It says: 0.36" in said

@@ -37,11 +37,14 @@ def down() -> list[m.Down]:
         True,
         media=_MEDIA,
     )
-    sampling = m.Sampling(0.5, 0.25, 40, 0.125, 1.5, 0.5, -0.5, {7: -100.0, 0: 2.5}, 2**63, True)
+    sampling = m.Sampling(
+        *(0.5, 0.25, 40, 0.125, 1.5, 0.5, -0.5, {7: -100.0, 0: 2.5}, 2**63, True),
+        *(64, 0.5, 1.5, 0.25, 0.125, 0.75, 1.5, 3, 512, ("\n",), 2, (9,), (1, 2), ("né",)),
+    )
     return [
         m.Welcome(0, 2**62, 1.0),
         m.Generate(1 << 62, chat, sampling, 100, ("a", "\n"), 5, True, -3, 1500, True, "00-trace"),
-        m.Generate(2, m.TextPrompt("né 🙂"), m.Sampling(), most_drafted=3, prediction="né"),
+        m.Generate(2, m.TextPrompt("né 🙂"), m.Sampling(), most_drafted=3, prediction="né", includes_stop=True),
         m.Generate(3, m.TokensPrompt((0, 1, 151_935)), m.Sampling(), 0, top_logprobs=0),
         m.Abort((1, 1 << 62), "client"),
         m.Tokenize(4, m.TextPrompt("né"), True),

@@ -16,8 +16,9 @@ from worker.cache.radix_tree import common_prefix
 from worker.engine.decode_batch import REFEED
 from worker.engine.generator import Generator
 from worker.engine.kv_budget import KvCost
+from worker.engine.penalties import processors
 from worker.engine.row import Row
-from worker.engine.sampling import Guard, RowSampler, processors
+from worker.engine.sampling import Guard, RowSampler
 from worker.errors import is_allocation_failure
 from worker.model.lanes import Lane
 from worker.speculation.drafter import Drafter, NoDrafts
@@ -101,6 +102,7 @@ class Batch:
         self._unstored: set[int] = set()
         # Rows that have ended, with all tokens and their KV, until `settle`.
         self._ended: list[tuple[Row, list[int], list[Any]]] = []
+        self._eos_ids = tuple(eos_ids)
         self._eos = StopSequences([[token] for token in eos_ids])
         self._never = StopSequences()
         can_verify = lane is Lane.TOGETHER and batched.can_rewind(make_prompt_cache(model))
@@ -196,14 +198,15 @@ class Batch:
         if row.cached is None:
             row.cached = 0 if row.output else reused
         row.prefilled = row.reused = reused
-        guards = [Guard(processor) for processor in (*row.processors, *processors(row.sampling, len(row.prompt)))]
+        own = processors(row.sampling, len(row.prompt), row.words, self._eos_ids)
+        guards = [Guard(processor) for processor in (*row.processors, *own)]
         uid = self._generator.insert(
             self._segments(row, tokens, reused),
             row.max_tokens - len(row.output),
             caches,
             tokens[:reused].tolist(),
             guards,
-            self._never if row.sampling.ignore_eos and row.rule is None else self._eos,
+            self._stops(row),
         )
         row.uid = uid
         if placement is not None:
@@ -219,6 +222,13 @@ class Batch:
         elif row.rule is not None:
             self._masks.add(uid, row.rule, row.output)
         return True
+
+    def _stops(self, row: Row) -> StopSequences:
+        """Tokens that end a row."""
+        ignores_eos = row.sampling.ignore_eos and row.rule is None
+        if not row.sampling.stop_ids:
+            return self._never if ignores_eos else self._eos
+        return StopSequences([[token] for token in (*(() if ignores_eos else self._eos_ids), *row.sampling.stop_ids)])
 
     def _placement(self, row: Row, reused: int) -> Placement | None:
         """The media of a row, with the features of those that are not reused."""

@@ -16,7 +16,8 @@ from worker.cache import batched
 from worker.engine.decode_batch import DecodeBatch, Sampled
 from worker.engine.forward import forward
 from worker.engine.member import Member, Members
-from worker.engine.sampling import Processor, RowSampler
+from worker.engine.penalties import Processor
+from worker.engine.sampling import RowSampler
 from worker.model.lanes import Lane
 from worker.speculation.drafter import Drafter
 

@@ -10,7 +10,7 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import TokenBuffer
 
 from worker.cache import batched
-from worker.engine.sampling import Processor
+from worker.engine.penalties import Processor
 
 
 @dataclass(slots=True, eq=False)

@@ -56,10 +56,13 @@ class Writer:
             text = row.detokenizer.add(token)
             if token in self._controls:
                 self._note_control(row, text, self._controls[token])
+        elif row.includes_stop:
+            text = row.detokenizer.add(token)
         if ended is not None:
             text += row.detokenizer.finish()
         row.text_seen += len(text)
-        safe, is_stopped = row.stops.feed(text)
+        is_looked_for = row.completion > row.sampling.min_tokens
+        safe, is_stopped = row.stops.feed(text) if is_looked_for else (text, False)
         if ended is not None and not is_stopped:
             safe += row.stops.flush()
         row.text_sent += len(safe)

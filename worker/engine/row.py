@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from protocol.messages import Sampling, TokenLogprob, Usage
 from worker.cache.prefix import Ticket
+from worker.engine.penalties import NO_WORDS, Words
 from worker.parsers import Parser
 from worker.speculation.drafter import Drafting
 from worker.structured.guides import Rule
@@ -44,6 +45,10 @@ class Row:
     boundaries: list[int] = field(default_factory=list)
     # Called before the sampling parameters' own processors.
     processors: list[Any] = field(default_factory=list)
+    # Token ids of texts that the sampling parameters name.
+    words: Words = NO_WORDS
+    # Whether the text that ends the output is part of it.
+    includes_stop: bool = False
     # What the output must match.
     rule: Rule | None = None
     drafting: Drafting = field(default_factory=Drafting)

@@ -1,4 +1,4 @@
-"""Sampling of tokens: temperature, top-p, penalties, logit bias and seeds.
+"""Sampling of tokens: temperature, filters of the unlikely and of the likely, and seeds.
 
 Every row of a batch shares one `RowSampler`, so that sampling is a handful of operations on `[rows, vocab]` however
 many parameters differ. The token at output position p of a request is drawn with a key made of (seed, p) alone:
@@ -6,17 +6,15 @@ its companions in the batch, chunking, preemption and restarts cannot change it.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from protocol.messages import Sampling
+from worker.engine.penalties import Processor
 from worker.structured.masks import Masks
-
-Processor = Callable[[mx.array, mx.array], mx.array]
-"""(context ids `[tokens]`, logits `[1, vocab]`) -> logits; context is prompt and output so far."""
 
 _MASK64 = (1 << 64) - 1
 # Below this, dividing by the temperature says nothing but "the best", and at last overflows.
@@ -25,6 +23,8 @@ _COLD = 1e-5
 _RANKED_MAX = 1024
 # SplitMix64's increment (Steele, Lea, Flood 2014): spreads consecutive positions over the key space.
 _GOLDEN = 0x9E3779B97F4A7C15
+# Makes other keys of a seed.
+_COIN = 0x58544358544358
 
 
 class RowSampler:
@@ -75,11 +75,13 @@ class RowSampler:
             params = [self._params[uid] for uid in self._uids for _ in range(steps)]
             plan = self._plans[self._uids, steps] = _Plan.of(params)
         keys: list[list[int]] = []
+        coins: list[bool] = []
         if plan.is_random:
-            begins = [(self._params[uid].seed, self._position[uid]) for uid in self._uids]
-            keys = [_key(seed, position + step) for seed, position in begins for step in range(steps)]
+            draws = [(self._params[uid], self._position[uid] + step) for uid in self._uids for step in range(steps)]
+            keys = [_key(params.seed, position) for params, position in draws]
+            coins = [_excludes(params, position) for params, position in draws] if plan.has_xtc else []
         logprobs = self._suppress(logprobs) if self._suppressed else logprobs
-        return plan.sample(logprobs.reshape(rows * steps, vocab), keys).reshape(rows, steps)
+        return plan.sample(logprobs.reshape(rows * steps, vocab), keys, coins).reshape(rows, steps)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Go on by so many positions."""
@@ -110,6 +112,11 @@ class _Plan:
     top_k: mx.array
     top_p: mx.array
     log_min_p: mx.array
+    # None where no row has it.
+    sigmas: mx.array | None
+    typical: mx.array | None
+    xtc_threshold: mx.array
+    has_xtc: bool
 
     @classmethod
     def of(cls, rows: Sequence[Sampling]) -> "_Plan":
@@ -129,18 +136,30 @@ class _Plan:
             top_k=column([row.top_k or 2**31 - 1 for row in rows], mx.int32),
             top_p=column([row.top_p if row.top_p < 1 else 2.0 for row in rows]),
             log_min_p=column([math.log(row.min_p) if row.min_p > 0 else -math.inf for row in rows]),
+            sigmas=column([row.top_n_sigma if row.top_n_sigma > 0 else math.inf for row in rows])
+            if any(row.top_n_sigma > 0 for row in rows)
+            else None,
+            typical=column([row.typical_p for row in rows]) if any(row.typical_p < 1 for row in rows) else None,
+            xtc_threshold=column([row.xtc_threshold for row in rows]),
+            has_xtc=any(row.xtc_probability > 0 for row in rows),
         )
 
-    def sample(self, logprobs: mx.array, keys: list[list[int]]) -> mx.array:
+    def sample(self, logprobs: mx.array, keys: list[list[int]], coins: Sequence[bool] = ()) -> mx.array:
         best = mx.argmax(logprobs, axis=-1)
         if not self.is_random:
             return best
         scaled = logprobs.astype(mx.float32) / self.temperature
+        if self.sigmas is not None:
+            scaled = _near_the_best(scaled, self.sigmas)
         if self.has_min_p:
             best_scaled = mx.max(scaled, axis=-1, keepdims=True)
             scaled = mx.where(scaled >= best_scaled + self.log_min_p, scaled, -math.inf)
         if self.width != 0:
             scaled = self._filter(scaled)
+        if self.typical is not None:
+            scaled = _typical(scaled, self.typical)
+        if any(coins):
+            scaled = _without_the_likely(scaled, self.xtc_threshold, mx.array(list(coins))[:, None])
         # Gumbel-max: argmax(log p + Gumbel noise) is a draw from p.
         noise = _gumbel(keys, logprobs.shape[-1])
         return mx.where(self.greedy, best, mx.argmax(scaled + noise, axis=-1))
@@ -160,6 +179,46 @@ class _Plan:
         return mx.where((scaled >= threshold) | self.is_whole, scaled, -math.inf)
 
 
+def _near_the_best(scaled: mx.array, sigmas: mx.array) -> mx.array:
+    """top-n-sigma: tokens within so many standard deviations of the best logit (arXiv:2411.07641)."""
+    is_possible = scaled > -math.inf
+    count = mx.sum(is_possible, axis=-1, keepdims=True)
+    mean = mx.sum(mx.where(is_possible, scaled, 0.0), axis=-1, keepdims=True) / count
+    spread = mx.sum(mx.where(is_possible, mx.square(scaled - mean), 0.0), axis=-1, keepdims=True)
+    border = mx.max(scaled, axis=-1, keepdims=True) - sigmas * mx.sqrt(spread / count)
+    # Infinitely many of none is not a number: such a row has no border.
+    return mx.where((scaled >= border) | mx.isinf(sigmas), scaled, -math.inf)
+
+
+def _typical(scaled: mx.array, mass: mx.array) -> mx.array:
+    """Locally typical tokens (arXiv:2202.00666): those nearest to the expected surprise, up to this mass."""
+    logprobs = scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
+    chances = mx.exp(logprobs)
+    entropy = -mx.sum(mx.where(chances > 0, chances * logprobs, 0.0), axis=-1, keepdims=True)
+    distance = mx.where(chances > 0, mx.abs(-logprobs - entropy), math.inf)
+    order = mx.argsort(distance, axis=-1)
+    ordered, masses = (mx.take_along_axis(each, order, axis=-1) for each in (distance, chances))
+    is_kept = mx.cumsum(masses, axis=-1) - masses < mass
+    border = mx.max(mx.where(is_kept & (ordered < math.inf), ordered, 0.0), axis=-1, keepdims=True)
+    return mx.where((distance <= border) | (mass >= 1), scaled, -math.inf)
+
+
+def _without_the_likely(scaled: mx.array, threshold: mx.array, coins: mx.array) -> mx.array:
+    """XTC, by p-e-w: where the coin says so, of the tokens above the threshold only the least likely stays."""
+    chances = mx.softmax(scaled, axis=-1, precise=True)
+    is_above = chances >= threshold
+    least = mx.min(mx.where(is_above, chances, math.inf), axis=-1, keepdims=True)
+    return mx.where(coins & is_above & (chances > least), -math.inf, scaled)
+
+
+def _excludes(params: Sampling, position: int) -> bool:
+    """The coin of XTC: it depends on (seed, position) alone, and on another number than the draw of the token."""
+    if params.xtc_probability <= 0:
+        return False
+    high, low = _key(params.seed ^ _COIN, position)
+    return ((high << 32) | low) < params.xtc_probability * 2.0**64
+
+
 def _gumbel(keys: list[list[int]], vocab: int) -> mx.array:
     """Noise `[rows, vocab]`; a row's depends on its key alone."""
 
@@ -176,51 +235,6 @@ def _key(seed: int, position: int) -> list[int]:
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
     mixed ^= mixed >> 31
     return [mixed >> 32, mixed & 0xFFFFFFFF]
-
-
-def processors(params: Sampling, prompt_tokens: int) -> list[Processor]:
-    """Bias and penalties of one request, in the order of `Sampling`; empty for most."""
-    chain: list[Processor] = []
-    if params.logit_bias:
-        chain.append(_bias(params.logit_bias))
-    if params.repetition_penalty != 1.0:
-        chain.append(_repetition(params.repetition_penalty))
-    if params.presence_penalty or params.frequency_penalty:
-        chain.append(_presence_and_frequency(params.presence_penalty, params.frequency_penalty, prompt_tokens))
-    return chain
-
-
-def _bias(bias: dict[int, float]) -> Processor:
-    ids, values = mx.array(list(bias.keys())), mx.array(list(bias.values()))
-
-    def apply(_context: mx.array, logits: mx.array) -> mx.array:
-        return logits.at[:, ids].add(values.astype(logits.dtype))
-
-    return apply
-
-
-def _repetition(penalty: float) -> Processor:
-    """Divides positive and multiplies negative logits of every token seen (CTRL, arXiv:1909.05858, eq. 2)."""
-
-    def apply(context: mx.array, logits: mx.array) -> mx.array:
-        seen = logits[:, context]
-        logits[:, context] = mx.where(seen < 0, seen * penalty, seen / penalty)
-        return logits
-
-    return apply
-
-
-def _presence_and_frequency(presence: float, frequency: float, prompt_tokens: int) -> Processor:
-    """logit -= count * frequency + (count > 0) * presence, over the output only (OpenAI API reference)."""
-
-    def apply(context: mx.array, logits: mx.array) -> mx.array:
-        output = context[prompt_tokens:]
-        if output.size == 0:
-            return logits
-        counts = mx.zeros(logits.shape[-1:], dtype=mx.float32).at[output].add(1.0)
-        return logits - (counts * frequency + (counts > 0) * presence).astype(logits.dtype)[None]
-
-    return apply
 
 
 class Guard:

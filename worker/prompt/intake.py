@@ -27,6 +27,7 @@ from worker.prompt.encode import Encoder
 from worker.prompt.family import Dialect
 from worker.prompt.media_prompt import Encoded, open_media, unserved
 from worker.prompt.templates import Renderer
+from worker.prompt.word_ids import WordIds
 from worker.speculation.drafter import ALL, Drafting
 from worker.speculation.lookup import BREAK
 from worker.structured.guides import Rules
@@ -66,6 +67,7 @@ class Intake:
         self._dialect = Dialect(loaded, opened, self._renderer.knows_tools, parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
+        self._words = WordIds(self._encoder, self.vocabulary, loaded.vocab_size)
         self.writer = Writer(self.vocabulary, self._dialect.controls)
         self._rules = Rules(
             loaded.tokenizer, self._dialect.family, loaded.vocab_size, loaded.eos_ids, self.vocabulary.token_bytes
@@ -106,7 +108,9 @@ class Intake:
             sampling=request.sampling,
             max_tokens=self._room(len(ids), request),
             detokenizer=(self._chat_vocabulary if is_chat else self.vocabulary).detokenizer(ids),
-            stops=StopScanner(request.stop),
+            stops=StopScanner(request.stop, is_inclusive=request.includes_stop),
+            includes_stop=request.includes_stop,
+            words=self._words.of(request.sampling),
             arrived=arrived,
             top_logprobs=request.top_logprobs,
             echo=(text if text is not None else self.vocabulary.decode(ids)) if request.echo else "",
@@ -296,6 +300,13 @@ class Intake:
     def _check_sampling(self, request: Generate) -> None:
         sampling = request.sampling
         self._check_ids(sampling.logit_bias, "logit_bias")
+        self._check_ids(sampling.stop_ids, "stop_token_ids")
+        self._check_ids(sampling.allowed_ids, "allowed_token_ids")
+        limits = (("min_tokens", sampling.min_tokens), ("bad_words", sampling.bad_words))
+        for param, value in (*limits, ("allowed_token_ids", sampling.allowed_ids)):
+            if value and self.is_restricted(request):
+                message = f"{param} cannot be combined with a format of the output or tools that must be called"
+                raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
         for param, value in (("top_k", sampling.top_k), ("top_logprobs", request.top_logprobs or 0)):
             if not 0 <= value <= self._vocab_size:
                 message = f"{param} is {value}, but the model's vocabulary has {self._vocab_size} tokens"

@@ -15,9 +15,11 @@ class StopScanner:
     at a time gives, so the answer does not depend on how the text was cut. Each character is read once per stop string.
     """
 
-    __slots__ = ("_held", "_patterns", "_starts", "hit")
+    __slots__ = ("_held", "_is_inclusive", "_patterns", "_starts", "hit")
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], *, is_inclusive: bool = False) -> None:
+        """An inclusive one emits the stop string too."""
+        self._is_inclusive = is_inclusive
         # The stop string that ended the text.
         self.hit = ""
         self._patterns = [_Pattern(stop) for stop in stops if stop]
@@ -33,7 +35,7 @@ class StopScanner:
             complete = [pattern.stop for pattern in self._patterns if pattern.advance(char)]
             if complete:
                 self._held, self.hit = "", max(complete, key=len)
-                return held[: at - len(self.hit)], True
+                return held[: at if self._is_inclusive else at - len(self.hit)], True
         cut = len(held) - max((pattern.matched for pattern in self._patterns), default=0)
         self._held = held[cut:]
         return held[:cut], False

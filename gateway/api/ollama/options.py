@@ -44,7 +44,7 @@ class Options(Struct, frozen=True):
     stop: StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)] | None = None
     num_predict: Limit | None = None
     repeat_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-    # Tokens that `repeat_penalty` looks back at: 0 is none, -1 all.
+    # Tokens that the penalties look back at: 0 is none, -1 all.
     repeat_last_n: Whole | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -78,9 +78,11 @@ class Options(Struct, frozen=True):
             top_k=max(0, int(first(self.top_k, defaults.top_k, 0))),
             min_p=first(self.min_p, defaults.min_p, 0.0),
             repetition_penalty=repetition if looks_back else 1.0,
-            presence_penalty=first(self.presence_penalty, defaults.presence_penalty, 0.0),
-            frequency_penalty=first(self.frequency_penalty, defaults.frequency_penalty, 0.0),
+            presence_penalty=first(self.presence_penalty, defaults.presence_penalty, 0.0) if looks_back else 0.0,
+            frequency_penalty=first(self.frequency_penalty, defaults.frequency_penalty, 0.0) if looks_back else 0.0,
             seed=derive_seed(seed, 0),
+            penalty_window=max(0, int(self.repeat_last_n or 0)),
+            typical_p=1.0 if self.typical_p is None else self.typical_p,
         )
 
 
@@ -100,9 +102,4 @@ def read_options(raw: Mapping[str, Any] | None) -> tuple[Options, list[str]]:
     options = converted({name: given[name] for name in known if name in given}, Options, "options")
     if options.mirostat:
         raise Unsupported("'options.mirostat' is not supported: set temperature, top_p or min_p.", "options.mirostat")
-    if options.typical_p not in (None, 1):
-        raise Unsupported("'options.typical_p' is not supported.", "options.typical_p")
-    ignored = [f"options.{name}" for name in given if name not in known and name not in NO_ACTION]
-    if options.repeat_last_n is not None and options.repeat_last_n > 0:
-        ignored.append("options.repeat_last_n")
-    return options, ignored
+    return options, [f"options.{name}" for name in given if name not in known and name not in NO_ACTION]

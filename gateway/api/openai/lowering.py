@@ -10,6 +10,7 @@ from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.media_parts import media_options
 from gateway.api.openai.messages import turns
 from gateway.api.openai.request import PROMPTS_MAX, ChatRequest, CompletionRequest, SamplingFields
+from gateway.api.openai.samplers import sampler_values
 from gateway.api.openai.tools import lower_tools
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest, Unsupported
@@ -119,6 +120,8 @@ def _generates(
     prediction: str = "",
 ) -> list[Generate]:
     choices = request.n or 1
+    if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
+        raise BadRequest("'min_tokens' is more than 'max_tokens'.", "min_tokens", "invalid_value")
     constraint = lower_constraint(request, after_reasoning=has_reasoning)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     bias = _logit_bias(request.logit_bias or {})
@@ -139,6 +142,7 @@ def _generates(
             constraint=constraint,
             most_drafted=most_drafted(request.speculate),
             prediction=prediction,
+            includes_stop=bool(request.include_stop_str_in_output),
         )
         for index in range(len(prompts) * choices)
     ]
@@ -146,17 +150,21 @@ def _generates(
 
 def _sampling(request: SamplingFields, model: SamplingDefaults, bias: dict[int, float], seed: int) -> Sampling:
     top_k = first(request.top_k, model.top_k, 0)
+    more = sampler_values(request)
+    repetition = first(request.repetition_penalty, model.repetition_penalty, 1.0)
     return Sampling(
         temperature=first(request.temperature, model.temperature, 1.0),
         top_p=first(request.top_p, model.top_p, 1.0),
         top_k=max(top_k, 0),
         min_p=first(request.min_p, model.min_p, 0.0),
-        repetition_penalty=first(request.repetition_penalty, model.repetition_penalty, 1.0),
+        # A window of no tokens leaves nothing to penalize.
+        repetition_penalty=repetition if request.penalty_window is not None else 1.0,
         presence_penalty=first(request.presence_penalty, model.presence_penalty, 0.0),
         frequency_penalty=first(request.frequency_penalty, model.frequency_penalty, 0.0),
         logit_bias=bias,
         seed=seed,
         ignore_eos=bool(request.ignore_eos),
+        **more,
     )
 
 

@@ -10,6 +10,7 @@ from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import NULL, TEXT, UNSERVED, case, shape, words
 from gateway.api.common.drafts import Speculate
 from gateway.api.common.thinking import ReasoningSpec, ThinkingSpec
+from gateway.api.openai.samplers import SamplerFields
 from gateway.api.openai.tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
 from gateway.errors import Unsupported
 from gateway.media.reference import DETAILS
@@ -178,7 +179,7 @@ class Message(Struct, frozen=True):
     audio: Annotated[Any, UNSERVED] = None
 
 
-class SamplingFields(Struct, frozen=True, kw_only=True):
+class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     """Sampling fields of both bodies."""
 
     # Empty is `[server] default`, as on all routes.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.messages import Sampling
-from worker.engine.sampling import Guard, RowSampler, processors
+from worker.engine.penalties import processors
+from worker.engine.sampling import Guard, RowSampler
 
 Floats = npt.NDArray[np.float64]
 VOCAB = 24
@@ -336,3 +338,66 @@ def test_a_guard_turns_an_exception_into_a_note_and_lets_logits_pass() -> None:
     first = guard.error
     guard(mx.array([1]), logits)
     assert guard.error is first
+
+
+# -- filters of the unlikely and of the likely -----------------------------------------------------------------------
+
+
+def possible(logprobs: Floats, params: Sampling, count: int = 300) -> set[int]:
+    """The tokens that many seeds draw."""
+    rows = np.repeat(logprobs, count, axis=0)
+    return set(draw(rows, [msgspec.structs.replace(params, seed=seed) for seed in range(count)]))
+
+
+def test_top_n_sigma_keeps_what_is_near_the_best_whatever_the_temperature() -> None:
+    logprobs = some_logprobs(3)
+    border = logprobs.max() - 1.5 * logprobs.std()
+    near = {token for token in range(VOCAB) if logprobs[0, token] >= border}
+
+    for temperature in (0.5, 3.0):
+        assert possible(logprobs, Sampling(temperature, top_n_sigma=1.5)) <= near
+    assert possible(logprobs, Sampling(20.0, top_n_sigma=1.5)) == near
+    forbidden = logprobs.copy()
+    forbidden[0, ::2] = -math.inf
+    assert possible(forbidden, Sampling(20.0, top_n_sigma=1.0)) <= set(range(1, VOCAB, 2))
+
+
+@pytest.mark.parametrize("mass", [0.2, 0.6, 0.9])
+def test_typical_p_keeps_the_tokens_nearest_to_the_expected_surprise(mass: float) -> None:
+    logprobs = some_logprobs(5)
+    chances = np.exp(logprobs[0])
+    distance = np.abs(-logprobs[0] + (chances * logprobs[0]).sum())
+    order = np.argsort(distance)
+    before = np.cumsum(chances[order]) - chances[order]
+    typical = set(order[before < mass].tolist())
+
+    assert possible(logprobs, Sampling(1.0, typical_p=mass), 600) == typical
+
+
+def test_xtc_leaves_of_the_likely_tokens_the_least_likely() -> None:
+    logprobs = np.log(np.array([[0.4, 0.3, 0.2, 0.07, 0.03]]))
+
+    assert possible(logprobs, Sampling(1.0, xtc_probability=1.0, xtc_threshold=0.15)) == {2, 3, 4}
+    assert possible(logprobs, Sampling(1.0, xtc_probability=1.0, xtc_threshold=0.35)) == {0, 1, 2, 3, 4}
+    assert possible(logprobs, Sampling(1.0, top_k=2, xtc_probability=1.0, xtc_threshold=0.1)) == {1}
+
+
+def test_the_coin_of_xtc_falls_as_often_as_it_is_asked_to_and_by_seed_and_position_alone() -> None:
+    logprobs = np.log(np.array([[0.9, 0.1]]))
+    params = Sampling(1.0, xtc_probability=0.3, xtc_threshold=0.05)
+    count = 4000
+    rows = np.repeat(logprobs, count, axis=0)
+    seeds = [msgspec.structs.replace(params, seed=seed) for seed in range(count)]
+    positions = [seed % 5 for seed in range(count)]
+    sampled = draw(rows, seeds, positions)
+
+    # Token 0 is drawn in nine of ten cases, but where the coin takes it away.
+    assert abs(sampled.count(0) / count - 0.9 * 0.7) < 0.03
+    assert draw(rows[:1], seeds[17:18], positions[17:18]) == sampled[17:18]
+
+
+def test_at_temperature_zero_the_best_token_is_taken_whatever_the_filters_say() -> None:
+    logprobs = some_logprobs(9)
+    filters = Sampling(0.0, typical_p=0.1, top_n_sigma=0.1, xtc_probability=1.0, xtc_threshold=0.0)
+
+    assert draw(logprobs, [filters]) == [int(logprobs[0].argmax())]

@@ -42,6 +42,8 @@ def test_options_are_sampling_and_where_they_are_silent_the_model_counts() -> No
     assert (silent.sampling.top_k, silent.sampling.top_p, silent.max_tokens) == (20, 1.0, 64)
     assert lowered(options={"num_predict": -1}).max_tokens is None
     assert lowered(options={"repeat_penalty": 2, "repeat_last_n": 0}).sampling.repetition_penalty == 1.0
+    windowed = lowered(options={"repeat_penalty": 2, "repeat_last_n": 64.0, "typical_p": 0.5}).sampling
+    assert (windowed.repetition_penalty, windowed.penalty_window, windowed.typical_p) == (2, 64, 0.5)
 
 
 @pytest.mark.parametrize(("seed", "wanted"), [(42, 42), (42.0, 42), (0, 0), (-1, None), (None, None)])

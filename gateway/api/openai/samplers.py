@@ -1,0 +1,119 @@
+"""Fields beyond OpenAI's that choose tokens, in the words of vLLM, llama.cpp, text-generation-webui and mlx-lm."""
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gateway.api.common.doc_hints import TEXT, shape
+from gateway.errors import BadRequest, Unsupported
+
+BREAKERS: Final = ("\n", ":", '"', "*")
+_LISTED_MAX: Final = 64
+_IDS_MAX: Final = 16_384
+_WORD_CHARS_MAX: Final = 256
+_TOKENS_MAX: Final = 1 << 40
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Window = Annotated[int, Meta(ge=-1, le=_TOKENS_MAX)]
+Text = Annotated[str, Meta(max_length=_WORD_CHARS_MAX)]
+Unit = Annotated[float, Meta(ge=0, le=1)]
+# Served where they ask for nothing.
+Off = Annotated[
+    float, Meta(ge=-1e9, le=1e9), shape({"const": 0, "description": "Not supported: other values are refused."})
+]
+Never = Annotated[bool, shape({"const": False, "description": "Not supported: true is refused."})]
+
+
+class SamplerFields(Struct, frozen=True, kw_only=True):
+    """Limits of tokens and samplers. Windows are in tokens: -1, and for penalties 0 too, is all of the context."""
+
+    min_tokens: Annotated[int, Meta(ge=0, le=_TOKENS_MAX)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=_LISTED_MAX)] | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: Annotated[list[Annotated[Text, shape(TEXT)]], Meta(max_length=_LISTED_MAX)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=_IDS_MAX)] | None = None
+    # One window in the words of llama.cpp and of mlx-lm.
+    repeat_last_n: Window | None = None
+    repetition_context_size: Window | None = None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    # Below zero is off, as zero is.
+    top_n_sigma: Annotated[float, Meta(ge=-1, le=100)] | None = None
+    xtc_probability: Unit | None = None
+    xtc_threshold: Unit | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=4)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    dry_penalty_last_n: Window | None = None
+    # A list, or the list as JSON text.
+    dry_sequence_breakers: (
+        Annotated[list[Text], Meta(max_length=_LISTED_MAX)]
+        | Annotated[str, Meta(max_length=_LISTED_MAX * _WORD_CHARS_MAX)]
+        | None
+    ) = None
+    # Known, not served.
+    mirostat: Off | None = None
+    mirostat_mode: Off | None = None
+    dynatemp_range: Off | None = None
+    dynamic_temperature: Never | None = None
+    use_beam_search: Never | None = None
+
+    @property
+    def penalty_window(self) -> int | None:
+        """Tokens that penalties look back at: 0 is all of them, and None none at all."""
+        window = self.repeat_last_n if self.repeat_last_n is not None else self.repetition_context_size
+        if self.repeat_last_n == 0:
+            return None
+        return max(0, window or 0)
+
+
+def sampler_values(request: SamplerFields) -> dict[str, Any]:
+    """The fields of `protocol.Sampling` that a request sets beyond the usual ones. Raises `BadRequest`."""
+    _refuse_unserved(request)
+    named = {
+        "min_tokens": request.min_tokens,
+        "stop_ids": tuple(request.stop_token_ids or ()) or None,
+        "allowed_ids": None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        "bad_words": tuple(word for word in request.bad_words or () if word) or None,
+        "penalty_window": request.penalty_window,
+        "typical_p": request.typical_p,
+        "top_n_sigma": None if request.top_n_sigma is None else max(0.0, request.top_n_sigma),
+        "xtc_probability": request.xtc_probability,
+        "xtc_threshold": request.xtc_threshold,
+    }
+    if named["allowed_ids"] == ():
+        raise BadRequest("'allowed_token_ids' is empty: nothing could be said.", "allowed_token_ids", "invalid_value")
+    # A window of zero tokens switches DRY off, as in llama.cpp.
+    if request.dry_multiplier and request.dry_penalty_last_n != 0:
+        named |= {
+            "dry_multiplier": request.dry_multiplier,
+            "dry_base": request.dry_base,
+            "dry_allowed_length": request.dry_allowed_length,
+            "dry_window": max(0, request.dry_penalty_last_n or 0),
+            "dry_breakers": _breakers(request.dry_sequence_breakers),
+        }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _breakers(given: list[str] | str | None) -> tuple[str, ...]:
+    if given is None:
+        return BREAKERS
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given, type=list[str])
+        except (msgspec.DecodeError, RecursionError):
+            param = "dry_sequence_breakers"
+            message = f"Invalid value for '{param}': expected a list of texts."
+            raise BadRequest(message, param, "invalid_value") from None
+    return tuple(sorted({text for text in given if text}))
+
+
+def _refuse_unserved(request: SamplerFields) -> None:
+    if request.mirostat or request.mirostat_mode:
+        name = "mirostat" if request.mirostat else "mirostat_mode"
+        raise Unsupported(f"'{name}' is not supported: set temperature, top_p, min_p or top_n_sigma.", name)
+    if request.dynatemp_range or request.dynamic_temperature:
+        name = "dynatemp_range" if request.dynatemp_range else "dynamic_temperature"
+        raise Unsupported(f"'{name}' is not supported: set a temperature.", name)
+    if request.use_beam_search:
+        raise Unsupported("'use_beam_search' is not supported: ask for choices with 'n'.", "use_beam_search")

@@ -1,0 +1,45 @@
+"""Token ids of the texts that sampling parameters name."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Final
+
+from protocol.messages import Sampling
+from worker.engine.penalties import NO_WORDS, Words
+from worker.prompt.encode import Encoder
+from worker.text.detokenize import Vocabulary
+
+# Sets of breakers that are kept.
+_KEPT: Final = 8
+
+
+class WordIds:
+    """Made once for a model. Owned by the thread that encodes."""
+
+    def __init__(self, encoder: Encoder, vocabulary: Vocabulary, vocab_size: int) -> None:
+        self._encoder = encoder
+        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
+        # Of each token, once a request has breakers.
+        self._texts: list[bytes] = []
+        self._breakers = lru_cache(maxsize=_KEPT)(self._find_breakers)
+
+    def of(self, sampling: Sampling) -> Words:
+        breakers = self._breakers(sampling.dry_breakers) if sampling.dry_multiplier > 0 else ()
+        if not sampling.bad_words and not breakers:
+            return NO_WORDS
+        bad = dict.fromkeys(ids for word in sampling.bad_words for ids in self._forms(word))
+        return Words(tuple(bad), breakers)
+
+    def _forms(self, word: str) -> Iterator[tuple[int, ...]]:
+        """A word as it begins a text, and as it follows a space."""
+        for text in (word, f" {word.lstrip()}"):
+            ids = tuple(self._encoder.encode(text, add_special_tokens=False))
+            if ids and max(ids) < self._vocab_size:
+                yield ids
+
+    def _find_breakers(self, texts: tuple[str, ...]) -> tuple[int, ...]:
+        if not self._texts:
+            self._texts = [self._vocabulary.token_bytes(token) for token in range(self._vocab_size)]
+        wanted = [text.encode() for text in texts if text]
+        return tuple(token for token, own in enumerate(self._texts) if any(text in own for text in wanted))
