@@ -22,6 +22,7 @@ from protocol.spec import WorkerSpec
 from tests.gateway.harness import Gateway, running
 from tests.support.pictures import BLUE, RED, encoded, halves, shape
 from tests.support.pool import short_home
+from tests.worker.vision.test_sounds import tone, wav
 
 pytestmark = pytest.mark.anyio
 MODEL = "demo-vision"
@@ -125,6 +126,15 @@ async def test_anthropics_client_asks_about_an_image_that_a_tool_has_read(claude
     said = await claude.messages.create(model=MODEL, max_tokens=16, messages=read, extra_body=GREEDY)
     assert said.content[0].type == "text"
     assert "square" in said.content[0].text
+
+
+async def test_a_clip_of_audio_is_refused_by_a_model_that_hears_none(gateway: Gateway) -> None:
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav(tone(8000), 8000)).decode()}}
+    status, body = await asked(gateway, {"role": "user", "content": [part]})
+
+    assert status == 400
+    assert (body["error"]["code"], body["error"]["param"]) == ("unsupported_modality", "messages[0].content[0]")
+    assert "it takes text, image, video" in body["error"]["message"]
 
 
 async def test_open_responses_image_input(gateway: Gateway) -> None:

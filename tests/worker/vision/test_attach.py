@@ -171,6 +171,12 @@ def test_without_mlx_vlm_a_vision_model_is_served_as_text(tmp_path: Path, monkey
         ({"model_type": "mllama"}, "cross-attention to the image"),
         ({"model_type": "glm4v", "text_config": FAMILIES["qwen3_vl"]["text_config"]}, "positions in space of 'glm4v'"),
         ({"image_token_index": None}, "no placeholder token"),
+        ({"model_type": "minicpmo", "image_token_index": None, "audio_config": {"d_model": 8}}, "no placeholder token"),
+        ({"model_type": "phi4mm", "vision_config": None, "audio_processor": {"name": "cascades"}}, "no tower"),
+        (
+            {"model_type": "gemma3n", "audio_token_id": 9, "audio_config": {"d": 8}},
+            "lacks eoi_token_id and eoa_token_id",
+        ),
         ({"vision_config": None}, "no tower"),
     ],
 )
