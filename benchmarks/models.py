@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,15 +55,19 @@ GEOMETRIES: Final[dict[str, Geometry]] = {
 def build(name: str, dtype: str = "float32", root: Path = CACHE / "bench-models") -> Path:
     """The folder of the model, built if it is not there. Raises KeyError for an unknown name."""
     geometry = GEOMETRIES[name]
-    digest = hashlib.sha256(msgspec.json.encode([geometry, dtype, TEMPLATE])).hexdigest()[:8]
-    folder = root / f"{name}-{dtype}-{digest}"
+    return once(f"{name}-{dtype}", [geometry, dtype, TEMPLATE], lambda work: write(work, geometry, dtype), root)
+
+
+def once(name: str, recipe: list[Any], write: Callable[[Path], None], root: Path = CACHE / "bench-models") -> Path:
+    """The folder that `write` fills, which is filled again when its recipe changes."""
+    folder = root / f"{name}-{hashlib.sha256(msgspec.json.encode(recipe)).hexdigest()[:8]}"
     if folder.exists():
         return folder
     root.mkdir(parents=True, exist_ok=True)
     # Built aside and renamed, so that a folder that exists is complete.
     work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
     try:
-        write(work, geometry, dtype)
+        write(work)
         work.chmod(0o755)
         work.rename(folder)
     except OSError:
@@ -79,18 +84,26 @@ def write(folder: Path, geometry: Geometry, dtype: str) -> None:
     from mlx_lm.models import qwen3
     from mlx_lm.utils import save_config, save_model
 
-    tokenizer = _tokenizer(geometry.tokenizer_vocab)
+    tokenizer = new_tokenizer(geometry.tokenizer_vocab)
     tokenizer.save_pretrained(folder)
     config = _config(geometry, dtype, tokenizer.convert_tokens_to_ids("<|im_end|>"))
     mx.random.seed(0)
     model: Any = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     model.set_dtype(getattr(mx, dtype))
-    speaks = mx.array([float(token < len(tokenizer) and _is_text(tokenizer, token)) for token in range(geometry.vocab)])
     output = model.model.embed_tokens if geometry.tied else model.lm_head
-    output.weight = (output.weight * speaks[:, None]).astype(getattr(mx, dtype))
+    speak(output, tokenizer)
     mx.eval(model.parameters())
     save_model(folder, model)
     save_config(config, config_path=folder / "config.json")
+
+
+def speak(output: Any, tokenizer: Any) -> None:
+    """Set the rows of all tokens that are no text to zero."""
+    import mlx.core as mx
+
+    size = output.weight.shape[0]
+    speaks = mx.array([float(token < len(tokenizer) and _is_text(tokenizer, token)) for token in range(size)])
+    output.weight = (output.weight * speaks[:, None]).astype(output.weight.dtype)
 
 
 def _config(geometry: Geometry, dtype: str, eos: int) -> dict[str, Any]:
@@ -113,7 +126,7 @@ def _config(geometry: Geometry, dtype: str, eos: int) -> dict[str, Any]:
     }
 
 
-def _tokenizer(size: int) -> Any:
+def new_tokenizer(size: int, specials: Sequence[str] = SPECIALS, template: str = TEMPLATE) -> Any:
     """A byte-level BPE tokenizer trained on invented words."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers import models as kinds
@@ -124,7 +137,7 @@ def _tokenizer(size: int) -> Any:
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=list(SPECIALS),
+        special_tokens=list(specials),
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
@@ -133,11 +146,11 @@ def _tokenizer(size: int) -> Any:
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=[token for token in specials if token not in ("<|im_end|>", "<|endoftext|>")],
         clean_up_tokenization_spaces=False,
         model_max_length=32768,
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
 
 
