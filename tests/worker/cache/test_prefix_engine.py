@@ -41,9 +41,16 @@ def test_tokens_are_the_same_cold_and_from_the_cache(architecture: str, model_fo
 
 @pytest.mark.parametrize(
     ("architecture", "template"),
-    [(architecture, "rewrites history") for architecture in SAMPLE]
-    + [(architecture, "plain") for architecture in scaled(KINDS, KINDS[1:])]
-    + [(architecture, "forgets reasoning") for architecture in scaled(KINDS, KINDS[1:2])],
+    scaled(
+        [(architecture, "rewrites history") for architecture in SAMPLE]
+        + [(architecture, template) for architecture in KINDS for template in ("plain", "forgets reasoning")],
+        [
+            ("qwen3", "rewrites history"),
+            ("qwen3_5", "rewrites history"),
+            ("gemma3_text", "plain"),
+            ("gemma3_text", "forgets reasoning"),
+        ],
+    ),
 )
 def test_a_conversation_finds_what_its_last_turn_has_in_common(
     architecture: str, template: str, model_folder: Callable[[str], Path], tmp_path: Path
@@ -68,8 +75,13 @@ def test_a_conversation_finds_what_its_last_turn_has_in_common(
         assert said(engine.run([chat.request(99)])) == said([last])
 
 
-@pytest.mark.parametrize("window", [32, 4096])
-@pytest.mark.parametrize("architecture", ["gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("architecture", "window"),
+    scaled(
+        [(architecture, window) for architecture in ("gemma3_text", "gpt_oss") for window in (32, 4096)],
+        [("gpt_oss", 32), ("gemma3_text", 4096)],
+    ),
+)
 def test_a_chat_under_a_sliding_window_keeps_no_token_twice_in_memory_or_on_disk(
     architecture: str, window: int, tmp_path: Path
 ) -> None:
