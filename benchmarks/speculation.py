@@ -253,8 +253,9 @@ def _steps(prompt: list[int], output: list[int], width: int) -> tuple[int, int, 
     import numpy as np
 
     from worker.speculation.lookup import Lookup
+    from worker.speculation.text import Text
 
-    none = np.empty(0, dtype=np.int32)
+    none = Text(np.empty(0, dtype=np.int32))
     row = Lookup(np.array(prompt, dtype=np.int32), ())
     at = steps = drafted = right = 0
     while at < len(output):

@@ -29,7 +29,7 @@ from worker.prompt.media_prompt import Encoded, open_media, unserved
 from worker.prompt.templates import Renderer
 from worker.prompt.word_ids import WordIds
 from worker.speculation.drafter import ALL, Drafting
-from worker.speculation.lookup import BREAK
+from worker.speculation.text import BREAK
 from worker.structured.guides import Rules
 from worker.structured.tool_rules import DEFAULT_ROOM, ToolRules
 from worker.text.detokenize import Vocabulary

@@ -13,20 +13,14 @@ from typing import Final
 import numpy as np
 
 from worker.speculation.drafter import Tokens
+from worker.speculation.text import BREAK, LEAST, REACH, Text
 
-# Shorter matches say too little.
-LEAST: Final = 3
-# A match is followed back so far: longer ones are no surer.
-REACH: Final = 32
-# Of the places that match, the newest ones are compared.
-_TRIES: Final = 16
 # Of outputs before, tokens that are kept for each salt, and salts.
 HISTORY_TOKENS: Final = 1 << 14
 HISTORY_SALTS: Final = 256
+_KEPT_TOKENS: Final = HISTORY_TOKENS * 3 // 4
 # Tokens of the prompt kept before an output, so that its beginning can be found.
 _LEAD: Final = 8
-# Stands where a text ends or is not to be drafted from: no draft reaches over it.
-BREAK: Final = -1
 
 
 class Source(StrEnum):
@@ -51,47 +45,40 @@ class Lookup:
 
     def __init__(self, tokens: Tokens, prediction: Sequence[int]) -> None:
         self._predicted = len(prediction) + 1 if prediction else 0
-        self._end = self._predicted + len(tokens)
-        self._held = np.empty(self._end + 1024, dtype=np.int32)
-        if prediction:
-            self._held[: self._predicted] = [*prediction, BREAK]
-        self._held[self._predicted : self._end] = tokens
+        before = np.array([*prediction, BREAK] if prediction else [], dtype=np.int32)
+        self._held = Text(np.concatenate([before, tokens]) if prediction else tokens)
 
     @property
     def text(self) -> Tokens:
         """Prompt and output."""
-        return self._held[self._predicted : self._end]
+        return self._held.tokens[self._predicted :]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        end = self._end + len(tokens)
-        if end > len(self._held):
-            self._held = np.concatenate([self._held, np.empty(end, dtype=np.int32)])
-        self._held[self._end : end] = tokens
-        self._end = end
+        self._held.extend(list(tokens))
 
     def shorten(self) -> None:
         """Take the newest token back."""
-        self._end -= 1
+        self._held.shorten()
 
-    def guess(self, most: int, history: Tokens) -> Guess | None:
+    def guess(self, most: int, history: Text) -> Guess | None:
         """At most so many tokens that may follow: as many as matched before them."""
-        held = self._held[: self._end]
-        at, match = _longest(held, self.text)
+        tail = self.text[-REACH:]
+        at, match = self._held.longest(tail)
         if at >= 0:
             source = Source.PREDICTION if at < self._predicted else Source.LOOKUP
-            return _guess(held, at, match, most, source)
-        at, match = _longest(history, self.text)
-        return _guess(history, at, match, most, Source.HISTORY) if at >= 0 else None
+            return _guess(self._held.tokens, at, match, most, source)
+        at, match = history.longest(tail)
+        return _guess(history.tokens, at, match, most, Source.HISTORY) if at >= 0 else None
 
 
 class History:
     """Outputs of the requests that have ended, each salt's apart: no tenant learns of another's by its speed."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[str, Tokens] = OrderedDict()
-        self._none = np.empty(0, dtype=np.int32)
+        self._held: OrderedDict[str, Text] = OrderedDict()
+        self._none = Text(np.empty(0, dtype=np.int32))
 
-    def of(self, salt: str) -> Tokens:
+    def of(self, salt: str) -> Text:
         return self._held.get(salt, self._none)
 
     def add(self, salt: str, text: Tokens, output: int) -> None:
@@ -99,28 +86,14 @@ class History:
         if output < LEAST:
             return
         tail = text[-(output + _LEAD) :][-HISTORY_TOKENS // 2 :]
-        held = np.concatenate([self._held.pop(salt, self._none), np.array([BREAK], dtype=np.int32), tail])
-        self._held[salt] = held[-HISTORY_TOKENS:]
+        held = self._held.pop(salt, None) or Text(self._none.tokens)
+        held.extend([BREAK])
+        held.extend(tail)
+        if len(held) > HISTORY_TOKENS:  # a part goes at once, for what is left is indexed again
+            held = Text(held.tokens[-_KEPT_TOKENS:])
+        self._held[salt] = held
         if len(self._held) > HISTORY_SALTS:
             self._held.popitem(last=False)
-
-
-def _longest(held: Tokens, text: Tokens) -> tuple[int, int]:
-    """End and length of the longest match in `held` of the end of `text`, behind which there is more; -1 for none."""
-    if len(text) < LEAST or len(held) <= LEAST:
-        return -1, 0
-    tail = text[-REACH:]
-    ends = np.flatnonzero(held[LEAST - 1 : -1] == tail[-1]) + LEAST - 1
-    for back in range(1, LEAST):
-        ends = ends[held[ends - back] == tail[-1 - back]]
-    best, at = 0, -1
-    for end in ends[: -_TRIES - 1 : -1].tolist():
-        size = min(len(tail), end + 1)
-        differs = held[end - size + 1 : end + 1][::-1] != tail[::-1][:size]
-        length = int(differs.argmax()) if differs.any() else size
-        if length > best and held[end + 1] != BREAK:
-            best, at = length, end
-    return at, best
 
 
 def _guess(held: Tokens, at: int, match: int, most: int, source: Source) -> Guess | None:

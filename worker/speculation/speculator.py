@@ -15,6 +15,10 @@ _LEARN: Final = 0.02
 _LEARN_ROW: Final = 0.15
 # A row whose drafts were wrong is believed again, little by little, as it finds more.
 _FORGIVE: Final = 0.02
+# A row whose drafts were wrong to the first token, time after time, rests for 1, 3, 7, 15 steps before it is looked at
+# again; one whose drafts would not pay, for fewer.
+_RESTS: Final = 4
+_UNPAID_RESTS: Final = 2
 # Matches of these lengths and up are as likely as each other.
 _MATCHES: Final = (3, 5, 9, 17)
 _SMOOTHING: Final = 0.1
@@ -41,6 +45,13 @@ class _Followed:
     rate: float = _PRIOR
     drafted: int = 0
     accepted: int = 0
+    # Steps to rest, and how often it has had to.
+    rest: int = 0
+    rests: int = 0
+
+    def back_off(self, most: int) -> None:
+        self.rests = min(self.rests + 1, most)
+        self.rest = (1 << self.rests) - 1
 
 
 class Speculator:
@@ -80,14 +91,23 @@ class Speculator:
         if not self._rows or not self.costs.may_pay(len(uids)):
             return False
         odds: list[list[float]] = []
+        asking: list[_Followed] = []
         for uid, limit in zip(uids, most, strict=True):
             row = self._rows.get(uid) if limit > 0 else None
+            if row is not None and row.rest:
+                row.rest -= 1
+                continue
             # One more: the newest token is not known yet, and is the first that this guesses.
             guess = self._guess(row, min(limit, row.drafting.most) + 1) if row is not None else None
             if row is not None and guess is not None:
                 row.rate += _FORGIVE * (_PRIOR - row.rate)
                 odds.append(self._odds(row, guess)[1:])
-        return bool(odds) and self.costs.width(len(uids), odds) > 1
+                asking.append(row)
+        if odds and self.costs.width(len(uids), odds) > 1:
+            return True
+        for row in asking:
+            row.back_off(_UNPAID_RESTS)
+        return False
 
     def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
         self._guesses, odds = [], list[list[float]]()
@@ -109,6 +129,10 @@ class Speculator:
             row = self._rows.get(uid)
             if row is None or guess is None or not draft:
                 continue
+            if right:
+                row.rests = 0
+            else:
+                row.back_off(_RESTS)
             counts, key = self.counts[guess.source], _kind(guess)
             counts.drafts += 1
             counts.tokens += len(draft)

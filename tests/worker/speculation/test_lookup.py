@@ -6,15 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.speculation.lookup import HISTORY_SALTS, HISTORY_TOKENS, History, Lookup, Source
+from worker.speculation.text import REACH, Text
 
-NOTHING = np.empty(0, dtype=np.int32)
+NOTHING = Text(np.empty(0, dtype=np.int32))
 
 
 def lookup(tokens: list[int], prediction: tuple[int, ...] = ()) -> Lookup:
     return Lookup(np.array(tokens, dtype=np.int32), prediction)
 
 
-def drafted(row: Lookup, most: int = 16, history: np.ndarray = NOTHING) -> list[int]:
+def drafted(row: Lookup, most: int = 16, history: Text = NOTHING) -> list[int]:
     guess = row.guess(most, history)
     return guess.tokens if guess is not None else []
 
@@ -84,7 +85,7 @@ def test_history_is_bounded_in_tokens_and_salts() -> None:
     assert len(history.of(str(HISTORY_SALTS + 2))) == 59
     for _ in range(50):
         history.add("long", np.arange(2000, dtype=np.int32), 1500)
-    assert len(history.of("long")) == HISTORY_TOKENS
+    assert HISTORY_TOKENS // 2 < len(history.of("long")) <= HISTORY_TOKENS
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, 20))
@@ -99,3 +100,51 @@ def test_any_draft_follows_a_match_of_its_length_at_least(tokens: list[int], mos
         all(token == (tokens[at + guess.match :] * 60)[step] for step, token in enumerate(guess.tokens))
         for at in begins
     )
+
+
+def longest(tokens: list[int]) -> tuple[int, int]:
+    """As `Text.longest`, by looking everywhere."""
+    tail = tokens[-REACH:]
+    best, place = 0, -1
+    for at in range(len(tokens) - 2, 1, -1):
+        length = 0
+        while length < min(len(tail), at + 1) and tokens[at - length] == tail[-1 - length]:
+            length += 1
+        if length >= 3 and length > best:
+            best, place = length, at
+    return place, best
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=40), min_size=1, max_size=8),
+    st.lists(st.booleans(), min_size=8, max_size=8),
+)
+def test_the_index_of_a_text_that_grows_finds_what_a_search_of_all_of_it_finds(
+    parts: list[list[int]], searches: list[bool]
+) -> None:
+    """The newest sixteen places are compared, so texts are short; a token is taken back now and then."""
+    text, known = Text(np.array(parts[0], dtype=np.int32)), list(parts[0])
+    for part, searches_now in zip(parts, searches, strict=False):
+        text.extend(part)
+        known += part
+        if searches_now:
+            text.longest(text.tokens)
+        text.shorten()
+        known.pop()
+    place, match = text.longest(text.tokens)
+    expected = longest(known)
+    assert match <= expected[1]
+    if sum(known[at - 2 : at + 1] == known[-3:] for at in range(2, len(known) - 1)) <= 16:
+        assert (place, match) == expected
+
+
+def test_a_long_text_is_indexed_in_pieces_and_grows_beyond_its_room() -> None:
+    rng = np.random.default_rng(3)
+    text = Text(rng.integers(0, 50_000, 20_000, dtype=np.int32))
+    wanted = text.tokens[15_000:15_010].copy()
+    for _ in range(3):
+        text.extend(rng.integers(0, 50_000, 9_000, dtype=np.int32).tolist())
+        text.extend(wanted.tolist())
+        places = [text.longest(text.tokens)[0] for _ in range(12)]
+        assert places[-1] in (15_009, len(text) - 1 - 9_010)
+        assert text.longest(text.tokens)[1] == 10

@@ -1,6 +1,7 @@
 """The speculator drafts where it pays, and learns which drafts are right."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -93,3 +94,22 @@ def test_drafts_that_are_wrong_become_few() -> None:
     drafted = speculator.counts[Source.LOOKUP].tokens
     generate(speculator, [token for at in range(60) for token in (TEXT[3 + at % 5], TEXT[9], 200 + at)], cost=0.004)
     assert speculator.counts[Source.LOOKUP].tokens - drafted < 60
+
+
+def test_a_row_whose_drafts_are_wrong_is_looked_at_ever_more_rarely_until_one_is_right() -> None:
+    speculator = followed([1, 2, 3, 4, 5, 6, 1, 2, 3])
+    looks: list[bool] = []
+    for _ in range(40):
+        looks.append(speculator.is_ready([1], [8]))
+        if looks[-1]:
+            drafts = speculator.drafts([1], [4], [8])
+            speculator.verified([1], drafts, [0])
+            speculator.timed(1, 4, 0.0105)
+    between = [later - at for at, later in pairwise(at for at, look in enumerate(looks) if look)]
+    assert between[:3] == [2, 4, 8]
+    assert max(between) == 16
+
+    speculator.verified([1], speculator.drafts([1], [4], [8]), [1])
+    assert any(speculator.is_ready([1], [8]) for _ in range(16))
+    speculator.verified([1], speculator.drafts([1], [4], [8]), [1])
+    assert speculator.is_ready([1], [8])
