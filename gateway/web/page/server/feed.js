@@ -29,6 +29,11 @@ import { sessionJson } from "./session.js";
 const WAITS_MS = [250, 1_000, 2_000, 4_000];
 const POLL_MS = 15_000;
 const LOG_LINES_MAX = 2_000;
+/** Feeds of all tabs of this browser: it opens six connections to a daemon, which answers and orders need too. */
+const FEEDS_MAX = 2;
+/** How often a tab beyond these reads what the feed begins with. */
+const LOOK_MS = 2_000;
+const LOOK_LINES = 200;
 
 /** @type {import("../vendor/preact.js").Signal<LiveModel[]>} */
 export const liveModels = signal([]);
@@ -126,13 +131,56 @@ export function addLines(lines, dropped) {
   droppedLines.value += dropped;
 }
 
+/**
+ * Does a work that fewer than `FEEDS_MAX` tabs do now. Returns whether it could.
+ * Browsers know no locks on pages that came by plain HTTP from another machine: there every tab does it.
+ * @param {() => Promise<void>} work
+ */
+async function withPlace(work) {
+  if (navigator.locks === undefined) {
+    await work();
+    return true;
+  }
+  for (let at = 0; at < FEEDS_MAX; at += 1) {
+    const isDone = await navigator.locks.request(`mlxd.feed.${at}`, { ifAvailable: true }, async (lock) => {
+      if (lock !== null) await work();
+      return lock !== null;
+    });
+    if (isDone) return true;
+  }
+  return false;
+}
+
+/** @param {AbortSignal} signal @param {string} query @param {(event: {event?: string, data: string}) => boolean} taken */
+async function read(signal, query, taken) {
+  await readEvents(await request(`ui/api/feed${query}`, { signal, auth: sessionAuthorization() }), taken, signal);
+}
+
+/** The state as it is now, for a tab without a place of its own. @param {AbortSignal} signal @param {boolean} hasLogs */
+async function look(signal, hasLogs) {
+  await read(signal, "", (event) => {
+    take(event);
+    return true;
+  });
+  if (hasLogs) logLines.value = (await sessionJson(`logs?lines=${LOOK_LINES}`, { signal })).lines;
+}
+
 /** Reads the feed until it is not wanted any more. @param {AbortSignal} signal @param {boolean} hasLogs */
 async function follow(signal, hasLogs) {
   for (let attempt = 0; !signal.aborted; attempt += 1) {
     try {
-      const response = await request(`ui/api/feed${hasLogs ? "?log=1" : ""}`, { signal, auth: sessionAuthorization() });
-      attempt = 0;
-      await readEvents(response, take, signal);
+      const hadPlace = await withPlace(() =>
+        read(signal, hasLogs ? "?log=1" : "", (event) => {
+          attempt = 0;
+          return take(event);
+        }),
+      );
+      if (!hadPlace) {
+        await look(signal, hasLogs);
+        attempt = -1;
+        await new Promise((resolve) => setTimeout(resolve, LOOK_MS));
+        continue;
+      }
     } catch (error) {
       if (signal.aborted) return;
       feedFailure.value = error instanceof Failure ? error.message : t.noAnswer;
