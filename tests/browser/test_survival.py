@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import SCRIPTED_DAEMON, Visit, Visiting
+from tests.browser.conftest import SCRIPTED_DAEMON, Visit, Visiting, code_of
+from tests.browser.test_access import make_key
 from tests.browser.test_chat import told
 from tests.browser.waiting import until
 from tests.support.daemon import DaemonProcess, write_config
@@ -76,6 +77,39 @@ def test_an_answer_goes_on_when_its_gateway_is_killed_and_back(visiting: Visitin
             (home / "mlxd.toml").write_text((home / "mlxd.toml").read_text().replace("port = 0", f"port = {port}"))
             daemon.kill()
         with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON):
+            visit.answered()
+            assert visit.said() == words()
+
+
+def test_an_answer_goes_on_although_the_session_ended_with_its_daemon(visiting: Visiting) -> None:
+    with short_home() as home:
+        write_config(home, ("a",))
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
+            port = daemon.url.rpartition(":")[2]
+            (home / "mlxd.toml").write_text((home / "mlxd.toml").read_text().replace("port = 0", f"port = {port}"))
+            visit = visiting(daemon, expected=(*LOST, "status of 40"))
+            visit.page.goto(code_of(daemon))
+            visit.page.wait_for_selector("text=Log out")
+            begin(visit)
+            daemon.kill()
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
+            # Without a key the page needs no session for the chat.
+            visit.answered()
+            assert visit.said() == words()
+            visit.page.goto(code_of(daemon))
+            visit.page.wait_for_selector("text=Log out")
+            visit.open()
+            visit.page.get_by_role("button", name="New chat").click()
+            visit.page.wait_for_selector(".welcome")
+            begin(visit)
+            make_key(home)
+            daemon.kill()
+        with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
+            place = visit.page.url
+            visit.page.wait_for_selector(".gate")
+            visit.page.goto(code_of(daemon))
+            visit.page.wait_for_selector("text=Log out")
+            visit.page.goto(place)
             visit.answered()
             assert visit.said() == words()
 

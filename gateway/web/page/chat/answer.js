@@ -5,6 +5,7 @@ import { streamCompletion } from "../server/completions.js";
 import { Failure, newId, sentence } from "../server/http.js";
 import { refreshModels } from "../server/models.js";
 import { cancelResponse, forgetResponse, isUnsupported, joinResponse, startResponse, wholeResponse } from "../server/responses.js";
+import { dropSession } from "../server/session.js";
 import { t } from "../strings.js";
 import { completionBody, isResponse, responseBody } from "./body.js";
 
@@ -44,6 +45,7 @@ export class Answer {
   #calls;
   #stop = new AbortController();
   #isDrawn = true;
+  #isLeft = false;
   #savedAt = performance.now();
   #thinkingSince = 0;
   #firstAt = 0;
@@ -102,16 +104,19 @@ export class Answer {
 
   /** @param {unknown} error */
   #fail(error) {
-    this.draft.state = "failed";
-    this.draft.error = sentence(error);
-    if (error instanceof Failure && error.status === 401) refreshModels();
+    const isStranger = error instanceof Failure && error.status === 401;
+    if (isStranger) refreshModels();
+    // The daemon writes it on, for whoever may see it: this page, with a key or a session.
+    this.#isLeft = isStranger && this.draft.response !== null;
+    this.draft.state = this.#isLeft ? "writing" : "failed";
+    this.draft.error = this.#isLeft ? "" : sentence(error);
   }
 
   #finish() {
     const { draft } = this;
-    const response = draft.response;
+    const response = this.#isLeft ? null : draft.response;
     this.#closeThought();
-    draft.response = null;
+    if (!this.#isLeft) draft.response = null;
     batch(() => {
       this.phase.value = "over";
       this.message.value = { ...draft };
@@ -134,6 +139,8 @@ export class Answer {
       } catch (error) {
         if (this.#stop.signal.aborted) throw error;
         if (error instanceof Failure && error.code === "events_gone") return this.#takeWhole(at.id);
+        // An open daemon that was restarted wants no session; else it is joined once there is a new one, or a key.
+        if (error instanceof Failure && error.status === 401 && dropSession()) continue;
         if (error instanceof Failure && error.status === 404) throw new Failure(t.responseGone, { status: 404 });
         if (!isJoinable(error) || performance.now() - began > JOIN_MS_MAX) throw error;
       }

@@ -1,8 +1,9 @@
 // Conversations as the page shows them: the list, the open one, and the answers that are being written.
 
-import { batch, computed, signal } from "../vendor/preact.js";
+import { batch, computed, effect, signal } from "../vendor/preact.js";
 import * as database from "../history/database.js";
 import { below, leafOf, newestLeaf, path } from "../history/tree.js";
+import { authorization } from "../server/credentials.js";
 import { newId, sentence } from "../server/http.js";
 import { modelNamed, models, refreshModels } from "../server/models.js";
 import { t } from "../strings.js";
@@ -310,6 +311,14 @@ export async function removeMessage(message) {
   await saved(`${message.id}.gone`, () => database.deleteMessages(gone), now.conversation.id);
   await change({ leaf });
 }
+
+// With a key or a session, answers go on that were left for want of it.
+effect(() => {
+  void authorization();
+  const { id } = open.peek()?.conversation ?? {};
+  // Later, so that the effect hears of credentials alone.
+  if (id) queueMicrotask(() => reopen(id));
+});
 
 channel?.addEventListener("message", (event) => {
   refreshList();

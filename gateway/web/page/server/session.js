@@ -44,6 +44,13 @@ export async function logOut() {
   endSession();
 }
 
+/** Drops a session that has ended, as one does with its daemon. Returns whether there was one. */
+export function dropSession() {
+  const had = session.value !== "";
+  if (had) endSession();
+  return had;
+}
+
 function endSession() {
   keepSession("");
   me.value = null;
