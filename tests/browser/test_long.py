@@ -2,10 +2,13 @@
 
 import json
 
-from tests.browser.conftest import Visiting
+from tests.browser.conftest import Visit, Visiting
 from tests.support.daemon import DaemonProcess
 
 SHORT, LONG = 4_000, 60_000
+# An answer here is 4 kB: one that stays, with its elements, is seen.
+HEAP_ROUNDS, HEAP_GROWTH_MIB = 20, 2
+THOUSAND_MIB = 12
 RATIO_MAX = 8
 # A paragraph, a list and a fence at a time, 20 characters an update, as at 200 tokens a second.
 _MEASURE = """async ([short, long]) => {
@@ -82,6 +85,8 @@ def test_a_long_answer_arrives_whole(talkative: DaemonProcess, visiting: Visitin
 def test_a_thousand_conversations_and_a_long_one_open(talkative: DaemonProcess, visiting: Visiting) -> None:
     visit = visiting(talkative)
     page = visit.open()
+    page.wait_for_selector(".welcome")
+    empty = heap(visit)
     page.evaluate(_FILL)
     page.goto(f"{visit.url}/ui/#/chat/c0")
     page.reload()
@@ -89,5 +94,38 @@ def test_a_thousand_conversations_and_a_long_one_open(talkative: DaemonProcess, 
 
     assert page.locator(".message").last.is_visible()
     assert page.locator(".row").count() == 100
+    # The others are titles in a list: their messages are read when they are opened.
+    page.goto(f"{visit.url}/ui/#/chat")
+    page.reload()
+    page.wait_for_selector(".row")
+    assert heap(visit) - empty < THOUSAND_MIB, empty
     page.locator(".sidebar .list").evaluate("each => each.scrollTo(0, each.scrollHeight)")
     page.wait_for_function("() => document.querySelectorAll('.row').length > 100")
+
+
+def heap(visit: Visit) -> float:
+    """Mebibytes of the page's heap that are in use, after its garbage is collected."""
+    devtools = visit.context.new_cdp_session(visit.page)
+    for _ in range(2):
+        devtools.send("HeapProfiler.collectGarbage")
+    used = devtools.send("Runtime.getHeapUsage")["usedSize"]
+    devtools.detach()
+    return used / (1 << 20)
+
+
+def test_the_heap_is_flat_over_many_answers(talkative: DaemonProcess, visiting: Visiting) -> None:
+    visit = visiting(talkative)
+    page = visit.open()
+    answer = json.dumps(
+        [*(["text", f"Paragraph {at} with **bold** text.\n\n"] for at in range(100)), ["finish", "stop"]]
+    )
+    sizes = []
+    for _ in range(HEAP_ROUNDS):
+        page.get_by_role("button", name="New chat").click()
+        page.wait_for_selector(".welcome")
+        visit.send(answer)
+        visit.answered()
+        sizes.append(heap(visit))
+
+    # The first ones load code and fill caches.
+    assert max(sizes[-3:]) - min(sizes[4:7]) < HEAP_GROWTH_MIB, sizes

@@ -19,6 +19,24 @@ def test_a_cold_model_is_loaded_in_words_and_answers(visiting: Visiting) -> None
             assert visit.said() == "warm"
 
 
+def test_a_model_that_does_not_load_says_why_and_can_be_asked_again(visiting: Visiting) -> None:
+    with short_home() as home:
+        write_config(home, ("a",))
+        with DaemonProcess(home, "talkative", "--exit-on-load=1", module=SCRIPTED_DAEMON) as daemon:
+            visit = visiting(daemon, expected=("status of 50",))
+            page = visit.open()
+            visit.send("a question")
+            page.wait_for_selector(".ending")
+
+            said = page.locator(".ending").inner_text()
+            assert "model 'a'" in said, said
+            assert page.locator(".ending button").count() == 1
+            page.reload()
+            page.wait_for_selector(".ending")
+            assert page.locator(".ending").inner_text() == said
+            assert page.locator(".said").inner_text() == "a question"
+
+
 def test_the_bar_and_the_picker_follow_the_model_in_a_session(visiting: Visiting) -> None:
     with short_home() as home:
         write_config(home, ("a",))
