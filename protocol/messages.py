@@ -160,7 +160,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Generate one sequence.
 
     `max_tokens` None means up to the end of the context; larger than what is left is clamped.
-    `top_logprobs` None means no logprobs, 0 means only the sampled token's. `echo` sends the prompt's text first.
+    `top_logprobs` None means no logprobs, 0 means only the sampled token's. `echo` sends the prompt's text first, and
+    with `top_logprobs` an entry for each of its tokens; that of the first is NaN.
     `deadline_ms` is relative to receipt; 0 means none. Lower `priority` runs first; of equal ones one of each `tenant`
     in turn, and a tenant's in order of arrival. `want_progress` asks for `Progress` while the prompt is processed.
     """

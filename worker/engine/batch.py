@@ -17,6 +17,7 @@ from worker.engine.decode_batch import REFEED
 from worker.engine.generator import Generator
 from worker.engine.kv_budget import KvCost
 from worker.engine.penalties import processors
+from worker.engine.prompt_scores import Scores
 from worker.engine.row import Row
 from worker.engine.sampling import Guard, RowSampler
 from worker.errors import is_allocation_failure
@@ -56,7 +57,8 @@ class Token:
 class Tick:
     """Results of one tick. `block_s` are the seconds of its block, 0 if it had a plain step.
 
-    `returned` are rows that are not in the batch any more: they wait for their media as those in the queue do.
+    `returned` are rows that are not in the batch any more: they wait for their media as those in the queue do. `scored`
+    are rows whose prompts have their log-probabilities now; none of them has a token yet.
     """
 
     tokens: list[Token]
@@ -65,6 +67,7 @@ class Tick:
     prefilled: int
     block_s: float
     returned: list[Row]
+    scored: list[tuple[Row, Scores]]
 
 
 class Batch:
@@ -144,6 +147,8 @@ class Batch:
 
         `is_first`: no row that waits comes before it.
         """
+        if row.scores_prompt:
+            return False  # it computes all of its prompt
         if self.is_prefilling_prefix_of(row):
             return True
         row.ticket = row.ticket or self._cache.restore(row.keys()[:-1], row.cache_salt)
@@ -189,9 +194,12 @@ class Batch:
         self.settle()
         tokens, keys = row.tokens(), row.keys()
         ticket, row.ticket = row.ticket, None
-        self._store_running(keys, row.cache_salt)
-        with mx.stream(self._generator.stream):
-            reused, caches = self._cache.fetch(keys[:-1], row.cache_salt, ticket, row.whole if row.media else None)
+        scores = Scores(row.prompt, row.top_logprobs or 0) if row.scores_prompt else None
+        reused, caches = 0, []
+        if scores is None:
+            self._store_running(keys, row.cache_salt)
+            with mx.stream(self._generator.stream):
+                reused, caches = self._cache.fetch(keys[:-1], row.cache_salt, ticket, row.whole if row.media else None)
         if row.media and not self._has_features(row, reused):
             return False
         placement = self._placement(row, reused)
@@ -207,6 +215,7 @@ class Batch:
             tokens[:reused].tolist(),
             guards,
             self._stops(row),
+            scores,
         )
         row.uid = uid
         if placement is not None:
@@ -302,9 +311,14 @@ class Batch:
         returned = self._unpark()
         prompted, generated = self._generator.next(max(chunk, self._longest_medium()) if self._keeps_whole else chunk)
         progress: list[tuple[Row, int, int]] = []
+        scored: list[tuple[Row, Scores]] = []
         prefilled = 0
         for step in prompted:
             row = self._rows[step.uid]
+            if step.scores is not None:
+                row.scores_prompt = False
+                scored.append((row, step.scores))
+                continue
             done, total = row.reused + step.done, row.reused + step.total
             prefilled += done - row.prefilled
             row.prefilled = done
@@ -331,7 +345,7 @@ class Batch:
                 self._ended.append((row, sampled.tokens, sampled.caches))
                 self._forget(row)
         self._park()
-        return Tick(tokens, progress, broken, prefilled, self._generator.block_s, returned)
+        return Tick(tokens, progress, broken, prefilled, self._generator.block_s, returned, scored)
 
     def account(self, row: Row) -> None:
         """Bring the row's counts up to date."""

@@ -38,6 +38,10 @@ class Emitter:
         for row, done, total in tick.progress:
             if row.want_progress:
                 self._outbox.send(Progress(row.rid, done, total, row.cached or 0))
+        for row, scores in tick.scored:
+            self._outbox.echo(row, self._logprobs.entries(scores))
+            if row.max_tokens <= len(row.output):
+                self._finish(row, Finish.LENGTH)
         closed: set[Row] = set()
         for token, logprob in zip(tick.tokens, self._read_logprobs(tick.tokens), strict=True):
             if token.row.is_finished or token.row in closed:

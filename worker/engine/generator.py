@@ -17,7 +17,9 @@ from worker.engine.decode_batch import DecodeBatch, Sampled
 from worker.engine.forward import forward
 from worker.engine.member import Member, Members
 from worker.engine.penalties import Processor
+from worker.engine.prompt_scores import Scores
 from worker.engine.sampling import RowSampler
+from worker.engine.scoring import ScoredRows
 from worker.model.lanes import Lane
 from worker.speculation.drafter import Drafter
 
@@ -35,6 +37,8 @@ class Prompted:
     total: int
     is_segment_end: bool
     is_prompt_end: bool
+    # Complete, of a prompt that is scored.
+    scores: Scores | None = None
 
 
 class Generator:
@@ -50,6 +54,7 @@ class Generator:
         self._count = 0
         self._waiting: deque[Member] = deque()
         self._prefill = Members()
+        self._scored = ScoredRows(model)
         self._decode = DecodeBatch(model, sampler, drafter)
         self._uncleared_tokens = 0
         self._uncleared_steps = 0
@@ -69,7 +74,12 @@ class Generator:
     def nbytes(self) -> int:
         """Of all caches."""
         waiting = sum(cache.nbytes for member in self._waiting for cache in member.caches)
-        return int(waiting + self._prefill.nbytes + self._decode.nbytes)
+        return int(waiting + sum(rows.nbytes for rows in self._groups))
+
+    @property
+    def _groups(self) -> list[Members]:
+        """Rows that are not waiting, by the caches that they share."""
+        return [self._prefill, self._decode, *self._scored.rows]
 
     def insert(
         self,
@@ -79,11 +89,16 @@ class Generator:
         tokens: list[int],
         processors: Sequence[Processor],
         stops: StopSequences,
+        scores: Scores | None = None,
     ) -> int:
-        """Queue a sequence whose `caches` hold `tokens`; returns its number here. Its segments are not empty."""
+        """Queue a sequence whose `caches` hold `tokens`; returns its number here. Its segments are not empty.
+
+        One with `scores` holds nothing yet: they become those of its whole prompt.
+        """
         uid, self._count = self._count, self._count + 1
         caches = caches or make_prompt_cache(self._model)
-        self._waiting.append(Member(uid, segments, max_tokens, caches, tokens, processors, stops.matcher()))
+        member = Member(uid, segments, max_tokens, caches, tokens, processors, stops.matcher(), scores=scores)
+        self._waiting.append(member)
         return uid
 
     def extract(self, uid: int) -> tuple[list[Any], list[int]]:
@@ -91,7 +106,7 @@ class Generator:
         for member in self._waiting:
             if member.uid == uid:
                 return member.caches, member.tokens
-        for rows in (self._prefill, self._decode):
+        for rows in self._groups:
             if (at := rows.index(uid)) is not None:
                 return rows.extract(at)
         raise KeyError(uid)
@@ -103,6 +118,7 @@ class Generator:
         for rows in (self._prefill, self._decode):
             if (at := rows.index(uid)) is not None:
                 rows.keep([other for other in range(len(rows)) if other != at])
+        self._scored.discard(uid)
         return extracted
 
     def next(self, chunk: int) -> tuple[list[Prompted], list[Sampled]]:
@@ -113,19 +129,25 @@ class Generator:
             sampled = self._decode.next(is_steady=self._is_steady)
             self._uncleared_steps += bool(sampled)
             self._is_steady = not self._prefill.members
-            return prompted + self._run_prompts(chunk), sampled
+            return prompted + self._run_prompts(chunk) + self._run_scored(chunk), sampled
 
     def _admit(self) -> None:
         if not self._waiting:
             return
         if self._lane is Lane.SINGLE:
-            if len(self._prefill) or len(self._decode):
+            if any(map(len, self._groups)):
                 return
             members = [self._waiting.popleft()]
-            caches = members[0].caches
         else:
             members, self._waiting = list(self._waiting), deque()
-            caches = batched.merge([member.caches for member in members])
+        for member in members:
+            if member.scores is not None:
+                self._scored.add(member)
+        members = [member for member in members if member.scores is None]
+        if not members:
+            return
+        single = self._lane is Lane.SINGLE
+        caches = members[0].caches if single else batched.merge([member.caches for member in members])
         for member in members:
             member.caches = []
         self._prefill.extend(Members(members, caches))
@@ -133,11 +155,24 @@ class Generator:
     def _join(self) -> list[Prompted]:
         """Rows that have only the last token of their prompt left go on with the decode rows."""
         ready = [at for at, member in enumerate(self._prefill.members) if member.is_prefilled]
-        if not ready:
-            return []
-        rows = self._prefill.split(ready)
-        self._decode.join(rows)
-        return [Prompted(member.uid, member.total, member.total, True, True) for member in rows.members]
+        groups = [self._prefill.split(ready)] if ready else []
+        groups += self._scored.take_told()
+        for rows in groups:
+            self._decode.join(rows)
+        joined = [member for rows in groups for member in rows.members]
+        return [Prompted(member.uid, member.total, member.total, True, True) for member in joined]
+
+    def _run_scored(self, chunk: int) -> list[Prompted]:
+        """A slice of each prompt that is scored; once it has only its last token left, its scores are complete."""
+        prompted: list[Prompted] = []
+        for rows in self._scored.rows:
+            member = rows.members[0]
+            if not member.is_prefilled:
+                prompted.append(self._advance(member, self._scored.run(rows, chunk)))
+            if member.is_prefilled:
+                member.is_told = True
+                prompted.append(Prompted(member.uid, member.done, member.total, False, False, member.scores))
+        return prompted
 
     def _run_prompts(self, chunk: int) -> list[Prompted]:
         members = self._prefill.members

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.messages import TokenLogprob
+from worker.engine.prompt_scores import Scores
 
 
 class LogprobReader:
@@ -30,6 +31,15 @@ class LogprobReader:
             mx.eval(pending)
         return [self._entry(token, *read) for (token, _, _), read in zip(rows, pending, strict=True)]
 
+    def entries(self, scores: Scores) -> tuple[TokenLogprob, ...]:
+        """Entries of a prompt's tokens. Nothing comes before the first, whose log-probability is not a number."""
+        first = TokenLogprob(self._token_bytes(scores.ids[0]), math.nan)
+        rest = zip(scores.ids[1:], scores.own, scores.likeliest, strict=True)
+        return (first, *(TokenLogprob(self._token_bytes(token), own, self._named(top)) for token, own, top in rest))
+
+    def _named(self, top: Sequence[tuple[int, float]]) -> tuple[tuple[bytes, float], ...]:
+        return tuple((self._token_bytes(token), value) for token, value in top)
+
     def _entry(self, token: int, own: mx.array, ids: mx.array | None, values: mx.array | None) -> TokenLogprob:
         logprob: Any = own.item()
         top: list[tuple[int, float]] = []
@@ -37,6 +47,4 @@ class LogprobReader:
             pairs: Any = zip(ids.tolist(), values.tolist(), strict=True)  # type: ignore[arg-type]
             # What a grammar forbids is not among the likeliest, even when fewer are left than were asked for.
             top = sorted((pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: (-pair[1], pair[0]))
-        return TokenLogprob(
-            self._token_bytes(token), logprob, tuple((self._token_bytes(other), value) for other, value in top)
-        )
+        return TokenLogprob(self._token_bytes(token), logprob, self._named(top))

@@ -229,9 +229,9 @@ class Engine:
             del self._tombstones[row.rid]
             self._finish(row, Finish.ABORT)
             return
-        if row.echo:
+        if row.echo and not row.scores_prompt:
             self._outbox.echo(row)
-        if row.max_tokens <= len(row.output):
+        if row.max_tokens <= len(row.output) and not row.scores_prompt:
             self._finish(row, Finish.LENGTH)
             return
         self._queue.push(row)

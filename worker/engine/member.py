@@ -11,6 +11,7 @@ from mlx_lm.models.cache import TokenBuffer
 
 from worker.cache import batched
 from worker.engine.penalties import Processor
+from worker.engine.prompt_scores import Scores
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +39,9 @@ class Member:
     # Generated, but not in its caches: recurrent layers went back to before a block that was rejected in part.
     owed: list[int] = field(default_factory=list[int])
     context: TokenBuffer | None = None
+    # Of its prompt, where they are wanted; and whether they were given out.
+    scores: Scores | None = None
+    is_told: bool = False
 
     def __post_init__(self) -> None:
         last = self.segments[-1]

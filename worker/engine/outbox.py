@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.failures import Failure
-from protocol.messages import Delta, Kind, Step, Up, Usage
+from protocol.messages import Delta, Kind, Step, TokenLogprob, Up, Usage
 from worker.engine.gauges import Gauges
 from worker.engine.output import Piece
 from worker.engine.row import Row
@@ -27,9 +27,9 @@ class Outbox:
         self._stats_due = 0.0
         self._memory_due = 0.0
 
-    def echo(self, row: Row) -> None:
-        """The text of a prompt, before that of its answer."""
-        self._deltas.append(Delta(row.rid, text=row.echo))
+    def echo(self, row: Row, logprobs: tuple[TokenLogprob, ...] | None = None) -> None:
+        """The text of a prompt, and the log-probabilities of its tokens, before its answer."""
+        self._deltas.append(Delta(row.rid, text=row.echo, logprobs=logprobs))
 
     def say(self, row: Row, piece: Piece, usage: Usage | None = None, failure: Failure | None = None) -> None:
         """One delta for each event; ids and logprobs ride on the first, the end on the last."""

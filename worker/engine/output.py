@@ -46,7 +46,8 @@ class Writer:
         )
 
     def advance(self, row: Row, token: int, ended: str | None, logprob: TokenLogprob | None) -> Piece:
-        """Take one sampled token; `ended` is mlx-lm's reason. An end-of-sequence token has no text and no logprob."""
+        """Take one sampled token; `ended` is mlx-lm's reason. An end-of-sequence token has no text, and a
+        logprob only behind an echo."""
         row.completion += 1
         is_eos = ended == "stop"
         text = ""
@@ -78,7 +79,11 @@ class Writer:
         if finish is Finish.STOP and row.parser is not None and row.parser.saw_tool_call:
             # A malformed call must not look like one that is whole.
             finish = Finish.LENGTH if row.parser.is_broken else Finish.TOOL_CALLS
-        return Piece(events, self._release(row, is_stopped), finish)
+        logprobs = self._release(row, is_stopped)
+        if is_eos and row.echo and logprob is not None:
+            # Clients that score texts count on an entry for each token.
+            logprobs = (*(logprobs or ()), logprob)
+        return Piece(events, logprobs, finish)
 
     def replay(self, row: Row, ids: Sequence[int]) -> None:
         """Bring a row to where an earlier worker left it: the client has all that `ids` account for."""

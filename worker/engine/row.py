@@ -35,6 +35,8 @@ class Row:
     arrived: float
     top_logprobs: int | None = None
     echo: str = ""
+    # The tokens of the prompt get log-probabilities, which come with its echo; False once they have.
+    scores_prompt: bool = False
     priority: int = 0
     deadline: float | None = None
     want_progress: bool = False

@@ -114,6 +114,7 @@ class Intake:
             arrived=arrived,
             top_logprobs=request.top_logprobs,
             echo=(text if text is not None else self.vocabulary.decode(ids)) if request.echo else "",
+            scores_prompt=request.echo and request.top_logprobs is not None,
             priority=request.priority,
             deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
             want_progress=request.want_progress,

@@ -13,7 +13,7 @@ from gateway.api.openai.request import PROMPTS_MAX, ChatRequest, CompletionReque
 from gateway.api.openai.samplers import sampler_values
 from gateway.api.openai.tools import lower_tools
 from gateway.config.settings import ModelConfig, SamplingDefaults
-from gateway.errors import BadRequest, Unsupported
+from gateway.errors import BadRequest
 from protocol.messages import Generate, Prompt, Sampling, TextPrompt, TokensPrompt
 
 # What the worker itself passes to the template, and what would change how it is called.
@@ -76,8 +76,6 @@ def lower_completion(
 ) -> list[Generate]:
     """One `Generate` per prompt and choice, the choices of a prompt side by side. Raises `BadRequest`."""
     echo = bool(request.echo)
-    if echo and request.logprobs is not None:
-        raise Unsupported("'echo' together with 'logprobs' is not supported: prompts are not scored.", "logprobs")
     if request.max_tokens == 0 and not echo:
         raise BadRequest("'max_tokens' 0 needs 'echo': true.", "max_tokens", "invalid_value")
     return _generates(

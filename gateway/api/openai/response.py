@@ -1,5 +1,6 @@
 """Answers of OpenAI's chat completions and completions. A struct's tag is its first field on the wire."""
 
+import math
 from collections.abc import Iterable
 from typing import Final
 
@@ -126,9 +127,11 @@ class ChatCompletion(Struct, frozen=True, tag_field="object", tag="chat.completi
 
 
 class TextLogprobs(Struct, frozen=True):
+    """One entry for each token; the first of a prompt has no log-probabilities."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -210,13 +213,17 @@ class TextLogprobsBuilder:
         body = TextLogprobs([], [], [], [])
         for token in tokens:
             body.tokens.append(_token_text(token.token))
+            body.text_offset.append(self._offset)
+            self._advance(token.token)
+            if math.isnan(token.logprob):
+                body.token_logprobs.append(None)
+                body.top_logprobs.append(None)
+                continue
             body.token_logprobs.append(max(token.logprob, LOGPROB_MIN))
             top = {_token_text(text): max(value, LOGPROB_MIN) for text, value in token.top}
             # The sampled token is always among them, likely or not.
             top.setdefault(_token_text(token.token), max(token.logprob, LOGPROB_MIN))
             body.top_logprobs.append(top)
-            body.text_offset.append(self._offset)
-            self._advance(token.token)
         return body
 
     def _advance(self, token: bytes) -> None:

@@ -1,9 +1,13 @@
 import json
+import math
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
 import pytest
 
+from gateway.api.openai.response import LOGPROB_MIN, TextLogprobsBuilder
+from protocol.messages import TokenLogprob
 from tests.gateway.harness import Gateway, events, running
 
 pytestmark = pytest.mark.anyio
@@ -80,8 +84,12 @@ async def test_legacy_log_probabilities_come_through(gateway: Gateway) -> None:
     assert [offset for one in streamed if one for offset in one["text_offset"]] == [0, 1]
 
 
-async def test_echo_with_log_probabilities_is_refused(gateway: Gateway) -> None:
-    answer = await gateway.client.post(PATH, json=completion(echo=True, logprobs=1))
+def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
+    built = TextLogprobsBuilder().build([TokenLogprob(b"a", math.nan), TokenLogprob(b"b", -math.inf, ((b"c", -0.5),))])
 
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "logprobs"
+    assert msgspec.to_builtins(built) == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [None, LOGPROB_MIN],
+        "top_logprobs": [None, {"c": -0.5, "b": LOGPROB_MIN}],
+        "text_offset": [0, 1],
+    }

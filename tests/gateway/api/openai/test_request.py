@@ -309,7 +309,6 @@ def test_zero_tokens_only_make_sense_with_echo() -> None:
     [
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3, "n": 2}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
         ({"logprobs": 6}, "logprobs"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ],

@@ -1,0 +1,95 @@
+"""Log-probabilities of prompts: those of one forward pass over all of it, whoever else is in the batch."""
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from msgspec import structs
+
+from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
+from tests.support.engine import EngineHarness, Result, spec
+from tests.support.models import VOCAB
+from worker.engine.scoring import SLICE
+
+rids = itertools.count(1)
+LENGTHS = (1, 2, SLICE, SLICE + 1, 2 * SLICE + 3)
+
+
+def scored(ids: tuple[int, ...], top: int = 2, max_tokens: int = 1) -> Generate:
+    sampling = Sampling(temperature=0.0)
+    return Generate(next(rids), TokensPrompt(ids), sampling, max_tokens, top_logprobs=top, echo=True)
+
+
+def prompts(seed: int = 3) -> list[tuple[int, ...]]:
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(10, VOCAB) for _ in range(length)) for length in LENGTHS]
+
+
+def entries(result: Result) -> list[tuple[bytes, float, Any]]:
+    return [(each.token, -1.0 if math.isnan(each.logprob) else each.logprob, each.top) for each in result.logprobs]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5", "afm7"])
+def test_scores_are_those_of_one_pass_and_the_same_in_any_company(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    with EngineHarness(spec(model_folder(architecture), prefill_chunk=128)) as engine:
+        requests = [scored(ids) for ids in prompts()]
+        alone = [engine.run([request])[0] for request in requests]
+        others = [
+            Generate(next(rids), TokensPrompt(ids), Sampling(temperature=0.0, ignore_eos=True), max_tokens=12)
+            for ids in prompts(4)
+        ]
+        plain = [engine.run([structs.replace(request, rid=next(rids), echo=False)])[0] for request in requests]
+        again = [structs.replace(request, rid=next(rids)) for request in requests]
+        together = engine.run([*others, *again])[len(others) :]
+        references = [engine.loaded.model(mx.array([ids])) for ids in prompts()]
+        mx.eval(references)
+
+    for ids, one, company, without, logits in zip(prompts(), alone, together, plain, references, strict=True):
+        assert entries(company) == entries(one)
+        assert (company.ids, one.ids) == (without.ids, without.ids)
+        assert len(one.logprobs) == len(ids) + 1
+        assert math.isnan(one.logprobs[0].logprob)
+        logprobs = logits[0] - mx.logsumexp(logits[0], axis=-1, keepdims=True)
+        for at in range(1, len(ids)):
+            entry = one.logprobs[at]
+            assert entry.logprob == pytest.approx(logprobs[at - 1, ids[at]].item(), abs=1e-4)
+            assert entry.top[0][1] == pytest.approx(mx.max(logprobs[at - 1]).item(), abs=1e-4)
+            assert entry.top[0][1] >= entry.top[1][1]
+        # What is generated comes behind it.
+        assert one.logprobs[len(ids) :] == without.logprobs or without.logprobs == []
+
+
+def test_nothing_need_be_generated_and_every_token_has_an_entry(model_folder: Callable[[str], Path]) -> None:
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        (ids, *_) = (each for each in prompts() if len(each) == SLICE + 1)
+        result = engine.run([scored(ids, top=0, max_tokens=0)])[0]
+        assert (result.finish, len(result.logprobs), result.ids) == (Finish.LENGTH, len(ids), [])
+        assert result.text == engine.intake.vocabulary.decode(ids)
+        assert all(entry.top == () for entry in result.logprobs)
+
+        # An end that is sampled at once has an entry too: clients count them.
+        ends = structs.replace(scored(ids), sampling=Sampling(0.0, logit_bias={engine.loaded.eos_ids[0]: 100.0}))
+        ended = engine.run([ends])[0]
+        assert (ended.finish, len(ended.logprobs)) == (Finish.STOP, len(ids) + 1)
+
+
+def test_an_abort_amid_the_scores_lets_go_of_the_row(model_folder: Callable[[str], Path]) -> None:
+    rng = random.Random(1)
+    long = tuple(rng.randrange(10, VOCAB) for _ in range(1500))
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        request = structs.replace(scored(long), want_progress=True)
+        result = engine.submit(request)
+        engine.wait(lambda: result.progress, "some progress")
+        engine.command(Abort((request.rid,)))
+        engine.wait(lambda: result.terminals, "its end")
+        assert result.finish is Finish.ABORT
+        after = engine.run([scored(long[:100])])[0]
+        assert len(after.logprobs) == 101
+        engine.wait(lambda: engine.gauges.running == 0)

@@ -1,0 +1,45 @@
+"""Log-probabilities of a prompt's own tokens. Such rows are prefilled one by one and in small slices: elsewhere the
+logits of a prompt are never computed, and those of a whole one do not fit into memory."""
+
+from typing import Any, Final
+
+import mlx.core as mx
+
+from worker.cache import batched
+from worker.engine.forward import forward
+from worker.engine.member import Member, Members
+
+# Positions whose logits are looked at together.
+SLICE: Final = 64
+
+
+class ScoredRows:
+    """Rows whose prompts are scored, each in caches of its own. Owned by the generator."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.rows: list[Members] = []
+
+    def add(self, member: Member) -> None:
+        caches = batched.merge([member.caches])
+        member.caches = []
+        self.rows.append(Members([member], caches))
+
+    def take_told(self) -> list[Members]:
+        """Take out those whose scores were given out."""
+        told = [rows for rows in self.rows if rows.members[0].is_told]
+        self.rows = [rows for rows in self.rows if not rows.members[0].is_told]
+        return told
+
+    def run(self, rows: Members, most: int) -> list[int]:
+        """Run the next slice of one of them, and return it."""
+        member = rows.members[0]
+        assert member.scores is not None
+        part = member.segments[0][: min(most, SLICE)]
+        logits = forward(self._model, rows.members, mx.array([part]), rows.caches, [len(part)])
+        member.scores.add(logits[0])
+        rows.evaluate()
+        return part
+
+    def discard(self, uid: int) -> None:
+        self.rows = [rows for rows in self.rows if rows.members[0].uid != uid]
