@@ -47,6 +47,8 @@ class Lookup:
         self._predicted = len(prediction) + 1 if prediction else 0
         before = np.array([*prediction, BREAK] if prediction else [], dtype=np.int32)
         self._held = Text(np.concatenate([before, tokens]) if prediction else tokens)
+        # All of it now: that takes a thousandth of the prefill that follows.
+        self._held.index(len(self._held))
 
     @property
     def text(self) -> Tokens:

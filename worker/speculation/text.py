@@ -16,7 +16,7 @@ BREAK: Final = -1
 # Of the places that match, the newest ones are compared; of those with the same hash, so many are looked at.
 _TRIES: Final = 16
 _STEPS: Final = 64
-# Places that one search adds to the index: a long prompt is indexed over several steps.
+# Places that one search adds to the index: what was indexed again as a whole would take several steps' time.
 _PIECE: Final = 4096
 _FEW: Final = 16
 _PRIMES: Final = (2654435761, 2246822519, 3266489917)
@@ -60,7 +60,7 @@ class Text:
         """Place and length of the longest match of the end of `tail`, behind which there is more; -1 for none."""
         if len(tail) < LEAST or self._end <= LEAST:
             return -1, 0
-        self._index()
+        self.index(_PIECE)
         tail = tail[-REACH:][::-1]
         first, second, third = tail[:LEAST].tolist()
         held, last = self._held, self._end - 1
@@ -87,11 +87,11 @@ class Text:
         mixed = (third * _PRIMES[2] + second * _PRIMES[1] + first * _PRIMES[0]) & _MASK
         return mixed >> self._shift
 
-    def _index(self) -> None:
-        """Add places to the chains: all but the last token's, which has nothing behind it, a piece at a time."""
+    def index(self, most: int) -> None:
+        """Add at most so many places to the chains; the last token's is never one, as nothing is behind it."""
         if len(self._before) < len(self._held):
             self._make_chains()
-        end = min(self._end - 1, self._indexed + _PIECE)
+        end = min(self._end - 1, self._indexed + most)
         if end - self._indexed <= _FEW:
             held = self._held
             for at in range(self._indexed, end):
