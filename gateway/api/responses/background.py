@@ -54,7 +54,7 @@ class Background:
     def __init__(self, tenant: str, run: Run, asked_bytes: int) -> None:
         self.tenant = tenant
         self.run = run
-        self.events = EventLog()
+        self.events = EventLog(repeated=out.echoes(run.response))
         self.encoder = QueuedStream(run)
         self.is_over = False
         # It has ended here, and the next daemon goes on with it.

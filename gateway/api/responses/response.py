@@ -1,6 +1,7 @@
 """Answers of the Responses API: the response, its items, its stream events. A struct's tag is its `type`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -331,6 +332,19 @@ Event = (
 )
 
 _encode: Final = msgspec.json.Encoder().encode
+# Fields of a response that a request fills, without a bound but that of its body.
+_ECHOED: Final = (
+    "instructions", "tools", "tool_choice", "text", "metadata", "user", "prompt_cache_key", "safety_identifier",
+)  # fmt: skip
+
+
+def echoes(response: Response) -> list[Callable[[], bytes]]:
+    """Writers of what a response tells of its request, of any size, as it stands in each of its events."""
+    return [partial(_field, name, getattr(response, name)) for name in _ECHOED]
+
+
+def _field(name: str, value: object) -> bytes:
+    return b'"%b":%b' % (name.encode(), _encode(value)) if value is not UNSET else b""
 
 
 def event_bytes(event: Event, sequence_number: int) -> bytes:

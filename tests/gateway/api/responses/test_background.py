@@ -129,6 +129,18 @@ async def test_it_is_cancelled_by_another_client_with_what_there_is(
     assert (await client.responses.cancel(made.id)).status == "cancelled"
 
 
+async def test_large_instructions_are_in_every_event_that_tells_them_and_kept_in_none(gateway: Gateway) -> None:
+    """More than the events of one response may take: the first was gone before its reader came."""
+    words = "x" * (5 * 1024 * 1024)
+    told = events((await gateway.client.post(PATH, json=asking(tokens=3, instructions=words, stream=True))).text)
+
+    telling = [event["response"] for event in told if "response" in event]
+    assert [event["type"] for event in told][:3] == ["response.created", "response.queued", "response.in_progress"]
+    assert [len(each["instructions"]) for each in telling] == [len(words)] * 4
+    again = events((await gateway.client.get(f"{PATH}/{telling[0]['id']}?stream=true")).text)
+    assert again == told
+
+
 # -- streams ---------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.api.responses.event_log import READ_BYTES_MAX, EventLog, EventsGone
+from gateway.api.responses.event_log import READ_BYTES_MAX, REPEATED_MIN_BYTES, EventLog, EventsGone
 
 pytestmark = pytest.mark.anyio
 
@@ -108,3 +108,24 @@ async def test_a_reader_far_behind_gets_everything_in_bounded_pieces() -> None:
     assert b"".join(pieces) == b"".join(events)
     assert max(map(len, pieces)) <= READ_BYTES_MAX + len(events[100])
     assert len(pieces) >= 4
+
+
+async def test_what_events_repeat_is_not_kept_and_is_in_what_is_read() -> None:
+    asked, tools = [b'"a":"%s"' % (b"x" * REPEATED_MIN_BYTES), b'"b":"%s"' % (b"y" * 2 * REPEATED_MIN_BYTES)]
+    log = EventLog(max_bytes=2000, repeated=[lambda: asked, lambda: tools, lambda: b"of no size"])
+    telling = [b"data: {%d,%s,%s}\n\n" % (number, asked, tools) for number in range(3)]
+    events = [*telling[:2], event(2), telling[2], *(event(number, 40) for number in range(4, 8))]
+    log.add(b"".join(events[:2]))
+    for each in events[2:]:
+        log.add(each)
+    assert log.size_bytes < 1000
+
+    for after in range(-1, len(events) - 1):
+        read, last = await log.read(after, 0)
+        assert read == b"".join(events[after + 1 : last + 1])
+        assert sum(asked in each for each in events[after + 1 : last + 1]) <= 1
+    log.add(b"".join(event(number, 40) for number in range(8, 60)))
+    read, last = await log.read(57, 0)
+    assert read == b"".join(event(number, 40) for number in (58, 59))
+    log.add(telling[0])
+    assert (await log.read(59, 0))[0] == telling[0]
