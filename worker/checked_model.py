@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from protocol.spec import WorkerSpec
+from worker.drafting.proposers import attach_head
+from worker.drafting.stored_head import NoHead
 from worker.engine.self_check import choose, sample
 from worker.model.lanes import DETERMINISTIC, Lane
 from worker.model.loader import Loaded, load
@@ -23,4 +25,15 @@ def load_checked(spec: WorkerSpec, progress: Callable[[str, int, int], None]) ->
     if plan.lane is Lane.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
         # Chunks of equal length would cut media whose tokens must run together.
         plan = replace(plan, lane=Lane.SINGLE)
-    return replace(loaded, plan=plan)
+    return _with_drafts(replace(loaded, plan=plan), spec)
+
+
+def _with_drafts(loaded: Loaded, spec: WorkerSpec) -> Loaded:
+    """The head of its checkpoint attached, where drafts can be verified."""
+    if spec.speculate == "off" or loaded.plan.lane is not Lane.TOGETHER:
+        return loaded
+    try:
+        drafts, weights_bytes = attach_head(loaded.path, loaded.model)
+    except NoHead as reason:
+        return replace(loaded, no_head=str(reason))
+    return replace(loaded, proposer=drafts, weights_bytes=loaded.weights_bytes + weights_bytes)

@@ -45,7 +45,8 @@ from worker.errors import LoadFailed, RequestInvalid
 from worker.model import memory
 from worker.model.loader import Loaded
 from worker.prompt.intake import Intake
-from worker.speculation.drafter import Drafter
+from worker.speculation.drafter import Drafter, Proposer
+from worker.speculation.eager import EagerDrafts
 from worker.speculation.noisy import NoisyDrafts
 from worker.vision.samples import picture
 
@@ -55,6 +56,8 @@ LONGEST_WORDS: Final = 160
 PARTS: Final = (0.02, 0.15, 0.5, 1.0)
 SHARED_PART: Final = 0.375
 SMALL_CHUNK: Final = 32
+# Tokens of a draft that a model's head is asked for.
+DRAFTED: Final = 3
 CACHE_BYTES: Final = 1 << 30
 DISK_BYTES: Final = 4 << 30
 WRITE_TIMEOUT_S: Final = 60.0
@@ -188,6 +191,8 @@ class Verifier:
         yield self._preempted()
         yield self._resumed()
         yield self._speculated()
+        if self._loaded.proposer is not None:
+            yield self._drafted(self._loaded.proposer)
 
     def _told_apart(self) -> Check:
         """Of two pictures under the same text the model must not say the same with the same certainty."""
@@ -237,6 +242,14 @@ class Verifier:
         if not drafter.drafted:
             return Check("speculated", note="drafts cannot be verified in this lane", is_skipped=True)
         return self._compare("speculated", outputs)
+
+    def _drafted(self, proposer: Proposer) -> Check:
+        """With the drafts of the model's own head, at each step."""
+        drafter = EagerDrafts(proposer, DRAFTED)
+        outputs = Session(self._loaded, self._intake, self._spec, drafter).run([self._requests])
+        if not drafter.drafted:
+            return Check("drafted", note="the head drafted nothing", is_skipped=True)
+        return self._compare("drafted", outputs)
 
     def _session(self, spec: WorkerSpec) -> Session:
         return Session(self._loaded, self._intake, spec)

@@ -60,15 +60,16 @@ WORKER: Final = {
     "errors": "text",
     "parsers": "text",
     "vision": "errors",
-    "model": "errors vision",
     "speculation": "",
+    "model": "errors vision speculation",
     "structured": "text errors parsers",
     "cache": "errors vision model",
-    "engine": "text errors parsers vision model speculation structured cache",
+    "drafting": "errors vision speculation cache",
+    "engine": "text errors parsers vision model speculation structured cache drafting",
     "frames": "text engine",
     "prompt": "text errors parsers vision model speculation structured engine",
     "link": "engine frames",
-    "checked_model": "model engine prompt",
+    "checked_model": "model drafting engine prompt",
     "main": "errors vision model engine prompt link checked_model",
     "verify": "errors vision model engine prompt checked_model speculation",
     "__main__": "main",
@@ -191,7 +192,7 @@ def test_supervision_knows_neither_http_nor_the_configuration_file(here: str) ->
 
 
 def test_only_a_few_folders_import_mlx() -> None:
-    allowed = {"engine", "cache", "model", "vision"}
+    allowed = {"engine", "cache", "model", "vision", "drafting"}
     importers = {
         module for module in modules() if any(name.split(".")[0].startswith("mlx") for name in imports(module))
     }

@@ -32,6 +32,7 @@ from worker.engine.inbox import Command, Inbox
 from worker.engine.loop import Engine
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
+from worker.model.loader import Loaded
 from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter
 
@@ -68,7 +69,7 @@ class EngineHarness:
         self,
         spec: WorkerSpec,
         wrap: Callable[[Any], Any] = lambda model: model,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Callable[[Loaded], Drafter] | None = None,
     ) -> None:
         self.spec = spec
         self._wrap = wrap
@@ -100,8 +101,9 @@ class EngineHarness:
             loaded = load_checked(self.spec, lambda *_: None)
             self.loaded = replace(loaded, model=self._wrap(loaded.model))
             self.intake = Intake(self.loaded, self.spec.parser)
+            drafter = self.drafter = self._drafter(self.loaded) if callable(self._drafter) else self._drafter
             self.engine = Engine(
-                self.loaded, self.spec, self._inbox, self._receive, self.gauges, self.intake.writer, self._drafter
+                self.loaded, self.spec, self._inbox, self._receive, self.gauges, self.intake.writer, drafter
             )
             self.engine.warm_up(list(range(8)))
             self.kv_cost = self.engine.kv_cost

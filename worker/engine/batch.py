@@ -110,6 +110,7 @@ class Batch:
         self._never = StopSequences()
         can_verify = lane is Lane.TOGETHER and batched.can_rewind(make_prompt_cache(model))
         self._drafter: Drafter = drafter if drafter is not None and can_verify else NoDrafts()
+        self._drafter.begin(self._sampler.guess)
         self._generator = Generator(model, self._sampler, lane, self._drafter)
 
     def __len__(self) -> int:
@@ -140,7 +141,7 @@ class Batch:
 
     @property
     def kv_bytes(self) -> int:
-        return self._generator.nbytes
+        return self._generator.nbytes + self._drafter.nbytes
 
     def must_wait(self, row: Row, *, is_first: bool = False) -> bool:
         """Whether what a row needs is being prefilled by another, read from disk, or encoded right now.
@@ -341,7 +342,7 @@ class Batch:
             row = self._rows[sampled.uid]
             tokens.append(Token(row, sampled.token, sampled.logprobs, sampled.ended))
             if sampled.tokens is not None and sampled.caches is not None:
-                self.kv_cost = self.kv_cost or KvCost.of(sampled.caches, len(sampled.tokens))
+                self.kv_cost = self.kv_cost or KvCost.of(sampled.caches, len(sampled.tokens), self._drafter.token_bytes)
                 self._ended.append((row, sampled.tokens, sampled.caches))
                 self._forget(row)
         self._park()

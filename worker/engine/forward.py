@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.cache.batched import begin_block, end_block
+from worker.drafting.taps import taps_of
 from worker.engine.member import Member
 from worker.vision.graft import graft_of
 
@@ -28,5 +29,10 @@ def forward(
         starts = [len(member.tokens) for member in members]
         with graft.rows([member.uid for member in members], starts, lengths, width):
             logits = model(inputs, cache=caches)
+    taps = taps_of(model)
+    if taps is not None:
+        left = [max(0, sum(map(len, row.segments)) - length) for row, length in zip(members, lengths, strict=True)]
+        starts = [len(member.tokens) for member in members]
+        taps.keep([member.uid for member in members], starts, lengths, left)
     end_block(caches, lengths, width)
     return logits

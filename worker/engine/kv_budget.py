@@ -34,8 +34,8 @@ class KvCost:
     widest: int = 0
 
     @classmethod
-    def of(cls, caches: Sequence[Any], tokens: int) -> "KvCost":
-        """Measured on the caches of one sequence of `tokens` tokens."""
+    def of(cls, caches: Sequence[Any], tokens: int, drafter_bytes: int = 0) -> "KvCost":
+        """Measured on the caches of one sequence of `tokens` tokens; a model that drafts adds so much for each."""
         layers, fixed_bytes, windows = list[int](), 0, list[tuple[int, int]]()
         for leaf in leaves(caches):
             if is_sliceable(leaf):
@@ -47,7 +47,7 @@ class KvCost:
             else:
                 fixed_bytes += sum(array.nbytes for array in arrays_of([], [leaf]))
         widest = max([*layers, *(each for each, _ in windows)], default=0)
-        return cls(sum(layers), tuple(windows), fixed_bytes, widest)
+        return cls(sum(layers) + drafter_bytes, tuple(windows), fixed_bytes, widest)
 
     def bytes(self, rows: int, tokens: int) -> int:
         """Of `rows` sequences padded to `tokens` tokens."""

@@ -72,7 +72,7 @@ class Engine:
     ) -> None:
         self._loaded = loaded
         self.speculation, drafts = _speculation(loaded, spec)
-        gauges.speculator = Speculator() if drafts else None
+        gauges.speculator = Speculator(loaded.proposer) if drafts else None
         self._drafter = drafter or gauges.speculator
         self._spec = spec
         self._inbox = inbox
@@ -419,4 +419,6 @@ def _speculation(loaded: Loaded, spec: WorkerSpec) -> tuple[str, bool]:
         return f"off, because rows run in the lane {loaded.plan.lane}", False
     if not batched.can_rewind(make_prompt_cache(loaded.model)):
         return "off, because the caches of this architecture cannot go back to before a block", False
+    if loaded.no_head:
+        return f"auto, without the checkpoint's head for multi-token prediction: {loaded.no_head}", True
     return "auto", True

@@ -9,6 +9,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -69,6 +70,15 @@ class RowSampler:
 
     def block(self, logprobs: mx.array) -> mx.array:
         """Log-probabilities `[rows, positions, vocab]` to the ids that each row samples at its next positions."""
+        return self._sample(logprobs, 0)
+
+    def guess(self, uids: Sequence[int], logits: Any, ahead: int) -> mx.array:
+        """Ids `[rows]` that these requests would sample of logits `[rows, vocab]` so many positions ahead of their
+        next: with the noise that they will have there, so that two models that nearly agree draw the same."""
+        with self.rows(uids):
+            return self._sample(logits[:, None], ahead)[:, 0]
+
+    def _sample(self, logprobs: mx.array, ahead: int) -> mx.array:
         rows, steps, vocab = logprobs.shape
         plan = self._plans.get((self._uids, steps))
         if plan is None:
@@ -77,7 +87,8 @@ class RowSampler:
         keys: list[list[int]] = []
         coins: list[bool] = []
         if plan.is_random:
-            draws = [(self._params[uid], self._position[uid] + step) for uid in self._uids for step in range(steps)]
+            places = range(ahead, ahead + steps)
+            draws = [(self._params[uid], self._position[uid] + step) for uid in self._uids for step in places]
             keys = [_key(params.seed, position) for params, position in draws]
             coins = [_excludes(params, position) for params, position in draws] if plan.has_xtc else []
         logprobs = self._suppress(logprobs) if self._suppressed else logprobs

@@ -25,6 +25,7 @@ from protocol.spec import WorkerSpec
 from protocol.towers import has_media
 from worker.errors import LoadFailed, is_allocation_failure
 from worker.model.lanes import Plan
+from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach
 from worker.vision.checkpoint import fold
 from worker.vision.text_model import load_text_model
@@ -60,6 +61,9 @@ class Loaded:
     # What it has beyond text, or why one with towers has nothing.
     vision: Vision | None = None
     no_vision: str = ""
+    # A model or head that drafts for it, or why a head of the checkpoint does not.
+    proposer: Proposer | None = None
+    no_head: str = ""
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:

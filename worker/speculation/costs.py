@@ -1,7 +1,7 @@
 """Costs of steps by their width, measured, and the width that pays."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -70,9 +70,18 @@ class StepCosts:
 
     def width(self, rows: int, odds: Sequence[Sequence[float]]) -> int:
         """The width with the most tokens a second. `odds[i][j]` is the chance that draft token j of row i counts."""
+        return self.best(rows, odds)[0]
+
+    def best(
+        self, rows: int, odds: Sequence[Sequence[float]], drafting: Callable[[int, float], float] | None = None
+    ) -> tuple[int, float]:
+        """That width, and the tokens a second that it promises, or that a plain step would have to give.
+
+        `drafting` are the seconds of drafts of a width, given those of a plain step.
+        """
         plain = self.predict(rows, 1)
         if plain is None:
-            return 1
+            return 1, 0.0
         best, best_rate = 1, _MARGIN * rows / plain
         is_promising = sum(map(sum, odds)) >= _PROMISE
         for narrower, width in pairwise(WIDTHS):
@@ -81,9 +90,11 @@ class StepCosts:
                 continue
             seconds = self.predict(rows, width)
             tokens = rows + sum(sum(each[: width - 1]) for each in odds)
+            if seconds is not None and drafting is not None:
+                seconds += drafting(width, plain)
             if seconds is not None and tokens / seconds > best_rate:
                 best, best_rate = width, tokens / seconds
-        return best
+        return best, best_rate
 
 
 def _bucket(rows: int) -> int:

@@ -4,14 +4,16 @@ A draft changes which forward passes are made, never a token: the batch samples 
 keeps the tokens of a draft for as long as they are the ones sampled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
+Draw = Callable[[Sequence[int], Any, int], Any]
+"""(uids, logits `[rows, vocab]`, positions ahead) -> ids `[rows]`, drawn of them as the rows would draw there."""
 # No limit for the tokens of a draft.
 ALL: Final = 1 << 30
 
@@ -32,6 +34,15 @@ class Drafter(Protocol):
     """
 
     widest: int
+    # Of a token of a row, in the memory of a model that drafts; and all of that.
+    token_bytes: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def begin(self, draw: Draw) -> None:
+        """A batch begins, without rows."""
+        ...
 
     def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
         """Follow a row, whose prompt and output so far are `tokens`."""
@@ -64,10 +75,41 @@ class Drafter(Protocol):
         ...
 
 
+class Proposer(Protocol):
+    """Drafts of a model, for the rows of one batch, by their uids. Owned by the engine thread.
+
+    It learns of a row from the first draft on. `longest` are the most tokens of a draft that it is asked for.
+    """
+
+    source: str
+    longest: int
+    token_bytes: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def begin(self, draw: Draw) -> None:
+        """A batch begins, without rows; drafts are drawn by `draw`."""
+        ...
+
+    def discard(self, uid: int) -> None: ...
+
+    def propose(
+        self, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], count: int
+    ) -> list[list[int]]:
+        """So many tokens that may follow each row's newest, which its text lacks; none where it cannot say."""
+        ...
+
+
 class NoDrafts:
     """The drafter where there is no speculation."""
 
     widest = 1
+    token_bytes = 0
+    nbytes = 0
+
+    def begin(self, draw: Draw) -> None:
+        pass
 
     def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
         pass

@@ -24,11 +24,13 @@ _LEAD: Final = 8
 
 
 class Source(StrEnum):
-    """Text that a draft is from."""
+    """Text or model that a draft is from."""
 
     LOOKUP = "lookup"
     PREDICTION = "prediction"
     HISTORY = "history"
+    HEAD = "mtp"
+    MODEL = "draft_model"
 
 
 @dataclass(slots=True, frozen=True)

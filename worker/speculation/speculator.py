@@ -1,12 +1,13 @@
-"""Speculator: drafts from lookup, as wide as it pays."""
+"""Speculator: drafts from lookup and from a model, as wide as it pays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from worker.speculation.costs import WIDTHS, StepCosts
-from worker.speculation.drafter import Drafting, Tokens
+from worker.speculation.drafter import Drafting, Draw, Proposer, Tokens
 from worker.speculation.lookup import Guess, History, Lookup, Source
+from worker.speculation.proposals import PRIOR, Proposals
 
 # Chance that a token of a draft is right, before anything was seen …
 _PRIOR: Final = 0.8
@@ -15,6 +16,9 @@ _LEARN: Final = 0.02
 _LEARN_ROW: Final = 0.15
 # A row whose drafts were wrong is believed again, little by little, as it finds more.
 _FORGIVE: Final = 0.02
+# … and that of a model, which always has a draft, by less.
+_FORGIVE_MODEL: Final = 0.005
+_MODELS: Final = (Source.HEAD, Source.MODEL)
 # A row whose drafts were wrong to the first token, time after time, rests for 1, 3, 7, 15 steps before it is looked at
 # again; one whose drafts would not pay, for fewer.
 _RESTS: Final = 4
@@ -43,6 +47,8 @@ class _Followed:
     drafting: Drafting
     begin: int
     rate: float = _PRIOR
+    # Of the model's drafts.
+    model_rate: float = PRIOR
     drafted: int = 0
     accepted: int = 0
     # Steps to rest, and how often it has had to.
@@ -59,9 +65,12 @@ class Speculator:
 
     widest = WIDTHS[-1]
 
-    def __init__(self) -> None:
+    def __init__(self, proposer: Proposer | None = None) -> None:
         self.costs = StepCosts()
-        self.counts = {source: Counts() for source in Source}
+        self._proposals = Proposals(proposer) if proposer is not None else None
+        absent = [source for source in _MODELS if proposer is None or proposer.source != source]
+        self.counts = {source: Counts() for source in Source if source not in absent}
+        self.token_bytes = proposer.token_bytes if proposer is not None else 0
         # Width of the newest step, and tokens a second of blocks ÷ of plain steps.
         self.width = 1
         self.gain = 0.0
@@ -72,6 +81,14 @@ class Speculator:
         self._guesses: list[Guess | None] = []
         self._tokens = 0
 
+    @property
+    def nbytes(self) -> int:
+        return self._proposals.proposer.nbytes if self._proposals is not None else 0
+
+    def begin(self, draw: Draw) -> None:
+        if self._proposals is not None:
+            self._proposals.proposer.begin(draw)
+
     def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
         if drafting.most > 0:
             self._rows[uid] = _Followed(Lookup(tokens, drafting.prediction), drafting, len(tokens))
@@ -81,6 +98,8 @@ class Speculator:
         if row is not None:
             text = row.lookup.text
             self._history.add(row.drafting.salt, text, len(text) - row.begin)
+            if self._proposals is not None:
+                self._proposals.proposer.discard(uid)
 
     def note(self, uid: int, tokens: Sequence[int]) -> None:
         row = self._rows.get(uid)
@@ -92,22 +111,29 @@ class Speculator:
             return False
         odds: list[list[float]] = []
         asking: list[_Followed] = []
+        models: list[list[float]] = []
         for uid, limit in zip(uids, most, strict=True):
             row = self._rows.get(uid) if limit > 0 else None
-            if row is not None and row.rest:
-                row.rest -= 1
+            if row is None:
                 continue
-            # One more: the newest token is not known yet, and is the first that this guesses.
-            guess = self._guess(row, min(limit, row.drafting.most) + 1) if row is not None else None
-            if row is not None and guess is not None:
+            guess = None
+            if row.rest:
+                row.rest -= 1
+            else:
+                # One more: the newest token is not known yet, and is the first that this guesses.
+                guess = self._guess(row, min(limit, row.drafting.most) + 1)
+            if guess is not None:
                 row.rate += _FORGIVE * (_PRIOR - row.rate)
                 odds.append(self._odds(row, guess)[1:])
                 asking.append(row)
+            if self._proposals is not None:
+                row.model_rate += _FORGIVE_MODEL * (PRIOR - row.model_rate)
+                models.append(max(self._model_odds(row, limit), odds[-1] if guess is not None else [], key=sum))
         if odds and self.costs.width(len(uids), odds) > 1:
             return True
         for row in asking:
             row.back_off(_UNPAID_RESTS)
-        return False
+        return bool(models) and self._best_with_model(len(uids), models)[0] > 1
 
     def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
         self._guesses, odds = [], list[list[float]]()
@@ -117,11 +143,54 @@ class Speculator:
                 row.lookup.extend((token,))
                 guess = self._guess(row, min(limit, row.drafting.most, self.widest - 1))
                 row.lookup.shorten()
-                if guess is not None:
-                    odds.append(self._odds(row, guess))
+            odds.append(self._odds(row, guess) if row is not None and guess is not None else [])
             self._guesses.append(guess)
-        width = self.costs.width(len(uids), odds) if odds else 1
+        width, rate = self.costs.best(len(uids), odds) if any(odds) else (1, 0.0)
+        if self._proposals is not None:
+            width = self._ask_model(uids, newest, most, odds, width, rate)
         return [guess.tokens[: width - 1] if guess is not None else [] for guess in self._guesses]
+
+    def _ask_model(
+        self,
+        uids: Sequence[int],
+        newest: Sequence[int],
+        most: Sequence[int],
+        odds: Sequence[list[float]],
+        width: int,
+        rate: float,
+    ) -> int:
+        """Put the model's drafts in place of guesses where they promise more, if that pays; returns the width."""
+        assert self._proposals is not None
+        rows = [self._rows.get(uid) for uid in uids]
+        models = [
+            self._model_odds(row, limit) if row is not None else [] for row, limit in zip(rows, most, strict=True)
+        ]
+        mixed = [max(model, own, key=sum) for model, own in zip(models, odds, strict=True)]
+        asked, asked_rate = self._best_with_model(len(uids), mixed)
+        if asked <= 1 or asked_rate <= rate:
+            return width
+        followed = [
+            (uid, row.lookup.text, token) for uid, row, token in zip(uids, rows, newest, strict=True) if row is not None
+        ]
+        known = [uid for uid, _, _ in followed]
+        drafts = self._proposals.propose(
+            known, [text for _, text, _ in followed], [token for _, _, token in followed], asked
+        )
+        drafted = dict(zip(known, drafts, strict=True))
+        for at, (uid, model, own) in enumerate(zip(uids, models, odds, strict=True)):
+            draft = drafted.get(uid, [])[: len(model)]
+            if draft and sum(model[: asked - 1]) > sum(own[: asked - 1]):
+                self._guesses[at] = Guess(draft, Source(self._proposals.proposer.source), 0)
+        return asked
+
+    def _best_with_model(self, rows: int, odds: Sequence[Sequence[float]]) -> tuple[int, float]:
+        proposals = self._proposals
+        assert proposals is not None
+        return self.costs.best(rows, odds, lambda width, plain: proposals.seconds(rows, width, plain))
+
+    def _model_odds(self, row: _Followed, limit: int) -> list[float]:
+        assert self._proposals is not None
+        return self._proposals.odds(row.model_rate, min(limit, row.drafting.most)) if limit > 0 else []
 
     def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         self._tokens = len(uids) + sum(accepted)
@@ -129,11 +198,7 @@ class Speculator:
             row = self._rows.get(uid)
             if row is None or guess is None or not draft:
                 continue
-            if right:
-                row.rests = 0
-            else:
-                row.back_off(_RESTS)
-            counts, key = self.counts[guess.source], _kind(guess)
+            counts = self.counts[guess.source]
             counts.drafts += 1
             counts.tokens += len(draft)
             counts.accepted += right
@@ -142,16 +207,33 @@ class Speculator:
                 row.accepted += right
             for at in range(right):
                 counts.by_position[at] += 1
-            rate = self._rates.get(key, _PRIOR)
-            for is_right in [1.0] * right + [0.0] * (right < len(draft)):
-                rate += _LEARN * (is_right - rate)
-                row.rate += _LEARN_ROW * (is_right - row.rate)
-            self._rates[key] = rate
+            self._learn(row, guess, len(draft), right)
+
+    def _learn(self, row: _Followed, guess: Guess, drafted: int, right: int) -> None:
+        seen = [1.0] * right + [0.0] * (right < drafted)
+        if self._proposals is not None and guess.source in _MODELS:
+            self._proposals.learn(drafted, right)
+            for is_right in seen:
+                row.model_rate += _LEARN_ROW * (is_right - row.model_rate)
+            return
+        if right:
+            row.rests = 0
+        else:
+            row.back_off(_RESTS)
+        key = _kind(guess)
+        rate = self._rates.get(key, _PRIOR)
+        for is_right in seen:
+            rate += _LEARN * (is_right - rate)
+            row.rate += _LEARN_ROW * (is_right - row.rate)
+        self._rates[key] = rate
 
     def timed(self, rows: int, width: int, seconds: float) -> None:
         self.costs.observe(rows, width, seconds)
         self.width = width
         plain = self.costs.known(rows, 1)
+        if self._proposals is not None:
+            seconds += self._proposals.spent_s
+            self._proposals.spent_s = 0.0
         if width > 1 and plain is not None and seconds > 0:
             gain = plain * self._tokens / rows / seconds
             self.gain = gain if self.gain == 0 else self.gain + _SMOOTHING * (gain - self.gain)

@@ -254,10 +254,12 @@ def measure(model: Qwen3, head: Head, bpe: Tokenizer, device: str, count: int) -
         arrays = packed(bpe, category, count)
         if not len(arrays[0]):
             continue
-        batch = windows(model, arrays, device)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            batch = windows(model, arrays, device)
+            states = head(batch.embeds, batch.hidden, *turns(model), batch.conversation)
         best, is_right, shares = batch.teacher.argmax(-1).roll(-1, 1), None, list[str]()
-        for step, state in enumerate(head(batch.embeds, batch.hidden, *turns(model), batch.conversation)):
-            agrees = ((state @ model.embed_tokens.weight.T).argmax(-1) == best) & batch.valid(step)
+        for step, state in enumerate(states):
+            agrees = ((state.float() @ model.embed_tokens.weight.T).argmax(-1) == best) & batch.valid(step)
             base = batch.valid(step) if is_right is None else is_right.roll(1, 1) & batch.valid(step)
             is_right = agrees & base
             shares.append(f"{100 * is_right.sum().item() / max(1, base.sum().item()):.1f} %")

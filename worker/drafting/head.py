@@ -1,0 +1,49 @@
+"""Heads for multi-token prediction (MTP): one more layer, which says of a position's last hidden state and of the token
+after it which token follows that.
+
+Two forms are in use, alike but for the names of their weights: Qwen's, below `mtp`, and DeepSeek's, which is a layer
+behind the model's last. The layer is of the target's own class, and so runs on the batch's caches.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask
+
+Transform = Callable[[mx.array], mx.array]
+
+
+class Head(nn.Module):
+    """A head of a target with tables `embed` and `lm_head` of its own or of the target's.
+
+    Its output is the hidden state that logits are made of, and that takes the place of the target's where the head is
+    fed with its own draft.
+    """
+
+    def __init__(self, layer: Any, size: int, eps: float) -> None:
+        super().__init__()
+        self.enorm = nn.RMSNorm(size, eps=eps)
+        self.hnorm = nn.RMSNorm(size, eps=eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layer = layer
+        self.norm = nn.RMSNorm(size, eps=eps)
+        # Not parameters of the head: the target's, or its own ones of the same form.
+        self._tables: tuple[Transform, Transform] | None = None
+
+    def bind(self, embed: Transform, lm_head: Transform) -> None:
+        """Set the functions from ids to embeddings and from hidden states to logits."""
+        self._tables = embed, lm_head
+
+    def __call__(self, tokens: mx.array, hidden: mx.array, cache: Any) -> mx.array:
+        """Hidden states `[rows, width, size]` of ids `[rows, width]` and the hidden states before them."""
+        assert self._tables is not None
+        x = mx.concatenate([self.enorm(self._tables[0](tokens)), self.hnorm(hidden)], axis=-1)
+        x = self.fc(x)
+        mask = create_attention_mask(x, cache, return_array=x.shape[1] > 1)
+        return self.norm(self.layer(x, mask, cache=cache))
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        assert self._tables is not None
+        return self._tables[1](hidden)

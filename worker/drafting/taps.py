@@ -1,0 +1,105 @@
+"""Taps: hidden states of the target on their way between its layers, for drafters that go on from them.
+
+A module is wrapped once, when the model is loaded, and its input kept while somebody drafts. A record says of each row
+where in its text the states are. States of tokens that were rejected are in it as well: who reads it knows the text.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+import mlx.nn as nn
+
+# Of a prompt, states of its last tokens are kept: drafts follow from what is near.
+TAIL: Final = 256
+# Records are forgotten, oldest first, read or not.
+_MOST_RECORDS: Final = 256
+_MOST_BYTES: Final = 64 << 20
+
+
+@dataclass(slots=True, frozen=True)
+class Record:
+    """Inputs of the tapped modules in one forward pass, each `[rows, width, size]`: of row i the tokens of its text
+    from `starts[i]` on, `lengths[i]` of them from column `begins[i]`."""
+
+    uids: Sequence[int]
+    starts: Sequence[int]
+    begins: Sequence[int]
+    lengths: Sequence[int]
+    states: tuple[mx.array, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.states)
+
+
+class Taps:
+    """Records of the newest forward passes. Owned by the engine thread."""
+
+    def __init__(self) -> None:
+        # Nobody reads: nothing is kept.
+        self.is_on = False
+        self.records: deque[Record] = deque()
+        self.nbytes = 0
+        self._seen: dict[int, mx.array] = {}
+
+    def see(self, place: int, x: mx.array) -> None:
+        if self.is_on:
+            self._seen[place] = x
+
+    def keep(self, uids: Sequence[int], starts: Sequence[int], lengths: Sequence[int], left: Sequence[int]) -> None:
+        """Keep what the pass just built has shown; `left` are the tokens of each row's prompt that follow it."""
+        seen, self._seen = self._seen, {}
+        if not seen:
+            return
+        near = [min(length, TAIL - after) for length, after in zip(lengths, left, strict=True)]
+        if max(near) <= 0:
+            return
+        states = tuple(state for _, state in sorted(seen.items()))
+        width, begin = states[0].shape[1], min(length - count for length, count in zip(lengths, near, strict=True))
+        if width > 1:
+            # A prompt's last states are nothing that its KV needs: left alone, they would hold all that they come from.
+            states = tuple(mx.contiguous(state[:, begin:]) for state in states)
+            mx.async_eval(states)
+        begins = [max(0, length - max(count, 0) - begin) for length, count in zip(lengths, near, strict=True)]
+        self._add(Record(uids, [start + begin + at for start, at in zip(starts, begins, strict=True)], begins,
+                         [max(count, 0) for count in near], states))  # fmt: skip
+
+    def clear(self) -> None:
+        self.records.clear()
+        self._seen.clear()
+        self.nbytes = 0
+
+    def _add(self, record: Record) -> None:
+        self.records.append(record)
+        self.nbytes += record.nbytes
+        while self.nbytes > _MOST_BYTES or len(self.records) > _MOST_RECORDS:
+            self.nbytes -= self.records.popleft().nbytes
+
+
+class Tap(nn.Module):
+    """A module whose input is kept; its attributes are shown as the tap's own."""
+
+    def __init__(self, module: Any, taps: Taps, place: int) -> None:
+        super().__init__()
+        self.module = module
+        self._taps = taps
+        self._place = place
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        self._taps.see(self._place, x)
+        return self.module(x, *args, **kwargs)
+
+
+def taps_of(model: Any) -> Taps | None:
+    """The taps of a model that somebody drafts for."""
+    taps: Taps | None = getattr(model, "taps", None)
+    return taps if taps is not None and taps.is_on else None

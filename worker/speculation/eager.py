@@ -1,0 +1,45 @@
+"""Drafts of a model at each step, whether they pay or not, for checks that no draft changes a token."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from worker.speculation.drafter import Drafting, Draw, NoDrafts, Proposer, Tokens
+
+
+class EagerDrafts(NoDrafts):
+    """All that a proposer says, so many tokens each."""
+
+    def __init__(self, proposer: Proposer, count: int) -> None:
+        self._proposer = proposer
+        self._count = count
+        self.widest = count + 1
+        self._texts: dict[int, list[int]] = {}
+        self.drafted = 0
+        self.accepted = 0
+
+    def begin(self, draw: Draw) -> None:
+        self._proposer.begin(draw)
+
+    def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
+        self._texts[uid] = tokens.tolist()
+
+    def discard(self, uid: int) -> None:
+        if self._texts.pop(uid, None) is not None:
+            self._proposer.discard(uid)
+
+    def note(self, uid: int, tokens: Sequence[int]) -> None:
+        if uid in self._texts:
+            self._texts[uid].extend(tokens)
+
+    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
+        return True
+
+    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+        texts = [np.array(self._texts[uid], dtype=np.int32) for uid in uids]
+        drafts = self._proposer.propose(uids, texts, newest, self._count)
+        return [draft[:limit] for draft, limit in zip(drafts, most, strict=True)]
+
+    def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
+        self.drafted += sum(map(len, drafts))
+        self.accepted += sum(accepted)
