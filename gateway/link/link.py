@@ -12,7 +12,7 @@ from gateway.link.aborts import Aborts
 from gateway.link.calls import Questions
 from gateway.link.collector import Collector
 from gateway.link.events import LinkEvents
-from gateway.link.sequence import PARKED, Connection, Peer, Sequence
+from gateway.link.sequence import PARKED, Connection, Runner, Sequence
 from gateway.link.transport import Transport, WorkerGone
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, MalformedFrame, Unsendable, decode_up, encode
 from protocol.failures import Code, Failure
@@ -104,7 +104,7 @@ class Link:
         is_running = any(sequence.epoch == epoch for sequence in self._sequences.values())
         return is_running or self._questions.are_open(epoch)
 
-    def submit(self, worker: Peer, requests: list[Generate]) -> Collector:
+    def submit(self, worker: Runner, requests: list[Generate]) -> Collector:
         """Start the sequences of one request on `worker`.
 
         Raises `WorkerGone` or `Unsendable`, and then none of them has started.
@@ -136,7 +136,7 @@ class Link:
                 )
         return collector
 
-    def resume(self, worker: Peer, sequence: Sequence) -> None:
+    def resume(self, worker: Runner, sequence: Sequence) -> None:
         """Let a parked sequence go on at `worker`. Raises `WorkerGone`, and then it stays parked.
 
         One that is too large to be sent with what its client has ends.
@@ -155,7 +155,7 @@ class Link:
         sequence.given = len(sequence.token_ids)
         sequence.resumes += 1
 
-    async def ask(self, worker: Peer, question: Tokenize | Detokenize) -> Tokenized:
+    async def ask(self, worker: Runner, question: Tokenize | Detokenize) -> Tokenized:
         """A worker's answer. Raises `Refused`, also when the worker dies over it, `WorkerGone` and `Unsendable`."""
         with self._questions.asking(worker.epoch, question.rid) as answer:
             self.send(worker, question)
@@ -167,18 +167,18 @@ class Link:
 
     def abort(self, rids: Iterable[int], reason: str) -> None:
         """Stop sequences and forget them. Unknown and finished rids are ignored."""
-        by_worker: dict[int, tuple[Peer, list[int]]] = {}
+        by_worker: dict[int, tuple[Runner, list[int]]] = {}
         for rid in rids:
             sequence = self._sequences.get(rid)
             if sequence is None:
                 continue
             self._end(sequence)
             sequence.collector.close()
-            by_worker.setdefault(sequence.epoch, (sequence.peer, []))[1].append(rid)
-        for epoch, (peer, own) in by_worker.items():
-            if peer.epoch == epoch:
+            by_worker.setdefault(sequence.epoch, (sequence.runner, []))[1].append(rid)
+        for epoch, (runner, own) in by_worker.items():
+            if runner.epoch == epoch:
                 self.aborts.sent(epoch, own)
-                self._transport.try_send(peer, Abort(tuple(own), reason))
+                self._transport.try_send(runner, Abort(tuple(own), reason))
 
     def stop(self, rids: Iterable[int], reason: str, failure: Failure | None = None) -> None:
         """Abort sequences whose reader goes on reading: it is told that they ended, and of a failure if it was one."""
@@ -190,9 +190,9 @@ class Link:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def attach(self, peer: Peer) -> Connection:
-        """Let the messages of `peer.epoch` in."""
-        connection = self._connections[peer.epoch] = Connection(peer)
+    def attach(self, runner: Runner) -> Connection:
+        """Let the messages of `runner.epoch` in."""
+        connection = self._connections[runner.epoch] = Connection(runner)
         return connection
 
     def detach(self, epoch: int) -> list[Sequence]:
@@ -215,12 +215,12 @@ class Link:
     def abandon(self, failure: Failure) -> None:
         """End everything: at the workers, which go on without us, and for the clients."""
         sequences = list(self._sequences.values())
-        by_worker: dict[int, tuple[Peer, list[int]]] = {}
+        by_worker: dict[int, tuple[Runner, list[int]]] = {}
         for sequence in sequences:
-            by_worker.setdefault(sequence.epoch, (sequence.peer, []))[1].append(sequence.rid)
-        for epoch, (peer, rids) in by_worker.items():
-            if peer.epoch == epoch:
-                self._transport.try_send(peer, Abort(tuple(rids), "gateway restarts"))
+            by_worker.setdefault(sequence.epoch, (sequence.runner, []))[1].append(sequence.rid)
+        for epoch, (runner, rids) in by_worker.items():
+            if runner.epoch == epoch:
+                self._transport.try_send(runner, Abort(tuple(rids), "gateway restarts"))
         self.fail(sequences, failure)
 
     def expire(self, sequences: Iterable[Sequence]) -> None:
@@ -230,14 +230,14 @@ class Link:
             [sequence for sequence in sequences if sequence.deadline is not None and now >= sequence.deadline], LATE
         )
 
-    def send(self, peer: Peer, message: Down) -> None:
+    def send(self, runner: Runner, message: Down) -> None:
         """Send at once. Raises `WorkerGone` when the worker is not connected, and `Unsendable`."""
-        self._transport.send(peer, message)
+        self._transport.send(runner, message)
 
-    def ping(self, peer: Peer, t_ns: int) -> None:
+    def ping(self, runner: Runner, t_ns: int) -> None:
         """Send a heartbeat. A worker that is gone is noticed elsewhere."""
         self._seq = (self._seq + 1) & ((1 << SEQ_BITS) - 1)
-        self._transport.try_send(peer, Ping(peer.epoch << SEQ_BITS | self._seq, t_ns))
+        self._transport.try_send(runner, Ping(runner.epoch << SEQ_BITS | self._seq, t_ns))
 
     # -- what workers say --------------------------------------------------------------------------------------------
 
@@ -291,10 +291,10 @@ class Link:
             collector.add(delta, now)
             due[collector] = None
         if strangers:
-            self._transport.try_send(connection.peer, Abort(tuple(strangers), "gateway restarted"))
+            self._transport.try_send(connection.runner, Abort(tuple(strangers), "gateway restarted"))
         if step.stats is not None:
             connection.stats = step.stats
-        self._events.step(connection.peer.name, step)
+        self._events.step(connection.runner.name, step)
 
     def _on_other(self, message: Up) -> None:
         match message:
@@ -318,7 +318,7 @@ class Link:
                 self._on_hello(message)
             case Loading() | Ready() | Drained() | Goodbye():
                 if connection := self._connections.get(message.epoch):
-                    connection.peer.post(message)
+                    connection.runner.post(message)
                 else:
                     self._events.stale_message()
             case Step():
@@ -333,11 +333,11 @@ class Link:
         if failure is None:
             return False
         # A worker that drains without our command got a signal from outside, or lost its connection to us.
-        is_unasked = failure.code is Code.DRAINING and sequence.peer.is_serving
+        is_unasked = failure.code is Code.DRAINING and sequence.runner.is_serving
         if failure.code is not Code.WORKER_DIED and not is_unasked:
             return False
         sequence.epoch = PARKED
-        sequence.peer.park(sequence)
+        sequence.runner.park(sequence)
         return True
 
     def _end(self, sequence: Sequence) -> None:
@@ -350,7 +350,7 @@ class Link:
 
     def _note_progress(self, sequence: Sequence) -> None:
         sequence.is_watched = False
-        sequence.peer.note_progress()
+        sequence.runner.note_progress()
 
     def _on_pong(self, pong: Pong) -> None:
         connection = self._connections.get(pong.seq >> SEQ_BITS)
@@ -358,20 +358,20 @@ class Link:
             self._events.stale_message()
             return
         connection.stats = pong.stats
-        connection.peer.post(pong)
-        self._events.pong(connection.peer.name, pong)
+        connection.runner.post(pong)
+        self._events.pong(connection.runner.name, pong)
 
     def _on_hello(self, hello: Hello) -> None:
         self._transport.drop_greetings()
         if self._is_attached(hello):
-            self._connections[hello.epoch].peer.post(hello)
+            self._connections[hello.epoch].runner.post(hello)
             return
         self._events.stale_message()
         self._transport.dismiss(hello, self._is_attached)
 
     def _is_attached(self, hello: Hello) -> bool:
         connection = self._connections.get(hello.epoch)
-        return connection is not None and connection.peer.name == hello.worker
+        return connection is not None and connection.runner.name == hello.worker
 
     def _note_malformed(self, frame: bytes, error: MalformedFrame) -> None:
         self._events.malformed_frame()

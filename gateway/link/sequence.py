@@ -24,7 +24,7 @@ class Sequence:
     """
 
     generate: Generate
-    peer: "Peer"
+    runner: "Runner"
     epoch: int
     collector: Collector
     # Of the loop's clock; None without a deadline.
@@ -75,12 +75,12 @@ class Sequence:
 class Connection:
     """One attached worker incarnation. Written by the link; it stays readable after the epoch is detached."""
 
-    peer: "Peer"
+    runner: "Runner"
     # The newest numbers that the worker has sent.
     stats: Stats | None = None
 
 
-class Peer(Protocol):
+class Runner(Protocol):
     """A worker, as the link sees it."""
 
     @property

@@ -9,7 +9,7 @@ from typing import Final
 
 import zmq
 
-from gateway.link.sequence import Peer
+from gateway.link.sequence import Runner
 from protocol import sockets
 from protocol.codec import encode
 from protocol.messages import Down, Hello, Shutdown
@@ -104,18 +104,18 @@ class Transport:
 
     # -- to workers --------------------------------------------------------------------------------------------------
 
-    def send(self, peer: Peer, message: Down) -> None:
+    def send(self, runner: Runner, message: Down) -> None:
         """Send at once. Raises `WorkerGone` when the worker is not connected, and `Unsendable`."""
-        self.send_frame(peer, encode(message))
+        self.send_frame(runner, encode(message))
 
-    def try_send(self, peer: Peer, message: Down) -> None:
+    def try_send(self, runner: Runner, message: Down) -> None:
         """Send where the worker is connected: one that is gone is noticed elsewhere."""
         with contextlib.suppress(WorkerGone):
-            self.send(peer, message)
+            self.send(runner, message)
 
-    def send_frame(self, peer: Peer, frame: bytes) -> None:
+    def send_frame(self, runner: Runner, frame: bytes) -> None:
         """Send a message that is encoded already. Raises `WorkerGone`."""
-        self._post(peer.name, peer.epoch, frame)
+        self._post(runner.name, runner.epoch, frame)
 
     def dismiss(self, hello: Hello, is_wanted: Callable[[Hello], bool]) -> None:
         """End a worker that was not started here: it holds memory that is not counted."""

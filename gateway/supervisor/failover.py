@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterable
 from typing import Final
 
-from gateway.link.sequence import Peer, Sequence
+from gateway.link.sequence import Runner, Sequence
 from gateway.link.transport import WorkerGone
 from gateway.supervisor.ports import Wire
 from gateway.supervisor.quarantine import REFUSED, Quarantine, fingerprint
@@ -89,7 +89,7 @@ class ParkedSequences:
             self._wire.fail(exhausted, failure)
         self.requeue()
 
-    def resume(self, peer: Peer, now: float) -> None:
+    def resume(self, runner: Runner, now: float) -> None:
         """Send the worker those that it may have now."""
         waiting = [sequence for sequence in self._waiting if not sequence.is_over]
         # Stable: otherwise in order of arrival.
@@ -97,13 +97,15 @@ class ParkedSequences:
         sent = 0
         try:
             while waiting and not (waiting[0].is_suspicious and self._watched):
-                sent += self._resume_one(peer, waiting[0], now, is_watched=waiting[-1].is_suspicious)
+                sent += self._resume_one(runner, waiting[0], now, is_watched=waiting[-1].is_suspicious)
                 del waiting[0]
         except WorkerGone:
-            peer.suspect()
+            runner.suspect()
         self._waiting = waiting
         if sent:
-            log.info("model %s: %d sequences go on at worker #%d, %d wait", self._model, sent, peer.epoch, len(waiting))
+            log.info(
+                "model %s: %d sequences go on at worker #%d, %d wait", self._model, sent, runner.epoch, len(waiting)
+            )
             self._events.resumed(self._model, sent)
 
     def note_progress(self) -> None:
@@ -129,11 +131,11 @@ class ParkedSequences:
         self._lost, self._waiting = [], []
         self._unwatch()
 
-    def _resume_one(self, peer: Peer, sequence: Sequence, now: float, *, is_watched: bool) -> bool:
+    def _resume_one(self, runner: Runner, sequence: Sequence, now: float, *, is_watched: bool) -> bool:
         if (refusal := self.refusal(sequence.generate, now)) is not None:
             self._wire.fail([sequence], refusal)
             return False
-        self._wire.resume(peer, sequence)
+        self._wire.resume(runner, sequence)
         if sequence.is_over:
             return False
         if is_watched:

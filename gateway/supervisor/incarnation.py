@@ -3,7 +3,7 @@
 import signal
 import time
 
-from gateway.link.sequence import Connection, Peer, Sequence
+from gateway.link.sequence import Connection, Runner, Sequence
 from gateway.link.transport import WorkerGone
 from gateway.supervisor.ports import Effects, Process, Wire
 from gateway.supervisor.state import Limits
@@ -21,7 +21,7 @@ class Incarnation:
     (`is_suspect`, the link) and that new requests wait (`is_gated`, the memory broker).
     """
 
-    def __init__(self, epoch: int, peer: Peer, wire: Wire, limits: Limits, watchers: Watchers) -> None:
+    def __init__(self, epoch: int, runner: Runner, wire: Wire, limits: Limits, watchers: Watchers) -> None:
         self.epoch = epoch
         self.process: Process | None = None
         self.loading: Loading | None = None
@@ -36,14 +36,14 @@ class Incarnation:
         self.is_evicted = False
         self.is_suspect = False
         self.is_gated = False
-        self._peer = peer
+        self._runner = runner
         self._wire = wire
         self._limits = limits
         self._watchers = watchers
         self._connection: Connection | None = None
 
     def __str__(self) -> str:
-        return f"{self._peer.name}#{self.epoch}"
+        return f"{self._runner.name}#{self.epoch}"
 
     @property
     def pid(self) -> int:
@@ -74,7 +74,7 @@ class Incarnation:
 
     def spawn(self, effects: Effects, spec: WorkerSpec) -> None:
         """Start the process. Raises `OSError`."""
-        self._connection = self._wire.attach(self._peer)
+        self._connection = self._wire.attach(self._runner)
         try:
             process = effects.spawn(spec)
         except OSError:
@@ -84,7 +84,7 @@ class Incarnation:
 
     def adopt(self, process: Process) -> None:
         """Take over a process that an earlier gateway started."""
-        self._connection = self._wire.attach(self._peer)
+        self._connection = self._wire.attach(self._runner)
         self._watch(process)
 
     def greet(self) -> None:
@@ -100,13 +100,13 @@ class Incarnation:
     def send(self, message: Down) -> bool:
         """Whether the worker could be reached."""
         try:
-            self._wire.send(self._peer, message)
+            self._wire.send(self._runner, message)
         except WorkerGone:
             return False
         return True
 
     def ping(self) -> None:
-        self._wire.ping(self._peer, time.monotonic_ns())
+        self._wire.ping(self._runner, time.monotonic_ns())
 
     def detach(self) -> list[Sequence]:
         """Drop what it says from now on. Returns its unfinished sequences."""

@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from gateway.link.sequence import Peer
+from gateway.link.sequence import Runner
 from gateway.supervisor import postmortem
 from gateway.supervisor.exits import EXITS, Fate, cause_of
 from gateway.supervisor.failover import ParkedSequences
@@ -38,7 +38,7 @@ class Lifecycle:
     def __init__(
         self,
         spec: WorkerSpec,
-        peer: Peer,
+        runner: Runner,
         post: Callable[[Mail], None],
         *,
         effects: Effects,
@@ -58,7 +58,7 @@ class Lifecycle:
         self.parked = ParkedSequences(spec.name, wire, events, limits)
         self.restart_policy = RestartPolicy(spec.name)
 
-        self._peer = peer
+        self._runner = runner
         self._effects = effects
         self._wire = wire
         self._events = events
@@ -84,7 +84,7 @@ class Lifecycle:
 
     def make(self, epoch: int) -> Incarnation:
         """A new incarnation, without a process yet."""
-        return Incarnation(epoch, self._peer, self._wire, self._limits, self.timers.watchers())
+        return Incarnation(epoch, self._runner, self._wire, self._limits, self.timers.watchers())
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Lifecycle:
         if self.state is not State.READY or self.incarnation.is_suspect:
             return
         if self.parked.is_isolating:
-            self.parked.resume(self._peer, self._effects.now())
+            self.parked.resume(self._runner, self._effects.now())
         if self.is_ready:
             self.wake(None)
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from gateway.link.collector import Collector
-from gateway.link.sequence import PARKED, Connection, Peer, Sequence
+from gateway.link.sequence import PARKED, Connection, Runner, Sequence
 from gateway.link.transport import WorkerGone
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import Limits, MemoryView, ModelUnavailable, State
@@ -115,9 +115,9 @@ class FakeWorld:
 
     # Wire
 
-    def attach(self, peer: Peer) -> Connection:
-        self.attached.append(peer.epoch)
-        return Connection(peer)
+    def attach(self, runner: Runner) -> Connection:
+        self.attached.append(runner.epoch)
+        return Connection(runner)
 
     def detach(self, epoch: int) -> list[Sequence]:
         self.detached.append(epoch)
@@ -126,7 +126,7 @@ class FakeWorld:
             sequence.epoch = PARKED
         return lost
 
-    def resume(self, worker: Peer, sequence: Sequence) -> None:
+    def resume(self, worker: Runner, sequence: Sequence) -> None:
         if self.is_unreachable:
             raise WorkerGone(worker.name)
         sequence.epoch, sequence.given = worker.epoch, len(sequence.token_ids)
@@ -144,12 +144,12 @@ class FakeWorld:
         late = [sequence for sequence in sequences if sequence.deadline is not None and self.time >= sequence.deadline]
         self.fail(late, Failure(Code.DEADLINE_EXCEEDED, "late"))
 
-    def send(self, peer: Peer, message: Down) -> None:
+    def send(self, runner: Runner, message: Down) -> None:
         if self.is_unreachable:
-            raise WorkerGone(peer.name)
+            raise WorkerGone(runner.name)
         self.sent.append(message)
 
-    def ping(self, peer: Peer, t_ns: int) -> None:
+    def ping(self, runner: Runner, t_ns: int) -> None:
         self.pings += 1
 
     # Tests

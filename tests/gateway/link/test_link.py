@@ -43,7 +43,7 @@ STATS = Stats(1, 2, 3, 4, 5, 6, 7, 8)
 DIED = Failure(Code.WORKER_DIED, "died")
 
 
-class Peer:
+class Runner:
     """A worker as the link sees it."""
 
     def __init__(self, epoch: int = 3) -> None:
@@ -79,12 +79,12 @@ class Wire:
     def __init__(self, home: Path) -> None:
         self.events = Recorder()
         self.link = Link(home / "run", self.events, boot=5)
-        self.peer = Peer()
+        self.runner = Runner()
         self.context = zmq.Context()
 
     async def __aenter__(self) -> "Wire":
         self.link.open()
-        self.connection = self.link.attach(self.peer)
+        self.connection = self.link.attach(self.runner)
         self.down: Any = sockets.connect_dealer(self.context, self.link.down, b"m#3")
         self.up: Any = sockets.connect_push(self.context, self.link.up)
         self.down.send(b"")
@@ -103,7 +103,7 @@ class Wire:
 
     def is_connected(self) -> bool:
         try:
-            self.link.send(self.peer, Abort(()))
+            self.link.send(self.runner, Abort(()))
         except WorkerGone:
             return False
         return True
@@ -129,7 +129,7 @@ def home() -> Iterator[Path]:
 async def test_what_a_worker_says_reaches_the_collector_of_its_request(home: Path) -> None:
     async with Wire(home) as wire:
         request = wire.request()
-        collector = wire.link.submit(wire.peer, [request])
+        collector = wire.link.submit(wire.runner, [request])
         assert wire.hear() == request
         rid = request.rid
         wire.say(Accepted(rid, 9), Progress(rid, 4, 9), Step(3, 1, [Delta(rid, text="a", token_ids=(1,))], STATS))
@@ -146,7 +146,7 @@ async def test_what_a_worker_says_reaches_the_collector_of_its_request(home: Pat
 async def test_deltas_of_several_sequences_of_one_request_share_a_collector(home: Path) -> None:
     async with Wire(home) as wire:
         one, two = wire.request(), wire.request()
-        collector = wire.link.submit(wire.peer, [one, two])
+        collector = wire.link.submit(wire.runner, [one, two])
         assert collector.rids == (one.rid, two.rid)
         wire.say(Step(3, 1, [Delta(two.rid, text="b"), Delta(one.rid, text="a")]))
         assert {d.rid: d.text for d in await collector.next(5.0)} == {one.rid: "a", two.rid: "b"}
@@ -155,7 +155,7 @@ async def test_deltas_of_several_sequences_of_one_request_share_a_collector(home
 async def test_the_table_keeps_the_request_and_every_token_that_came(home: Path) -> None:
     async with Wire(home) as wire:
         request = wire.request()
-        collector = wire.link.submit(wire.peer, [request])
+        collector = wire.link.submit(wire.runner, [request])
         wire.say(Step(3, 1, [Delta(request.rid, token_ids=(1, 2))]), Step(3, 2, [Delta(request.rid, token_ids=(3,))]))
         got = 0
         while got < 3:
@@ -169,7 +169,7 @@ async def test_the_table_keeps_the_request_and_every_token_that_came(home: Path)
 
 async def detached(wire: Wire, request: Generate, *deltas: Delta) -> tuple[Sequence, Collector]:
     """A sequence whose worker is gone after it sent `deltas`."""
-    collector = wire.link.submit(wire.peer, [request])
+    collector = wire.link.submit(wire.runner, [request])
     assert wire.hear() == request
     for delta in deltas:
         wire.say(Step(3, 1, [delta]))
@@ -185,8 +185,8 @@ async def test_a_parked_sequence_goes_on_with_the_ids_its_client_has_and_the_sam
         sequence, collector = await detached(
             wire, request, Delta(rid, text="x"), Delta(rid, text="a", token_ids=(5, 6))
         )
-        wire.link.attach(wire.peer)
-        wire.link.resume(wire.peer, sequence)
+        wire.link.attach(wire.runner)
+        wire.link.resume(wire.runner, sequence)
         again = wire.hear()
         assert isinstance(again, Generate)
         assert 50_000 < again.deadline_ms <= 60_000
@@ -201,7 +201,7 @@ async def test_an_echo_that_never_came_is_asked_for_again(home: Path) -> None:
     async with Wire(home) as wire:
         request = replace(wire.request(), echo=True)
         sequence, _ = await detached(wire, request)
-        wire.link.resume(wire.peer, sequence)
+        wire.link.resume(wire.runner, sequence)
         assert wire.hear() == request
 
 
@@ -209,7 +209,7 @@ async def test_nothing_that_is_said_of_a_parked_sequence_counts(home: Path) -> N
     async with Wire(home) as wire:
         request = wire.request()
         sequence, collector = await detached(wire, request)
-        wire.link.attach(wire.peer)
+        wire.link.attach(wire.runner)
         wire.say(
             Accepted(request.rid, 9),
             Rejected(request.rid, DIED),
@@ -224,11 +224,11 @@ async def test_a_parked_sequence_past_its_deadline_is_not_sent_and_ends(home: Pa
     async with Wire(home) as wire:
         sequence, collector = await detached(wire, replace(wire.request(), deadline_ms=1))
         await until(lambda: asyncio.get_running_loop().time() > (sequence.deadline or 0))
-        wire.link.resume(wire.peer, sequence)
+        wire.link.resume(wire.runner, sequence)
         assert (await collector.next(5.0))[0].failure == Failure(
             Code.DEADLINE_EXCEEDED, "the request's deadline has passed"
         )
-        wire.link.ping(wire.peer, 1)
+        wire.link.ping(wire.runner, 1)
         assert isinstance(wire.hear(), Ping)
 
 
@@ -239,7 +239,7 @@ async def test_an_abort_of_a_parked_sequence_sends_nothing(home: Path) -> None:
         wire.link.abort([request.rid], "client")
         assert sequence.is_over
         assert wire.link.in_flight == 0
-        wire.link.ping(wire.peer, 1)
+        wire.link.ping(wire.runner, 1)
         assert isinstance(wire.hear(), Ping)
 
 
@@ -247,20 +247,20 @@ async def test_an_abort_of_a_parked_sequence_sends_nothing(home: Path) -> None:
 async def test_a_worker_that_gives_up_a_sequence_unasked_does_not_end_it(home: Path, code: Code) -> None:
     async with Wire(home) as wire:
         one, two = wire.request(), wire.request()
-        collector = wire.link.submit(wire.peer, [one, two])
+        collector = wire.link.submit(wire.runner, [one, two])
         end = Delta(one.rid, token_ids=(1,), finish=Finish.ERROR, failure=Failure(code, "bye"))
         wire.say(Step(3, 1, [end]), Rejected(two.rid, Failure(code, "bye")), Step(3, 2, []))
         await until(lambda: wire.events.steps == 2)
-        assert [sequence.rid for sequence in wire.peer.parked] == [one.rid, two.rid]
-        assert [sequence.token_ids for sequence in wire.peer.parked] == [[], []]
+        assert [sequence.rid for sequence in wire.runner.parked] == [one.rid, two.rid]
+        assert [sequence.token_ids for sequence in wire.runner.parked] == [[], []]
         assert await collector.next(0.0) == []
 
 
 async def test_a_worker_that_was_told_to_drain_ends_its_sequences(home: Path) -> None:
     async with Wire(home) as wire:
         request = wire.request()
-        collector = wire.link.submit(wire.peer, [request])
-        wire.peer.is_serving = False
+        collector = wire.link.submit(wire.runner, [request])
+        wire.runner.is_serving = False
         failure = Failure(Code.DRAINING, "stopping")
         wire.say(Step(3, 1, [Delta(request.rid, finish=Finish.ERROR, failure=failure)]))
         assert (await collector.next(5.0))[0].failure == failure
@@ -272,12 +272,12 @@ async def test_a_trial_ends_with_a_token_or_an_end(home: Path, end: str) -> None
     async with Wire(home) as wire:
         request = wire.request()
         sequence, _ = await detached(wire, request)
-        wire.link.attach(wire.peer)
-        wire.link.resume(wire.peer, sequence)
+        wire.link.attach(wire.runner)
+        wire.link.resume(wire.runner, sequence)
         sequence.is_watched = True
         wire.say(Step(3, 1, [Delta(request.rid, text="no token")]))
         await until(lambda: wire.events.steps == 1)
-        assert wire.peer.progress_notes == 0
+        assert wire.runner.progress_notes == 0
         match end:
             case "token":
                 wire.say(
@@ -289,24 +289,24 @@ async def test_a_trial_ends_with_a_token_or_an_end(home: Path, end: str) -> None
                 wire.say(Rejected(request.rid, Failure(Code.INTERNAL, "no")))
             case _:
                 wire.link.abort([request.rid], "client")
-        await until(lambda: wire.peer.progress_notes == 1)
+        await until(lambda: wire.runner.progress_notes == 1)
 
 
 async def test_a_refused_request_is_never_sent(home: Path) -> None:
     async with Wire(home) as wire:
-        wire.peer.refused = Failure(Code.QUARANTINED, "no")
-        collector = wire.link.submit(wire.peer, [wire.request(), wire.request()])
-        assert [d.failure for d in await collector.next(5.0)] == [wire.peer.refused] * 2
+        wire.runner.refused = Failure(Code.QUARANTINED, "no")
+        collector = wire.link.submit(wire.runner, [wire.request(), wire.request()])
+        assert [d.failure for d in await collector.next(5.0)] == [wire.runner.refused] * 2
         assert collector.is_done
         assert wire.link.in_flight == 0
-        wire.link.ping(wire.peer, 1)
+        wire.link.ping(wire.runner, 1)
         assert isinstance(wire.hear(), Ping)
 
 
 async def test_stale_messages_are_dropped_and_counted(home: Path) -> None:
     async with Wire(home) as wire:
         request = wire.request()
-        collector = wire.link.submit(wire.peer, [request])
+        collector = wire.link.submit(wire.runner, [request])
         wire.say(
             Step(2, 1, [Delta(request.rid, text="ghost")]),
             Ready(2, "p", 1, 1, 1, 1, 0.0),
@@ -317,7 +317,7 @@ async def test_stale_messages_are_dropped_and_counted(home: Path) -> None:
         )
         assert await collector.next(5.0) == [Delta(request.rid, text="real")]
         assert wire.events.stale == 5
-        assert wire.peer.posted == []
+        assert wire.runner.posted == []
         assert wire.connection.stats is None
 
 
@@ -325,22 +325,22 @@ async def test_a_worker_that_nobody_here_has_started_is_told_to_end_once_it_can_
     async with Wire(home) as wire:
         hello = Hello("other", 8, 1, 1, 0, "", "", "ready")
         wire.say(hello, Hello("m", 3, 1, 1, 0, "", "", "ready"))
-        await until(lambda: wire.peer.posted != [])
+        await until(lambda: wire.runner.posted != [])
         with sockets.connect_dealer(wire.context, wire.link.down, b"other#8") as other:
             other.send(b"")
             await until(lambda: other.poll(0) != 0)
             assert isinstance(decode_down(other.recv()), Shutdown)
         # One that is wanted hears nothing of the kind.
-        wire.link.ping(wire.peer, 1)
+        wire.link.ping(wire.runner, 1)
         assert isinstance(wire.hear(), Ping)
 
 
 async def test_a_step_of_one_worker_cannot_touch_the_request_of_another(home: Path) -> None:
     async with Wire(home) as wire:
-        other = Peer(epoch=4)
+        other = Runner(epoch=4)
         wire.link.attach(other)
         request = wire.request()
-        collector = wire.link.submit(wire.peer, [request])
+        collector = wire.link.submit(wire.runner, [request])
         wire.say(Step(4, 1, [Delta(request.rid, text="ghost")]), Step(3, 1, [Delta(request.rid, text="real")]))
         assert await collector.next(5.0) == [Delta(request.rid, text="real")]
 
@@ -356,7 +356,7 @@ async def test_sequences_of_an_earlier_gateway_are_aborted(home: Path) -> None:
 async def test_a_rejection_is_the_terminal_delta(home: Path) -> None:
     async with Wire(home) as wire:
         request = wire.request()
-        collector = wire.link.submit(wire.peer, [request])
+        collector = wire.link.submit(wire.runner, [request])
         failure = Failure(Code.CONTEXT_LENGTH_EXCEEDED, "too long")
         wire.say(Rejected(request.rid, failure), Rejected(request.rid, failure))
         assert await collector.next(5.0) == [Delta(request.rid, finish=Finish.ERROR, failure=failure)]
@@ -366,10 +366,10 @@ async def test_a_rejection_is_the_terminal_delta(home: Path) -> None:
 async def test_abort_goes_down_once_and_what_follows_is_ignored(home: Path) -> None:
     async with Wire(home) as wire:
         request = wire.request()
-        collector = wire.link.submit(wire.peer, [request])
+        collector = wire.link.submit(wire.runner, [request])
         wire.link.abort([request.rid, 999], "client")
         wire.link.abort([request.rid], "client")
-        wire.link.ping(wire.peer, 1)
+        wire.link.ping(wire.runner, 1)
         assert wire.link.aborts.count == 1
         wire.say(Step(3, 1, [Delta(request.rid, finish=Finish.ABORT)]))
         await until(lambda: wire.events.steps == 1)
@@ -383,15 +383,15 @@ async def test_abort_goes_down_once_and_what_follows_is_ignored(home: Path) -> N
 async def test_aborts_of_a_worker_that_is_gone_are_not_waited_for(home: Path) -> None:
     async with Wire(home) as wire:
         request = wire.request()
-        wire.link.submit(wire.peer, [request])
+        wire.link.submit(wire.runner, [request])
         wire.link.abort([request.rid], "client")
-        wire.link.detach(wire.peer.epoch)
+        wire.link.detach(wire.runner.epoch)
         assert wire.link.aborts.count == 0
 
 
 async def test_submit_to_a_worker_that_is_gone_registers_nothing(home: Path) -> None:
     async with Wire(home) as wire:
-        absent = Peer(epoch=44)
+        absent = Runner(epoch=44)
         with pytest.raises(WorkerGone):
             wire.link.submit(absent, [wire.request()])
         assert absent.suspected == 1
@@ -403,7 +403,7 @@ async def test_submit_to_a_worker_that_is_gone_registers_nothing(home: Path) -> 
 
 async def test_a_pong_finds_its_worker_by_the_epoch_in_its_number(home: Path) -> None:
     async with Wire(home) as wire:
-        wire.link.ping(wire.peer, 123)
+        wire.link.ping(wire.runner, 123)
         ping = wire.hear()
         assert isinstance(ping, Ping)
         wire.say(Pong(ping.seq, ping.t_ns, STATS))
@@ -434,11 +434,11 @@ async def test_a_request_larger_than_a_frame_is_refused_and_the_worker_stays_con
     async with Wire(home) as wire:
         large = Generate(wire.link.next_rid(), TextPrompt("x" * MAX_FRAME_BYTES), Sampling())
         with pytest.raises(FrameTooLarge):
-            wire.link.submit(wire.peer, [wire.request(), large])
+            wire.link.submit(wire.runner, [wire.request(), large])
         assert wire.link.in_flight == 0
-        assert wire.peer.suspected == 0
+        assert wire.runner.suspected == 0
         request = wire.request()
-        wire.link.submit(wire.peer, [request])
+        wire.link.submit(wire.runner, [request])
         assert wire.hear() == request
 
 
@@ -447,43 +447,43 @@ async def test_choices_that_together_exceed_a_frame_are_refused_before_one_is_se
         text = "x" * (MAX_FRAME_BYTES // 15)
         choices = [Generate(wire.link.next_rid(), TextPrompt(text), Sampling()) for _ in range(16)]
         with pytest.raises(FrameTooLarge):
-            wire.link.submit(wire.peer, choices)
-        wire.link.ping(wire.peer, 1)
+            wire.link.submit(wire.runner, choices)
+        wire.link.ping(wire.runner, 1)
         assert isinstance(wire.hear(), Ping)
 
 
 async def test_a_worker_is_told_that_nobody_waits_for_an_answer_any_more(home: Path) -> None:
     async with Wire(home) as wire:
         rid = wire.link.next_rid()
-        asking = asyncio.create_task(wire.link.ask(wire.peer, Tokenize(rid, TextPrompt("x"))))
+        asking = asyncio.create_task(wire.link.ask(wire.runner, Tokenize(rid, TextPrompt("x"))))
         await asyncio.sleep(0)
         assert isinstance(wire.hear(), Tokenize)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert wire.hear() == Abort((rid,))
-        assert not wire.link.is_busy(wire.peer.epoch)
+        assert not wire.link.is_busy(wire.runner.epoch)
 
 
 async def test_a_question_larger_than_a_frame_is_refused_and_the_worker_stays_connected(home: Path) -> None:
     async with Wire(home) as wire:
         with pytest.raises(FrameTooLarge):
-            await wire.link.ask(wire.peer, Tokenize(wire.link.next_rid(), TextPrompt("x" * MAX_FRAME_BYTES)))
-        assert not wire.link.is_busy(wire.peer.epoch)
-        wire.link.ping(wire.peer, 1)
+            await wire.link.ask(wire.runner, Tokenize(wire.link.next_rid(), TextPrompt("x" * MAX_FRAME_BYTES)))
+        assert not wire.link.is_busy(wire.runner.epoch)
+        wire.link.ping(wire.runner, 1)
         assert isinstance(wire.hear(), Ping)
 
 
 async def test_a_sequence_that_has_outgrown_a_frame_ends_when_its_worker_does(home: Path) -> None:
     async with Wire(home) as wire:
         request = Generate(wire.link.next_rid(), TextPrompt("x" * (MAX_FRAME_BYTES - 100)), Sampling())
-        collector = wire.link.submit(wire.peer, [request])
+        collector = wire.link.submit(wire.runner, [request])
         wire.hear()
         wire.say(Step(3, 1, [Delta(request.rid, text="y", token_ids=tuple(range(1000)))]))
         await collector.next(5.0)
-        (sequence,) = wire.link.detach(wire.peer.epoch)
-        wire.link.attach(wire.peer)
-        wire.link.resume(wire.peer, sequence)
+        (sequence,) = wire.link.detach(wire.runner.epoch)
+        wire.link.attach(wire.runner)
+        wire.link.resume(wire.runner, sequence)
         (end,) = await collector.next(5.0)
         assert end.failure is not None
         assert end.failure.code is Code.INVALID_REQUEST
