@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.admin import endpoints as admin
 from gateway.admin import requests
 from gateway.admin.orders import Audited
-from gateway.api import health
+from gateway.api import health, peer_requests
 from gateway.api.anthropic.endpoints import CountTokens, Messages
 from gateway.api.catalog import Catalog
 from gateway.api.lm_studio import ListV0, ListV1
@@ -81,6 +81,7 @@ class App:
         self.services.metrics.declare(config.models)
         if self._responses is not None:
             self._responses.apply(config.server)
+        self.services.fleet.apply(config)
         return self.services.pool.apply(config)
 
     async def finish(self, timeout_s: float) -> None:
@@ -88,6 +89,7 @@ class App:
         if self.backend is not None:
             await self.backend.close()
         await self.services.tasks.finish(timeout_s)
+        await self.services.fleet.close()
 
     def close(self) -> None:
         """Finish writing what is kept. The last call."""
@@ -147,6 +149,7 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             Route("/api/v0/models", ListV0(catalog), methods=["GET"]),
             Route("/api/v1/models", ListV1(catalog), methods=["GET"]),
             *_ollama_routes(services, catalog, backend),
+            *peer_requests.routes(services),
             Route("/livez", health.Live(), methods=["GET"]),
             Route("/readyz", health.Readiness(services), methods=["GET"]),
             Route("/health", healthy, methods=["GET"]),

@@ -123,6 +123,7 @@ class Daemon:
                     services.captures.run(),
                     services.sample.run(),
                     self._sampler.run(),
+                    services.fleet.run(),
                     *([] if services.tls is None else [services.tls.run()]),
                     *self._wakefulness(),
                 )
@@ -184,7 +185,9 @@ class Daemon:
         impatience = asyncio.create_task(self._hurry())
         overdue = asyncio.get_running_loop().call_later(drain_s, self._count_cut_off, _RUNNING)
         try:
-            await self._pool.stop(drain_s)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._pool.stop(drain_s))
+                tasks.create_task(self._app.services.fleet.drain(drain_s))
         finally:
             impatience.cancel()
             overdue.cancel()

@@ -211,6 +211,10 @@ class Pool:
         """The worker of a configured model, in whatever state it is."""
         return self._workers[model]
 
+    def find(self, model: str) -> WorkerHandle | None:
+        """The worker of a model, None for one that is not configured here."""
+        return self._workers.get(model)
+
     async def _run(self, unwanted: Sequence[Process]) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks

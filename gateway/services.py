@@ -12,16 +12,19 @@ from gateway.access.ledger import Ledger
 from gateway.access.strangers import Sample, Throttle
 from gateway.access.usage import UsageFile
 from gateway.config.periods import zone_of
-from gateway.config.settings import Config, audit_path
+from gateway.config.settings import Config, ModelConfig, audit_path
 from gateway.http.capture import Captures
 from gateway.http.tls import Tls
 from gateway.link.link import Link
 from gateway.media.in_flight_bytes import InFlightBytes
 from gateway.media.resolve import Fetch, bounded, fetch_public
+from gateway.peers.fleet import Fleet
+from gateway.peers.placement import Place
 from gateway.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.bodies import Bodies, memory_bytes, share_bytes
 from gateway.request.in_flight import Requests
+from gateway.request.model_load import LoadMeter
 from gateway.request.record import Record
 from gateway.request.routing import Live
 from gateway.request.runtime import Runtime
@@ -57,6 +60,8 @@ class Services(Runtime):
     tracer: Tracer | None
     tls: Tls | None
     tasks: TaskSet
+    # Of this daemon's models, for those who choose among daemons.
+    meter: LoadMeter
 
     @classmethod
     def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics, tracer: Tracer | None = None) -> "Services":
@@ -73,6 +78,10 @@ class Services(Runtime):
             lambda: live.config.server.usage_months,
         )
         keyring = Keyring(KeyFile(config.keys_path), metrics, ledger=ledger)
+        admission, requests, tasks = Admission(metrics.rejected), Requests(), TaskSet(metrics.unhandled_error)
+        meter = LoadMeter(pool, requests, admission, metrics)
+        fleet = Fleet(config, pool, link, metrics, tasks, lambda model: _here(meter, model))
+        live.look_elsewhere(fleet.find)
         bodies = Bodies(
             lambda: memory_bytes(live.config.server), lambda: share_bytes(live.config.server, keyring.has_others)
         )
@@ -84,7 +93,9 @@ class Services(Runtime):
             pool=pool,
             link=link,
             metrics=metrics,
-            admission=Admission(metrics.rejected),
+            admission=admission,
+            fleet=fleet,
+            meter=meter,
             bodies=bodies,
             media=media,
             fetch=bounded(fetch_public, media.numbers),
@@ -93,13 +104,13 @@ class Services(Runtime):
             addresses=KeyAddresses(trail, audit_path(config.home), keyring.prefixes),
             throttle=Throttle(lambda: live.config.server),
             sample=Sample(),
-            requests=Requests(),
+            requests=requests,
             captures=Captures(config.capture_dir, lambda: live.config.server),
             usage=UsageFile(config.usage_path, metrics, meters=keyring.meters),
             ledger=ledger,
             tracer=tracer,
             tls=Tls(config.server.tls, metrics) if config.server.tls.certificate else None,
-            tasks=TaskSet(metrics.unhandled_error),
+            tasks=tasks,
         )
 
     def close(self) -> None:
@@ -112,3 +123,8 @@ class Services(Runtime):
         self.audit.close()
         if self.tracer is not None:
             self.tracer.close()
+
+
+def _here(meter: LoadMeter, model: ModelConfig) -> Place:
+    load = meter.read(model)
+    return Place("", load.wait_s, load.prefill_rate, load.load_s)

@@ -1,5 +1,18 @@
 """The wire between the gateway and its workers. Imports neither side."""
 
-__all__ = ["__version__", "codec", "context", "failures", "messages", "sockets", "spec", "stats", "towers", "verify"]
+__all__ = [
+    "__version__",
+    "codec",
+    "context",
+    "failures",
+    "messages",
+    "model_digest",
+    "peering",
+    "sockets",
+    "spec",
+    "stats",
+    "towers",
+    "verify",
+]
 
 __version__ = "0.1.0"

@@ -30,6 +30,8 @@ class Caller:
     queue_share: int = 100
     # The longest answer; 0 is no limit.
     max_tokens: int = 0
+    # Another mlxd, whose requests are served here and never sent on.
+    is_peer: bool = False
 
     def may_use(self, model: ModelConfig) -> bool:
         """Whether a pattern of the key matches the model's name or one of its aliases."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import hmac
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
@@ -48,6 +48,8 @@ class Key(Struct, frozen=True, kw_only=True):
     tokens_per_month: Limit = 0
     # The part of a day's or a month's budget, in percent, from which on its use is told; 0 is never.
     alert_at: Percent = 80
+    # Of another mlxd that sends requests of its clients here: opens `/internal/`, and nothing else.
+    is_peer: bool = False
     # Names of fields without which the key must not be used.
     requires: tuple[str, ...] = ()
 
@@ -58,6 +60,10 @@ class Key(Struct, frozen=True, kw_only=True):
     def is_usable(self) -> bool:
         """Whether it opens anything, its expiry aside."""
         return not self.is_disabled and KNOWN.issuperset(self.requires)
+
+    @property
+    def role(self) -> Literal["user", "admin", "metrics", "peer"]:
+        return "admin" if self.is_admin else "metrics" if self.is_metrics_only else "peer" if self.is_peer else "user"
 
     @property
     def is_limited(self) -> bool:

@@ -38,7 +38,7 @@ FILE_VERSION: Final = 1
 
 _DEFAULTS: Final[dict[str, Any]] = msgspec.to_builtins(Key(name="", prefix="", salt="", hash=""))
 # A mlxd that does not know these would let the key do more.
-_RESTRICTIONS: Final = frozenset({"is_disabled", "is_metrics_only"})
+_RESTRICTIONS: Final = frozenset({"is_disabled", "is_metrics_only", "is_peer"})
 
 
 class _Contents(Struct, frozen=True):
@@ -243,6 +243,8 @@ def _check(key: Key) -> None:
         raise KeyRefused(f"key {key.name!r}: an admin key has all models and no limits")
     if key.is_metrics_only and (key.is_admin or key.models or key.is_limited):
         raise KeyRefused(f"key {key.name!r}: a key that reads metrics only has no models and no limits")
+    if key.is_peer and (key.is_admin or key.is_metrics_only):
+        raise KeyRefused(f"key {key.name!r}: the key of a peer has no other role")
     try:
         # Constructing a struct checks nothing, and what is written must be readable.
         msgspec.convert(msgspec.to_builtins(key), Key)

@@ -168,4 +168,5 @@ class Keyring:
             tenant_of(key.name),
             key.queue_share if self.has_others and not key.is_admin else 100,
             key.max_tokens,
+            key.is_peer,
         )

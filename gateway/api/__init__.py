@@ -10,6 +10,7 @@ __all__ = [
     "ollama_models",
     "openai",
     "operations",
+    "peer_requests",
     "props",
     "responses",
     "tokenize",

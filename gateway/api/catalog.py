@@ -59,21 +59,22 @@ class Entry:
 
 
 class Catalog:
-    """The models of the configuration in force, as a caller may see them."""
+    """The models of the configuration in force and of its peers, as a caller may see them."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._facts = FactsReader()
 
     async def list(self, caller: Caller) -> list[Entry]:
-        """Models that `caller` may use, each with its profiles, in the order of the configuration."""
+        """Models that `caller` may use, each with its profiles, in the configuration's order; then those of peers."""
         views = {view.name: view for view in self._services.pool.workers()}
         models = caller.usable(self._services.config.models.values())
-        targets = [Found(model, profile) for model in models for profile in ("", *model.profiles)]
+        targets = [(Found(model, p), views[model.name]) for model in models for p in ("", *model.profiles)]
+        targets += [(Found(model), view) for model, view in self._services.fleet.models() if caller.may_use(model)]
         router = self._services.router
 
         def entries() -> list[Entry]:
-            return [self._entry(router, target, views[target.model.name]) for target in targets]
+            return [self._entry(router, target, view) for target, view in targets]
 
         return await asyncio.to_thread(entries)
 
@@ -81,8 +82,7 @@ class Catalog:
         """The model behind a name. Raises `ModelNotFound`, and `BadRequest` without a name or a default."""
         router = self._services.router
         target = router.locate(name, caller)
-        view = self._services.pool.worker(target.model.name).view()
-        return await asyncio.to_thread(self._entry, router, target, view)
+        return await asyncio.to_thread(self._entry, router, target, self._services.view(target.model))
 
     def _entry(self, router: Router, target: Found, view: WorkerView) -> Entry:
         path = target.model.path

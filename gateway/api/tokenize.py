@@ -68,10 +68,9 @@ class TokenizeText:
         request, unknown = await serve.read(services, record, scope, receive, _tokenize.decode)
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
         prompt = await services.bodies.work(record.body_bytes, _prompt, request, model.thinking)
-        worker = services.pool.worker(model.name)
         async with cut_off(record, receive):
             tokenized = await serve.tokenize(services, record, model, prompt, want_ids=True)
-            ready = worker.ready
+            ready = services.view(model).ready
             answer = Tokens(tokenized.ids, tokenized.count, ready.max_context if ready is not None else 0)
             await send_body(send, 200, msgspec.json.encode(answer), record.headers)
 

@@ -1,3 +1,15 @@
 """Configuration: its file, its settings and the names that clients use."""
 
-__all__ = ["address", "certificate", "export", "load", "names", "origins", "patterns", "periods", "settings", "syntax"]
+__all__ = [
+    "address",
+    "certificate",
+    "export",
+    "load",
+    "names",
+    "origins",
+    "patterns",
+    "peer_tables",
+    "periods",
+    "settings",
+    "syntax",
+]

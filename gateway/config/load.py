@@ -13,6 +13,7 @@ from gateway.config.names import Names
 from gateway.config.origins import bad_host, bad_origin, is_loopback
 from gateway.config.otlp import bad_endpoint
 from gateway.config.parser_names import bad_parser
+from gateway.config.peer_tables import read_peers
 from gateway.config.periods import zone_of
 from gateway.config.settings import (
     CAN_HOLD_AWAKE,
@@ -63,7 +64,7 @@ def load_config(
     """
     source = Source(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
-    source.refuse_unknown(raw, ("server", "memory", "media", "ui", "models"), ())
+    source.refuse_unknown(raw, ("server", "memory", "media", "ui", "models", "peers"), ())
     overrides = {"host": host, "port": port, "log_level": log_level}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
     if not is_loopback(server.host):
@@ -74,7 +75,16 @@ def load_config(
     memory = source.convert(source.table(raw.get("memory", {}), MemoryConfig, ("memory",)), MemoryConfig, ("memory",))
     media = _media(source, raw.get("media", {}))
     ui = source.convert(source.table(raw.get("ui", {}), UiConfig, ("ui",)), UiConfig, ("ui",))
-    return Config(home=home, server=server, models=models, config_path=source.path, memory=memory, media=media, ui=ui)
+    return Config(
+        home=home,
+        server=server,
+        models=models,
+        config_path=source.path,
+        memory=memory,
+        media=media,
+        ui=ui,
+        peers=read_peers(source, raw.get("peers", {}), models, bad_name),
+    )
 
 
 def _media(source: Source, raw: Any) -> MediaConfig:
@@ -158,7 +168,7 @@ def _models(source: Source, raw: Any) -> dict[str, ModelConfig]:
     models: dict[str, ModelConfig] = {}
     for name, body in raw.items():
         where = ("models", name)
-        if reason := _bad_name(name):
+        if reason := bad_name(name):
             raise source.error(f"model name {name!r} {reason}", where)
         models[name] = model = _model(source, name, body, where)
         if model.deterministic and model.batching not in ("auto", "single"):
@@ -200,7 +210,7 @@ def _profiles(source: Source, raw: Any, where: tuple[str, ...]) -> dict[str, Pro
     profiles: dict[str, ProfileConfig] = {}
     for name, body in raw.items():
         at = (*where, name)
-        reason = "must not contain ':'" if ":" in name else _bad_name(name)
+        reason = "must not contain ':'" if ":" in name else bad_name(name)
         if reason:
             raise source.error(f"profile name {name!r} {reason}", at)
         profiles[name] = source.convert(_nested(source, source.table(body, ProfileConfig, at), at), ProfileConfig, at)
@@ -226,7 +236,7 @@ def _is_jinja(text: str) -> bool:
 def _found_models() -> dict[str, ModelConfig]:
     demos = {name: ModelConfig(name=name, path=name) for name in DEMOS}
     demos["demo"] = structs.replace(demos["demo"], aliases=("default",))
-    names = [name for name in cached_models() if name not in (*DEMOS, "default") and not _bad_name(name)]
+    names = [name for name in cached_models() if name not in (*DEMOS, "default") and not bad_name(name)]
     return demos | {name: ModelConfig(name=name, path=name) for name in names}
 
 
@@ -260,7 +270,8 @@ def _check_references(source: Source, server: ServerConfig, models: dict[str, Mo
             raise source.error(f"{key}: {error.message}", ("server", key)) from None
 
 
-def _bad_name(name: str) -> str | None:
+def bad_name(name: str) -> str | None:
+    """The reason why a table cannot have this name."""
     if "*" in name:
         return "must not contain '*': patterns belong in aliases"
     if name.startswith("-"):

@@ -1,6 +1,8 @@
 """The configuration as frozen structs: every key, its type and its default. `load.py` reads it from the file."""
 
 import os
+import re
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,6 +106,12 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     capture_age_s: Seconds = 86400.0
     # Where traces go, as OTLP over HTTP; empty makes none.
     otlp_endpoint: str = ""
+    # Name of this machine in a fleet; empty is its host name.
+    node: Annotated[str, Meta(max_length=200, pattern=r"^[A-Za-z0-9._-]*$")] = ""
+
+    @property
+    def node_name(self) -> str:
+        return self.node or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:200]
 
 
 class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
@@ -219,6 +227,20 @@ class UiConfig(Struct, frozen=True, forbid_unknown_fields=True):
     admin: Literal["loopback", "network", "off"] = "loopback"
 
 
+class PeerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[peers.NAME]`: another mlxd, whose models are served here as well. Paths are relative to this file."""
+
+    name: str
+    # Where it listens: `https://studio2.local:8484`.
+    url: str
+    # The file of the key that it has made for us, of role `peer`.
+    key_file: str
+    # PEM file of the authorities that its certificate is checked with; empty: those of the system.
+    ca: str = ""
+    # Whether plain HTTP may be used beyond the loopback: keys, prompts and answers can be read on the network then.
+    plain_http: bool = False
+
+
 class Config(Struct, frozen=True):
     """All of it, checked. `models` keeps the order of the file."""
 
@@ -229,6 +251,7 @@ class Config(Struct, frozen=True):
     memory: MemoryConfig = MemoryConfig()
     media: MediaConfig = MediaConfig()
     ui: UiConfig = UiConfig()
+    peers: dict[str, PeerConfig] = {}
 
     @property
     def run_dir(self) -> Path:

@@ -29,6 +29,7 @@ class Role(StrEnum):
     USER = "user"
     ADMIN = "admin"
     METRICS = "metrics"
+    PEER = "peer"
 
 
 Name = Annotated[str, typer.Argument(help="The key's name, as logs and metrics show it.", show_default=False)]
@@ -67,7 +68,7 @@ RoleOption = Annotated[
     Role | None,
     typer.Option(
         "--role",
-        help="admin: all models, no limits, /metrics and deep health; metrics: only /metrics.",
+        help="admin: all models, no limits, /metrics and deep health; metrics: only /metrics; peer: another mlxd.",
         show_default=False,
     ),
 ]
@@ -268,8 +269,8 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
     if expires is not None:
         fields["expires"] = None if expires == "never" else _expiry(expires)
     if role is not None or options["admin"]:
-        fields |= {"is_admin": role is not Role.METRICS and role is not Role.USER}
-        fields |= {"is_metrics_only": role is Role.METRICS}
+        fields |= {"is_admin": role in (None, Role.ADMIN)}
+        fields |= {"is_metrics_only": role is Role.METRICS, "is_peer": role is Role.PEER}
     return fields
 
 

@@ -37,6 +37,10 @@ class Questions:
     def __contains__(self, rid: int) -> bool:
         return rid in self._open
 
+    def is_asked(self, epoch: int, rid: int) -> bool:
+        """Whether this question was put to the worker of `epoch`."""
+        return rid in self._open and self._open[rid][0] == epoch
+
     def are_open(self, epoch: int) -> bool:
         """Whether this worker was asked something that it has not answered."""
         return any(asked == epoch for asked, _ in self._open.values())

@@ -8,12 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from msgspec.structs import replace
+
 from gateway.link.aborts import Aborts
 from gateway.link.calls import Questions
 from gateway.link.collector import Collector
 from gateway.link.events import LinkEvents
 from gateway.link.sequence import PARKED, Connection, Runner, Sequence
-from gateway.link.transport import Transport, WorkerGone
+from gateway.link.transport import Carrier, Transport, WorkerGone
 from protocol.codec import MAX_FRAME_BYTES, FrameTooLarge, MalformedFrame, Unsendable, decode_up, encode
 from protocol.failures import Code, Failure
 from protocol.messages import (
@@ -114,7 +116,7 @@ class Link:
         loop = asyncio.get_running_loop()
         now = loop.time()
         collector = Collector([request.rid for request in requests])
-        frames = _frames(requests)
+        frames = _frames([worker.addressed(request) for request in requests])
         try:
             for request, frame in zip(requests, frames, strict=True):
                 if (refusal := worker.refusal(request)) is not None:
@@ -137,7 +139,7 @@ class Link:
         return collector
 
     def resume(self, worker: Runner, sequence: Sequence) -> None:
-        """Let a parked sequence go on at `worker`. Raises `WorkerGone`, and then it stays parked.
+        """Let a parked sequence go on at `worker`, which becomes its runner. Raises `WorkerGone`; then it stays parked.
 
         One that is too large to be sent with what its client has ends.
         """
@@ -146,11 +148,12 @@ class Link:
             self.fail([sequence], LATE)
             return
         try:
-            self.send(worker, sequence.continuation(now))
+            self.send(worker, worker.addressed(sequence.continuation(now)))
         except Unsendable as error:
             log.error("worker %s: sequence %d cannot be resumed: %s", worker.name, sequence.rid, error)
             self.fail([sequence], UNSENDABLE)
             return
+        sequence.runner = worker
         sequence.epoch = worker.epoch
         sequence.given = len(sequence.token_ids)
         sequence.resumes += 1
@@ -190,14 +193,17 @@ class Link:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def attach(self, runner: Runner) -> Connection:
-        """Let the messages of `runner.epoch` in."""
+    def attach(self, runner: Runner, carrier: Carrier | None = None) -> Connection:
+        """Let the messages of `runner.epoch` in. What is sent to it goes by `carrier`, if it has one."""
         connection = self._connections[runner.epoch] = Connection(runner)
+        if carrier is not None:
+            self._transport.carriers[runner.epoch] = carrier
         return connection
 
     def detach(self, epoch: int) -> list[Sequence]:
         """Fence an epoch off. Returns its unfinished sequences, parked: the caller resumes or fails each."""
         self._connections.pop(epoch, None)
+        self._transport.carriers.pop(epoch, None)
         self.aborts.forget(epoch)
         self._questions.lost(epoch, _LOST)
         lost = [sequence for sequence in self._sequences.values() if sequence.epoch == epoch]
@@ -238,6 +244,25 @@ class Link:
         """Send a heartbeat. A worker that is gone is noticed elsewhere."""
         self._seq = (self._seq + 1) & ((1 << SEQ_BITS) - 1)
         self._transport.try_send(runner, Ping(runner.epoch << SEQ_BITS | self._seq, t_ns))
+
+    # -- what is said by carriers --------------------------------------------------------------------------------------
+
+    def receive(self, epoch: int, message: Accepted | Rejected | Progress | Step | Tokenized) -> None:
+        """Take what the runner of `epoch` said by its carrier, of its own sequences only. `deliver` follows."""
+        if isinstance(message, Step):
+            self._on_step(message if message.epoch == epoch else replace(message, epoch=epoch, stats=None))
+        elif self._is_of(epoch, message.rid):
+            self._on_other(message)
+        else:
+            self._events.stale_message()
+
+    def deliver(self) -> None:
+        """Hand on what was received, so that several deltas for one reader are one."""
+        self._deliver()
+
+    def _is_of(self, epoch: int, rid: int) -> bool:
+        sequence = self._sequences.get(rid)
+        return self._questions.is_asked(epoch, rid) if sequence is None else sequence.epoch == epoch
 
     # -- what workers say --------------------------------------------------------------------------------------------
 

@@ -47,10 +47,12 @@ class Sequence:
     is_suspicious: bool = False
 
     @classmethod
-    def begin(cls, generate: Generate, peer: "Peer", collector: Collector, deadline: float | None) -> Self:
+    def begin(cls, generate: Generate, runner: "Runner", collector: Collector, deadline: float | None) -> Self:
         """One that this worker is sent now. It may go on from what an earlier gateway's client has."""
         had = list(generate.resume)
-        return cls(generate, peer, peer.epoch, collector, deadline, token_ids=had, given=len(had), is_begun=bool(had))
+        return cls(
+            generate, runner, runner.epoch, collector, deadline, token_ids=had, given=len(had), is_begun=bool(had)
+        )
 
     @property
     def rid(self) -> int:
@@ -100,6 +102,10 @@ class Runner(Protocol):
     def post(self, message: Hello | Loading | Ready | Pong | Drained | Goodbye) -> None: ...
     def suspect(self) -> None:
         """It could not be reached."""
+        ...
+
+    def addressed(self, request: Generate) -> Generate:
+        """A request as this runner is sent it."""
         ...
 
     def refusal(self, request: Generate) -> Failure | None:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import zmq
 
@@ -29,10 +29,19 @@ class WorkerGone(Exception):
     """The worker could not be reached. Nothing was sent: another attempt is safe."""
 
 
+class Carrier(Protocol):
+    """A way to a runner that is no worker of this gateway."""
+
+    def carry(self, frame: bytes) -> None:
+        """Send a frame, as it is made for a worker. Raises `WorkerGone`."""
+        ...
+
+
 class Transport:
     """Owns a ROUTER to the workers and a PULL from them; everything here runs on one loop.
 
     `handle` takes a frame and returns how much work it was, in deltas; `settle` follows all frames that were there.
+    Frames for an epoch that has a carrier go by that, and not by the ROUTER.
     """
 
     def __init__(self, run_dir: Path, handle: Callable[[bytes], int], settle: Callable[[], None]) -> None:
@@ -40,6 +49,7 @@ class Transport:
         self.down, self.up = sockets.addresses(run_dir)
         self._handle = handle
         self._settle = settle
+        self.carriers: dict[int, Carrier] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: zmq.Socket[bytes] | None = None
         self._pull: zmq.Socket[bytes] | None = None
@@ -133,6 +143,9 @@ class Transport:
                 asyncio.get_running_loop().call_later(DISMISS_RETRY_S, self._dismiss, hello, is_wanted, tries - 1)
 
     def _post(self, name: str, epoch: int, frame: bytes) -> None:
+        if (carrier := self.carriers.get(epoch)) is not None:
+            carrier.carry(frame)
+            return
         if self._router is None:
             raise WorkerGone("the link is closed")
         try:

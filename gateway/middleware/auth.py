@@ -4,6 +4,8 @@
 |---|---|
 | never one | on the loopback every client is the owner, web pages excepted; elsewhere as below |
 | one, now or once | only the daemon's health, without names, and `/metrics` where the configuration says so |
+
+Below `/internal/` only a key of role `peer` is served, whether there are other keys or not, and it opens nothing else.
 """
 
 from typing import Final, NoReturn, Protocol
@@ -26,6 +28,8 @@ from gateway.telemetry.metrics import Metrics
 
 HEALTH: Final = frozenset({"/livez", "/readyz", "/health", "/healthz"})
 METRICS: Final = "/metrics"
+# Between daemons.
+INTERNAL: Final = "/internal/"
 # A client with two of them has one from its settings and one from its environment; more is noise.
 SECRETS_MAX: Final = 4
 # These take none of a key's concurrency.
@@ -37,6 +41,7 @@ _SCRAPERS: Final = (
     "Metrics name every model and key: they need a key made with 'mlxctl keys create prometheus --role metrics', sent "
     "as 'Authorization: Bearer KEY'. [server] metrics_auth = false shows them to every client."
 )
+_FOR_PEERS: Final = "Another mlxd asks here, with a key made with 'mlxctl keys create NAME --role peer'."
 
 
 class PageSessions(Protocol):
@@ -88,14 +93,15 @@ class Auth:
     def _admit(self, scope: Scope, record: Record) -> Caller:
         keyring = self._keyring
         keyring.refresh()
-        if self._sessions.opens(scope):
-            return OWNER
         path = scope["path"]
+        is_internal = path.startswith(INTERNAL)
+        if not is_internal and self._sessions.opens(scope):
+            return OWNER
         is_closed = self._live.config.server.metrics_auth
         needs_none = path in HEALTH or (path == METRICS and not is_closed)
         # A proxy on this machine must not make others of its clients the owner.
         is_local = self._is_loopback and record.client.is_own
-        is_everybodys = keyring.is_open and is_local
+        is_everybodys = keyring.is_open and is_local and not is_internal
         if is_everybodys or self._live.config.server.hosts:
             self._check_host(Headers(scope=scope), is_everybodys)
         if is_everybodys:
@@ -114,6 +120,10 @@ class Auth:
                 raise Forbidden(_SCRAPERS)
         elif caller.is_metrics_only and path not in HEALTH:
             raise Forbidden("This key may read /metrics and nothing else.")
+        if caller.is_peer is not is_internal and path not in HEALTH:
+            raise Forbidden(
+                _FOR_PEERS if is_internal else "This key is a peer's: it opens /internal/ and nothing else."
+            )
         return caller
 
     def _refuse(self, error: Unauthorized, record: Record) -> NoReturn:

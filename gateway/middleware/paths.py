@@ -5,6 +5,7 @@ from typing import Final
 from starlette.datastructures import Headers
 
 from gateway.request.record import Dialect
+from protocol.peering import GENERATE_PATH
 
 METHOD: Final = "POST"
 PREFIX: Final = "/v1/"
@@ -38,4 +39,4 @@ def is_counted(method: str, path: str) -> bool:
     """Whether a key's limit of requests counts it."""
     if method != METHOD or path.endswith(_UNCOUNTED):
         return False
-    return path.startswith(PREFIX) or path in _QUESTIONS or path in OLLAMA_REQUESTS
+    return path.startswith(PREFIX) or path in _QUESTIONS or path in OLLAMA_REQUESTS or path == GENERATE_PATH

@@ -1,3 +1,14 @@
 """Requests: names to models, admission, defaults, bodies and generation."""
 
-__all__ = ["admission", "bodies", "generation", "headers", "in_flight", "record", "routing", "runtime", "trace_context"]
+__all__ = [
+    "admission",
+    "bodies",
+    "generation",
+    "headers",
+    "in_flight",
+    "model_load",
+    "record",
+    "routing",
+    "runtime",
+    "trace_context",
+]

@@ -102,6 +102,11 @@ class Admission:
         queue = self._queues.get(model)
         return queue.inside if queue else 0
 
+    def mean_s(self, model: str) -> float:
+        """About how long a request of `model` takes; 0 before any has ended."""
+        queue = self._queues.get(model)
+        return queue.mean_s if queue else 0.0
+
     @contextmanager
     def _inside(self, queue: _Queue, sequences: int, key: str) -> Generator[None, None, None]:
         queue.inside += sequences

@@ -17,7 +17,8 @@ from gateway.link.collector import Collector, Relay
 from gateway.link.link import LATE
 from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check, likely_tokens
-from gateway.request.headers import relaxed_header
+from gateway.peers.peer_stream import PeerStream
+from gateway.request.headers import relaxed_header, served_by_header
 from gateway.request.record import Header, Record
 from gateway.request.runtime import Runtime
 from gateway.supervisor.handle import WorkerHandle
@@ -53,13 +54,19 @@ class Generation:
         generates: Sequence[Generate],
         record: Record,
         bind: Callable[[Sequence[int]], None],
+        *,
+        stays_here: bool = False,
     ) -> None:
+        """A request that `stays_here` is sent to no peer."""
         self._runtime = runtime
         self._model = model
-        # Kept, because a reload may take the model out of the pool.
-        self._worker = runtime.pool.worker(model.name)
+        # Kept, because a reload may take the model out of the pool. None of a model that only peers have.
+        self._worker = runtime.pool.find(model.name)
         self._generates = [record.caller.bind(generate) for generate in generates]
         self.record = record
+        self._journey = (
+            None if stays_here else runtime.fleet.journey(model, self._generates, record.id, self._note_place)
+        )
         self._bind = bind
         # All sequences share it. It counts from the request's arrival, and holds while the model loads too.
         limit_ms = generates[0].deadline_ms
@@ -97,7 +104,8 @@ class Generation:
             meter = caller.meter
             if meter is not None:
                 self._bill = held.enter_context(meter.hold(self._estimate(meter), len(self._generates)))
-            held.enter_context(self._runtime.pool.busy(self._model.name))
+            if self._worker is not None:
+                held.enter_context(self._runtime.pool.busy(self._model.name))
             held.enter_context(self._runtime.requests.hold(self))
             self._held = held.pop_all()
         return self
@@ -154,8 +162,14 @@ class Generation:
     # -- starting ------------------------------------------------------------------------------------------------
 
     def open_now(self) -> bool:
-        """Start on a worker that is ready. False when none is: then `open` waits for one. Raises `ApiError`."""
-        return self._worker.is_ready and self._submit(self._worker)
+        """Start on a worker that is ready, or at a peer. False when neither is: then `open` waits for a worker.
+
+        Raises `ApiError`.
+        """
+        stream = None if self._journey is None else self._journey.begin()
+        if stream is not None:
+            return self._submit(stream)
+        return self._worker is not None and self._worker.is_ready and self._submit(self._worker)
 
     async def open(self) -> None:
         """Wait until the model is ready, and start. Raises `ApiError`."""
@@ -175,6 +189,9 @@ class Generation:
                         return
             raise from_failure(_LOST)
         except ModelUnavailable as error:
+            stream = None if self._journey is None else self._journey.begin_elsewhere()
+            if stream is not None and self._submit(stream):
+                return
             raise from_failure(error.failure, error.retry_after_s) from None
         except TimeoutError:
             if self._cancelled is not None:
@@ -188,10 +205,10 @@ class Generation:
             self._numbers.opening -= len(self._generates)
             phases.load = (phases.sent_at or self._elapsed()) - phases.loading_from
 
-    def _submit(self, worker: WorkerHandle) -> bool:
+    def _submit(self, worker: WorkerHandle | PeerStream) -> bool:
         generates = self._generates
         if self.record.media and worker.is_ready:
-            check(self._model.name, self._model.path, worker.ready, self.record.media)
+            check(self._model.name, self._model.path, self._runtime.view(self._model).ready, self.record.media)
         if self._deadline < math.inf:
             left_ms = max(1, int((self._deadline - time.perf_counter()) * 1000))
             generates = [msgspec.structs.replace(generate, deadline_ms=left_ms) for generate in generates]
@@ -200,6 +217,8 @@ class Generation:
         except WorkerGone:
             return False
         except Unsendable as error:
+            if isinstance(worker, PeerStream):
+                worker.discard()
             self._runtime.metrics.rejected(self._model.name, "unsendable")
             raise from_unsendable(error) from None
         self.record.rids = self._collector.rids
@@ -207,6 +226,9 @@ class Generation:
         self._seen_step = self._newest_step()
         self._bind(self._collector.rids)
         return True
+
+    def _note_place(self, place: str) -> None:
+        self.record.served_by = place
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self.record.started
@@ -230,13 +252,31 @@ class Generation:
     @property
     def headers(self) -> list[Header]:
         """Of the answer, as far as they are known."""
-        relaxed = self._collector.relaxed if self._collector is not None else ()
-        return [*self.record.headers, *relaxed_header(relaxed)]
+        return [*self.record.headers, *relaxed_header(self.relaxed), *served_by_header(self.record.served_by)]
 
     @property
     def cached_tokens(self) -> int:
         """Cached prompt tokens known so far."""
         return sum(self._collector.cached.values()) if self._collector is not None else 0
+
+    @property
+    def accepted(self) -> dict[int, int]:
+        """Prompt tokens of each sequence whose worker has read its prompt."""
+        return {} if self._collector is None else self._collector.accepted
+
+    @property
+    def cached(self) -> dict[int, int]:
+        """Cached prompt tokens of each sequence in prefill."""
+        return {} if self._collector is None else self._collector.cached
+
+    @property
+    def relaxed(self) -> tuple[str, ...]:
+        return () if self._collector is None else self._collector.relaxed
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """Prompt tokens processed and in all, of the sequence whose worker told it last."""
+        return None if self._collector is None else self._collector.progress
 
     @property
     def prefilled_tokens(self) -> int:
@@ -256,7 +296,8 @@ class Generation:
     def state(self) -> str:
         """`queued`, `loading`, `prefill` or `decode`: where the sequence that is furthest stands."""
         if self._patience is not None:
-            return "loading" if self._worker.state in (State.STARTING, State.LOADING) else "queued"
+            is_loading = self._worker is not None and self._worker.state in (State.STARTING, State.LOADING)
+            return "loading" if is_loading else "queued"
         if self.record.first_token_s is not None:
             return "decode"
         return "queued" if self._collector is None or self._collector.progress is None else "prefill"
@@ -355,6 +396,8 @@ class Generation:
         record = self.record
         record.finishes.append(_FINISHES[finish])
         if delta.usage is not None:
+            if not record.served_by:
+                self._numbers.note_prefill(delta.usage)
             self._told += 1
             record.prompt_tokens += delta.usage.prompt
             record.cached_tokens += delta.usage.cached

@@ -19,6 +19,11 @@ def relaxed_header(names: Sequence[str]) -> list[Header]:
     return _names_header(b"x-mlxd-relaxed", names)
 
 
+def served_by_header(peer: str) -> list[Header]:
+    """`x-mlxd-served-by`: the peer that serves a request, if it is not this daemon."""
+    return [(b"x-mlxd-served-by", _header_safe(peer).encode())] if peer else []
+
+
 def _names_header(header: bytes, names: Sequence[str]) -> list[Header]:
     """Bounded, and with nothing of a client's in it that a header cannot hold."""
     if not names:

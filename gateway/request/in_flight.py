@@ -1,7 +1,7 @@
 """The requests that are being served now."""
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
 
@@ -52,6 +52,10 @@ class Requests:
             yield
         finally:
             del self._served[name]
+
+    def of(self, model: str) -> Iterator[Served]:
+        """Those of one model."""
+        return (served for served in self._served.values() if served.record.model == model)
 
     def views(self) -> list[RequestView]:
         """All, the oldest first."""

@@ -52,6 +52,8 @@ class Record:
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
     model: str | None = None
+    # The peer that serves it, or has served it last; empty is this daemon.
+    served_by: str = ""
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -1,25 +1,37 @@
 """Routing: from the name that a client sends to a model, with its defaults from a profile and the model's own files."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from gateway.access.caller import Caller
 from gateway.config.address import Proxies
 from gateway.config.names import Found, Names
 from gateway.config.settings import Config, ModelConfig
+from gateway.errors import ModelNotFound
 from gateway.request.defaults import Defaults
+
+
+def _nowhere(name: str) -> ModelConfig | None:
+    return None
 
 
 class Router:
     """The names of one configuration, for callers."""
 
-    def __init__(self, models: Mapping[str, ModelConfig], default: str = "", small: str = "") -> None:
-        """`default` and `small` are names that a client could ask for, or empty."""
+    def __init__(
+        self,
+        models: Mapping[str, ModelConfig],
+        default: str = "",
+        small: str = "",
+        elsewhere: Callable[[str], ModelConfig | None] = _nowhere,
+    ) -> None:
+        """`default` and `small` are names that a client could ask for, or empty; `elsewhere` finds models of peers."""
         self._names = Names(models, default, small)
         self._defaults = Defaults()
+        self._elsewhere = elsewhere
 
     @classmethod
-    def of(cls, config: Config) -> "Router":
-        return cls(config.models, config.server.default, config.server.small)
+    def of(cls, config: Config, elsewhere: Callable[[str], ModelConfig | None] = _nowhere) -> "Router":
+        return cls(config.models, config.server.default, config.server.small, elsewhere)
 
     def resolve(self, name: str, caller: Caller) -> ModelConfig:
         """The model behind `name`, its defaults filled in from the profile and the model's own files.
@@ -30,10 +42,26 @@ class Router:
 
     def filled(self, target: Found) -> ModelConfig:
         """A model with the defaults of a request that names it so."""
+        if not target.model.path:  # a peer has filled in its own
+            return target.model
         return self._defaults.of(target.model, target.profile)
 
     def locate(self, name: str, caller: Caller) -> Found:
-        """Like `resolve`, with the model as it is configured."""
+        """Like `resolve`, with the model as it is configured. A name of this daemon comes before one of a peer."""
+        try:
+            return self.locate_here(name, caller)
+        except ModelNotFound:
+            model = self._elsewhere(name)
+            if model is None or not caller.may_use(model):
+                raise
+            return Found(model)
+
+    def resolve_here(self, name: str, caller: Caller) -> ModelConfig:
+        """Like `resolve`, of the models of this daemon only."""
+        return self.filled(self.locate_here(name, caller))
+
+    def locate_here(self, name: str, caller: Caller) -> Found:
+        """Like `locate`, of the models of this daemon only."""
         return self._names.locate(name, caller.may_use)
 
 
@@ -43,12 +71,18 @@ class Live:
     A request takes from it once what it needs, so that it keeps what it began with.
     """
 
-    __slots__ = ("config", "proxies", "router")
+    __slots__ = ("_elsewhere", "config", "proxies", "router")
 
     def __init__(self, config: Config) -> None:
+        self._elsewhere: Callable[[str], ModelConfig | None] = _nowhere
         self.apply(config)
+
+    def look_elsewhere(self, find: Callable[[str], ModelConfig | None]) -> None:
+        """Find with `find` the models of peers behind names that no model of the configuration has."""
+        self._elsewhere = find
+        self.apply(self.config)
 
     def apply(self, config: Config) -> None:
         self.config = config
-        self.router = Router.of(config)
+        self.router = Router.of(config, self._elsewhere)
         self.proxies = Proxies(config.server.trusted_proxies)

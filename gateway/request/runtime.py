@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from gateway.access.ledger import Ledger
-from gateway.config.settings import Config
+from gateway.config.settings import Config, ModelConfig
 from gateway.link.link import Link
+from gateway.peers.fleet import Fleet
 from gateway.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.in_flight import Requests
 from gateway.request.routing import Live, Router
+from gateway.supervisor.state import WorkerView
 from gateway.telemetry.metrics import Metrics
 
 
@@ -23,11 +25,17 @@ class Runtime:
     admission: Admission
     requests: Requests
     ledger: Ledger
+    fleet: Fleet
 
     @property
     def config(self) -> Config:
         """The configuration in force now."""
         return self.live.config
+
+    def view(self, model: ModelConfig) -> WorkerView:
+        """The state of a resolved model, of this daemon or of its peers."""
+        worker = self.pool.find(model.name)
+        return self.fleet.view(model.name) if worker is None else worker.view()
 
     @property
     def router(self) -> Router:

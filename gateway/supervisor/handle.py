@@ -215,6 +215,10 @@ class WorkerHandle:
         self._lifecycle.incarnation.is_suspect = True
         self._notify(Notice.SUSPECT)
 
+    def addressed(self, request: Generate) -> Generate:
+        """A worker is sent requests as they are."""
+        return request
+
     def refusal(self, request: Generate) -> Failure | None:
         """The reason to refuse this request: it is known to crash workers, or there is no memory for it."""
         if (overload := self.overload) is not None:

@@ -3,11 +3,16 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from gateway.supervisor.state import MemoryView
 from gateway.telemetry.histogram import BATCH_BUCKETS, ITL_BUCKETS, LATENCY_BUCKETS, TOKEN_BUCKETS, Histogram
 from protocol.messages import Pong, Step, Usage
 from protocol.stats import Stats
+
+# Prefill of fewer tokens is not measured; of the sum before the newest one so much is kept.
+PREFILL_TOKENS_MIN: Final = 64
+PREFILL_KEPT: Final = 0.8
 
 
 def _latency() -> Histogram:
@@ -56,6 +61,9 @@ class ModelMetrics:
     evictions: Counter[str] = field(default_factory=Counter[str])
     trims: int = 0
     recycles: int = 0
+    # Prompt tokens processed here and the seconds of it, the newest sequences counting most.
+    prefilled_tokens: float = 0.0
+    prefilled_s: float = 0.0
     # Of the newest unload: the part of the process's memory that the system had back in time.
     returned_part: float | None = None
 
@@ -73,6 +81,20 @@ class ModelMetrics:
         self.request_generation_tokens.observe(usage.completion)
         if usage.completion > 1:
             self.per_token.observe(usage.decode_ms / 1000 / (usage.completion - 1))
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second, as processed lately; 0 while that is not known."""
+        return self.prefilled_tokens / self.prefilled_s if self.prefilled_s > 0 else 0.0
+
+    def note_prefill(self, usage: Usage) -> None:
+        """One sequence of this daemon's own worker has ended."""
+        # What little is left of a cached prompt says nothing about speed.
+        computed = usage.prompt - usage.cached
+        if computed < PREFILL_TOKENS_MIN or usage.prefill_ms <= 0:
+            return
+        self.prefilled_tokens = PREFILL_KEPT * self.prefilled_tokens + computed
+        self.prefilled_s = PREFILL_KEPT * self.prefilled_s + usage.prefill_ms / 1000
 
 
 @dataclass(slots=True)
@@ -146,6 +168,11 @@ class Metrics:
         self.media_numbers = MediaNumbers()
         # Told at once of a model's state, while somebody watches.
         self.on_state: Callable[[str, str], None] | None = None
+        # Requests sent to peers, by peer and reason, and sequences that lost theirs.
+        self.forwarded: Counter[tuple[str, str]] = Counter()
+        self.reroutes: Counter[str] = Counter()
+        # Name, whether it is up, and its failures by reason, of each peer.
+        self.peers: Callable[[], Iterable[tuple[str, bool, dict[str, int]]]] = tuple
         # Read when scraped; the link knows.
         self.unacked_aborts: Callable[[], int] = int
         self.audit_lines_lost: Callable[[], int] = int

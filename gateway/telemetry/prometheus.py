@@ -201,6 +201,7 @@ class _OfMetrics(Collector):
         yield from _of_gateway(metrics)
         yield from _of_connections(metrics)
         yield from _of_tls(metrics)
+        yield from _of_peers(metrics)
         yield from _of_keys(metrics.keys)
         yield from _of_models(metrics.models)
         yield from _of_workers({model: m.stats for model, m in metrics.models.items() if m.stats is not None})
@@ -284,6 +285,21 @@ def _of_tls(metrics: Metrics) -> Iterator[Metric]:
     yield _gauge("tls_certificate_expiry_timestamp_seconds", text, [], [([], metrics.certificate_expiry())])
     loads = [([outcome], metrics.certificate_loads[outcome]) for outcome in CERTIFICATE_LOADS]
     yield _counter("tls_certificate_loads", "Reloads of changed TLS certificate files.", ["outcome"], loads)
+
+
+def _of_peers(metrics: Metrics) -> Iterator[Metric]:
+    peers = list(metrics.peers())
+    yield _gauge(
+        "peer_up", "Whether requests may be sent to a peer.", ["peer"], [([p], float(up)) for p, up, _ in peers]
+    )
+    failures = [([peer, reason], count) for peer, _, reasons in peers for reason, count in reasons.items()]
+    yield _counter("peer_failures", "Failed requests to a peer.", ["peer", "reason"], failures)
+    forwarded = [([*labels], count) for labels, count in metrics.forwarded.items()]
+    yield _counter("forwarded_requests", "Requests sent to a peer.", ["to", "reason"], forwarded)
+    moved = [([peer], count) for peer, count in metrics.reroutes.items()]
+    yield _counter(
+        "peer_sequences_lost", "Sequences that went on elsewhere because their peer was lost.", ["peer"], moved
+    )
 
 
 def _of_keys(keys: Mapping[str, KeyMetrics]) -> Iterator[Metric]:

@@ -33,7 +33,7 @@ class Connect:
         if not _URL.fullmatch(url):
             raise BadRequest("'url' is mlxd's address, such as http://localhost:8484.", "url", "invalid_value")
         model = services.router.resolve(query.get("model", ""), OWNER)
-        ready = services.pool.worker(model.name).view().ready
+        ready = services.view(model).ready
         context = ready.max_context if ready is not None else model.context
         services.keyring.refresh()
         key = "" if services.keyring.is_open else YOUR_KEY

@@ -91,7 +91,7 @@ class Keys:
         return KeyView(
             name=key.name,
             prefix=key.prefix,
-            role="admin" if key.is_admin else "metrics" if key.is_metrics_only else "user",
+            role=key.role,
             is_disabled=key.is_disabled,
             shares_cache=not key.cache_salt,
             created=key.created,

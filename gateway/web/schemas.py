@@ -193,7 +193,7 @@ class KeyView(KeyFields, frozen=True, kw_only=True):
 
     name: str
     prefix: str
-    role: Literal["user", "admin", "metrics"]
+    role: Literal["user", "admin", "metrics", "peer"]
     is_disabled: bool
     shares_cache: bool
     created: float

@@ -18,7 +18,7 @@ import msgspec
 import uvicorn
 
 from gateway.app import App, create_admin_app, create_app
-from gateway.config.settings import Config, MediaConfig, ModelConfig, ServerConfig, url_of
+from gateway.config.settings import Config, MediaConfig, ModelConfig, PeerConfig, ServerConfig, url_of
 from gateway.http.connection import GuardedProtocol
 from gateway.http.connection_limits import public_connections
 from gateway.http.handshake import HANDSHAKE_S, Handshake
@@ -89,6 +89,7 @@ async def running(
     handshake_s: float = HANDSHAKE_S,
     verify: ssl.SSLContext | bool = True,
     media: MediaConfig | None = None,
+    peers: Sequence[PeerConfig] = (),
 ) -> AsyncGenerator[Gateway, None]:
     """A gateway whose workers are scripted with `options`; a `talkative` one also says what it is told.
 
@@ -100,6 +101,7 @@ async def running(
         models={model.name: model for model in models or [ModelConfig(name="m", path="m")]},
         config_path=home / "mlxd.toml",
         media=media or MediaConfig(),
+        peers={peer.name: peer for peer in peers},
     )
     config.run_dir.mkdir(parents=True, exist_ok=True)
     metrics = Metrics()
@@ -134,6 +136,7 @@ async def running(
         )
     )
     serving = asyncio.create_task(http.serve(sockets=[listener]))
+    polling = asyncio.create_task(app.services.fleet.run())
     try:
         async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, verify=verify) as client:
             admin = create_admin_app(config, pool, link, metrics, public=app)
@@ -141,6 +144,7 @@ async def running(
     finally:
         http.should_exit = True
         await serving
+        polling.cancel()
         with contextlib.closing(listener), contextlib.closing(app):
             app.drain()
             await pool.stop(0.0)

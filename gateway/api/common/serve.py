@@ -70,7 +70,7 @@ async def with_media(
     references = [each for each in prompt.media if isinstance(each, Reference)]
     if not references:
         return prompt
-    check(model.name, model.path, services.pool.worker(model.name).ready, references)
+    check(model.name, model.path, services.view(model).ready, references)
     assert record.media_lease is not None, "the middleware makes one for each request"
     record.media_lease.owner = record.caller.key or ""
     size = record.encoded_bytes = sum(len(each.encoded) + len(each.url) for each in references)
@@ -149,27 +149,29 @@ async def tokenize(
     if isinstance(prompt, ChatPrompt):
         prompt = await with_media(services, record, model, prompt)
     estimate = (record.body_bytes - record.encoded_bytes) / BYTES_PER_TOKEN + likely_tokens(record.media)
-    return await _ask(services, record, model, estimate, lambda rid: Tokenize(rid, prompt, want_ids))
+    return await ask(services, record, model, estimate, lambda rid: Tokenize(rid, prompt, want_ids))
 
 
 async def detokenize(services: Services, record: Record, model: ModelConfig, ids: tuple[int, ...]) -> Tokenized:
     """The text of token ids, from the model's worker. Raises `ApiError`."""
-    return await _ask(services, record, model, len(ids), lambda rid: Detokenize(rid, ids))
+    return await ask(services, record, model, len(ids), lambda rid: Detokenize(rid, ids))
 
 
-async def _ask(
+async def ask(
     services: Services,
     record: Record,
     model: ModelConfig,
     estimate: float,
     question: Callable[[int], Tokenize | Detokenize],
 ) -> Tokenized:
+    """The answer of the model's worker to a question of about so many tokens. Raises `ApiError`."""
     caller = record.caller
     share = caller.queue_share or services.config.server.queue_share
     with ExitStack() as held:
         held.enter_context(services.admission.question(model, caller.key, share))
         bill = None if caller.meter is None else held.enter_context(caller.meter.question(estimate))
-        held.enter_context(services.pool.busy(model.name))
+        if services.pool.find(model.name) is not None:
+            held.enter_context(services.pool.busy(model.name))
         answer = await _answer(services, record, model, question)
         if bill is not None:
             bill.prompt = answer.count
@@ -181,6 +183,8 @@ async def _answer(
 ) -> Tokenized:
     try:
         async with asyncio.timeout(services.config.server.queue_timeout_s or None):
+            if services.pool.find(model.name) is None:
+                return await services.fleet.ask(model, question(services.link.next_rid()))
             worker = await services.pool.ensure_ready(model.name)
             check(model.name, model.path, worker.ready, record.media)
             return await services.link.ask(worker, question(services.link.next_rid()))

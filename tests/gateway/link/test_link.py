@@ -63,6 +63,9 @@ class Runner:
     def suspect(self) -> None:
         self.suspected += 1
 
+    def addressed(self, request: Generate) -> Generate:
+        return request
+
     def refusal(self, request: Generate) -> Failure | None:
         return self.refused
 

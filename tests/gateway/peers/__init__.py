@@ -1,0 +1,1 @@
+"""Peers: two gateways and more on one loop, with scripted workers."""
