@@ -159,7 +159,12 @@ class GenerateForPeers:
         with Generation(services, model, own, record, encoder.bind, stays_here=True) as generation:
             encoder.generation = generation
             write_timeout_s = services.config.server.write_timeout_s
-            await respond_stream(generation, encoder, record, receive, send, write_timeout_s, PACE, FRAMES)
+            try:
+                await respond_stream(generation, encoder, record, receive, send, write_timeout_s, PACE, FRAMES)
+            except ApiError as error:
+                # It was admitted, and failed before the first byte: an answer as all others.
+                record.outcome = error.outcome
+                await send_body(send, 200, encoder.error(error), kind=FRAMES)
 
 
 class Frames:

@@ -7,11 +7,14 @@ from typing import Final
 from gateway.access.caller import NOBODY
 from gateway.access.strangers import Sample
 from gateway.request.record import Record
+from protocol.peering import STATUS_PATH
 
 log = logging.getLogger(__name__)
 
 # Polled by machines: their lines would drown the others.
-QUIET: Final = frozenset({"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/v1/requests", "/"})
+QUIET: Final = frozenset(
+    {"/livez", "/readyz", "/health", "/healthz", "/metrics", "/v1/status", "/v1/requests", "/", STATUS_PATH}
+)
 
 
 def write(record: Record, slow_s: float, sample: Sample, trace_id: str = "") -> None:
@@ -42,6 +45,8 @@ def _fields(record: Record, elapsed_s: float, trace_id: str) -> dict[str, object
         fields["key"] = record.caller.key
     if record.model is not None:
         fields |= {"model": record.model, "stream": record.stream}
+        if record.served_by:
+            fields["served_by"] = record.served_by
         if record.rids:
             fields["rid"] = record.rids[0] if len(record.rids) == 1 else list(record.rids)
         first = record.first_token_s

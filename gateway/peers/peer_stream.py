@@ -45,6 +45,9 @@ ELSEWHERE: Final = frozenset(
     }
 )
 
+# Statuses of a request that no peer takes: it is not valid, too large, or has come back.
+_FINAL: Final = (400, 413, 508)
+
 
 # The beginnings of messages to a runner: a prompt is not read again to be sent on.
 class _AbortHead(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -253,6 +256,11 @@ class PeerStream:
 
     def _decline(self, error: Declined) -> None:
         self._failure = Failure(Code.DRAINING, LOST, str(error))
+        if error.status in _FINAL:
+            failure = Failure(Code.INTERNAL, f"The peer {self.node.name} does not take this request.", str(error))
+            for rid in self._open:
+                self._link.receive(self.epoch, Rejected(rid, failure))
+            self._open.clear()
         key_is_refused = error.status in (401, 403)
         s = KEY_REFUSED_S if key_is_refused else BUSY_S if error.status in (429, 503) else ABSENT_S
         self.node.block(self.name, s)

@@ -15,6 +15,7 @@ from gateway.config.settings import (
     MediaConfig,
     MemoryConfig,
     ModelConfig,
+    PeerConfig,
     ProfileConfig,
     SamplingDefaults,
     ServerConfig,
@@ -81,6 +82,7 @@ def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
         ("## `[memory]`", MemoryConfig),
         ("## `[media]`", MediaConfig),
         ("## `[ui]`", UiConfig),
+        ("## `[peers.NAME]`", PeerConfig),
         ("## `[models.NAME]`", ModelConfig),
         ("### `sampling`", SamplingDefaults),
         ("### `thinking`", ThinkingDefaults),
@@ -105,7 +107,7 @@ def test_the_documentation_has_every_key_with_its_default(heading: str, table: t
 def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
     made = schema()
 
-    assert set(made["properties"]) == {"server", "memory", "media", "ui", "models"}
+    assert set(made["properties"]) == {"server", "memory", "media", "ui", "models", "peers"}
     for table in (
         ServerConfig,
         MemoryConfig,

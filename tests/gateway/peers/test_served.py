@@ -1,5 +1,6 @@
 """Models of a peer are served behind this gateway's names, as messages of the protocol."""
 
+import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -118,3 +119,28 @@ async def test_a_key_of_the_door_reaches_models_of_peers_by_its_patterns(tmp_pat
             assert near.metrics.keys["right"].generation_tokens == 5
             # There the door is one key, whichever of its own it serves.
             assert far.metrics.keys["door"].generation_tokens == 5
+
+
+async def test_salts_are_the_peers_own_and_never_shared() -> None:
+    """What a worker is told there: neither the salts of the door's keys, nor any that another key there has."""
+    with short_home() as home, short_home() as far_home:
+        key_file = key_for(far_home)
+        async with running(far_home, worker="revealing") as far, door(home, peer(far, key_file)) as near:
+            keys = KeyFile(keys_path(home))
+            seen: list[str] = []
+            for name in ("ann", "bob"):
+                _, secret = keys.create(Key(name=name, prefix="", salt="", hash=""))
+                reply = await near.client.post("/v1/chat/completions", json=chat(), headers={"x-api-key": secret})
+                seen.append(json.loads(reply.json()["choices"][0]["message"]["content"])["cache_salt"])
+            own = {key.cache_salt for key in keys.read()}
+            (theirs,) = (key.cache_salt for key in KeyFile(keys_path(far_home)).read())
+            assert seen[0] != seen[1]
+            for salt in seen:
+                assert salt.startswith(f"{theirs}\0"), "within the cache of the door's key"
+                assert not any(each in salt for each in own)
+
+
+async def test_a_large_prompt_and_its_choices_travel_whole(pair: tuple[Gateway, Gateway]) -> None:
+    near, _ = pair
+    reply = await near.client.post("/v1/chat/completions", json=chat("x" * 2_000_000, n=2))
+    assert [choice["message"]["content"] for choice in reply.json()["choices"]] == [tokens(5)] * 2
