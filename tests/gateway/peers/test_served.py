@@ -122,7 +122,7 @@ async def test_a_key_of_the_door_reaches_models_of_peers_by_its_patterns(tmp_pat
 
 
 async def test_salts_are_the_peers_own_and_never_shared() -> None:
-    """What a worker is told there: neither the salts of the door's keys, nor any that another key there has."""
+    """A worker there is told neither the salts of the door's keys, nor any that another key there has."""
     with short_home() as home, short_home() as far_home:
         key_file = key_for(far_home)
         async with running(far_home, worker="revealing") as far, door(home, peer(far, key_file)) as near:
