@@ -479,7 +479,7 @@ async def test_a_question_larger_than_a_frame_is_refused_and_the_worker_stays_co
 
 async def test_a_sequence_that_has_outgrown_a_frame_ends_when_its_worker_does(home: Path) -> None:
     async with Wire(home) as wire:
-        request = Generate(wire.link.next_rid(), TextPrompt("x" * (MAX_FRAME_BYTES - 100)), Sampling())
+        request = Generate(wire.link.next_rid(), TextPrompt("x" * (MAX_FRAME_BYTES - 400)), Sampling())
         collector = wire.link.submit(wire.runner, [request])
         wire.hear()
         wire.say(Step(3, 1, [Delta(request.rid, text="y", token_ids=tuple(range(1000)))]))
