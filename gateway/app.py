@@ -11,6 +11,7 @@ from gateway.admin.orders import Audited
 from gateway.api import health, peer_requests
 from gateway.api.anthropic.endpoints import CountTokens, Messages
 from gateway.api.catalog import Catalog
+from gateway.api.infill import FillMiddle
 from gateway.api.lm_studio import ListV0, ListV1
 from gateway.api.models import Models, OneModel
 from gateway.api.ollama import endpoints as ollama
@@ -142,6 +143,7 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             *responses.routes(),
             Route("/tokenize", TokenizeText(services), methods=["POST"]),
             Route("/detokenize", DetokenizeIds(services), methods=["POST"]),
+            Route("/infill", FillMiddle(services), methods=["POST"]),
             Route("/v1/models", models, methods=["GET"]),
             Route("/v1/models/{id:path}", OneModel(catalog, models), methods=["GET"]),
             Route("/models", models, methods=["GET"]),

@@ -63,10 +63,22 @@ class ChatPrompt(msgspec.Struct, frozen=True, array_like=True, tag=1):
     media: tuple[Media, ...] = ()
 
 
+class Infill(msgspec.Struct, frozen=True, array_like=True):
+    """The text behind what is to be filled in, the beginning of that, and other files as (name, text)."""
+
+    suffix: str = ""
+    middle: str = ""
+    files: tuple[tuple[str, str], ...] = ()
+
+
 class TextPrompt(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Plain text, encoded as the tokenizer does by default (with its BOS, if it adds one)."""
+    """Plain text, encoded as the tokenizer does by default (with its BOS, if it adds one).
+
+    With `infill` it is the text before what is to be filled in, by the tokens that the model has for it.
+    """
 
     text: str
+    infill: Infill | None = None
 
 
 class TokensPrompt(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -4,6 +4,7 @@ __all__ = [
     "anthropic",
     "catalog",
     "health",
+    "infill",
     "lm_studio",
     "models",
     "ollama",

@@ -10,6 +10,8 @@ from gateway.api import openapi
 from gateway.api.anthropic import request as anthropic
 from gateway.api.anthropic import response as anthropic_out
 from gateway.api.health import About, Health
+from gateway.api.infill import NO_ACTION as INFILL_NO_ACTION
+from gateway.api.infill import Infilled, InfillRequest
 from gateway.api.lm_studio import ModelsV0, ModelsV1
 from gateway.api.models import ModelCard, ModelList
 from gateway.api.ollama import request as ollama
@@ -276,6 +278,18 @@ _MLXD: Final = (
         _TOKENIZE,
         DetokenizeRequest,
         headers=_IGNORED,
+    ),
+    Operation(
+        "POST",
+        "/infill",
+        "Fill in the middle of a text, as llama.cpp's server does.",
+        Infilled,
+        ErrorBody,
+        _GENERATE,
+        InfillRequest,
+        INFILL_NO_ACTION,
+        (Infilled, ErrorBody),
+        headers=_SEED,
     ),
     Operation("GET", "/v1/models", "List the models that the key may use.", ModelList, ErrorBody, _ALWAYS),
     Operation("GET", "/v1/models/{id}", "Get a model.", ModelCard, ErrorBody, (*_ALWAYS, 404), parameters=(_MODEL_ID,)),

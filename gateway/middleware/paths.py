@@ -15,6 +15,8 @@ ANTHROPIC_HEADER: Final = "anthropic-version"
 OLLAMA: Final = "/api/"
 # Lists in LM Studio's form, whose clients read OpenAI's errors.
 LM_STUDIO: Final = ("/api/v0/", "/api/v1/")
+# llama.cpp's route that generates.
+INFILL: Final = "/infill"
 # Routes of Ollama's that generate; its others are about models.
 OLLAMA_REQUESTS: Final = frozenset({"/api/chat", "/api/generate", "/api/embed", "/api/embeddings"})
 # A client must always be able to stop what it started.
@@ -32,11 +34,11 @@ def dialect_of(path: str, headers: Headers) -> Dialect:
 
 def is_of_api(method: str, path: str) -> bool:
     """Whether it is a request of an API in the metrics; a list of models is not."""
-    return method == METHOD and (path.startswith(PREFIX) or path in OLLAMA_REQUESTS)
+    return method == METHOD and (path.startswith(PREFIX) or path in OLLAMA_REQUESTS or path == INFILL)
 
 
 def is_counted(method: str, path: str) -> bool:
     """Whether a key's limit of requests counts it."""
     if method != METHOD or path.endswith(_UNCOUNTED):
         return False
-    return path.startswith(PREFIX) or path in _QUESTIONS or path in OLLAMA_REQUESTS or path == GENERATE_PATH
+    return is_of_api(method, path) or path in _QUESTIONS or path == GENERATE_PATH

@@ -44,7 +44,14 @@ def down() -> list[m.Down]:
     return [
         m.Welcome(0, 2**62, 1.0),
         m.Generate(1 << 62, chat, sampling, 100, ("a", "\n"), 5, True, -3, 1500, True, "00-trace"),
-        m.Generate(2, m.TextPrompt("né 🙂"), m.Sampling(), most_drafted=3, prediction="né", includes_stop=True),
+        m.Generate(
+            2,
+            m.TextPrompt("né 🙂", m.Infill("b", "c", (("a.py", "d"),))),
+            m.Sampling(),
+            most_drafted=3,
+            prediction="né",
+            includes_stop=True,
+        ),
         m.Generate(3, m.TokensPrompt((0, 1, 151_935)), m.Sampling(), 0, top_logprobs=0),
         m.Abort((1, 1 << 62), "client"),
         m.Tokenize(4, m.TextPrompt("né"), True),

@@ -90,6 +90,7 @@ SHARED_STEMS: Final = {
     "verify": "its verb, its program and its messages", "verb": "of a verb with a folder of its own",
     "client": "the verbs' and the benchmarks'",
     "link": "the two ends of the sockets", "main": "of a process", "errors": "of a process", "cli": "of a program",
+    "infill": "its endpoint, and its prompts",
     "inbox": "messages for a loop: the supervisor's, the engine's",
     "events": "the link's and the parsers'",
 }  # fmt: skip

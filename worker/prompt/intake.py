@@ -7,13 +7,17 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from msgspec import structs
+
 from protocol.failures import Code
 from protocol.messages import (
     ChatPrompt,
     Constraint,
     Detokenize,
     Generate,
+    Infill,
     Prompt,
+    Sampling,
     TextPrompt,
     Tokenize,
     Tokenized,
@@ -25,6 +29,7 @@ from worker.errors import RequestInvalid
 from worker.model.loader import Loaded
 from worker.prompt.encode import Encoder
 from worker.prompt.family import Dialect
+from worker.prompt.infill import InfillPrompts
 from worker.prompt.media_prompt import Encoded, open_media, unserved
 from worker.prompt.templates import Renderer
 from worker.prompt.word_ids import WordIds
@@ -67,6 +72,7 @@ class Intake:
         self._dialect = Dialect(loaded, opened, self._renderer.knows_tools, parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
+        self._infill = InfillPrompts(loaded.tokenizer, self._encoder)
         self._words = WordIds(self._encoder, self.vocabulary, loaded.vocab_size)
         self.writer = Writer(self.vocabulary, self._dialect.controls)
         self._rules = Rules(
@@ -105,7 +111,7 @@ class Intake:
         row = Row(
             rid=request.rid,
             prompt=ids,
-            sampling=request.sampling,
+            sampling=self._sampling(request),
             max_tokens=self._room(len(ids), request),
             detokenizer=(self._chat_vocabulary if is_chat else self.vocabulary).detokenizer(ids),
             stops=StopScanner(request.stop, is_inclusive=request.includes_stop),
@@ -242,6 +248,8 @@ class Intake:
         match prompt:
             case ChatPrompt():
                 encoded = self._encode_chat(prompt, salt)
+            case TextPrompt(text=text, infill=Infill() as infill):
+                encoded = Encoded(self._encode_infill(text, infill, prompt))
             case TextPrompt(text=text):
                 encoded = Encoded(self._encode_text(text, prompt), text)
             case TokensPrompt(ids=given):
@@ -272,6 +280,12 @@ class Intake:
             raise RequestInvalid(Code.TOO_MANY_MEDIA, message, param=prompt.media[most].param or "messages")
         return self._media.encode(self._dialect.asked(prompt), encode, salt)
 
+    def _encode_infill(self, prefix: str, infill: Infill, prompt: Prompt) -> list[int]:
+        characters = sum(map(len, (prefix, infill.suffix, infill.middle, *(text for _, text in infill.files))))
+        if characters > _CHARS_PER_TOKEN * self.max_context:
+            raise self._too_long(characters // _CHARS_PER_TOKEN, prompt, "at least ")
+        return self._infill.encode(prefix, infill)
+
     def _encode_text(self, text: str, prompt: Prompt) -> list[int]:
         add_special_tokens = isinstance(prompt, TextPrompt)
         # Megabytes that cannot fit would cost seconds and gigabytes: their beginning is enough to know.
@@ -297,6 +311,13 @@ class Intake:
         first = self._encoder.encode(generation_prompt, add_special_tokens=False)[:1]
         hidden = self.vocabulary.hidden
         return frozenset(first) & hidden or hidden
+
+    def _sampling(self, request: Generate) -> Sampling:
+        """The sampling of a row: what fills in the middle ends where a next part would begin."""
+        prompt, sampling = request.prompt, request.sampling
+        if not isinstance(prompt, TextPrompt) or prompt.infill is None or sampling.ignore_eos:
+            return sampling
+        return structs.replace(sampling, stop_ids=(*sampling.stop_ids, *self._infill.stop_ids))
 
     def _check_sampling(self, request: Generate) -> None:
         sampling = request.sampling

@@ -61,7 +61,7 @@ class Complete:
             await self._loading.tell(record, line, request, send)
             return
         job = await _job(services, record, model, lambda ms: lower_generate(request, model, _rid(services), seed, ms))
-        turns = None if request.raw else conversation_of(request)
+        turns = None if request.raw or request.suffix else conversation_of(request)
         await _answer(job, GenerateForm(name, turns), request, receive, send)
 
 

@@ -16,7 +16,7 @@ from gateway.api.openai.tools import lower_tool
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
 from gateway.media.reference import IMAGE, by_base64, by_url
-from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Prompt, TextPrompt
+from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Infill, Prompt, TextPrompt
 
 
 def lower_chat(
@@ -38,8 +38,8 @@ def lower_generate(
     request: GenerateRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int = 0
 ) -> Generate:
     """Raises `BadRequest`."""
-    if request.raw:
-        prompt = TextPrompt(request.prompt or "")
+    if request.raw or request.suffix:
+        prompt = TextPrompt(request.prompt or "", Infill(request.suffix) if request.suffix else None)
         return _generate(request, prompt, model, next_rid, seed, deadline_ms, None)
     thinking = _thinking(request, model)
     turns = [{"role": turn.role, "content": turn.text} for turn in _before(request)]

@@ -147,8 +147,8 @@ def decode_generate(body: bytes) -> tuple[GenerateRequest, list[str]]:
     if request.template:
         message = "'template' is not supported: set chat_template of the model in mlxd.toml, or send 'raw': true."
         raise Unsupported(message, "template")
-    if request.suffix:
-        raise Unsupported("'suffix' is not supported: this server does not fill in the middle.", "suffix")
+    if request.suffix and (request.system or request.context or request.images):
+        raise BadRequest("'suffix' excludes 'system', 'context' and 'images'.", "suffix", "invalid_value")
     if request.raw and (request.system or request.context):
         raise BadRequest("'raw' excludes 'system' and 'context'.", "raw", "invalid_value")
     if request.raw and request.images:
@@ -168,7 +168,7 @@ def decode_pull(body: bytes) -> tuple[PullRequest, list[str]]:
 
 def is_empty(request: GenerateRequest) -> bool:
     """Whether a completion has nothing to complete, and so is about loading."""
-    return not request.prompt and not request.images
+    return not request.prompt and not request.images and not request.suffix
 
 
 def _ignored(request: Asked, *, is_empty: bool) -> list[str]:

@@ -14,7 +14,7 @@ from gateway.api.openai.samplers import sampler_values
 from gateway.api.openai.tools import lower_tools
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
-from protocol.messages import Generate, Prompt, Sampling, TextPrompt, TokensPrompt
+from protocol.messages import Generate, Infill, Prompt, Sampling, TextPrompt, TokensPrompt
 
 # What the worker itself passes to the template, and what would change how it is called.
 RESERVED_KWARGS: Final = frozenset(
@@ -81,7 +81,7 @@ def lower_completion(
     return _generates(
         request,
         model,
-        _prompts(request.prompt),
+        _prompts(request.prompt, request.suffix),
         next_rid,
         seed,
         # OpenAI's completions default.
@@ -89,6 +89,21 @@ def lower_completion(
         top_logprobs=request.logprobs,
         echo=echo,
         deadline_ms=deadline_ms,
+    )
+
+
+def lower_texts(
+    request: SamplingFields,
+    model: ModelConfig,
+    prompts: Sequence[Prompt],
+    next_rid: Callable[[], int],
+    seed: int,
+    max_tokens: int | None,
+    deadline_ms: int = 0,
+) -> list[Generate]:
+    """One `Generate` per prompt and choice, for endpoints that have OpenAI's sampling fields. Raises `BadRequest`."""
+    return _generates(
+        request, model, prompts, next_rid, seed, max_tokens=max_tokens, top_logprobs=None, deadline_ms=deadline_ms
     )
 
 
@@ -194,18 +209,21 @@ def _logit_bias(raw: dict[str, float]) -> dict[int, float]:
 # -- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def _prompts(raw: str | list[Any]) -> list[Prompt]:
+def _prompts(raw: str | list[Any], suffix: str | None = None) -> list[Prompt]:
+    infill = Infill(suffix) if suffix else None
     if isinstance(raw, str):
-        return [_text_prompt(raw, "prompt")]
+        return [_text_prompt(raw, "prompt", infill)]
     if not raw:
         raise BadRequest("'prompt' is empty.", "prompt", "invalid_value")
     kinds = {type(item) for item in raw}
+    if infill is not None and kinds != {str}:
+        raise BadRequest("'suffix' needs prompts of text.", "suffix", "invalid_value")
     if kinds == {int}:
         return [TokensPrompt(tuple(raw))]
     if len(raw) > PROMPTS_MAX:
         raise BadRequest(f"At most {PROMPTS_MAX} prompts in one request.", "prompt", "invalid_value")
     if kinds == {str}:
-        return [_text_prompt(text, f"prompt[{index}]") for index, text in enumerate(raw)]
+        return [_text_prompt(text, f"prompt[{index}]", infill) for index, text in enumerate(raw)]
     if kinds == {list}:
         if any(not ids for ids in raw):
             raise BadRequest("'prompt' holds an empty list of token ids.", "prompt", "invalid_value")
@@ -217,10 +235,10 @@ def _prompts(raw: str | list[Any]) -> list[Prompt]:
     )
 
 
-def _text_prompt(text: str, param: str) -> TextPrompt:
-    if not text:
+def _text_prompt(text: str, param: str, infill: Infill | None) -> TextPrompt:
+    if not text and infill is None:
         raise BadRequest(f"'{param}' is empty.", param, "invalid_value")
-    return TextPrompt(text)
+    return TextPrompt(text, infill)
 
 
 def template_kwargs(asked: dict[str, Any] | None) -> dict[str, Any]:

@@ -276,9 +276,10 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     prompt: Annotated[str, shape(TEXT)] | Annotated[list[str | TokenId | list[TokenId]], shape(PROMPTS)]
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    # The text behind what is to be filled in, for models that were trained for it.
+    suffix: str | None = None
     # Known, not served yet.
     best_of: Annotated[int, Meta(ge=0, le=1 << 40), shape({"maximum": 1})] | None = None
-    suffix: Annotated[str, shape({"maxLength": 0})] | None = None
 
     @property
     def sequences(self) -> int:
@@ -318,8 +319,8 @@ def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
 def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
     """The request, and the names of its unknown fields. Raises `BadRequest`."""
     request, unknown = _completion.decode(body)
-    if request.suffix:
-        raise Unsupported("'suffix' is not supported: this server does not fill in the middle.", "suffix")
+    if request.suffix and request.echo:
+        raise Unsupported("'echo' together with 'suffix' is not supported.", "echo")
     if request.best_of is not None and request.best_of > (request.n or 1):
         raise Unsupported("'best_of' greater than 'n' is not supported.", "best_of")
     return request, unknown

@@ -287,6 +287,7 @@ def asking(model: str) -> list[tuple[str, dict[str, Any]]]:
         ("/api/chat", {"model": model, "messages": messages, "options": {"num_predict": 2}}),
         ("/api/generate", {"model": model, "prompt": "hi", "options": {"num_predict": 2}}),
         ("/api/show", {"model": model}),
+        ("/infill", {"model": model, "input_prefix": "hi", "n_predict": 2}),
         ("/tokenize", {"model": model, "prompt": "hi"}),
         ("/detokenize", {"model": model, "tokens": [1]}),
     ]

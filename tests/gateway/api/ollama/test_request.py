@@ -11,7 +11,7 @@ from gateway.api.ollama.options import read_options
 from gateway.api.ollama.request import decode_chat, decode_generate
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
-from protocol.messages import ChatPrompt, ConstraintKind, Generate, TextPrompt
+from protocol.messages import ChatPrompt, ConstraintKind, Generate, Infill, TextPrompt
 
 MODEL = ModelConfig(name="m", path="m", sampling=SamplingDefaults(temperature=0.6, top_k=20, max_tokens=64))
 CALL = {"function": {"name": "f", "arguments": {"a": 1}}}
@@ -126,6 +126,7 @@ def test_a_completion_is_a_chat_of_its_system_its_context_and_its_prompt() -> No
         {"role": "user", "content": "c"},
     ]
     assert completed(prompt="c", raw=True).prompt == TextPrompt("c")
+    assert completed(prompt="c", suffix="d").prompt == TextPrompt("c", Infill("d"))
 
 
 @pytest.mark.parametrize("text", ["", "x", "ab", "abc", "é🙂", "x" * 1000])
@@ -154,7 +155,7 @@ def test_no_other_numbers_are_a_context() -> None:
     ("fields", "word"),
     [
         ({"template": "{{ .Prompt }}"}, "template"),
-        ({"suffix": "x"}, "suffix"),
+        ({"suffix": "x", "system": "y"}, "suffix"),
         ({"raw": True, "images": ["x"]}, "images"),
     ],
 )

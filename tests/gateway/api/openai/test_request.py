@@ -307,7 +307,8 @@ def test_zero_tokens_only_make_sense_with_echo() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"suffix": "x"}, "suffix"),
+        ({"suffix": "x", "prompt": [1, 2]}, "suffix"),
+        ({"suffix": "x", "echo": True}, "echo"),
         ({"best_of": 3, "n": 2}, "best_of"),
         ({"logprobs": 6}, "logprobs"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),

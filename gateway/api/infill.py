@@ -1,0 +1,187 @@
+"""`POST /infill`: what fills the middle of a text, in the form of llama.cpp's server."""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.common import serve
+from gateway.api.common.decode import Schema
+from gateway.api.openai.lowering import lower_texts
+from gateway.api.openai.request import SamplingFields
+from gateway.config.settings import ModelConfig
+from gateway.errors import ApiError, BadRequest, openai_body
+from gateway.request.record import record_of
+from gateway.services import Services
+from protocol.messages import Delta, Finish, Generate, Infill, TextPrompt, Usage
+
+# Other files of a request.
+FILES_MAX: Final = 256
+# How llama.cpp caches, and where its slots are: here every prefix is cached.
+NO_ACTION: Final = frozenset({"cache_prompt", "id_slot", "n_indent", "n_keep", "n_probs"})
+_EMPTY: Final = Usage(0, 0, 0)
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class InfillFile(Struct, frozen=True):
+    """Another file, for context."""
+
+    text: str
+    filename: str = ""
+
+
+class InfillRequest(SamplingFields, frozen=True, kw_only=True):
+    """`POST /infill`. `prompt` is the beginning of the middle; with `n_predict` 0 the prompt is only computed."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: Annotated[list[InfillFile], Meta(max_length=FILES_MAX)] | None = None
+    prompt: str | None = None
+    n_predict: Annotated[int, Meta(ge=-1, le=1 << 40)] | None = None
+
+    @property
+    def is_only_computed(self) -> bool:
+        return self.n_predict == 0
+
+    @property
+    def most_tokens(self) -> int | None:
+        if self.n_predict is None or self.n_predict < 0:
+            return self.max_tokens
+        return max(1, self.n_predict)
+
+
+class Timings(Struct, frozen=True):
+    """Tokens and milliseconds of the prompt and the output."""
+
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float
+
+
+class Infilled(Struct, frozen=True, kw_only=True):
+    """A piece of the middle, or all of it. The last has `stop` true and what it cost."""
+
+    content: str
+    stop: bool
+    model: str
+    stop_type: str | UnsetType = UNSET
+    stopping_word: str | UnsetType = UNSET
+    tokens_predicted: int | UnsetType = UNSET
+    tokens_evaluated: int | UnsetType = UNSET
+    tokens_cached: int | UnsetType = UNSET
+    truncated: bool | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+_infill = Schema(InfillRequest, NO_ACTION, "input_extra", InfillFile)
+
+
+class FillMiddle:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, unknown = await serve.read(services, record, scope, receive, _infill.decode)
+        if request.n not in (None, 1):
+            raise BadRequest("'n' is 1 where a middle is filled in.", "n", "invalid_value")
+        is_stream = bool(request.stream)
+        model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown)
+        deadline_ms = serve.deadline_ms(services)
+        generates = await serve.lower(
+            services, record, model, lambda: _lower(request, model, services.link.next_rid, seed, deadline_ms)
+        )
+        answer = _Middle(model.name, is_silent=request.is_only_computed)
+        job = serve.Job(services, record, model, generates)
+        await (job.stream(answer, receive, send) if is_stream else job.whole(answer, receive, send))
+
+
+def _lower(
+    request: InfillRequest, model: ModelConfig, next_rid: Callable[[], int], seed: int, deadline_ms: int
+) -> list[Generate]:
+    files = tuple((each.filename, each.text) for each in request.input_extra or ())
+    prompt = TextPrompt(request.input_prefix, Infill(request.input_suffix, request.prompt or "", files))
+    return lower_texts(request, model, [prompt], next_rid, seed, request.most_tokens, deadline_ms)
+
+
+class _Middle:
+    """A `StreamEncoder` and a `Fold`."""
+
+    def __init__(self, model: str, *, is_silent: bool) -> None:
+        self._model = model
+        self._is_silent = is_silent
+        self._texts: list[str] = []
+        self._end = Delta(0, finish=Finish.STOP)
+
+    def bind(self, rids: Sequence[int]) -> None:
+        assert len(rids) == 1, "a middle is one sequence"
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        return b""
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        text = self._take(deltas)
+        return _event(Infilled(content=text, stop=False, model=self._model)) if text else b""
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        self._texts.append(self._take(deltas))
+
+    def keepalive(self) -> bytes:
+        return b": keepalive\n\n"
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + openai_body(error) + b"\n\n"
+
+    def end(self) -> bytes:
+        return _event(self._last(""))
+
+    def result(self) -> bytes:
+        return _encode(self._last("".join(self._texts)))
+
+    def _take(self, deltas: Sequence[Delta]) -> str:
+        """The text of these deltas."""
+        for delta in deltas:
+            if delta.finish is not None:
+                self._end = delta
+        return "" if self._is_silent else "".join(delta.text for delta in deltas)
+
+    def _last(self, text: str) -> Infilled:
+        usage, stop = self._end.usage or _EMPTY, self._end.stop
+        is_cut = self._end.finish is Finish.LENGTH
+        predicted = 0 if self._is_silent else usage.completion
+        evaluated = usage.prompt - usage.cached
+        return Infilled(
+            content=text,
+            stop=True,
+            model=self._model,
+            stop_type="limit" if is_cut else "word" if stop else "eos",
+            stopping_word=stop,
+            tokens_predicted=predicted,
+            tokens_evaluated=usage.prompt,
+            tokens_cached=usage.cached,
+            truncated=False,
+            timings=Timings(
+                evaluated,
+                usage.prefill_ms,
+                _rate(evaluated, usage.prefill_ms),
+                predicted,
+                usage.decode_ms,
+                _rate(predicted, usage.decode_ms),
+            ),
+        )
+
+
+def _rate(count: int, ms: float) -> float:
+    return count / ms * 1000 if ms > 0 else 0.0
+
+
+def _event(piece: Infilled) -> bytes:
+    return b"data: " + _encode(piece) + b"\n\n"

@@ -1,0 +1,101 @@
+"""Prompts to fill in the middle, by the control tokens that a model was trained with for it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from protocol.failures import Code
+from protocol.messages import Infill
+from worker.errors import RequestInvalid
+from worker.prompt.encode import Encoder
+
+# A repository before its files, where the model knows such a token: it wants a name.
+_REPOSITORY: Final = "project"
+# Between files for a model without a token for it, as llama.cpp writes it.
+_SNIPPET: Final = "\n\n--- snippet ---\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Tokens of one family. Those of `order` stand before the prefix, the suffix and the middle, in this order.
+
+    `ends` are tokens that end the middle beside the model's own; `repository` and `file` begin the context.
+    """
+
+    order: tuple[tuple[str, str], ...]
+    ends: tuple[str, ...] = ()
+    repository: str = ""
+    file: str = ""
+
+
+def _forms() -> tuple[_Form, ...]:
+    prefix, suffix, middle = "prefix", "suffix", "middle"
+    return (
+        # Qwen Coder, CodeGemma.
+        _Form(
+            (("<|fim_prefix|>", prefix), ("<|fim_suffix|>", suffix), ("<|fim_middle|>", middle)),
+            ("<|fim_pad|>", "<|endoftext|>", "<|file_separator|>", "<|cursor|>"),
+            "<|repo_name|>",
+            "<|file_sep|>",
+        ),
+        # StarCoder, Granite Code.
+        _Form(
+            (("<fim_prefix>", prefix), ("<fim_suffix>", suffix), ("<fim_middle>", middle)),
+            ("<fim_pad>", "<|endoftext|>"),
+            "<repo_name>",
+            "<file_sep>",
+        ),
+        # Code Llama.
+        _Form((("▁<PRE>", prefix), ("▁<SUF>", suffix), ("▁<MID>", middle)), ("▁<EOT>",)),
+        # DeepSeek Coder.
+        _Form(
+            (("<｜fim▁begin｜>", prefix), ("<｜fim▁hole｜>", suffix), ("<｜fim▁end｜>", middle)),
+            ("<|EOT|>", "<｜end▁of▁sentence｜>"),
+        ),
+        # Seed Coder.
+        _Form((("<[fim-suffix]>", suffix), ("<[fim-prefix]>", prefix), ("<[fim-middle]>", middle))),
+        # Codestral: the middle goes on behind the prefix.
+        _Form((("[SUFFIX]", suffix), ("[PREFIX]", prefix))),
+    )
+
+
+class InfillPrompts:
+    """Made once for a model. `stop_ids` end what fills the middle; empty for a model that was not trained for it."""
+
+    def __init__(self, tokenizer: Any, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._vocabulary: Mapping[str, int] = tokenizer.get_vocab()
+        known = (form for form in _forms() if all(token in self._vocabulary for token, _ in form.order))
+        self._form = next(known, None)
+        form = self._form
+        named = () if form is None else (*(token for token, _ in form.order), *form.ends, form.repository, form.file)
+        self.stop_ids = tuple(dict.fromkeys(self._vocabulary[token] for token in named if token in self._vocabulary))
+
+    def encode(self, prefix: str, infill: Infill) -> list[int]:
+        """The tokens before the middle. Raises `RequestInvalid`."""
+        if self._form is None:
+            message = "this model has no tokens to fill in the middle: its vocabulary knows none that mark a suffix"
+            raise RequestInvalid(Code.UNSUPPORTED, message, param="suffix")
+        texts = {"prefix": prefix, "suffix": infill.suffix, "middle": infill.middle}
+        # Its special tokens before any text.
+        ids = self._encoder.encode("", add_special_tokens=True)
+        ids += self._context(infill)
+        for token, part in self._form.order:
+            ids += [self._vocabulary[token], *self._plain(texts[part])]
+        return ids + (self._plain(infill.middle) if len(self._form.order) == 2 else [])
+
+    def _context(self, infill: Infill) -> list[int]:
+        """Other files, each behind its name."""
+        assert self._form is not None
+        if not infill.files:
+            return []
+        repository, file = (self._vocabulary.get(token) for token in (self._form.repository, self._form.file))
+        if file is None:
+            return self._plain("".join(f"{_SNIPPET}{text}" for _, text in infill.files) + "\n")
+        ids = [] if repository is None else [repository, *self._plain(f"{_REPOSITORY}\n")]
+        for name, text in infill.files:
+            ids += [file, *self._plain(f"{name}\n{text}\n")]
+        return [*ids, file, *self._plain("filename\n")]
+
+    def _plain(self, text: str) -> list[int]:
+        return self._encoder.encode(text, add_special_tokens=False) if text else []
