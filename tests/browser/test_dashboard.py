@@ -1,7 +1,9 @@
 """Dashboard in a real browser: every order shows in the page, and is what `mlxctl --json` says."""
 
 import json
+import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,42 @@ def test_load_pin_and_unload(owned: DaemonProcess, visiting: Visiting) -> None:
     card.get_by_role("button", name="Unload").click()
     card.locator("header:has-text('not loaded')").wait_for()
     assert state_of(owned, "b")["state"] == "stopped"
+
+
+def test_a_load_shows_a_percent_that_moves_and_takes_the_place_of_another_model(visiting: Visiting) -> None:
+    with short_home() as home:
+        write_config(home, ("a", "b"))
+        (home / "mlxd.toml").write_text((home / "mlxd.toml").read_text() + "[memory]\nmax_loaded = 1\n")
+        with DaemonProcess(home, "talkative", "--step-ms=4", "--load-s=3", module=SCRIPTED_DAEMON) as daemon:
+            page = opened(visiting(daemon), daemon).page
+
+            def card(name: str) -> Any:
+                return page.locator(".card").filter(has=page.locator(f"h3:text-is('{name}')"))
+
+            for name, other in (("a", "b"), ("b", "a")):
+                card(name).get_by_role("button", name="Load").click()
+                bar = card(name).locator("progress")
+                bar.wait_for()
+                first = bar.get_attribute("value")
+                until(lambda bar=bar, first=first: bar.count() == 0 or bar.get_attribute("value") != first)
+                card(name).locator("header:has-text('ready')").wait_for()
+                card(other).locator("header:has-text('not loaded')").wait_for()
+                assert (state_of(daemon, name)["state"], state_of(daemon, other)["state"]) == ("ready", "stopped")
+
+
+def test_a_visitor_without_a_session_sees_the_percent_of_a_load(visiting: Visiting) -> None:
+    with short_home() as home:
+        write_config(home, ("a",))
+        with DaemonProcess(home, "talkative", "--step-ms=4", "--load-s=4", module=SCRIPTED_DAEMON) as daemon:
+            visit = visiting(daemon)
+            page = visit.open()
+            page.get_by_role("button", name="Tune").click()
+            # Fields show what an empty one means.
+            assert page.get_by_label("temperature").get_attribute("placeholder") == "1"
+            assert page.get_by_label("max tokens").get_attribute("placeholder") == "no limit"
+            visit.send(told(["text", "warm"]))
+            page.wait_for_selector(".progress:has-text('%')")
+            visit.answered()
 
 
 def test_a_running_request_is_seen_and_cancelled(owned: DaemonProcess, visiting: Visiting) -> None:
@@ -180,6 +218,75 @@ def test_a_model_is_found_pulled_and_served(
             page.wait_for_selector(".card h3:text-is('org/tiny')")
             page.wait_for_selector("table th:has-text('org/tiny')")
             assert any(model["name"] == "org/tiny" for model in listed(daemon, "models"))
+
+
+def test_a_download_shows_its_part_and_is_cancelled_and_resumed(
+    visiting: Visiting, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with downloading(model_folder, tmp_path, monkeypatch) as (daemon, hub):
+        size = len(hub.repos["org/tiny"].files["model.safetensors"])
+        hub.stalls["model.safetensors"] = size // 2
+        page = opened(visiting(daemon), daemon).page
+        row = page.locator(".pull").first
+        pull_tiny(page)
+        row.locator("progress").wait_for()
+        page.wait_for_function("() => Number(document.querySelector('.pull progress')?.value) > 0")
+        assert "%" in row.locator(".numbers").inner_text()
+        row.get_by_role("button", name="Cancel").click()
+        page.wait_for_selector(".pull:has-text('kept')")
+
+        hub.stalls.clear()
+        row.get_by_role("button", name="Resume").click()
+        page.wait_for_selector(".pull:has-text('is here')")
+        assert any(request.range for request in hub.asked_for("model.safetensors"))
+
+
+def test_a_disk_that_is_full_while_a_model_comes_is_told_and_what_came_is_kept(
+    visiting: Visiting, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with downloading(model_folder, tmp_path, monkeypatch) as (daemon, hub):
+        size = len(hub.repos["org/tiny"].files["model.safetensors"])
+        page = opened(visiting(daemon), daemon).page
+        pid, limit = daemon.process.pid, resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size // 2, limit[1]))
+        pull_tiny(page)
+        page.wait_for_selector(".pull .bad:has-text('cannot be written')")
+        assert "kept" in page.locator(".pull .bad").inner_text()
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+        page.locator(".pull").first.get_by_role("button", name="Resume").click()
+        page.wait_for_selector(".pull:has-text('is here')")
+
+
+@contextmanager
+def downloading(
+    model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str = ""
+) -> Iterator[tuple[DaemonProcess, Hub]]:
+    """A daemon with a hub that has `org/tiny`."""
+    with short_home() as home, Hub({"org/tiny": model_repo(model_folder("qwen3"))}) as hub:
+        for name, value in hub.environ(tmp_path / "hub").items():
+            monkeypatch.setenv(name, value)
+        (home / "mlxd.toml").write_text(f"[server]\nport = 0\nlog_file = false\n{memory}")
+        with DaemonProcess(home, module="gateway.main") as daemon:
+            yield daemon, hub
+
+
+def pull_tiny(page: Any) -> None:
+    page.get_by_placeholder("Words, or ORG/NAME").fill("org/tiny")
+    page.get_by_role("button", name="Search").click()
+    page.locator(".rows li", has_text="org/tiny").get_by_role("button", name="Pull").click()
+
+
+def test_a_model_that_does_not_fit_is_marked_before_the_click(
+    visiting: Visiting, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with downloading(model_folder, tmp_path, monkeypatch, '[memory]\nbudget = "512KiB"\n') as (daemon, _):
+        page = opened(visiting(daemon), daemon).page
+        page.get_by_placeholder("Words, or ORG/NAME").fill("org/tiny")
+        page.get_by_role("button", name="Search").click()
+        page.wait_for_selector(".finder ~ div:has-text('fit')")
+        assert page.locator(".rows li", has_text="org/tiny").count() == 0
+        page.locator(".finder input[type=checkbox]").uncheck()
+        page.locator(".rows li .warn", has_text="fit").wait_for()
 
 
 def test_memory_and_charts_are_drawn_at_once(owned: DaemonProcess, visiting: Visiting) -> None:

@@ -55,6 +55,8 @@ from protocol.stats import Stats
 IDLE_POLL_MS = 1000
 # Half a second each.
 ORPHAN_SENDS = 60
+# As its load tells them.
+WEIGHTS_BYTES = 100 << 20
 PROMPT_TOKENS = 3
 
 
@@ -86,6 +88,7 @@ class Scripted:
         self.ballast = b""
         self.status: int | None = None
         self.drain_at = float("inf")
+        self.tenths_loaded = 0
 
     def run(self) -> int:
         self.down.send(b"")
@@ -99,6 +102,8 @@ class Scripted:
             if not self.is_ready and now >= ready_at and not self.options.hang_on_load:
                 self.is_ready = True
                 self.send(self.ready())
+            elif not self.is_ready and not self.options.hang_on_load:
+                self.tell_load(1 - (ready_at - now) / self.options.load_s)
             if not self.rows or self.stuck_since:
                 self.receive(IDLE_POLL_MS if self.is_ready else 10)
                 due = time.monotonic() + self.options.step_ms / 1000
@@ -226,6 +231,12 @@ class Scripted:
         aborted = len(self.rows)
         self.send_step([self.end(rid, Finish.ABORT) for rid in list(self.rows)])
         self.send(Drained(self.epoch, aborted))
+
+    def tell_load(self, part: float) -> None:
+        """Each tenth of it."""
+        if (tenths := int(part * 10)) > self.tenths_loaded:
+            self.tenths_loaded = tenths
+            self.send(Loading(self.epoch, "weights", tenths * WEIGHTS_BYTES // 10, WEIGHTS_BYTES))
 
     def fail_load(self) -> int:
         self.send(Loading(self.epoch, "weights"))
