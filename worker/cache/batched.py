@@ -59,21 +59,15 @@ def extract(caches: Sequence[Any], row: int) -> list[Any]:
 
 
 def begin_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None:
-    """Before a forward pass of `width` tokens a row, of which `lengths[i]` are row i's and the rest padding.
-
-    mlx-lm puts windows in order of time when it stores several tokens, but makes their mask before: while the buffer
-    is rotated, that mask hides the oldest token.
-    """
-    flat = leaves(caches)
-    if width > 1:
-        for leaf in flat:
-            if isinstance(leaf, RaggedWindowCache):
-                leaf.order()
-    if min(lengths) < width:
-        padding = [width - length for length in lengths]
-        for leaf in flat:
-            if not isinstance(leaf, _REWOUND):
-                leaf.prepare(lengths=list(lengths), right_padding=padding)
+    """Before a forward pass of `width` tokens a row, of which `lengths[i]` are row i's and the rest padding."""
+    if width == 1:
+        return
+    padding = [width - length for length in lengths]
+    for leaf in leaves(caches):
+        if isinstance(leaf, _REWOUND):
+            leaf.begin(lengths, width)
+        elif any(padding):
+            leaf.prepare(lengths=list(lengths), right_padding=padding)
 
 
 def end_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None:
@@ -90,6 +84,16 @@ def rewind(caches: Sequence[Any], drop: Sequence[int]) -> None:
         for leaf in leaves(caches):
             if isinstance(leaf, _REWOUND):
                 leaf.rewind(tuple(drop))
+
+
+def is_plain(caches: Sequence[Any]) -> bool:
+    """Whether all layers keep all tokens, one by one."""
+    return all(isinstance(leaf, RaggedKVCache) for leaf in leaves(caches))
+
+
+def is_level(caches: Sequence[Any]) -> bool:
+    """Whether all rows of a plain batch are equally long."""
+    return next(leaf.lengths.is_level for leaf in leaves(caches))
 
 
 def is_recurrent(caches: Sequence[Any]) -> bool:

@@ -6,6 +6,7 @@ giving back is a subtraction, and rows of equal length need no mask.
 """
 
 from collections.abc import Callable, Sequence
+from operator import add
 from typing import Final, Self, cast
 
 import mlx.core as mx
@@ -14,6 +15,10 @@ from mlx_lm.models.cache import dynamic_roll as roll_rows
 
 # Room grows in steps of this many tokens, as in mlx-lm's caches.
 STEP: Final = 256
+# Kernels of cuDNN are built for one number of slots: where a mask is needed, attention sees all of the room there, and
+# blocks of up to so many tokens have a mask.
+FEW: Final = 32
+sees_room = mx.cuda.is_available() and mx.default_device() == mx.gpu
 
 
 class Lengths:
@@ -22,13 +27,15 @@ class Lengths:
     All layers of a batch go from one object to the next together, so that an array is made once for all of them.
     """
 
-    __slots__ = ("_mask", "_next", "_offset", "_slots", "is_level", "longest", "of")
+    __slots__ = ("_end", "_mask", "_next", "_offset", "_slots", "is_level", "longest", "of")
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.of = tuple(lengths)
         self.longest = max(self.of, default=0)
         self.is_level = min(self.of, default=0) == self.longest
         self._offset: mx.array | None = None
+        # Of the next forward pass, if its padding does not all have slots of its own.
+        self._end: tuple[int, int] | None = None
         self._slots: tuple[int, mx.array] | None = None
         self._mask: tuple[tuple[int, int | None], mx.array] | None = None
         # The change that was asked for last, and what it led to.
@@ -41,16 +48,37 @@ class Lengths:
             self._offset = mx.array(list(self.of), dtype=mx.int32)
         return self._offset
 
+    def begin(self, lengths: Sequence[int], count: int) -> None:
+        """Of the next `count` tokens of each row only `lengths[i]` are its own: the padding behind the longest row
+        shares one slot, so that a short row's chunk takes no room from a long one."""
+        if self.is_level:
+            return
+        end = count, min(self.longest + count, 1 + max(map(add, self.of, lengths)))
+        if self._end != end:
+            self._end, self._slots, self._mask = end, None, None
+
+    def end(self, count: int) -> int:
+        """Slots that are taken once each row has `count` more tokens."""
+        return self._end[1] if self._end is not None and self._end[0] == count else self.longest + count
+
+    def seen(self, count: int) -> int:
+        """Slots that attention is given."""
+        has_mask = not self.is_level or 1 < count <= FEW
+        return room(self.end(count)) if sees_room and has_mask else self.end(count)
+
     def slots(self, count: int) -> mx.array:
         """`[rows, 1, count, 1]`: the slots of each row's next tokens."""
         if self._slots is None or self._slots[0] != count:
-            self._slots = count, (self.offset[:, None] + mx.arange(count, dtype=mx.int32))[:, None, :, None]
+            slots = self.offset[:, None] + mx.arange(count, dtype=mx.int32)
+            if self.end(count) < self.longest + count:
+                slots = mx.minimum(slots, self.end(count) - 1)
+            self._slots = count, slots[:, None, :, None]
         return self._slots[1]
 
     def mask(self, count: int, window: int | None) -> mx.array:
         """`[rows, 1, count, slots]`: the slots that each of the next tokens sees, itself among them."""
         if self._mask is None or self._mask[0] != (count, window):
-            own, slots = self.slots(count), mx.arange(self.longest + count, dtype=mx.int32)
+            own, slots = self.slots(count), mx.arange(self.seen(count), dtype=mx.int32)
             mask = slots <= own
             self._mask = (count, window), mask & (slots > own - window) if window else mask
         return self._mask[1]
@@ -80,6 +108,8 @@ class RaggedKVCache:
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.lengths = lengths
+        # Slots that the newest pass has seen.
+        self._seen = 0
 
     @classmethod
     def merge(cls, caches: Sequence[KVCache], lengths: Lengths) -> Self:
@@ -87,7 +117,7 @@ class RaggedKVCache:
         merged = cls(lengths)
         held = next((cache for cache in caches if cache.offset), None)
         if held is not None:
-            size, keys, values = _room(lengths.longest), cast(mx.array, held.keys), cast(mx.array, held.values)
+            size, keys, values = room(lengths.longest), cast(mx.array, held.keys), cast(mx.array, held.values)
             merged.keys = mx.concatenate([_row(cache.keys, cache.offset, keys, size) for cache in caches])
             merged.values = mx.concatenate([_row(cache.values, cache.offset, values, size) for cache in caches])
         return merged
@@ -98,7 +128,7 @@ class RaggedKVCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         before, count = self.lengths, keys.shape[2]
-        end = before.longest + count
+        end = before.end(count)
         held_keys, held_values = self._grown(end, keys, values)
         if before.is_level:
             held_keys[..., before.longest : end, :] = keys
@@ -107,14 +137,14 @@ class RaggedKVCache:
             slots = before.slots(count)
             held_keys, held_values = _scatter(held_keys, slots, keys), _scatter(held_values, slots, values)
         self.keys, self.values, self.lengths = held_keys, held_values, before.grown(count)
+        self._seen = before.seen(count)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Up to the end of the longest row. Models whose layers share KV read it so."""
+        """Those that the newest pass has seen. Models whose layers share KV read it so."""
         assert self.keys is not None
         assert self.values is not None
-        end = self.lengths.longest
-        return self.keys[..., :end, :], self.values[..., :end, :]
+        return self.keys[..., : self._seen, :], self.values[..., : self._seen, :]
 
     def make_mask(
         self,
@@ -128,9 +158,13 @@ class RaggedKVCache:
         if lengths.is_level and window is None:
             if N == 1:
                 return None
-            if not return_array:
+            if not return_array and lengths.seen(N) == lengths.end(N):
                 return "causal"
         return lengths.mask(N, window)
+
+    def begin(self, lengths: Sequence[int], count: int) -> None:
+        """The next pass has `count` tokens of each row, of which `lengths[i]` are row i's."""
+        self.lengths.begin(lengths, count)
 
     def rewind(self, drop: tuple[int, ...]) -> None:
         """Give back the newest `drop[i]` tokens of row i."""
@@ -138,12 +172,12 @@ class RaggedKVCache:
 
     def filter(self, rows: Sequence[int]) -> None:
         if self.keys is not None and self.values is not None:
-            size, index = _room(max(self.lengths.of[row] for row in rows)), mx.array(list(rows))
+            size, index = room(max(self.lengths.of[row] for row in rows)), mx.array(list(rows))
             self.keys, self.values = self.keys[:, :, :size][index], self.values[:, :, :size][index]
         self.lengths = self.lengths.kept(rows)
 
     def extend(self, other: Self) -> None:
-        size = _room(max(self.lengths.longest, other.lengths.longest))
+        size = room(max(self.lengths.longest, other.lengths.longest))
         mine, theirs = len(self.lengths.of), len(other.lengths.of)
         if self.keys is not None or other.keys is not None:
             self.keys, self.values = (
@@ -183,12 +217,12 @@ class RaggedKVCache:
         """Keys and values with room up to slot `end`."""
         if self.keys is None or self.values is None:
             rows, heads, _, _ = keys.shape
-            room = (rows, heads, _room(end))
-            return mx.zeros((*room, keys.shape[3]), keys.dtype), mx.zeros((*room, values.shape[3]), values.dtype)
+            empty = (rows, heads, room(end))
+            return mx.zeros((*empty, keys.shape[3]), keys.dtype), mx.zeros((*empty, values.shape[3]), values.dtype)
         if end <= self.keys.shape[2]:
             return self.keys, self.values
         rows = keys.shape[0]
-        return _padded(rows, self.keys, keys, _room(end)), _padded(rows, self.values, values, _room(end))
+        return _padded(rows, self.keys, keys, room(end)), _padded(rows, self.values, values, room(end))
 
 
 class RaggedWindowCache(BatchRotatingKVCache):
@@ -222,9 +256,11 @@ class RaggedWindowCache(BatchRotatingKVCache):
                 return "causal"
         return cast(mx.array, super().make_mask(N, window_size, return_array))
 
-    def order(self) -> None:
-        """Put the buffer in order of time."""
-        self._temporal_order()
+    def begin(self, _lengths: Sequence[int], count: int) -> None:
+        """mlx-lm puts the buffer in order of time when it stores several tokens, but makes their mask before: while it
+        is rotated, that mask hides the oldest token."""
+        if count > 1:
+            self._temporal_order()
 
     def rewind(self, drop: tuple[int, ...]) -> None:
         """Give back the newest `drop[i]` tokens of row i, no more than the block that was just run had.
@@ -270,7 +306,7 @@ class RaggedWindowCache(BatchRotatingKVCache):
         return RotatingKVCache.from_state(state)
 
 
-def _room(tokens: int) -> int:
+def room(tokens: int) -> int:
     return -(-tokens // STEP) * STEP
 
 

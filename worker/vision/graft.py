@@ -282,5 +282,6 @@ class _Block(_Wrapped):
         begins = getattr(getattr(cache, "lengths", None), "of", None) or [mask.shape[-1] - width] * rows
         pairs = np.zeros((rows, 1, width, mask.shape[-1]), dtype=bool)
         for row, begin in enumerate(begins):
-            pairs[row, ..., begin : begin + width] = chunk.block[row]
+            own = pairs[row, ..., begin : begin + width]  # padding may have no slots
+            own[:] = chunk.block[row, ..., : own.shape[-1]]
         return mask | mx.array(pairs)

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from tests.support.caches import KINDS, contents, filled
 from tests.support.scale import scaled
-from worker.cache import batched
+from worker.cache import batched, ragged
 
 WINDOW = 8
 TOKENS = list(range(40, 60))
@@ -127,9 +127,13 @@ def test_rows_stay_what_they_are_alone_through_steps_blocks_joins_and_leaves(fir
         twin.check()
 
 
+@pytest.mark.parametrize("sees_room", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("lengths", [[5], [5, 5], [5, 2], [20], [20, 20], [20, 3], [12, 20]])
-def test_each_token_sees_what_it_would_alone(lengths: list[int], count: int) -> None:
+def test_each_token_sees_what_it_would_alone(
+    lengths: list[int], count: int, sees_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ragged, "sees_room", sees_room)
     twin = Twin()
     twin.join(lengths)
     # The window has rotated, and some rows have given tokens back.
@@ -155,6 +159,22 @@ def test_rows_of_equal_length_need_no_mask(lengths: list[int], step: None, block
     assert isinstance(twin.batch[0].make_mask(1), mx.array)
     twin.keep(list(range(len(lengths))))
     assert twin.batch[0].make_mask(1) is step
+
+
+def test_attention_over_all_of_the_room_has_the_same_shape_for_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that kernels which are built for one shape are built once."""
+    monkeypatch.setattr(ragged, "sees_room", True)
+    twin = Twin()
+    twin.join([5, 9])
+    for count in (1, 4):
+        mask = twin.batch[0].make_mask(count)
+        assert isinstance(mask, mx.array)
+        assert mask.shape == (2, 1, count, ragged.STEP)
+        twin.block([count] * 8, [0] * 8)
+    twin.keep([1])
+    assert twin.batch[0].make_mask(1) is None
+    assert isinstance(twin.batch[0].make_mask(4), mx.array)
+    assert twin.batch[0].make_mask(ragged.FEW + 1) == "causal"
 
 
 @pytest.mark.parametrize("kind", ["plain", "sliding", "recurrent", "lists"])

@@ -94,6 +94,21 @@ def test_a_long_prompt_that_joins_takes_no_more_memory_than_is_counted(
     batch.close()
 
 
+def test_prompts_of_unequal_progress_take_no_more_room_than_is_counted(model_folder: Callable[[str], Path]) -> None:
+    loaded = load(spec(model_folder("qwen3")), nothing)
+    batch = Batch(loaded.model, (), PrefixCache(Layout.of(lambda: make_prompt_cache(loaded.model)), 0))
+    batch.insert(row(loaded, 1, 20, output=1))
+    while batch:
+        batch.tick(64)
+    assert batch.kv_cost is not None
+    # The second one's chunk is much longer than what the first one has left.
+    for rid in (2, 3):
+        batch.insert(row(loaded, 50 * rid, 200))
+        batch.tick(150)
+    assert batch.kv_bytes <= batch.kv_cost.bytes(2, 200 + batch.widest_step)
+    batch.close()
+
+
 def test_small_chunks_do_not_give_back_the_buffers_of_the_next_step(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
