@@ -86,15 +86,15 @@ def write(folder: Path, geometry: Geometry, dtype: str) -> None:
 
     tokenizer = new_tokenizer(geometry.tokenizer_vocab)
     tokenizer.save_pretrained(folder)
-    config = _config(geometry, dtype, tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    settings = config(geometry, dtype, tokenizer.convert_tokens_to_ids("<|im_end|>"))
     mx.random.seed(0)
-    model: Any = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    model: Any = qwen3.Model(qwen3.ModelArgs.from_dict(settings))
     model.set_dtype(getattr(mx, dtype))
     output = model.model.embed_tokens if geometry.tied else model.lm_head
     speak(output, tokenizer)
     mx.eval(model.parameters())
     save_model(folder, model)
-    save_config(config, config_path=folder / "config.json")
+    save_config(settings, config_path=folder / "config.json")
 
 
 def speak(output: Any, tokenizer: Any) -> None:
@@ -106,7 +106,8 @@ def speak(output: Any, tokenizer: Any) -> None:
     output.weight = (output.weight * speaks[:, None]).astype(output.weight.dtype)
 
 
-def _config(geometry: Geometry, dtype: str, eos: int) -> dict[str, Any]:
+def config(geometry: Geometry, dtype: str, eos: int) -> dict[str, Any]:
+    """The content of its `config.json`."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

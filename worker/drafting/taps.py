@@ -49,15 +49,23 @@ class Taps:
         if self.is_on:
             self._seen[place] = x
 
-    def keep(self, uids: Sequence[int], starts: Sequence[int], lengths: Sequence[int], left: Sequence[int]) -> None:
-        """Keep what the pass just built has shown; `left` are the tokens of each row's prompt that follow it."""
+    def take(self) -> tuple[mx.array, ...]:
+        """Take the inputs of the tapped modules in the pass just built, in the order of their places."""
         seen, self._seen = self._seen, {}
-        if not seen:
-            return
+        return tuple(state for _, state in sorted(seen.items()))
+
+    def keep(
+        self,
+        states: tuple[mx.array, ...],
+        uids: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        left: Sequence[int],
+    ) -> None:
+        """Keep states `[rows, width, size]` of a pass; `left` are the tokens of each row's prompt that follow it."""
         near = [min(length, TAIL - after) for length, after in zip(lengths, left, strict=True)]
         if max(near) <= 0:
             return
-        states = tuple(state for _, state in sorted(seen.items()))
         width, begin = states[0].shape[1], min(length - count for length, count in zip(lengths, near, strict=True))
         if width > 1:
             # A prompt's last states are nothing that its KV needs: left alone, they would hold all that they come from.

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from worker.cache import batched
 from worker.cache.prefix import PrefixCache
 from worker.cache.radix_tree import common_prefix
-from worker.engine.decode_batch import REFEED
+from worker.engine.decode_batch import PAIR, REFEED, Timed
 from worker.engine.generator import Generator
 from worker.engine.kv_budget import KvCost
 from worker.engine.penalties import processors
@@ -55,7 +55,7 @@ class Token:
 
 @dataclass(slots=True, frozen=True)
 class Tick:
-    """Results of one tick. `block_s` are the seconds of its block, 0 if it had a plain step.
+    """Results of one tick; `timed` are the forward passes whose time is known by now.
 
     `returned` are rows that are not in the batch any more: they wait for their media as those in the queue do. `scored`
     are rows whose prompts have their log-probabilities now; none of them has a token yet.
@@ -65,7 +65,7 @@ class Tick:
     progress: list[tuple[Row, int, int]]
     broken: list[tuple[Row, Exception]]
     prefilled: int
-    block_s: float
+    timed: Sequence[Timed]
     returned: list[Row]
     scored: list[tuple[Row, Scores]]
 
@@ -137,7 +137,7 @@ class Batch:
     @property
     def widest_step(self) -> int:
         """Tokens that a row may bring to the next step."""
-        return max(self._drafter.widest, REFEED) if self._drafter.widest > 1 else 1
+        return max(self._drafter.widest, REFEED) if self._drafter.widest > 1 else PAIR
 
     @property
     def kv_bytes(self) -> int:
@@ -306,11 +306,12 @@ class Batch:
                 self._cache.clear()
         return tokens
 
-    def tick(self, chunk: int) -> Tick:
-        """One decode step, then at most `chunk` prompt tokens of each prefilling row."""
+    def tick(self, chunk: int, *, rides: bool = True) -> Tick:
+        """One decode step, and at most `chunk` prompt tokens of each prefilling row, which may ride on it."""
         self.settle()
         returned = self._unpark()
-        prompted, generated = self._generator.next(max(chunk, self._longest_medium()) if self._keeps_whole else chunk)
+        most = max(chunk, self._longest_medium()) if self._keeps_whole else chunk
+        prompted, generated = self._generator.next(most, rides=rides)
         progress: list[tuple[Row, int, int]] = []
         scored: list[tuple[Row, Scores]] = []
         prefilled = 0
@@ -346,7 +347,7 @@ class Batch:
                 self._ended.append((row, sampled.tokens, sampled.caches))
                 self._forget(row)
         self._park()
-        return Tick(tokens, progress, broken, prefilled, self._generator.block_s, returned, scored)
+        return Tick(tokens, progress, broken, prefilled, self._generator.timed, returned, scored)
 
     def account(self, row: Row) -> None:
         """Bring the row's counts up to date."""

@@ -4,7 +4,8 @@ A plain step is launched before the tokens of the step before are read. A block 
 what follows, in one forward pass: at each position the row samples as it would have, and the draft counts for as long
 as it is what was sampled. Caches that keep tokens one by one are rewound. Recurrent layers cannot be: a row that is
 rejected in part goes back to where the block began, and owes the tokens that it has generated; they lead its next
-block, which has no draft if there would be too many of them, and so is kept whole.
+block, which has no draft if there would be too many of them, and so is kept whole. On either a chunk of prompts may
+ride, which goes through the weights together with it.
 """
 
 import time
@@ -15,14 +16,17 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
 
-from worker.cache import batched
-from worker.engine.forward import forward
+from worker.cache import batched, ragged
+from worker.engine.forward import Part, forward
 from worker.engine.member import Member, Members
 from worker.engine.sampling import RowSampler
+from worker.speculation.costs import Quicker
 from worker.speculation.drafter import Drafter
 
 # Tokens that a block of a row with recurrent layers may have: what is not kept is run again.
 REFEED: Final = 16
+# CUDA's attention of one token under a mask is slow. A second one, which is given back, may be quicker.
+PAIR: Final = 2
 
 
 @dataclass(slots=True)
@@ -37,6 +41,27 @@ class Sampled:
     caches: list[Any] | None = None
 
 
+@dataclass(slots=True, frozen=True)
+class Timed:
+    """Seconds of a forward pass of `rows` that generate and `prompted` tokens of prompts, which rode on it or not."""
+
+    seconds: float
+    rows: int
+    prompted: int
+    rode: bool
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A plain step that has been launched, and is read by the next one."""
+
+    rows: int
+    prompted: int
+    launched: float
+    # Whether it had a second token a row, where rows are of unequal length.
+    is_pair: bool | None
+
+
 @dataclass(slots=True)
 class _Block:
     """The tokens of one forward pass: of each row what it owes, its newest token and its draft, then padding."""
@@ -45,7 +70,6 @@ class _Block:
     lengths: list[int]
     # Where each row's newest token is.
     begins: list[int]
-    newest: list[int]
     drafts: list[list[int]]
     # Of each draft, tokens that are generated.
     accepted: list[int] = field(default_factory=list[int])
@@ -55,11 +79,16 @@ class _Block:
         rows = [[*member.owed, token, *draft] for member, token, draft in zip(members, ids, drafts, strict=True)]
         lengths = [len(row) for row in rows]
         padded = [[*row, *[0] * (max(lengths) - len(row))] for row in rows]
-        return cls(padded, lengths, [len(member.owed) for member in members], list(ids), drafts)
+        return cls(padded, lengths, [len(member.owed) for member in members], drafts)
 
     @property
     def width(self) -> int:
         return len(self.rows[0])
+
+    @property
+    def steps(self) -> int:
+        """Positions at which rows sample."""
+        return max(len(draft) for draft in self.drafts) + 1
 
     def kept(self, at: int) -> int:
         """Tokens of a row that stay."""
@@ -79,13 +108,20 @@ class DecodeBatch(Members):
         self._sampler = sampler
         self._drafter = drafter
         self._is_recurrent = False
+        self._is_plain = False
         self._inputs: mx.array | None = None
         # Of the inputs; those of prompts have none.
         self._logprobs: list[mx.array] = []
-        # Seconds of the newest step if it was a block, else 0.
-        self.block_s = 0.0
-        # Rows of the newest step, whether it was a block, and its end; None where no time can be taken from it.
-        self._last: tuple[int, bool, float] | None = None
+        self._pairs = Quicker()
+        # The plain step that the inputs come from, None where no time can be taken from it.
+        self._flight: _Flight | None = None
+        # The end of the newest forward pass that was waited for.
+        self.ended = 0.0
+        # Rows of the newest step if it was a block, and the seconds of one.
+        self._block_rows = 0
+        self._block_s = 0.0
+        # What the newest step has shown.
+        self.timed: Timed | None = None
 
     def join(self, rows: Members) -> None:
         """Take over rows whose prompts have run but for the last token, which the next step runs."""
@@ -94,8 +130,8 @@ class DecodeBatch(Members):
             member.segments = []
             member.context = TokenBuffer(member.tokens) if member.processors else None
         self.extend(rows)
-        self._last = None
         self._is_recurrent = batched.is_recurrent(self.caches)
+        self._is_plain = batched.is_plain(self.caches)
         self._inputs = last if self._inputs is None else mx.concatenate([self._inputs, last])
         self._logprobs += [last] * len(rows)
 
@@ -105,45 +141,75 @@ class DecodeBatch(Members):
             self._logprobs = [self._logprobs[at] for at in rows]
         super().keep(rows)
 
-    def next(self, *, is_steady: bool) -> list[Sampled]:
-        """One step; `is_steady` if nothing else has run since the one before."""
-        self.block_s = 0.0
+    @property
+    def running(self) -> int:
+        """Rows of the plain step that is running."""
+        return self._flight.rows if self._flight is not None else 0
+
+    def waited(self) -> float:
+        """All that was launched has ended; the seconds since the newest step began to run."""
+        began = max(self.ended, self._flight.launched) if self._flight is not None else self.ended
+        self.ended, self._flight = time.perf_counter(), None
+        return self.ended - began
+
+    def next(self, rider: Part | None = None) -> list[Sampled]:
+        """One step, with a chunk of prompts that rides on it."""
+        self.timed = None
         if self._inputs is None:
+            self._flight = None
             return []
-        rows, began = len(self), time.perf_counter()
-        if not is_steady:
-            self._last = None
+        began = time.perf_counter()
         block = self._draft(self._inputs)
+        drafted = time.perf_counter()
         if block is None:
-            sampled = self._plain(self._inputs)
-            self._time(rows, 1, began, began)
-            return sampled
-        launched = time.perf_counter()
-        sampled = self._verify(block)
-        self.block_s = time.perf_counter() - began
-        self._time(rows, block.width, began, launched)
+            return self._plain(self._inputs, rider)
+        sampled = self._verify(block, self._inputs, rider)
+        self._time_block(block, began, drafted, rider)
         return sampled
 
-    def _time(self, rows: int, width: int, began: float, launched: float) -> None:
-        """Tell the drafter of a step's time.
+    def _time_block(self, block: "_Block", began: float, drafted: float, rider: Part | None) -> None:
+        """A block takes from its launch to its end; nothing runs while its tokens are sent, so that time counts as well
+        where a block follows."""
+        rows, before, last = len(block.rows), self._block_rows, self.ended
+        self._block_rows = rows
+        self.ended, self._flight = time.perf_counter(), None
+        seconds = self.ended - drafted
+        if rider is not None:
+            self.timed = Timed(max(0.0, seconds - self._block_s), 0, sum(rider.lengths), True)
+            return
+        self._block_s = seconds
+        self._drafter.timed(rows, block.width, seconds + (began - last if before == rows else 0.0))
 
-        A plain step runs while the tokens before it are sent, so it takes from the end of one plain step to the end of
-        the next. A block takes from its launch to its end; nothing runs while its tokens are sent, so that time counts
-        as well where a block follows.
-        """
-        ended = time.perf_counter()
-        last, self._last = self._last, (rows, width > 1, ended)
-        follows = last is not None and last[:2] == self._last[:2]
-        since = last[2] if last is not None and follows else began
-        if width > 1:
-            self._drafter.timed(rows, width, ended - launched + began - since)
-        elif follows:
-            self._drafter.timed(rows, 1, ended - since)
+    def _time_plain(self, flight: _Flight) -> None:
+        """A plain step runs while the tokens before it are sent, so it takes from the end of the one before it to its
+        own, which is seen by the one after it."""
+        before, last, self._flight = self._flight, self.ended, flight
+        self._block_rows, self.ended = 0, time.perf_counter()
+        if before is None:
+            return
+        seconds = self.ended - max(last, before.launched)
+        self.timed = Timed(seconds, before.rows, before.prompted, before.prompted > 0)
+        if not before.prompted:
+            self._drafter.timed(before.rows, 1, seconds)
+            if before.is_pair is not None:
+                self._pairs.observe(before.rows, before.is_pair, seconds)
 
-    def _plain(self, inputs: mx.array) -> list[Sampled]:
+    def _plain(self, inputs: mx.array, rider: Part | None) -> list[Sampled]:
         """Launch what follows the inputs, then read them."""
-        logprobs = self._logprobs
-        ids = self._step(inputs)
+        is_pair = self._choose_pair()
+        tokens, flight = inputs[:, None], _Flight(len(self), sum(rider.lengths) if rider else 0, 0.0, is_pair)
+        if is_pair:
+            tokens = mx.concatenate([tokens, mx.zeros_like(tokens)], axis=1)
+        part = Part(self.members, tokens, self.caches, [1] * len(self))
+        logits = forward(self._model, part, rider)
+        batched.rewind(self.caches, part.excess)
+        logprobs, targets, contexts = self._targets(None, inputs, logits)
+        given, self._logprobs, self._inputs = self._logprobs, list(logprobs[:, 0]), targets[:, 0]
+        mx.async_eval(self._inputs, self._logprobs, contexts)
+        flight.launched = time.perf_counter()
+        mx.eval(given)
+        ids = self._read(inputs)
+        self._time_plain(flight)
         sampled: list[Sampled] = []
         kept: list[int] = []
         for at, (member, token) in enumerate(zip(self.members, ids, strict=True)):
@@ -151,13 +217,19 @@ class DecodeBatch(Members):
             if member.has_begun:
                 ended = member.ends(token)
                 self._drafter.note(member.uid, (token,))
-                sampled.append(self._sampled(at, token, logprobs[at], ended))
+                sampled.append(self._sampled(at, token, given[at], ended))
                 if ended is not None:
                     continue
             member.has_begun = True
             kept.append(at)
         self.keep(kept)
         return sampled
+
+    def _choose_pair(self) -> bool | None:
+        """Whether a plain step has a second token a row; None where there is no choice."""
+        if not ragged.sees_room or not self._is_plain or batched.is_level(self.caches):
+            return None
+        return self._pairs.choose(len(self))
 
     def _draft(self, inputs: mx.array) -> "_Block | None":
         """The next block; None where no row has a draft, or owes tokens."""
@@ -178,11 +250,11 @@ class DecodeBatch(Members):
         left = max(0, member.max_tokens - member.generated - 1)
         return min(left, max(0, REFEED - 1 - len(member.owed))) if self._is_recurrent else left
 
-    def _verify(self, block: "_Block") -> list[Sampled]:
+    def _verify(self, block: "_Block", inputs: mx.array, rider: Part | None) -> list[Sampled]:
         """Run a block and keep of each row what it would have generated without."""
         before = batched.states(self.caches)
-        logits = forward(self._model, self.members, mx.array(block.rows), self.caches, block.lengths)
-        logprobs, targets = self._targets(block, logits)
+        part = Part(self.members, mx.array(block.rows), self.caches, block.lengths)
+        logprobs, targets, _ = self._targets(block, inputs, forward(self._model, part, rider))
         mx.eval(targets, self._logprobs)
         chosen: Any = targets.tolist()
         sampled: list[Sampled] = []
@@ -231,25 +303,33 @@ class DecodeBatch(Members):
         batched.rewind(self.caches, drop)
         batched.restore(self.caches, before, is_back)
 
-    def _targets(self, block: "_Block", logits: mx.array) -> tuple[mx.array, mx.array]:
-        """Log-probabilities `[rows, steps, vocab]` and ids `[rows, steps]` of what follows each row's newest token."""
+    def _targets(
+        self, block: "_Block | None", inputs: mx.array, logits: mx.array
+    ) -> tuple[mx.array, mx.array, list[mx.array]]:
+        """Log-probabilities `[rows, steps, vocab]` and ids `[rows, steps]` of what follows each row's newest token, and
+        the contexts of processors. Rows with a grammar need the inputs before: see `worker.structured.masks`.
+        """
         masks, uids = self._sampler.masks, [member.uid for member in self.members]
-        steps = max(len(draft) for draft in block.drafts) + 1
-        if any(block.begins):
-            at = mx.minimum(mx.array(block.begins)[:, None] + mx.arange(steps), block.width - 1)
+        steps = block.steps if block is not None else 1
+        if block is not None and any(block.begins):
+            at = mx.minimum(mx.array(block.begins)[:, None] + mx.arange(steps), logits.shape[1] - 1)
             logits = mx.take_along_axis(logits, at[..., None], axis=1)
-        else:
-            logits = logits[:, :steps]
-        first, contexts = self._process(mx.array(block.newest, dtype=mx.uint32), logits[:, 0])
-        if masks.constrains(uids):
+        logits = logits[:, :steps]
+        first, contexts = self._process(inputs, logits[:, 0])
+        if is_constrained := masks.constrains(uids):
             mx.async_eval(logits, first, contexts)
-            self._take_masks(uids, block.newest)
+            self._take_masks(uids, self._read(inputs))
             first = masks.apply(uids, first)
-        if contexts or masks.constrains(uids):
+        if steps == 1:
+            logits = first[:, None]
+        elif contexts or is_constrained:
             logits = mx.concatenate([first[:, None], logits[:, 1:]], axis=1)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         with self._sampler.rows(uids):
-            return logprobs, self._sampler.block(logprobs)
+            targets = self._sampler.block(logprobs)
+            if block is None:
+                self._sampler.advance([1] * len(uids))
+        return logprobs, targets, contexts
 
     def _sampled(self, at: int, token: int, logprobs: mx.array, ended: str | None) -> Sampled:
         member = self.members[at]
@@ -257,26 +337,6 @@ class DecodeBatch(Members):
             return Sampled(member.uid, token, logprobs)
         caches, tokens = self.extract(at)
         return Sampled(member.uid, token, logprobs, ended, tokens, caches)
-
-    def _step(self, inputs: mx.array) -> list[int]:
-        """Sample the tokens after `inputs`, which are read while that runs; rows with a grammar need them before.
-
-        See `worker.structured.masks` for what such rows wait for.
-        """
-        masks, uids = self._sampler.masks, [member.uid for member in self.members]
-        logits = forward(self._model, self.members, inputs[:, None], self.caches)[:, -1, :]
-        logits, contexts = self._process(inputs, logits)
-        if masks.constrains(uids):
-            mx.async_eval(logits, contexts)
-            self._take_masks(uids, self._read(inputs))
-            logits = masks.apply(uids, logits)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        with self._sampler.rows(uids):
-            self._inputs = self._sampler(logprobs)
-        before, self._logprobs = self._logprobs, list(logprobs)
-        mx.async_eval(self._inputs, self._logprobs, contexts)
-        mx.eval(before)
-        return self._read(inputs)
 
     def _take_masks(self, uids: Sequence[int], ids: Sequence[int]) -> None:
         """Tell grammars of the tokens that the running forward pass is for; the last of a prompt is not theirs."""

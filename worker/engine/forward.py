@@ -1,6 +1,8 @@
 """The model's forward pass: the one place where a model is called."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -8,31 +10,78 @@ import mlx.core as mx
 from worker.cache.batched import begin_block, end_block
 from worker.drafting.taps import taps_of
 from worker.engine.member import Member
+from worker.model.packing import Packed, Shape, packing_of, split
 from worker.vision.graft import graft_of
 
 
-def forward(
-    model: Any, members: Sequence[Member], inputs: mx.array, caches: list[Any], lengths: Sequence[int] | None = None
-) -> mx.array:
-    """Logits `[rows, width, vocab]` of the next tokens `[rows, width]`, which the caches then hold.
+@dataclass(slots=True)
+class Part:
+    """Rows of a forward pass with their next tokens `[rows, width]`, which their caches then hold.
 
-    Row i begins at position `len(members[i].tokens)`. It has `lengths[i]` tokens, or all of them; what follows is
-    padding, which caches that keep tokens one by one hold until they are rewound.
+    Row i begins at position `len(members[i].tokens)`. It has `lengths[i]` tokens; what follows is padding, which caches
+    that keep tokens one by one hold until they are rewound.
     """
-    width = inputs.shape[1]
-    lengths = lengths or [width] * len(members)
-    begin_block(caches, lengths, width)
+
+    members: Sequence[Member]
+    inputs: mx.array
+    caches: list[Any]
+    lengths: Sequence[int]
+
+    @property
+    def width(self) -> int:
+        return self.inputs.shape[1]
+
+    @property
+    def excess(self) -> list[int]:
+        """Tokens of padding behind each row."""
+        return [self.width - length for length in self.lengths]
+
+
+def can_pack(model: Any) -> bool:
+    """Whether two parts can be one pass now: rows with media run in passes of their own."""
+    return packing_of(model) is not None and graft_of(model) is None
+
+
+def forward(model: Any, part: Part, rider: Part | None = None) -> mx.array:
+    """Logits `[rows, length, vocab]` of what follows the tokens of a part, up to its longest row.
+
+    A rider's tokens go through the weights together with them; its logits are not made.
+    """
+    parts = [part] if rider is None else [part, rider]
+    for each in parts:
+        begin_block(each.caches, each.lengths, each.width)
+    tokens, caches = (part.inputs, part.caches) if rider is None else _packed(parts)
+    packing, wanted = packing_of(model), max(part.lengths)
+    shapes = [(len(each.members), each.width) for each in parts]
+    with _placed(model, part), packing.first(shapes, wanted) if packing is not None else nullcontext():
+        logits: mx.array = model(tokens, cache=caches)
+    _tap(model, parts, shapes)
+    for each in parts:
+        end_block(each.caches, each.lengths, each.width)
+    return logits[:, :wanted]
+
+
+def _tap(model: Any, parts: Sequence[Part], shapes: Sequence[Shape]) -> None:
+    """Keep the hidden states of the pass for those who draft."""
+    taps = taps_of(model)
+    if taps is None or not (taken := taps.take()):
+        return
+    for part, states in zip(parts, zip(*(split(state, shapes) for state in taken), strict=True), strict=True):
+        pairs = zip(part.members, part.lengths, strict=True)
+        left = [max(0, sum(map(len, row.segments)) - length) for row, length in pairs]
+        starts = [len(member.tokens) for member in part.members]
+        taps.keep(states, [member.uid for member in part.members], starts, part.lengths, left)
+
+
+def _packed(parts: Sequence[Part]) -> tuple[mx.array, list[Any]]:
+    shapes = [(len(part.members), part.width) for part in parts]
+    tokens = mx.concatenate([part.inputs.reshape(1, -1).astype(mx.uint32) for part in parts], axis=1)
+    return tokens, [Packed(layer, shapes) for layer in zip(*(part.caches for part in parts), strict=True)]
+
+
+def _placed(model: Any, part: Part) -> AbstractContextManager[None]:
     graft = graft_of(model)
     if graft is None:
-        logits = model(inputs, cache=caches)
-    else:
-        starts = [len(member.tokens) for member in members]
-        with graft.rows([member.uid for member in members], starts, lengths, width):
-            logits = model(inputs, cache=caches)
-    taps = taps_of(model)
-    if taps is not None:
-        left = [max(0, sum(map(len, row.segments)) - length) for row, length in zip(members, lengths, strict=True)]
-        starts = [len(member.tokens) for member in members]
-        taps.keep([member.uid for member in members], starts, lengths, left)
-    end_block(caches, lengths, width)
-    return logits
+        return nullcontext()
+    starts = [len(member.tokens) for member in part.members]
+    return graft.rows([member.uid for member in part.members], starts, part.lengths, part.width)

@@ -3,6 +3,7 @@
 The models and the caches of one sequence are mlx-lm's; the batch and its caches are ours.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from worker.cache import batched
-from worker.engine.decode_batch import DecodeBatch, Sampled
-from worker.engine.forward import forward
+from worker.engine.decode_batch import DecodeBatch, Sampled, Timed
+from worker.engine.forward import Part, can_pack, forward
 from worker.engine.member import Member, Members
 from worker.engine.penalties import Processor
 from worker.engine.prompt_scores import Scores
@@ -44,7 +45,8 @@ class Prompted:
 class Generator:
     """Runs sequences as their lane asks for. One thread owns it.
 
-    A tick is one decode step for all rows past their prompt, and one chunk for each of the others.
+    A tick is one decode step for all rows past their prompt, and one chunk for each of the others: in one forward pass
+    where the chunks ride on the step, else in two.
     """
 
     def __init__(self, model: Any, sampler: RowSampler, lane: Lane, drafter: Drafter) -> None:
@@ -58,17 +60,12 @@ class Generator:
         self._decode = DecodeBatch(model, sampler, drafter)
         self._uncleared_tokens = 0
         self._uncleared_steps = 0
-        # No chunk of a prompt has run since the newest step.
-        self._is_steady = True
+        # Forward passes whose time is known since the newest tick.
+        self.timed: list[Timed] = []
 
     @property
     def stream(self) -> Any:
         return self._stream
-
-    @property
-    def block_s(self) -> float:
-        """Seconds of the newest step if it was a block, else 0."""
-        return self._decode.block_s
 
     @property
     def nbytes(self) -> int:
@@ -121,15 +118,22 @@ class Generator:
         self._scored.discard(uid)
         return extracted
 
-    def next(self, chunk: int) -> tuple[list[Prompted], list[Sampled]]:
-        """One tick, with at most `chunk` tokens of each prompt."""
+    def next(self, chunk: int, *, rides: bool = True) -> tuple[list[Prompted], list[Sampled]]:
+        """One tick, with at most `chunk` tokens of each prompt; these ride on the step if they may and can."""
         with mx.stream(self._stream):
             self._admit()
             prompted = self._join()
-            sampled = self._decode.next(is_steady=self._is_steady)
+            began = time.perf_counter()
+            prompts = self._chunk(chunk)
+            rider = prompts if rides and len(self._decode) and can_pack(self._model) else None
+            sampled = self._decode.next(rider)
+            self.timed = [self._decode.timed] if self._decode.timed is not None else []
+            if prompts is not None:
+                self._run_prompts(prompts, rider is not None, began)
+                prompted += [self._advance(*each) for each in zip(prompts.members, prompts.lengths, strict=True)]
             self._uncleared_steps += bool(sampled)
-            self._is_steady = not self._prefill.members
-            return prompted + self._run_prompts(chunk) + self._run_scored(chunk), sampled
+            self._clear()
+            return prompted + self._run_scored(chunk), sampled
 
     def _admit(self) -> None:
         if not self._waiting:
@@ -169,35 +173,44 @@ class Generator:
             member = rows.members[0]
             if not member.is_prefilled:
                 prompted.append(self._advance(member, self._scored.run(rows, chunk)))
+                self._decode.waited()
             if member.is_prefilled:
                 member.is_told = True
                 prompted.append(Prompted(member.uid, member.done, member.total, False, False, member.scores))
         return prompted
 
-    def _run_prompts(self, chunk: int) -> list[Prompted]:
+    def _chunk(self, most: int) -> Part | None:
+        """The next tokens of each prompt."""
         members = self._prefill.members
         if not members:
-            self._clear()
-            return []
+            return None
         if self._lane is Lane.EQUAL:  # a chunk that every row has the tokens for needs no padding
-            chunk = min(chunk, *(len(member.segments[0]) for member in members))
-        parts = [member.segments[0][:chunk] for member in members]
+            most = min(most, *(len(member.segments[0]) for member in members))
+        parts = [member.segments[0][:most] for member in members]
         lengths = [len(part) for part in parts]
-        width = max(lengths)
-        inputs = mx.array([[*part, *[0] * (width - len(part))] for part in parts])
-        forward(self._model, members, inputs, self._prefill.caches, lengths)
-        batched.rewind(self._prefill.caches, [width - length for length in lengths])
-        self._prefill.evaluate()
-        self._uncleared_tokens += width
-        self._clear()
-        return [self._advance(member, part) for member, part in zip(members, parts, strict=True)]
+        inputs = mx.array([[*part, *[0] * (max(lengths) - len(part))] for part in parts])
+        return Part(members, inputs, self._prefill.caches, lengths)
 
-    def _advance(self, member: Member, part: list[int]) -> Prompted:
-        member.tokens.extend(part)
-        member.done += len(part)
-        rest = member.segments[0][len(part) :]
-        member.segments[:1] = [rest] if rest else []
-        return Prompted(member.uid, member.done, member.total, not rest, False)
+    def _run_prompts(self, prompts: Part, has_ridden: bool, began: float) -> None:
+        """Run what has not ridden on the step, and take the padding back."""
+        if not has_ridden:
+            forward(self._model, prompts)
+        batched.rewind(prompts.caches, prompts.excess)
+        self._uncleared_tokens += prompts.width
+        if has_ridden:
+            self._prefill.launch()
+            return
+        self._prefill.evaluate()
+        rows = self._decode.running
+        seconds = self._decode.waited() if len(self._decode) else time.perf_counter() - began
+        self.timed.append(Timed(seconds, rows, sum(prompts.lengths), False))
+
+    def _advance(self, member: Member, count: int) -> Prompted:
+        segment = member.segments[0]
+        member.tokens.extend(segment[:count])
+        member.done += count
+        member.segments[:1] = [segment[count:]] if segment[count:] else []
+        return Prompted(member.uid, member.done, member.total, not segment[count:], False)
 
     def _clear(self) -> None:
         """Give free buffers back now and then: beside running rows chunks are small, and the next step would ask for

@@ -304,11 +304,10 @@ class Engine:
     def _tick(self) -> None:
         prefilling, decoding = self._batch.prefilling, self._batch.decoding
         chunk = self._policy.chunk(prefilling, decoding, self._batch.longest_prefill)
-        started = time.monotonic()
-        tick = self._batch.tick(chunk)
+        tick = self._batch.tick(chunk.tokens, rides=chunk.rides)
         now = time.monotonic()
-        # A block waits for itself, so its time is known; a plain step's is that of the steps around it.
-        self._policy.observe(now - started - tick.block_s, tick.prefilled, 0 if tick.block_s else decoding)
+        for timed in tick.timed:
+            self._policy.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode)
         self._gauges.step_seq += 1
         self._gauges.prompt_tokens += tick.prefilled
         self._gauges.generation_tokens += len(tick.tokens)

@@ -115,3 +115,6 @@ class Members:
 
     def evaluate(self) -> None:
         mx.eval([cache.state for cache in self.caches])
+
+    def launch(self) -> None:
+        mx.async_eval([cache.state for cache in self.caches])

@@ -6,7 +6,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from worker.cache import batched
-from worker.engine.forward import forward
+from worker.engine.forward import Part, forward
 from worker.engine.member import Member, Members
 
 # Positions whose logits are looked at together.
@@ -31,15 +31,15 @@ class ScoredRows:
         self.rows = [rows for rows in self.rows if not rows.members[0].is_told]
         return told
 
-    def run(self, rows: Members, most: int) -> list[int]:
-        """Run the next slice of one of them, and return it."""
+    def run(self, rows: Members, most: int) -> int:
+        """Run the next slice of one of them; its tokens."""
         member = rows.members[0]
         assert member.scores is not None
         part = member.segments[0][: min(most, SLICE)]
-        logits = forward(self._model, rows.members, mx.array([part]), rows.caches, [len(part)])
+        logits = forward(self._model, Part(rows.members, mx.array([part]), rows.caches, [len(part)]))
         member.scores.add(logits[0])
         rows.evaluate()
-        return part
+        return len(part)
 
     def discard(self, uid: int) -> None:
         self.rows = [rows for rows in self.rows if rows.members[0].uid != uid]

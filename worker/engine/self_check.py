@@ -24,6 +24,7 @@ from worker.engine.row import Row
 from worker.errors import GPU_FAULTS, LoadFailed, is_allocation_failure
 from worker.model import memory
 from worker.model.lanes import Lane, Plan
+from worker.model.packing import give_up, packing_of
 from worker.text.stops import StopScanner
 
 log = logging.getLogger("mlxd.worker")
@@ -83,10 +84,11 @@ class Wrong(Exception):
 def choose(model: Any, ids: Sequence[int], batching: str) -> Plan:
     """The first lane that is exact. `ids` are at least `SAMPLE` tokens of text. Raises `LoadFailed`.
 
-    `batching` is `auto`, or the lane that the operator wants: such a one is taken as it is.
+    `batching` is `auto`, or the lane that the operator wants: such a one is taken as it is, without packed passes.
     """
     mergeable = all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
     if batching != "auto":
+        give_up(model)
         return _asked(Lane(batching), mergeable)
     started = time.monotonic()
     plan = _Check(model, ids).plan(mergeable)
@@ -156,6 +158,7 @@ class _Check:
         """Raises `Wrong`, or what the model raises, if the lane is not exact."""
         if lane is not Lane.SINGLE:
             self._compare("beside a longer one", self._run(lane, [self._prompts], _WHOLE), expected)
+            reasons = [*reasons, *self._check_packing(lane, expected)]
         try:
             # The rows in chunks, after one that has left the beginning of the longer one in the cache.
             waves = [[self._prompts[1][:SHARED]], self._prompts]
@@ -166,17 +169,33 @@ class _Check:
             return Plan(lane, False, "; ".join([*reasons, f"prefixes are not reused, because {why}"]))
         return Plan(lane, True, "; ".join(reasons))
 
+    def _check_packing(self, lane: Lane, expected: list[_Said]) -> list[str]:
+        """Give packed passes up where they are not exact; the reason."""
+        if packing_of(self._model) is None:
+            return []
+        try:
+            self._compare("behind a row that generates", self._run(lane, [self._prompts], CHUNK, begun=1), expected)
+        except LoadFailed:
+            raise
+        except Exception as error:  # the boundary to code of every architecture
+            give_up(self._model)
+            return [f"prompts run in forward passes of their own, because {_because(error)}"]
+        return []
+
     def _alone(self, prompt: list[int], chunk: int) -> _Said:
         return self._run(Lane.SINGLE, [[prompt]], chunk)[0]
 
-    def _run(self, lane: Lane, waves: Sequence[Sequence[list[int]]], chunk: int, cache_bytes: int = 0) -> list[_Said]:
-        """Each wave together, one after the other, through a batch of their own."""
+    def _run(
+        self, lane: Lane, waves: Sequence[Sequence[list[int]]], chunk: int, cache_bytes: int = 0, begun: int = 0
+    ) -> list[_Said]:
+        """Each wave together, one after the other, through a batch of their own; the first `begun` rows of a wave
+        generate when the others come."""
         cache = PrefixCache(self._layout, cache_bytes)
         batch = Batch(self._model, (), cache, lane)
         said: list[_Said] = []
         try:
             for wave in waves:
-                said += _listen(batch, wave, chunk)
+                said += _listen(batch, wave, chunk, begun)
                 batch.settle()
         except BaseException:
             batch.abandon()
@@ -205,11 +224,16 @@ def _drift(said: Sequence[_Said], expected: Sequence[_Said]) -> float:
     return math.nan if any(math.isnan(drift) for drift in drifts) else max(drifts)
 
 
-def _listen(batch: Batch, prompts: Sequence[list[int]], chunk: int) -> list[_Said]:
+def _listen(batch: Batch, prompts: Sequence[list[int]], chunk: int, begun: int = 0) -> list[_Said]:
     said = [_Said() for _ in prompts]
-    for rid, prompt in enumerate(prompts):
-        batch.insert(_row(rid, prompt))
-    while batch:
+    rows = [_row(rid, prompt) for rid, prompt in enumerate(prompts)]
+    for row in rows[:begun]:
+        batch.insert(row)
+    while batch or begun < len(rows):
+        if all(each.ids for each in said[:begun]):
+            for row in rows[begun:]:
+                batch.insert(row)
+            begun = len(rows)
         for token in batch.tick(chunk).tokens:
             said[token.row.rid].ids.append(token.id)
             said[token.row.rid].logprobs.append(token.logprobs)

@@ -24,6 +24,7 @@ from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from protocol.towers import has_media
 from worker.errors import LoadFailed, is_allocation_failure
+from worker.model import packing
 from worker.model.lanes import Plan
 from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach
@@ -90,6 +91,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
     if spec.chat_template:
         tokenizer.chat_template, tokenizer.has_chat_template = spec.chat_template, True
     vision, no_vision = _load_vision(path, config, model, spec)
+    packing.prepare(model)
     weights_bytes = _nbytes(model) + (vision.tower.nbytes if vision is not None else 0)
     progress("weights", weights_bytes, weights_bytes)
     vocab_size = _vocab_size(config, tokenizer)

@@ -1,3 +1,3 @@
 """Speculation: drafts of a row's next tokens, and whether it pays to verify them."""
 
-__all__ = ["drafter", "eager", "lookup", "noisy", "speculator", "text"]
+__all__ = ["costs", "drafter", "eager", "lookup", "noisy", "speculator", "text"]

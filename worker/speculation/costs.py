@@ -20,6 +20,9 @@ _SLOWER: Final = 0.2
 # a few times, as that may have been an accident.
 _MEMORY: Final = 512
 _MEMORY_OF_ONE: Final = 128
+# Of two ways to run a step, each is tried so often, and again after so many steps.
+_TRIALS: Final = 6
+_AGAIN: Final = 4096
 
 
 class StepCosts:
@@ -95,6 +98,28 @@ class StepCosts:
             if seconds is not None and tokens / seconds > best_rate:
                 best, best_rate = width, tokens / seconds
         return best, best_rate
+
+
+class Quicker:
+    """The quicker of two ways to run the same, measured: both a few times at first, and again now and then."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, bool], float] = {}
+        self._asked: dict[int, int] = {}
+
+    def choose(self, rows: int) -> bool:
+        """Whether to take the second way for a step of so many rows."""
+        key = _bucket(rows)
+        asked = self._asked[key] = self._asked.get(key, -1) + 1
+        if (trial := asked % _AGAIN) < 2 * _TRIALS:
+            return trial >= _TRIALS
+        first, second = (self._seconds.get((key, is_second)) for is_second in (False, True))
+        return first is not None and second is not None and second < first
+
+    def observe(self, rows: int, is_second: bool, seconds: float) -> None:
+        key = _bucket(rows), is_second
+        old = self._seconds.get(key, seconds)
+        self._seconds[key] = old + (_QUICKER if seconds < old else _SLOWER) * (seconds - old)
 
 
 def _bucket(rows: int) -> int:

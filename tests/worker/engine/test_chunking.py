@@ -5,7 +5,9 @@ import random
 import pytest
 
 from worker.engine.chunking import (
+    ENOUGH,
     FIRST_CHUNK,
+    GENTLE_RATIO,
     IDLE_TICK_S,
     MIN_CHUNK,
     MIN_STALL_S,
@@ -26,12 +28,12 @@ def learned(step_s: float, token_s: float, max_chunk: int = 512) -> ChunkPolicy:
 
 
 def test_with_nothing_to_prefill_the_chunk_is_the_largest() -> None:
-    assert learned(0.01, 0.001).chunk(0, 4) == 512
+    assert learned(0.01, 0.001).chunk(0, 4).tokens == 512
 
 
 def test_before_anything_is_measured_running_streams_are_spared() -> None:
-    assert ChunkPolicy(512).chunk(1, 4) == FIRST_CHUNK
-    assert ChunkPolicy(512).chunk(1, 0) == 512
+    assert ChunkPolicy(512).chunk(1, 4).tokens == FIRST_CHUNK
+    assert ChunkPolicy(512).chunk(1, 0).tokens == 512
 
 
 @pytest.mark.parametrize("max_chunk", [1, 16, 64, 512])
@@ -40,33 +42,33 @@ def test_a_chunk_is_never_empty_and_never_above_its_maximum(max_chunk: int, pref
     rng = random.Random(max_chunk * 1000 + prefilling * 10 + decoding)
     policy = ChunkPolicy(max_chunk)
     for _ in range(200):
-        chunk = policy.chunk(prefilling, decoding)
+        chunk = policy.chunk(prefilling, decoding).tokens
         assert min(MIN_CHUNK, max_chunk) <= chunk <= max_chunk
         policy.observe(rng.choice([0.0, 1e-6, 0.01, 5.0]), rng.choice([0, 1, 300, 4096]), rng.choice([0, 1, 16]))
 
 
 def test_a_chunk_beside_running_streams_takes_no_more_than_the_stall_it_may_cause() -> None:
     step_s, token_s = 0.02, 0.0001
-    chunk = learned(step_s, token_s).chunk(1, 4)
+    chunk = learned(step_s, token_s).chunk(1, 4).tokens
     assert MIN_CHUNK < chunk < 512
     assert chunk * token_s <= (STALL_RATIO - 1) * step_s
 
 
 def test_alone_a_chunk_lasts_no_longer_than_commands_may_wait() -> None:
     token_s = 0.001
-    chunk = learned(0.02, token_s).chunk(1, 0)
+    chunk = learned(0.02, token_s).chunk(1, 0).tokens
     assert chunk > MIN_CHUNK
     assert chunk * token_s <= 1.25 * IDLE_TICK_S  # what is hoped for before it is known
 
 
 def test_several_prompts_share_one_budget() -> None:
     policy = learned(0.05, 0.0001)
-    assert policy.chunk(4, 16) < policy.chunk(1, 16)
+    assert policy.chunk(4, 16).tokens < policy.chunk(1, 16).tokens
 
 
 def test_very_short_steps_leave_prefill_a_minimum_of_time() -> None:
     token_s = MIN_STALL_S / 256
-    assert learned(1e-5, token_s).chunk(1, 1) >= 128
+    assert learned(1e-5, token_s).chunk(1, 1).tokens >= 128
 
 
 def settle(policy: ChunkPolicy, step_s: float, chunk_s: float, token_s: float) -> int:
@@ -74,7 +76,7 @@ def settle(policy: ChunkPolicy, step_s: float, chunk_s: float, token_s: float) -
     chunk = 0
     for _ in range(40):
         policy.observe(step_s, 0, 4)
-        chunk = policy.chunk(1, 4)
+        chunk = policy.chunk(1, 4).tokens
         policy.observe(step_s + chunk_s + chunk * token_s, chunk, 4)
     return chunk
 
@@ -101,7 +103,7 @@ def test_a_growing_context_makes_chunks_smaller() -> None:
 
 def test_a_short_prompt_may_stall_longer_once() -> None:
     policy = learned(0.02, 0.0004)
-    long, short = policy.chunk(1, 4, longest=5000), policy.chunk(1, 4, longest=SHORT_PROMPT)
+    long, short = policy.chunk(1, 4, longest=5000).tokens, policy.chunk(1, 4, longest=SHORT_PROMPT).tokens
     assert long < short <= long * 2 * SHORT_PROMPT_FACTOR
 
 
@@ -110,15 +112,15 @@ def test_a_first_chunk_that_compiled_kernels_is_soon_forgotten() -> None:
     policy.observe(12.0, 256, 0)
     for _ in range(60):
         policy.observe(0.005, 0, 1)
-        chunk = policy.chunk(1, 0)
+        chunk = policy.chunk(1, 0).tokens
         policy.observe(0.004 + chunk * 0.00002, chunk, 0)
-    assert policy.chunk(1, 0) == 512
+    assert policy.chunk(1, 0).tokens == 512
 
 
 def test_alone_a_short_prompt_is_not_cut_and_several_share_shorter_ticks() -> None:
     policy = learned(0.02, 0.001)
-    assert policy.chunk(1, 0, longest=SHORT_PROMPT) > policy.chunk(1, 0)
-    assert 2 * policy.chunk(2, 0) <= policy.chunk(1, 0)
+    assert policy.chunk(1, 0, longest=SHORT_PROMPT).tokens > policy.chunk(1, 0).tokens
+    assert 2 * policy.chunk(2, 0).tokens <= policy.chunk(1, 0).tokens
 
 
 def test_a_fixed_policy_learns_nothing_from_time() -> None:
@@ -127,4 +129,40 @@ def test_a_fixed_policy_learns_nothing_from_time() -> None:
         for decoding in (0, 4):
             policy.observe(tick_s, 512, decoding)
             policy.observe(tick_s, 0, decoding)
-            assert policy.chunk(3, decoding) == 512
+            assert policy.chunk(3, decoding).tokens == 512
+
+
+def seasoned(riding_s: float, apart_s: float, step_s: float = 0.02) -> ChunkPolicy:
+    """A policy that has seen chunks of 128 tokens add so much to a step, in one forward pass and in their own."""
+    policy = ChunkPolicy(512)
+    for _ in range(8):
+        policy.observe(step_s, 0, 4)
+        policy.observe(step_s + riding_s, 128, 4, rode=True)
+        policy.observe(step_s + apart_s, 128, 4)
+    return policy
+
+
+def test_chunks_ride_on_the_step_where_that_is_quicker_and_else_run_apart() -> None:
+    assert seasoned(riding_s=0.005, apart_s=0.02).chunk(1, 4).rides
+    assert not seasoned(riding_s=0.02, apart_s=0.005).chunk(1, 4).rides
+    assert seasoned(riding_s=0.01, apart_s=0.0098).chunk(1, 4).rides, "one pass is left only for a gain"
+    assert not ChunkPolicy(512, can_ride=False).chunk(1, 4).rides
+    assert not seasoned(0.005, 0.02).chunk(1, 0).rides, "there is no step"
+
+
+def test_a_way_that_was_slower_is_tried_again() -> None:
+    policy = seasoned(riding_s=0.02, apart_s=0.005)
+    for _ in range(40):
+        policy.observe(0.025, 128, 4)
+    assert policy.chunk(1, 4).rides
+
+
+def test_where_enough_tokens_cost_little_a_long_prompt_stalls_streams_little() -> None:
+    step_s, chunk_s, token_s = 0.012, 0.001, 0.00002
+    policy, chunk = ChunkPolicy(512), 0
+    for _ in range(40):
+        policy.observe(step_s, 0, 4)
+        chunk = policy.chunk(1, 4).tokens
+        policy.observe(step_s + chunk_s + chunk * token_s, chunk, 4, rode=True)
+    assert chunk >= ENOUGH
+    assert chunk_s + chunk * token_s <= (GENTLE_RATIO - 1) * step_s * 1.25

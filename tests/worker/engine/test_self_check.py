@@ -16,6 +16,7 @@ from worker.checked_model import load_checked
 from worker.engine.self_check import SAMPLE, choose
 from worker.errors import LoadFailed
 from worker.model.lanes import Lane, Plan
+from worker.model.packing import Packed, packing_of
 
 IDS = [20 + 7 * at for at in range(SAMPLE)]
 
@@ -77,6 +78,8 @@ class WrongAfterOthers(Wrapped):
     """Right for prompts that begin at their first token, wrong for those that begin with KV."""
 
     def __call__(self, inputs: mx.array, *args: Any, cache: Any = None, **kwargs: Any) -> mx.array:
+        if isinstance(cache[0], Packed):
+            return super().__call__(inputs, *args, cache=cache, **kwargs)
         if cache[0].empty():
             self.begun.append(cache[0])
             self.is_wrong = False
@@ -90,10 +93,20 @@ class WrongAfterOthers(Wrapped):
         self.is_wrong = False
 
 
+class WrongPacked(Wrapped):
+    """Wrong in passes of more than one part."""
+
+    def __call__(self, inputs: mx.array, *args: Any, cache: Any = None, **kwargs: Any) -> mx.array:
+        is_packed = isinstance(cache[0], Packed)
+        return super().__call__(inputs, *args, cache=cache, **kwargs) * (1.1 if is_packed else 1.0)
+
+
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *LANES])
 def test_each_model_gets_the_fastest_lane_that_is_exact(architecture: str, model_folder: Callable[[str], Path]) -> None:
-    plan = load_checked(spec(model_folder(architecture)), nothing).plan
+    loaded = load_checked(spec(model_folder(architecture)), nothing)
+    plan = loaded.plan
     assert plan.lane == LANES.get(architecture, "together")
+    assert architecture in LANES or packing_of(loaded.model) is not None, "prompts ride on the steps of its rows"
     assert plan.reuses_prefixes
     assert bool(plan.reason) == (architecture in LANES)
 
@@ -165,6 +178,14 @@ def test_a_model_that_is_wrong_after_cached_prefixes_reuses_none(model_folder: C
     assert plan.lane is Lane.TOGETHER
     assert not plan.reuses_prefixes
     assert plan.reason.startswith("prefixes are not reused, because from the prefix cache a prompt's")
+
+
+def test_a_model_that_is_wrong_when_packed_runs_prompts_apart(model_folder: Callable[[str], Path]) -> None:
+    model = WrongPacked(load_checked(spec(model_folder("qwen3")), nothing).model)
+    plan = choose(model, IDS, "auto")
+    assert (plan.lane, plan.reuses_prefixes) == (Lane.TOGETHER, True)
+    assert plan.reason.startswith("prompts run in forward passes of their own, because behind a row that generates a")
+    assert packing_of(model) is None
 
 
 class Recording(Wrapped):

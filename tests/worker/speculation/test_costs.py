@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from worker.speculation.costs import WIDTHS, StepCosts
+from worker.speculation.costs import WIDTHS, Quicker, StepCosts
 
 SURE = [1.0] * 15
 
@@ -81,3 +81,19 @@ def test_what_was_once_slow_is_tried_again() -> None:
 def test_rows_of_one_kind_say_nothing_of_others() -> None:
     _, costs = run(flat)
     assert costs.width(32, [SURE] * 32) == 1
+
+
+def test_of_two_ways_the_quicker_is_taken_and_the_other_is_tried_now_and_then() -> None:
+    ways = Quicker()
+    seconds = {False: 0.02, True: 0.01}
+    taken: list[bool] = []
+    for _ in range(5000):
+        taken.append(ways.choose(8))
+        ways.observe(8, taken[-1], seconds[taken[-1]])
+    assert not taken[0]
+    assert sum(not way for way in taken) < 20, "a few at first, and a few again"
+    seconds[True] = 0.04
+    for _ in range(40):
+        ways.observe(8, True, seconds[True])
+    assert not ways.choose(8)
+    assert ways.choose(1) is False, "other numbers of rows are measured for themselves"

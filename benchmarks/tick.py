@@ -1,0 +1,353 @@
+"""One forward pass a tick, before and after by turns: steps, a long prompt beside streams, short requests.
+
+    python -m benchmarks.tick qwen3-8b --dtype bfloat16
+    python -m benchmarks.tick 5m --rows 1,2 --context 64 --steps 4 --long 100 --requests 1 --clients 2 --turns 1
+
+Weights are random and stay in memory. *Before* runs chunks of prompts in forward passes of their own, as `--apart` does
+alone. `steps` compares the ways to attend where rows are of unequal length: a mask over one token, or a second token
+that is given back; over exactly the slots that are taken, or over all of the room.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks import models
+from benchmarks.serve import numbers
+from gateway.ctl.bench.measure import percentile, table
+
+if TYPE_CHECKING:
+    from worker.engine.batch import Token
+    from worker.engine.row import Row
+
+BEFORE: Final = "before"
+AFTER: Final = "after"
+# Steps before a measurement, which compile.
+WARM: Final = 8
+STREAMS: Final = 4
+PROMPT: Final = 70
+OUTPUT: Final = 64
+BLOCK: Final = 8
+# Attention over all of the room, and a second token a row.
+WAYS: Final = {
+    "equal": (False, False),
+    "mask": (False, False),
+    "mask, room": (True, False),
+    "pair": (False, True),
+    "pair, room": (True, True),
+}
+
+
+def main() -> None:
+    args = _arguments()
+    model, vocab = _model(args.geometry, args.dtype)
+    print(f"tick · {args.geometry} {args.dtype}", flush=True)
+    for name in args.what:
+        began = time.perf_counter()
+        {"steps": steps, "blocks": blocks, "stall": stall, "short": short}[name](model, vocab, args)
+        print(f"({name}: {time.perf_counter() - began:.0f} s)\n", flush=True)
+
+
+def steps(model: Any, vocab: int, args: argparse.Namespace) -> None:
+    """Milliseconds of a plain step, whose context grows as it does."""
+    lines: list[tuple[str, ...]] = []
+    for rows in args.rows:
+        for context in args.context:
+            taken: dict[str, list[float]] = {}
+            for name, (sees_room, is_pair) in WAYS.items():
+                if rows == 1 and name != "equal":
+                    continue
+                with _seeing(sees_room):
+                    batch = _decoding(model, vocab, rows, context, is_pair, name == "equal")
+                    taken[name] = _step_times(batch.next, args.steps)
+            medians = [f"{1e3 * statistics.median(taken[name]):.2f}" if name in taken else "" for name in WAYS]
+            lines.append((str(rows), str(context), *medians))
+    print(table(("rows", "context", *WAYS), lines))
+
+
+def blocks(model: Any, vocab: int, args: argparse.Namespace) -> None:
+    """Milliseconds of a block, of which each row keeps one token."""
+    lines: list[tuple[str, ...]] = []
+    for rows in args.rows:
+        for context in args.context:
+            medians: list[str] = []
+            for is_equal in (True, False):
+                for sees_room in (False, True):
+                    with _seeing(sees_room):
+                        times = _step_times(_verifying(model, vocab, rows, context, is_equal), args.steps)
+                    medians.append(f"{1e3 * statistics.median(times):.2f}")
+            lines.append((str(rows), str(context), *medians))
+    print(table(("rows", "context", "equal", "equal, room", "unequal", "unequal, room"), lines))
+
+
+def stall(model: Any, vocab: int, args: argparse.Namespace) -> None:
+    """Inter-token times of streams alone, and while a long prompt runs."""
+    lines: list[tuple[str, ...]] = []
+    gaps: dict[tuple[str, str], list[float]] = {}
+    first: dict[str, list[float]] = {BEFORE: [], AFTER: []}
+    for turn in range(args.turns + 1):
+        for way in _ways(args):
+            alone, during, ttft = _stalled(model, vocab, args.long, way, args.steps)
+            if turn:  # the first compiles
+                gaps.setdefault((way, "alone"), []).extend(alone)
+                gaps.setdefault((way, "during"), []).extend(during)
+                first[way].append(ttft)
+    for way in _ways(args):
+        alone, during = gaps[way, "alone"], gaps[way, "during"]
+        marks = (percentile(alone, 50), percentile(alone, 99), percentile(during, 50), percentile(during, 99))
+        ratio = f"{marks[3] / marks[1]:.2f}"
+        lines.append((way, *(f"{1e3 * mark:.1f}" for mark in marks), ratio, f"{statistics.median(first[way]):.3f}"))
+    print(table(("", "alone p50", "p99", "during p50", "p99", "p99 ratio", "long TTFT s"), lines))
+
+
+def short(model: Any, vocab: int, args: argparse.Namespace) -> None:
+    """Tokens a second of short requests that come and go."""
+    lines: list[tuple[str, ...]] = []
+    for clients in args.clients:
+        rates: dict[str, list[tuple[float, float]]] = {BEFORE: [], AFTER: []}
+        for turn in range(args.turns + 1):
+            for way in _ways(args):
+                rate = _closed_loop(model, vocab, clients, args.requests if turn else 2, way)
+                if turn:
+                    rates[way].append(rate)
+        wall, cpu = ({way: statistics.median(each[at] for each in rates[way]) for way in _ways(args)} for at in (0, 1))
+        ratios = [f"{each[AFTER] / each[BEFORE]:.2f}" if len(each) > 1 else "" for each in (wall, cpu)]
+        lines.append((str(clients), *(f"{rate:.0f}" for rate in wall.values()), *ratios))
+    print(table(("clients", *(f"{way}, tokens/s" for way in _ways(args)), "× wall", "× CPU"), lines))
+
+
+def _ways(args: argparse.Namespace) -> list[str]:
+    return [BEFORE] if args.apart else [BEFORE, AFTER]
+
+
+class _Loop:
+    """A batch with the policy of its chunks, ticked as the engine does."""
+
+    def __init__(self, model: Any, way: str) -> None:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        from worker.cache.kv import Layout
+        from worker.cache.prefix import PrefixCache
+        from worker.engine.batch import Batch
+        from worker.engine.chunking import ChunkPolicy
+
+        self.batch = Batch(model, (), PrefixCache(Layout.of(lambda: make_prompt_cache(model)), 0))
+        self._policy = ChunkPolicy(512, can_ride=way == AFTER)
+
+    def tick(self) -> "list[Token]":
+        batch = self.batch
+        chunk = self._policy.chunk(batch.prefilling, batch.decoding, batch.longest_prefill)
+        tick = batch.tick(chunk.tokens, rides=chunk.rides)
+        for timed in tick.timed:
+            self._policy.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode)
+        return tick.tokens
+
+    def teach(self, prompts: Sequence[int], vocab: int) -> None:
+        """Let the policy measure, as in an engine that has served for a while."""
+        rows = [_row(at, PROMPT, 4096, vocab) for at in range(STREAMS)]
+        for row in rows:
+            self.batch.insert(row)
+        for length in prompts:
+            for _ in range(WARM):
+                self.tick()
+            row = _row(STREAMS, length, 2, vocab)
+            self.batch.insert(row)
+            while row.uid is not None:
+                self.tick()
+        for row in rows:
+            self.batch.remove(row)
+
+
+def _stalled(model: Any, vocab: int, long: int, way: str, count: int) -> tuple[list[float], list[float], float]:
+    loop = _Loop(model, way)
+    loop.teach((long, long), vocab)
+    for at in range(STREAMS):
+        loop.batch.insert(_row(at, 64 + 7 * at, 4096, vocab))
+    while loop.batch.prefilling:
+        loop.tick()
+    alone = _step_times(loop.tick, 3 * count)
+    late = _row(STREAMS, long, 2, vocab)
+    began = before = time.perf_counter()
+    loop.batch.insert(late)
+    during: list[float] = []
+    is_there = False
+    while not is_there:
+        is_there = any(token.row is late for token in loop.tick())
+        now = time.perf_counter()
+        during.append(now - before)
+        before = now
+    loop.batch.abandon()
+    return alone, during, before - began
+
+
+def _closed_loop(model: Any, vocab: int, clients: int, requests: int, way: str) -> tuple[float, float]:
+    """Tokens a second of the wall and of the CPU. Each client asks again when it is answered."""
+    loop, rng = _Loop(model, way), random.Random(0)
+    left = [requests] * clients
+    for at in range(clients):  # at first of many lengths, so that they come and go one by one
+        loop.batch.insert(_row(at, PROMPT - rng.randrange(20), 1 + rng.randrange(OUTPUT), vocab))
+    tokens, began = 0, (time.perf_counter(), time.process_time())
+    while loop.batch:
+        for token in loop.tick():
+            tokens += 1
+            client = token.row.rid % clients
+            if token.ended is not None and left[client]:
+                left[client] -= 1
+                loop.batch.insert(_row(token.row.rid + clients, PROMPT - rng.randrange(20), OUTPUT, vocab))
+    loop.batch.close()
+    return tokens / (time.perf_counter() - began[0]), tokens / (time.process_time() - began[1])
+
+
+def _row(rid: int, prompt: int, output: int, vocab: int) -> "Row":
+    from protocol.messages import Sampling
+    from worker.engine.row import Row
+    from worker.text.stops import StopScanner
+
+    class NoText:
+        def add(self, _token: int) -> str:
+            return ""
+
+        def finish(self) -> str:
+            return ""
+
+    rng = random.Random(rid)
+    return Row(
+        rid=rid,
+        prompt=[rng.randrange(vocab) for _ in range(prompt)],
+        sampling=Sampling(temperature=0.0, ignore_eos=True),
+        max_tokens=output,
+        detokenizer=NoText(),
+        stops=StopScanner(()),
+        arrived=0.0,
+    )
+
+
+def _step_times(step: Callable[[], object], count: int) -> list[float]:
+    """Seconds from the end of one step to the end of the next."""
+    for _ in range(WARM):
+        step()
+    times = [time.perf_counter()]
+    for _ in range(count):
+        step()
+        times.append(time.perf_counter())
+    return [after - before for before, after in pairwise(times)]
+
+
+def _members(model: Any, vocab: int, rows: int, context: int, is_equal: bool) -> Any:
+    """Rows with random KV."""
+    import mlx.core as mx
+    from mlx_lm.generate import StopSequences
+    from mlx_lm.models.cache import KVCache
+
+    from worker.cache import batched
+    from worker.engine.member import Member, Members
+
+    heads, dim = model.args.num_key_value_heads, model.args.head_dim
+    dtype = model.layers[0].self_attn.k_proj.weight.dtype
+    lengths = [context if is_equal else context - at * (context // 2) // rows for at in range(rows)]
+    layers: list[Any] = []
+    for _ in model.layers:
+        column: list[Any] = []
+        for length in lengths:
+            keys = mx.random.normal((1, heads, length, dim)).astype(dtype)
+            cache = KVCache()
+            cache.update_and_fetch(keys, keys)
+            column.append(cache)
+        layers.append(batched.merge([[cache] for cache in column])[0])
+        mx.eval(layers[-1].state)
+    first = layers[0].lengths
+    for layer in layers:
+        layer.lengths = first
+    members = [
+        Member(at, [[at % vocab]], 1 << 20, [], [0] * length, (), StopSequences().matcher())
+        for at, length in enumerate(lengths)
+    ]
+    return Members(members, layers)
+
+
+def _decoding(model: Any, vocab: int, rows: int, context: int, is_pair: bool, is_equal: bool) -> Any:
+    from protocol.messages import Sampling
+    from worker.engine.decode_batch import DecodeBatch
+    from worker.engine.sampling import RowSampler
+    from worker.speculation.drafter import NoDrafts
+
+    class Forced(DecodeBatch):
+        def _choose_pair(self) -> bool | None:
+            return is_pair
+
+    sampler = RowSampler()
+    for uid in range(rows):
+        sampler.add(uid, Sampling(temperature=0.0), 0)
+    batch = Forced(model, sampler, NoDrafts())
+    batch.join(_members(model, vocab, rows, context, is_equal))
+    return batch
+
+
+def _verifying(model: Any, vocab: int, rows: int, context: int, is_equal: bool) -> Callable[[], None]:
+    import mlx.core as mx
+
+    from worker.cache import batched
+    from worker.engine.forward import Part, forward
+
+    held = _members(model, vocab, rows, context, is_equal)
+    tokens = mx.random.randint(0, vocab, (rows, BLOCK))
+
+    def step() -> None:
+        mx.eval(mx.argmax(forward(model, Part(held.members, tokens, held.caches, [BLOCK] * rows)), axis=-1))
+        batched.rewind(held.caches, [BLOCK - 1] * rows)
+
+    return step
+
+
+@contextmanager
+def _seeing(sees_room: bool) -> Iterator[None]:
+    from worker.cache import ragged
+
+    before, ragged.sees_room = ragged.sees_room, sees_room
+    try:
+        yield
+    finally:
+        ragged.sees_room = before
+
+
+def _model(name: str, dtype: str) -> tuple[Any, int]:
+    """A model of random weights."""
+    import mlx.core as mx
+    from mlx_lm.models import qwen3
+
+    from worker.model import packing
+
+    geometry = models.GEOMETRIES[name]
+    mx.random.seed(0)
+    model: Any = qwen3.Model(qwen3.ModelArgs.from_dict(models.config(geometry, dtype, 0)))
+    model.set_dtype(getattr(mx, dtype))
+    mx.eval(model.parameters())
+    packing.prepare(model)
+    return model, geometry.vocab
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.tick", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("geometry", nargs="?", default="50m", choices=[*models.GEOMETRIES])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--what", type=lambda text: text.split(","), default=["steps", "blocks", "stall", "short"])
+    parser.add_argument("--rows", type=numbers, default=[1, 8, 32])
+    parser.add_argument("--context", type=numbers, default=[500, 4000], help="tokens of the longest row")
+    parser.add_argument("--long", type=int, default=4000, help="tokens of the long prompt")
+    parser.add_argument("--clients", type=numbers, default=[8, 32])
+    parser.add_argument("--requests", type=int, default=5, help="of each client, after its first")
+    parser.add_argument("--steps", type=int, default=30, help="of one measurement")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--apart", action="store_true", help="only as before: no chunk rides on a step")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

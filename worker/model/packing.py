@@ -1,0 +1,176 @@
+"""Packing: parts of a forward pass that have caches of their own run through a model's weights together.
+
+Rows that generate bring a token or a few, rows in prefill a chunk: as one rectangle they would mostly be padding. So
+the tokens of all parts run as one row `[1, tokens]` through what treats each token alone, which are most of the
+weights. What looks at other tokens (attention, recurrent layers) runs part by part, on the caches of each: such modules
+are wrapped once, when the model is loaded, and are the modules that they wrap in every other pass.
+"""
+
+import inspect
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Final
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from worker.vision.graft import text_core
+
+# Names of a mixing module's arguments beside its input.
+_ARGUMENTS: Final = {"mask", "cache"}
+# Names that mlx-lm's models have for the norm before the head.
+_NORMS: Final = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "final_norm", "embedding_norm")
+
+Shape = tuple[int, int]
+"""Rows of a part, and tokens of each."""
+
+
+class Packed:
+    """One layer's caches of all parts."""
+
+    __slots__ = ("caches", "shapes")
+
+    def __init__(self, caches: Sequence[Any], shapes: Sequence[Shape]) -> None:
+        self.caches = caches
+        self.shapes = shapes
+
+    def __getitem__(self, at: int) -> "Packed":
+        return Packed([cache[at] for cache in self.caches], self.shapes)
+
+    def make_mask(self, _count: int, *args: Any, **kwargs: Any) -> "_Masks":
+        pairs = zip(self.caches, self.shapes, strict=True)
+        return _Masks([cache.make_mask(width, *args, **kwargs) for cache, (_, width) in pairs])
+
+
+class _Masks:
+    """The mask of each part."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: Sequence[Any]) -> None:
+        self.of = of
+
+
+class _Wrapped(nn.Module):
+    """A module around another, whose attributes it shows as its own."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class Mixing(_Wrapped):
+    """A module that looks at other tokens: it is given the tokens of one part after the other."""
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        packed = kwargs.get("cache", args[-1] if args else None)
+        if not isinstance(packed, Packed):
+            return self.module(x, *args, **kwargs)
+        mixed: list[mx.array] = []
+        for at, (part, (rows, width)) in enumerate(zip(split(x, packed.shapes), packed.shapes, strict=True)):
+            own = [_own(value, at) for value in args]
+            named = {name: _own(value, at) for name, value in kwargs.items()}
+            mixed.append(self.module(part, *own, **named).reshape(1, rows * width, -1))
+        return mx.concatenate(mixed, axis=1)
+
+
+class LastNorm(_Wrapped):
+    """The norm before the head; of a pass that has `wanted` tokens, the head is given no others."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.wanted: tuple[Sequence[Shape], int] | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self.wanted is not None:
+            shapes, count = self.wanted
+            x = split(x, shapes)[0][:, :count]
+        return self.module(x)
+
+
+class Packing:
+    """Packed passes of one model. Owned by the engine thread."""
+
+    def __init__(self, norm: LastNorm) -> None:
+        self._norm = norm
+
+    @contextmanager
+    def first(self, shapes: Sequence[Shape], count: int) -> Generator[None]:
+        """A pass in which the head is given the first `count` tokens of the rows of the first part."""
+        self._norm.wanted = shapes, count
+        try:
+            yield
+        finally:
+            self._norm.wanted = None
+
+
+def split(x: mx.array, shapes: Sequence[Shape]) -> list[mx.array]:
+    """The tokens of each part, `[rows, width, …]`, of those of all `[1, tokens, …]`; of one part they are its own."""
+    if len(shapes) == 1:
+        return [x]
+    parts: list[mx.array] = []
+    begin = 0
+    for rows, width in shapes:
+        end = begin + rows * width
+        parts.append(x[:, begin:end].reshape(rows, width, *x.shape[2:]))
+        begin = end
+    return parts
+
+
+def prepare(model: Any) -> None:
+    """Wrap what a packed pass needs, where a model's modules are of the usual forms; `packing_of` says whether."""
+    try:
+        core = text_core(model)
+    except ValueError:
+        return
+    name = next((name for name in _NORMS if isinstance(core.get(name), nn.Module)), None)
+    if name is None or isinstance(core[name], LastNorm) or not isinstance(core.get("layers"), list):
+        return
+    for at, layer in enumerate(core.layers):
+        core.layers[at] = _with_mixing(layer)
+    core[name] = LastNorm(core[name])
+    model.packing = Packing(core[name])
+
+
+def packing_of(model: Any) -> Packing | None:
+    """The packing of a model that can run several parts in one pass."""
+    packing: Packing | None = getattr(model, "packing", None)
+    return packing
+
+
+def give_up(model: Any) -> None:
+    """Run the parts of a pass one after the other: packed, this model is not exact."""
+    model.packing = None
+
+
+def _with_mixing(module: Any) -> Any:
+    """The innermost modules with a cache wrapped, be it the module itself."""
+    if not isinstance(module, nn.Module) or not _has_mixing(module):
+        return module
+    inner = {name: child for name, child in module.children().items() if _has_mixing(child)}
+    for name, child in inner.items():
+        module[name] = _with_mixing(child)
+    return module if inner else Mixing(module)
+
+
+def _has_mixing(module: Any) -> bool:
+    return isinstance(module, nn.Module) and any(_mixes(type(each)) for each in module.modules())
+
+
+@cache
+def _mixes(kind: type) -> bool:
+    names = list(inspect.signature(kind.__call__).parameters)[2:]
+    return "cache" in names and set(names) <= _ARGUMENTS
+
+
+def _own(value: Any, at: int) -> Any:
+    if isinstance(value, Packed):
+        return value.caches[at]
+    return value.of[at] if isinstance(value, _Masks) else value
