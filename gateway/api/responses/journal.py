@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SUFFIX: Final = ".journal"
+# From one write of all journals to the next: a frame of a screen, and for fast models a write for several tokens.
+PACE_S: Final = 0.02
 # How long events wait for the disk. Then they are shown, and their response ends with its daemon.
 STALL_S: Final = 2.0
 # The same for the request, which may be large.
@@ -164,7 +166,8 @@ class Journals:
         self._used_bytes = 0
         self._dirty: dict[Journal, None] = {}
         self._writing: list[Journal] = []
-        self._began = 0.0
+        self._began = -PACE_S
+        self._next: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def create(self, response_id: str, asked: Asked, about_bytes: int, show: Callable[[bytes], None]) -> Journal:
@@ -205,8 +208,9 @@ class Journals:
 
     def close(self) -> None:
         """Finish what was begun. The last call."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._next):
+            if timer is not None:
+                timer.cancel()
         self._keeper.shutdown()
         self._writer.shutdown()
 
@@ -224,8 +228,7 @@ class Journals:
         """It has something to write or to show."""
         if journal.file is not None:
             self._dirty[journal] = None
-            if not self._writing:
-                self._write()
+            self._schedule()
 
     def note_loss(self, journal: Journal, reason: str) -> None:
         """A journal is given up: its file is deleted, behind what is being written."""
@@ -270,8 +273,22 @@ class Journals:
 
         self._keeper.submit(open_file).add_done_callback(opened)
 
+    def _schedule(self) -> None:
+        """Write what is there: at once, or when it is time again."""
+        if self._writing or self._next is not None:
+            return
+        loop = asyncio.get_running_loop()
+        wait_s = self._began + PACE_S - loop.time()
+        if wait_s <= 0:
+            self._write()
+        else:
+            self._next = loop.call_later(wait_s, self._write)
+
     def _write(self) -> None:
         loop = asyncio.get_running_loop()
+        self._next = None
+        if not self._dirty:
+            return
         self._writing = list(self._dirty)
         self._dirty = {}
         self._began = loop.time()
@@ -292,8 +309,8 @@ class Journals:
                 journal.written()
             else:
                 journal.give_up(f"its file cannot be written: {error}")
-        if self._dirty and not self._writing:
-            self._write()
+        if self._dirty:
+            self._schedule()
 
     def _check(self) -> None:
         # Armed once for many writes: it looks at the newest when it fires.
