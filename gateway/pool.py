@@ -321,6 +321,7 @@ class Pool:
             batching=model.batching,
             deterministic=model.deterministic,
             speculate=model.speculate,
+            draft=model.draft,
             trust_remote_code=model.trust_remote_code,
             log_level=model.log_level or config.server.log_level,
             parser=model.parser,

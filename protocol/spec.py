@@ -60,6 +60,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     media_pixels: int = 64_000_000
     # Drafts of next tokens: `auto` is where they are measured to pay, `off` is never.
     speculate: str = "auto"
+    # A model that drafts beside it; empty is none.
+    draft: str = ""
 
     def __post_init__(self) -> None:
         # msgspec leaves a default out only where it is the very object: a number beyond 256 that was computed is not.

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from msgspec import structs
+
 from protocol.spec import WorkerSpec
-from worker.drafting.proposers import attach_head
+from worker.drafting.proposers import attach_head, attach_model
 from worker.drafting.stored_head import NoHead
 from worker.engine.self_check import choose, sample
 from worker.model.lanes import DETERMINISTIC, Lane
@@ -29,7 +31,12 @@ def load_checked(spec: WorkerSpec, progress: Callable[[str, int, int], None]) ->
 
 
 def _with_drafts(loaded: Loaded, spec: WorkerSpec) -> Loaded:
-    """The head of its checkpoint attached, where drafts can be verified."""
+    """A draft model that is configured, or else the head of its checkpoint, where drafts can be verified."""
+    if spec.draft:
+        draft = load(structs.replace(spec, path=spec.draft, chat_template=""), lambda _stage, _done, _total: None)
+        draft = replace(draft, plan=choose(draft.model, sample(draft.tokenizer, draft.vocab_size), "auto"))
+        weights_bytes = loaded.weights_bytes + draft.weights_bytes
+        return replace(loaded, proposer=attach_model(loaded, draft), weights_bytes=weights_bytes)
     if spec.speculate == "off" or loaded.plan.lane is not Lane.TOGETHER:
         return loaded
     try:

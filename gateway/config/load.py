@@ -171,6 +171,9 @@ def _models(source: Source, raw: Any) -> dict[str, ModelConfig]:
         if reason := bad_name(name):
             raise source.error(f"model name {name!r} {reason}", where)
         models[name] = model = _model(source, name, body, where)
+        if model.draft and (model.speculate == "off" or model.deterministic):
+            other = "deterministic" if model.deterministic else "speculate = 'off'"
+            raise source.error(f"draft: with {other} nothing is drafted", (*where, "draft"))
         if model.deterministic and model.batching not in ("auto", "single"):
             raise source.error("deterministic runs one request at a time: batching is 'single'", (*where, "batching"))
         if reason := bad_parser(model.parser):
@@ -188,6 +191,8 @@ def _model(source: Source, name: str, body: Any, where: tuple[str, ...]) -> Mode
     profiles = table.pop("profiles", {})
     table["name"] = name
     table["path"] = source.model_path(table.get("path", name))
+    if table.get("draft"):
+        table["draft"] = source.model_path(table["draft"])
     model = source.convert(table, ModelConfig, where)
     return structs.replace(
         model,

@@ -172,6 +172,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     deterministic: bool = False
     # Drafts of next tokens, from text that is known already, where they are measured to pay.
     speculate: Literal["auto", "off"] = "auto"
+    # A smaller model of the same tokens that drafts, as a folder or repository; empty is none.
+    draft: str = ""
     load_timeout_s: Seconds = 600.0
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()

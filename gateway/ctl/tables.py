@@ -48,9 +48,9 @@ def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None
     for model in models:
         if model.lane_reason:
             console.print(f"{model.name}: {model.lane_reason}", style="yellow", highlight=False, markup=False)
-        if model.speculation.startswith("off, "):
+        if model.speculation.startswith(("off, ", "auto, ")):
             console.print(f"{model.name}: speculation is {model.speculation}", highlight=False, markup=False)
-        elif model.drafted_tokens:
+        if model.drafted_tokens:
             right = 100 * model.accepted_tokens // model.drafted_tokens
             console.print(
                 f"{model.name}: {model.drafted_tokens} tokens drafted, {right} % right; steps with drafts give "

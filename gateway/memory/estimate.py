@@ -41,12 +41,9 @@ class Need:
 
 def estimate(model: ModelConfig, lendable: int) -> Need:
     """Memory that `model` needs; `lendable` is the largest possible loan. Unreadable files: only the overhead."""
-    try:
-        info = inspect(find(model.path), model.dtype, model.context, 0)
-    except (Unreadable, OSError, ValueError, TypeError, KeyError, ArithmeticError):
-        # Its worker says what is wrong with it; nothing that is in a file may harm the others.
-        info = None
+    info, draft = _info(model, model.path), _info(model, model.draft) if model.draft else None
     weights = 0 if info is None else info.weights_bytes
+    weights += 0 if draft is None else draft.weights_bytes
     fixed = OVERHEAD_BYTES + weights + max(BUFFER_BYTES, weights // BUFFER_PART)
     if info is not None and info.tower_bytes:
         fixed += FEATURES_BYTES + ENCODE_BYTES
@@ -58,9 +55,19 @@ def estimate(model: ModelConfig, lendable: int) -> Need:
     if model.kv_bytes is not None:
         floor = fixed + model.kv_bytes + (cache or 0)
         return Need(weights, floor, floor, floor if cache is not None else floor + lendable)
-    floor = fixed + (cache or 0) + _kv_bytes(info, COMFORT_TOKENS)
-    least = fixed + (cache or 0) + _kv_bytes(info, LEAST_TOKENS)
+    infos = [info, *([draft] if draft is not None else ())]
+    floor = fixed + (cache or 0) + sum(_kv_bytes(each, COMFORT_TOKENS) for each in infos)
+    least = fixed + (cache or 0) + sum(_kv_bytes(each, LEAST_TOKENS) for each in infos)
     return Need(weights, least, floor, floor + lendable)
+
+
+def _info(model: ModelConfig, path: str) -> Info | None:
+    """The files of a model, or of the one that drafts for it, with its settings."""
+    try:
+        return inspect(find(path), model.dtype, model.context, 0)
+    except (Unreadable, OSError, ValueError, TypeError, KeyError, ArithmeticError):
+        # Its worker says what is wrong with it; nothing that is in a file may harm the others.
+        return None
 
 
 def _kv_bytes(info: Info | None, tokens: int) -> int:

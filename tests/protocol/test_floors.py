@@ -65,7 +65,7 @@ WORKER: Final = {
     "model": "errors vision speculation",
     "structured": "text errors parsers",
     "cache": "errors vision model",
-    "drafting": "errors vision speculation cache",
+    "drafting": "errors vision model speculation cache",
     "engine": "text errors parsers vision model speculation structured cache drafting",
     "frames": "text engine",
     "prompt": "text errors parsers vision model speculation structured engine",

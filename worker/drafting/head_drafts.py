@@ -13,8 +13,8 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from worker.cache import batched
 from worker.drafting.head import Head
+from worker.drafting.row_caches import RowCaches
 from worker.drafting.taps import Record, Taps
 from worker.speculation.drafter import Draw, Tokens
 from worker.speculation.lookup import Source
@@ -42,7 +42,7 @@ class _Pairs:
 class HeadDrafts:
     """Proposer of a target with a head."""
 
-    source = Source.HEAD
+    source: str = Source.HEAD
     # The head was trained for one token, and feeds on its own draft for more.
     longest = 7
 
@@ -52,25 +52,21 @@ class HeadDrafts:
         # The target's norm before its own table, which its states have not been through where they are tapped.
         self._final = final
         self._draw: Draw | None = None
-        self._rows: list[int] = []
-        # Positions up to which a row's pairs have run.
-        self._done: dict[int, int] = {}
-        self._caches: list[Any] = []
+        self._rows = RowCaches()
         self.token_bytes = self._probe(dtype)
 
     def begin(self, draw: Draw) -> None:
         self._draw = draw
         self._taps.is_on = True
         self._taps.clear()
-        self._rows, self._done, self._caches = [], {}, []
+        self._rows = RowCaches()
 
     @property
     def nbytes(self) -> int:
-        return self._taps.nbytes + sum(cache.nbytes for cache in self._caches)
+        return self._taps.nbytes + self._rows.nbytes
 
     def discard(self, uid: int) -> None:
-        if self._done.pop(uid, None) is not None:
-            self._keep([at for at, other in enumerate(self._rows) if other != uid])
+        self._rows.discard(uid)
 
     def propose(
         self, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], count: int
@@ -80,46 +76,41 @@ class HeadDrafts:
         tokens = {uid: (text, token) for uid, text, token in zip(uids, texts, newest, strict=True)}
         for uid in uids:
             self._place(uid, pairs[uid], *tokens[uid])
-        rows = [uid for uid in self._rows if uid in pairs and pairs[uid].parts]
+        rows = [uid for uid in self._rows.uids if uid in pairs and pairs[uid].parts]
         if not rows:
             return [[] for _ in uids]
-        lengths = [pairs[uid].count if uid in rows else 0 for uid in self._rows]
+        lengths = [pairs[uid].count if uid in rows else 0 for uid in self._rows.uids]
         drafts = self._draft(pairs, tokens, lengths, count)
-        drafted = dict(zip(self._rows, drafts, strict=True))
+        drafted = dict(zip(self._rows.uids, drafts, strict=True))
         return [drafted[uid] if uid in rows else [] for uid in uids]
 
     def _draft(
         self, pairs: dict[int, _Pairs], tokens: dict[int, tuple[Tokens, int]], lengths: list[int], count: int
     ) -> list[list[int]]:
         """Run each row's pairs, and then the head's own, one after the other."""
-        width = max(lengths)
-        ids = [
-            _ids(pairs[uid], *tokens[uid]) if length else [] for uid, length in zip(self._rows, lengths, strict=True)
-        ]
+        rows, width = self._rows, max(lengths)
+        ids = [_ids(pairs[uid], *tokens[uid]) if length else [] for uid, length in zip(rows.uids, lengths, strict=True)]
         padded = mx.array([[*row, *[0] * (width - len(row))] for row in ids], dtype=mx.uint32)
         hidden = self._final(self._states(pairs, lengths, width))
-        states = self._head(padded, hidden, self._caches[0])
-        batched.rewind(self._caches, [width - length for length in lengths])
+        states = self._head(padded, hidden, rows.caches[0])
+        rows.ran(lengths, width)
         last = mx.array([max(0, length - 1) for length in lengths])
         state = mx.take_along_axis(states, last[:, None, None], axis=1)
         drafted = [self._next(state, 0)]
         for ahead in range(1, count):
-            state = self._head(drafted[-1][:, None], state, self._caches[0])
+            state = self._head(drafted[-1][:, None], state, rows.caches[0])
             drafted.append(self._next(state, ahead))
-        if count > 1:
-            batched.rewind(self._caches, [count - 1] * len(self._rows))
-        for uid, length in zip(self._rows, lengths, strict=True):
-            self._done[uid] += length
+        rows.give_back(count - 1)
         columns: Any = mx.stack(drafted, axis=1).tolist()
         return columns
 
     def _next(self, state: mx.array, ahead: int) -> mx.array:
         assert self._draw is not None
-        return self._draw(self._rows, self._head.logits(state)[:, 0], ahead)
+        return self._draw(self._rows.uids, self._head.logits(state)[:, 0], ahead)
 
     def _states(self, pairs: dict[int, _Pairs], lengths: Sequence[int], width: int) -> mx.array:
         """The target's states of all rows, `[rows, width, size]`."""
-        rows = [pairs[uid] if length else None for uid, length in zip(self._rows, lengths, strict=True)]
+        rows = [pairs[uid] if length else None for uid, length in zip(self._rows.uids, lengths, strict=True)]
         whole = _whole(rows)
         if whole is not None:
             record, begins = whole
@@ -131,7 +122,7 @@ class HeadDrafts:
 
     def _pairs(self, uid: int, end: int) -> _Pairs:
         """Pairs of a row up to the last known token, as far back as there are states, or as they have not run."""
-        done, need, parts = self._done.get(uid, 0), end, list[tuple[Record, int, int, int]]()
+        done, need, parts = self._rows.done.get(uid, 0), end, list[tuple[Record, int, int, int]]()
         for record in reversed(self._taps.records):
             if need <= done:
                 break
@@ -148,10 +139,9 @@ class HeadDrafts:
 
     def _place(self, uid: int, pairs: _Pairs, text: Tokens, newest: int) -> None:
         """A row in the batch of the head whose next pair is the first of these."""
-        if pairs.parts and self._done.get(uid) == pairs.begin:
+        if pairs.parts and self._rows.done.get(uid) == pairs.begin:
             return
-        if uid in self._done:  # there is a gap: what has run is not what comes before
-            self.discard(uid)
+        self.discard(uid)  # there is a gap: what has run is not what comes before
         if not pairs.parts:
             return
         cache, count = KVCache(), pairs.count
@@ -162,20 +152,7 @@ class HeadDrafts:
             mx.eval(cache.state)
             record, row, _, high = pairs.parts[-1]
             pairs.parts, pairs.begin = [(record, row, high - 1, high)], pairs.begin + count - 1
-        row_caches = batched.merge([[cache]])
-        if self._caches:
-            batched.extend(self._caches, row_caches)
-        else:
-            self._caches = row_caches
-        self._rows = [*self._rows, uid]
-        self._done[uid] = pairs.begin
-
-    def _keep(self, rows: Sequence[int]) -> None:
-        if rows:
-            batched.keep(self._caches, rows)
-        else:
-            self._caches = []
-        self._rows = [self._rows[at] for at in rows]
+        self._rows.join(uid, [cache], pairs.begin)
 
     def _probe(self, dtype: mx.Dtype) -> int:
         """Bytes of KV that a token of a row takes."""

@@ -418,6 +418,8 @@ def _speculation(loaded: Loaded, spec: WorkerSpec) -> tuple[str, bool]:
         return f"off, because rows run in the lane {loaded.plan.lane}", False
     if not batched.can_rewind(make_prompt_cache(loaded.model)):
         return "off, because the caches of this architecture cannot go back to before a block", False
+    if spec.draft:
+        return f"auto, with drafts by {spec.draft}", True
     if loaded.no_head:
         return f"auto, without the checkpoint's head for multi-token prediction: {loaded.no_head}", True
     return "auto", True

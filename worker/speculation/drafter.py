@@ -97,7 +97,10 @@ class Proposer(Protocol):
     def propose(
         self, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], count: int
     ) -> list[list[int]]:
-        """So many tokens that may follow each row's newest, which its text lacks; none where it cannot say."""
+        """So many tokens that may follow each row's newest, which its text lacks; none where it cannot say.
+
+        Only rows that have generated a token are asked for.
+        """
         ...
 
 

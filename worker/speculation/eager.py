@@ -36,9 +36,11 @@ class EagerDrafts(NoDrafts):
         return True
 
     def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
-        texts = [np.array(self._texts[uid], dtype=np.int32) for uid in uids]
-        drafts = self._proposer.propose(uids, texts, newest, self._count)
-        return [draft[:limit] for draft, limit in zip(drafts, most, strict=True)]
+        asked = [at for at, limit in enumerate(most) if limit > 0]
+        texts = [np.array(self._texts[uids[at]], dtype=np.int32) for at in asked]
+        drafts = self._proposer.propose([uids[at] for at in asked], texts, [newest[at] for at in asked], self._count)
+        drafted = dict(zip(asked, drafts, strict=True))
+        return [drafted.get(at, [])[:limit] for at, limit in enumerate(most)]
 
     def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         self.drafted += sum(map(len, drafts))

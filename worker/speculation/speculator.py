@@ -170,7 +170,9 @@ class Speculator:
         if asked <= 1 or asked_rate <= rate:
             return width
         followed = [
-            (uid, row.lookup.text, token) for uid, row, token in zip(uids, rows, newest, strict=True) if row is not None
+            (uid, row.lookup.text, token)
+            for uid, row, token, limit in zip(uids, rows, newest, most, strict=True)
+            if row is not None and limit > 0
         ]
         known = [uid for uid, _, _ in followed]
         drafts = self._proposals.propose(

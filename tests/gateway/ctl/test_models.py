@@ -118,10 +118,12 @@ def test_what_drafts_win_stands_below_the_table() -> None:
     works = status(speculation="auto", drafted_tokens=200, accepted_tokens=161, draft_gain=2.314)
     off = status(speculation="off, because rows run in the lane single")
     out = StringIO()
-    for said in (works, off, status(speculation="auto"), status(speculation="off")):
+    beside = status(speculation="auto, with drafts by b")
+    for said in (works, off, beside, status(speculation="auto"), status(speculation="off")):
         tables.lanes(compare(said, said, 0.0).models, Console(file=out, width=200))
 
     assert out.getvalue().splitlines() == [
         "a: 200 tokens drafted, 80 % right; steps with drafts give 2.31 × the tokens a second of steps without",
         "a: speculation is off, because rows run in the lane single",
+        "a: speculation is auto, with drafts by b",
     ]

@@ -80,3 +80,10 @@ def test_a_model_with_towers_needs_room_for_features_and_an_encode() -> None:
 
     assert 0 < info.tower_bytes < info.weights_bytes == own.weights
     assert own.floor == FIXED + own.weights + FEATURES_BYTES + ENCODE_BYTES + (7 << 20)
+
+
+def test_a_draft_model_is_counted_with_the_one_that_it_drafts_for() -> None:
+    own, both = need(), need(draft="demo")
+    assert both.weights == 2 * own.weights
+    assert both.floor - own.floor > own.weights, "its KV as well"
+    assert need(draft="/nowhere") == own

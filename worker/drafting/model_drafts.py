@@ -1,0 +1,113 @@
+"""Drafts by a second, smaller model with the same tokens, for the rows of a batch.
+
+It reads the rows' texts with KV of its own: a chunk of a prompt each time that it is asked, until it has read all of
+it, and from then on what was accepted since. A row has drafts once its text has been read.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from worker.drafting.row_caches import RowCaches
+from worker.speculation.drafter import Draw, Tokens
+from worker.speculation.lookup import Source
+
+# Tokens of a text that are read each time, by a row alone; fewer are read by all rows together.
+CHUNK: Final = 512
+_TOGETHER: Final = 16
+
+
+class ModelDrafts:
+    """Proposer of a target with a draft model, whose caches keep tokens one by one."""
+
+    source: str = Source.MODEL
+    longest = 7
+
+    def __init__(self, model: Any, vocab: int) -> None:
+        self._model = model
+        self._vocab = vocab
+        self._draw: Draw | None = None
+        self._rows = RowCaches()
+        # Caches of rows that are still being read, and how far.
+        self._reading: dict[int, tuple[list[Any], int]] = {}
+        self.token_bytes = self._probe()
+
+    def begin(self, draw: Draw) -> None:
+        self._draw = draw
+        self._rows, self._reading = RowCaches(), {}
+
+    @property
+    def nbytes(self) -> int:
+        reading = sum(cache.nbytes for caches, _ in self._reading.values() for cache in caches)
+        return self._rows.nbytes + reading
+
+    def discard(self, uid: int) -> None:
+        self._reading.pop(uid, None)
+        self._rows.discard(uid)
+
+    def propose(
+        self, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], count: int
+    ) -> list[list[int]]:
+        assert self._draw is not None
+        known = {uid: (text, token) for uid, text, token in zip(uids, texts, newest, strict=True)}
+        for uid, text in zip(uids, texts, strict=True):
+            self._read(uid, text)
+        ready = [uid for uid in self._rows.uids if uid in known]
+        if not ready:
+            return [[] for _ in uids]
+        ids = [self._unread(uid, *known[uid]) if uid in known else [] for uid in self._rows.uids]
+        drafted = dict(zip(self._rows.uids, self._draft(ids, count), strict=True))
+        return [drafted.get(uid, []) for uid in uids]
+
+    def _draft(self, ids: Sequence[list[int]], count: int) -> list[list[int]]:
+        """Read the rest of each text and the newest token, then what the model says itself, one after the other."""
+        assert self._draw is not None
+        rows, lengths = self._rows, [len(row) for row in ids]
+        width = max(lengths)
+        padded = mx.array([[*row, *[0] * (width - len(row))] for row in ids], dtype=mx.uint32)
+        logits = self._model(padded, cache=rows.caches)
+        rows.ran(lengths, width)
+        last = mx.array([max(0, length - 1) for length in lengths])
+        drafted = [self._next(mx.take_along_axis(logits, last[:, None, None], axis=1), 0)]
+        for ahead in range(1, count):
+            drafted.append(self._next(self._model(drafted[-1][:, None], cache=rows.caches), ahead))
+        rows.give_back(count - 1)
+        columns: Any = mx.stack(drafted, axis=1).tolist()
+        return columns
+
+    def _next(self, logits: mx.array, ahead: int) -> mx.array:
+        """The next token of each row, of logits over as many tokens as the target's: noise depends on their number."""
+        assert self._draw is not None
+        logits = logits[:, 0, : self._vocab]
+        if (missing := self._vocab - logits.shape[-1]) > 0:
+            logits = mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
+        return self._draw(self._rows.uids, logits, ahead)
+
+    def _unread(self, uid: int, text: Tokens, newest: int) -> list[int]:
+        return [*text[self._rows.done[uid] :].tolist(), newest]
+
+    def _read(self, uid: int, text: Tokens) -> None:
+        """A chunk of a text that is not read yet; a row whose text is goes to the others."""
+        if uid in self._rows.done:
+            if len(text) - self._rows.done[uid] <= CHUNK:
+                return
+            self._reading[uid] = self._rows.take(uid)
+        caches, done = self._reading.pop(uid, None) or (make_prompt_cache(self._model), 0)
+        chunk = text[done : min(len(text), done + CHUNK)].tolist()
+        if chunk:
+            self._model(mx.array([chunk], dtype=mx.uint32), cache=caches)
+            mx.eval([cache.state for cache in caches])
+        done += len(chunk)
+        if len(text) - done > _TOGETHER:
+            self._reading[uid] = caches, done
+        else:
+            self._rows.join(uid, caches, done)
+
+    def _probe(self) -> int:
+        """Bytes of KV that a token of a row takes."""
+        caches = make_prompt_cache(self._model)
+        self._model(mx.array([[0]]), cache=caches)
+        arrays: list[Any] = [array for cache in caches for array in cache.state[:2]]
+        return sum(array[..., :1, :].nbytes for array in arrays)
