@@ -11,7 +11,7 @@ from gateway.api.ollama.admin_only import order
 from gateway.api.ollama.request import Asked
 from gateway.api.ollama.response import Line
 from gateway.config.settings import ModelConfig
-from gateway.errors import Unavailable, from_failure
+from gateway.errors import ModelNotFound, Unavailable, from_failure
 from gateway.http.exchange import JSON, send_body
 from gateway.http.sse import JSON_LINES, cut_off
 from gateway.request.generation import QUEUE_RETRY_AFTER_S
@@ -31,6 +31,11 @@ class Loading:
 
     async def run(self, record: Record, model: ModelConfig, request: Asked, receive: Receive) -> str:
         """Do it, and return the reason by which Ollama tells of it. Raises `ApiError` and `ClientLeft`."""
+        if model.name not in self._services.config.models:
+            # A model of a peer: that loads it with its first answer, and unloads it by its own orders.
+            if request.is_last:
+                raise ModelNotFound(model.name, self._services.config.models, "Models that are loaded here")
+            return LOADED
         reason = ""
         async with cut_off(record, receive):
             reason = await (self._unload(record, model) if request.is_last else self._load(record, model))

@@ -36,7 +36,7 @@ NO_ACTION: Final = frozenset(
 class Options(Struct, frozen=True):
     """Options that have an effect or are refused. Below zero is no limit, and a random seed."""
 
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_k: Whole | None = None
     top_p: Unit | None = None
     min_p: Unit | None = None

@@ -85,7 +85,7 @@ class Pull:
     def _path_to_download(self, name: str, record: Record) -> str | None:
         """The path of a model, or the name where the caller has no such model; None for files that are here."""
         try:
-            path = self._services.router.locate(name, record.caller).model.path
+            path = self._services.router.locate_here(name, record.caller).model.path
         except ModelNotFound:
             return name
         try:

@@ -47,7 +47,10 @@ def lower_chat(
 ) -> list[Generate]:
     """One `Generate` per choice. Raises `BadRequest`."""
     messages = turns(request.messages, media_options(request))
-    continues = bool(request.continue_final_message)
+    continues = bool(request.continue_final_message or request.messages[-1].prefix)
+    if request.add_generation_prompt is not None and request.add_generation_prompt is continues:
+        message = "'add_generation_prompt' is false where 'continue_final_message' is true, and true elsewhere."
+        raise BadRequest(message, "add_generation_prompt", "invalid_value")
     if continues and request.messages[-1].role != "assistant":
         raise BadRequest("The last message must be the assistant's to be continued.", "continue_final_message")
     if request.top_logprobs is not None and not request.logprobs:

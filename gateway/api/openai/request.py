@@ -177,6 +177,8 @@ class Message(Struct, frozen=True):
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
     audio: Annotated[Any, UNSERVED] = None
+    # Of the last message, the assistant's: it is continued, as DeepSeek and Mistral say it.
+    prefix: bool | None = None
 
 
 class SamplingFields(SamplerFields, frozen=True, kw_only=True):
@@ -251,6 +253,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     enable_thinking: bool | None = None
     thinking_budget: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
     continue_final_message: bool | None = None
+    # vLLM's; false is the same as continuing the final message, and only together with it.
+    add_generation_prompt: bool | None = None
+    truncate_prompt_tokens: Annotated[Any, UNSERVED] = None
     # Others' spellings of the same; `thinking` puts them in order.
     reasoning: ReasoningSpec | None = None
     thinking: ThinkingSpec | None = None
@@ -331,7 +336,7 @@ def _refuse_unserved_chat(request: ChatRequest) -> None:
         raise Unsupported("Only the modality 'text' is supported.", "modalities")
     if request.prediction is not None and request.prediction.type != "content":
         raise Unsupported("Only predictions of the type 'content' are supported.", "prediction.type")
-    for name in ("audio", "web_search_options"):
+    for name in ("audio", "web_search_options", "truncate_prompt_tokens"):
         # An empty object asks for it too.
         if getattr(request, name) is not None:
             raise Unsupported(f"'{name}' is not supported.", name)

@@ -138,6 +138,11 @@ def test_the_last_assistant_message_can_be_continued() -> None:
     assert isinstance(generate.prompt, ChatPrompt)
     assert generate.prompt.continue_final
     assert refused(chat, continue_final_message=True).param == "continue_final_message"
+    begun = [*HI, {"role": "assistant", "content": "Sure", "prefix": True}]
+    assert chat(messages=begun)[0].prompt == generate.prompt
+    assert chat(messages=begun, add_generation_prompt=False)[0].prompt == generate.prompt
+    assert refused(chat, add_generation_prompt=False).param == "add_generation_prompt"
+    assert refused(chat, truncate_prompt_tokens=5).param == "truncate_prompt_tokens"
 
 
 def test_logprobs_of_chat_are_a_flag_and_a_count() -> None:
