@@ -10,6 +10,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,7 +45,7 @@ def report(turns: int, side: int) -> str:
     middle, spread = statistics.median(ratios), f"{min(ratios):.3f}-{max(ratios):.3f}"
     return (
         f"\nan image of {side} × {side}, CPU time\n{table(header, [row])}\n\n"
-        f"CPU a token of text, vision model ÷ text model, {turns} pairs by turns: {middle:.3f} ({spread})"
+        f"CPU of a step of text, vision model ÷ text model, {turns} pairs by turns: {middle:.3f} ({spread})"
     )
 
 
@@ -123,7 +124,7 @@ def _text_ratio(vision: "Loaded", text: "Loaded", turn: int) -> float:
 
 
 def _decode(loaded: "Loaded", turn: int) -> tuple[float, list[list[int]]]:
-    """CPU seconds from the first token of rows of text to their last, and the tokens."""
+    """CPU seconds of a step of rows of text, the median of all, and the tokens."""
 
     from protocol.messages import Generate, Sampling, Step, TokensPrompt, Up
     from protocol.spec import WorkerSpec
@@ -149,4 +150,5 @@ def _decode(loaded: "Loaded", turn: int) -> tuple[float, list[list[int]]]:
     session.times = []
     outputs = session.run([requests])
     # Rows join in the first steps.
-    return session.times[-1] - session.times[ROWS + 1], [output.ids for output in outputs]
+    steps = [after - before for before, after in pairwise(session.times[ROWS + 1 :])]
+    return statistics.median(steps), [output.ids for output in outputs]
