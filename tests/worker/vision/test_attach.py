@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from mlx_vlm.utils import load_model as load_whole
 
 from protocol.failures import Code
 from tests.support.engine import spec
-from tests.support.vision_models import FAMILIES, build, image
+from tests.support.small_towers import small_towers
+from tests.support.vision_models import FAMILIES, build, image, sound
 from worker.cache.fingerprint import model_form
 from worker.errors import LoadFailed
 from worker.model.loader import Loaded, load
@@ -26,14 +27,21 @@ from worker.vision.unserved import Unserved
 Names = Callable[[str], str]
 
 
+@pytest.fixture
+def small_vision() -> Iterator[None]:
+    with small_towers():
+        yield
+
+
 def opened(folder: Path) -> Loaded:
     return load(spec(folder), lambda *_: None)
 
 
 def features(loaded: Loaded, family: str) -> np.ndarray:
     assert loaded.vision is not None, loaded.no_vision
-    medium = image(family, np.random.default_rng(5), 4, 4)
-    return np.array(loaded.vision.tower.encode("image", medium.tokens, medium.load()).embeds)
+    draw = np.random.default_rng(5)
+    medium = sound(family, draw, 5) if family == "gemma3n" else image(family, draw, 4, 4)
+    return np.array(loaded.vision.tower.encode(medium.kind, medium.tokens, medium.load()).embeds)
 
 
 def logits(loaded: Loaded) -> np.ndarray:
@@ -64,7 +72,19 @@ def newer_gemma(name: str) -> str:
     return "model." + name.replace("vision_tower.vision_model.", "vision_tower.")
 
 
-@pytest.mark.parametrize(("family", "names"), [("qwen3_vl", hub), ("qwen3_5", hub), ("gemma3", newer_gemma)])
+def newer_idefics(name: str) -> str:
+    name = name.replace("language_model.lm_head", "lm_head")
+    return name if name.startswith("lm_head") else "model." + name.replace("language_model.", "text_model.")
+
+
+@pytest.mark.usefixtures("small_vision")
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("qwen3_vl", hub), ("qwen3_vl_moe", hub), ("qwen3_5", hub), ("gemma3", newer_gemma), ("gemma3n", newer_gemma),
+        ("gemma4", newer_gemma), ("gemma4_unified", newer_gemma), ("smolvlm", newer_idefics),
+    ],
+)  # fmt: skip
 def test_weights_are_found_under_the_names_of_the_hub(family: str, names: Names, tmp_path: Path) -> None:
     folder = build(family, tmp_path)
     if family == "qwen3_5":  # whose norms are told by the names of its weights
