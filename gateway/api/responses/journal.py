@@ -178,15 +178,14 @@ class Journals:
         elif not self.reserve(journal, about_bytes):
             journal.give_up("the journals of all fill [server] response_journal")
         else:
-            self._open(journal, lambda: _create(journal.path, asked, boot_id()))
+            self._open(journal, about_bytes, lambda: _create(journal.path, asked, boot_id()))
         return journal
 
     def reopen(self, path: Path, content: Content, show: Callable[[bytes], None]) -> Journal:
         """The journal of a response that goes on: `Begun` follows what it holds."""
         journal = Journal(self, path, show)
-        journal.size_bytes = content.whole_bytes
-        self._used_bytes += content.whole_bytes
-        self._open(journal, lambda: _reopen(path, content.whole_bytes, boot_id()))
+        self._take(journal, content.whole_bytes)
+        self._open(journal, content.whole_bytes, lambda: _reopen(path, content.whole_bytes, boot_id()))
         return journal
 
     @property
@@ -220,8 +219,7 @@ class Journals:
         """Whether there is room for so many bytes more, which is taken then."""
         has_room = self._used_bytes + size_bytes <= self._limit_bytes()
         if has_room:
-            self._used_bytes += size_bytes
-            journal.size_bytes += size_bytes
+            self._take(journal, size_bytes)
         return has_room
 
     def wake(self, journal: Journal) -> None:
@@ -249,11 +247,15 @@ class Journals:
         if file is not None or not is_kept:
             await asyncio.wrap_future(self._writer.submit(_close, file, journal.path, is_kept))
 
+    def _take(self, journal: Journal, size_bytes: int) -> None:
+        self._used_bytes += size_bytes
+        journal.size_bytes += size_bytes
+
     def _free(self, journal: Journal) -> None:
         self._used_bytes -= journal.size_bytes
         journal.size_bytes = 0
 
-    def _open(self, journal: Journal, open_file: Callable[[], int]) -> None:
+    def _open(self, journal: Journal, about_bytes: int, open_file: Callable[[], int]) -> None:
         loop = asyncio.get_running_loop()
         patience = loop.call_later(CREATE_S, journal.give_up, "the disk does not keep up")
 
@@ -269,6 +271,7 @@ class Journals:
                 self._writer.submit(_close, future.result(), journal.path, False)
             else:
                 journal.file = future.result()
+                self._take(journal, os.fstat(journal.file).st_size - about_bytes)
                 self.wake(journal)
 
         self._keeper.submit(open_file).add_done_callback(opened)
