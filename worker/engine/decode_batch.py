@@ -237,6 +237,9 @@ class DecodeBatch(Members):
             return None
         uids, most = [member.uid for member in self.members], [self._most(member) for member in self.members]
         owes = any(member.owed for member in self.members)
+        masks = self._sampler.masks
+        for uid in uids if masks.constrains(uids) else ():
+            self._drafter.expect(uid, masks.forced(uid))
         if not owes and not self._drafter.is_ready(uids, most):
             return None
         ids = self._read(inputs)
@@ -244,10 +247,12 @@ class DecodeBatch(Members):
         return _Block.of(self.members, ids, drafts) if owes or any(drafts) else None
 
     def _most(self, member: Member) -> int:
-        """Tokens of a draft that a row can take: none where each token decides what the next may be."""
-        if not member.has_begun or member.context is not None or self._sampler.masks.constrains([member.uid]):
+        """Tokens of a draft that a row can take: none where processors are given each token before the next."""
+        if not member.has_begun or member.context is not None:
             return 0
         left = max(0, member.max_tokens - member.generated - 1)
+        most = self._sampler.masks.most_drafted(member.uid)
+        left = left if most is None else min(left, most)
         return min(left, max(0, REFEED - 1 - len(member.owed))) if self._is_recurrent else left
 
     def _verify(self, block: "_Block", inputs: mx.array, rider: Part | None) -> list[Sampled]:
@@ -257,10 +262,11 @@ class DecodeBatch(Members):
         logprobs, targets, _ = self._targets(block, inputs, forward(self._model, part, rider))
         mx.eval(targets, self._logprobs)
         chosen: Any = targets.tolist()
+        masks = self._sampler.masks
         sampled: list[Sampled] = []
         ends: dict[int, str] = {}
         for at, member in enumerate(self.members):
-            block.accepted.append(_agreed(block.drafts[at], chosen[at]))
+            block.accepted.append(masks.accept(member.uid, _agreed(block.drafts[at], chosen[at])))
             own = [self._logprobs[at], *(logprobs[at, step] for step in range(block.accepted[at]))]
             for count, (token, each) in enumerate(zip(block.said(at), own, strict=True) if member.has_begun else (), 1):
                 ended = member.ends(token)
@@ -316,14 +322,14 @@ class DecodeBatch(Members):
             logits = mx.take_along_axis(logits, at[..., None], axis=1)
         logits = logits[:, :steps]
         first, contexts = self._process(inputs, logits[:, 0])
-        if is_constrained := masks.constrains(uids):
-            mx.async_eval(logits, first, contexts)
-            self._take_masks(uids, self._read(inputs))
-            first = masks.apply(uids, first)
         if steps == 1:
             logits = first[:, None]
-        elif contexts or is_constrained:
+        elif contexts:
             logits = mx.concatenate([first[:, None], logits[:, 1:]], axis=1)
+        if masks.constrains(uids):
+            mx.async_eval(logits, contexts)
+            self._take_masks(uids, self._read(inputs), block.drafts if block is not None else ())
+            logits = masks.apply(uids, logits)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         with self._sampler.rows(uids):
             targets = self._sampler.block(logprobs)
@@ -338,10 +344,11 @@ class DecodeBatch(Members):
         caches, tokens = self.extract(at)
         return Sampled(member.uid, token, logprobs, ended, tokens, caches)
 
-    def _take_masks(self, uids: Sequence[int], ids: Sequence[int]) -> None:
+    def _take_masks(self, uids: Sequence[int], ids: Sequence[int], drafts: Sequence[Sequence[int]] = ()) -> None:
         """Tell grammars of the tokens that the running forward pass is for; the last of a prompt is not theirs."""
         begun = [at for at, member in enumerate(self.members) if member.has_begun]
-        self._sampler.masks.take([uids[at] for at in begun], [ids[at] for at in begun])
+        own = [drafts[at] for at in begun] if drafts else None
+        self._sampler.masks.take([uids[at] for at in begun], [ids[at] for at in begun], own)
 
     def _read(self, inputs: mx.array) -> list[int]:
         ids: Any = inputs.tolist()

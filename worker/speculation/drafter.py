@@ -54,6 +54,10 @@ class Drafter(Protocol):
         """The row has generated these."""
         ...
 
+    def expect(self, uid: int, tokens: Sequence[int]) -> None:
+        """The grammar of a row has these next, the newest token first, which it has not been told of by `note`."""
+        ...
+
     def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
         """Whether `drafts` will probably have some for the next step; having to read its inputs delays its launch."""
         ...
@@ -121,6 +125,9 @@ class NoDrafts:
         pass
 
     def note(self, uid: int, tokens: Sequence[int]) -> None:
+        pass
+
+    def expect(self, uid: int, tokens: Sequence[int]) -> None:
         pass
 
     def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:

@@ -31,6 +31,7 @@ class Source(StrEnum):
     HISTORY = "history"
     HEAD = "mtp"
     MODEL = "draft_model"
+    GRAMMAR = "grammar"
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,6 +8,7 @@ from worker.speculation.costs import WIDTHS, StepCosts
 from worker.speculation.drafter import Drafting, Draw, Proposer, Tokens
 from worker.speculation.lookup import Guess, History, Lookup, Source
 from worker.speculation.proposals import PRIOR, Proposals
+from worker.speculation.text import REACH
 
 # Chance that a token of a draft is right, before anything was seen …
 _PRIOR: Final = 0.8
@@ -51,6 +52,8 @@ class _Followed:
     model_rate: float = PRIOR
     drafted: int = 0
     accepted: int = 0
+    # What its grammar has next.
+    expected: Sequence[int] = ()
     # Steps to rest, and how often it has had to.
     rest: int = 0
     rests: int = 0
@@ -106,6 +109,11 @@ class Speculator:
         if row is not None:
             row.lookup.extend(tokens)
 
+    def expect(self, uid: int, tokens: Sequence[int]) -> None:
+        row = self._rows.get(uid)
+        if row is not None:
+            row.expected = tokens
+
     def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
         if not self._rows or not self.costs.may_pay(len(uids)):
             return False
@@ -116,20 +124,24 @@ class Speculator:
             row = self._rows.get(uid) if limit > 0 else None
             if row is None:
                 continue
-            guess = None
-            if row.rest:
+            guess, own = None, list[float]()
+            # One more: the newest token is not known yet, and is the first that this guesses.
+            longest = min(limit, row.drafting.most) + 1
+            if len(row.expected) > 1:
+                own = [1.0] * (min(longest, len(row.expected)) - 1)
+            elif row.rest:
                 row.rest -= 1
             else:
-                # One more: the newest token is not known yet, and is the first that this guesses.
-                guess = self._guess(row, min(limit, row.drafting.most) + 1)
+                guess = self._guess(row, longest)
             if guess is not None:
                 row.rate += _FORGIVE * (_PRIOR - row.rate)
-                odds.append(self._odds(row, guess)[1:])
+                own = self._odds(row, guess)[1:]
                 asking.append(row)
+            odds.append(own)
             if self._proposals is not None:
                 row.model_rate += _FORGIVE_MODEL * (PRIOR - row.model_rate)
-                models.append(max(self._model_odds(row, limit), odds[-1] if guess is not None else [], key=sum))
-        if odds and self.costs.width(len(uids), odds) > 1:
+                models.append(max(self._model_odds(row, limit), own, key=sum))
+        if any(odds) and self.costs.width(len(uids), odds) > 1:
             return True
         for row in asking:
             row.back_off(_UNPAID_RESTS)
@@ -140,9 +152,13 @@ class Speculator:
         for uid, token, limit in zip(uids, newest, most, strict=True):
             row, guess = self._rows.get(uid), None
             if row is not None and limit > 0:
-                row.lookup.extend((token,))
-                guess = self._guess(row, min(limit, row.drafting.most, self.widest - 1))
-                row.lookup.shorten()
+                longest = min(limit, row.drafting.most, self.widest - 1)
+                if len(row.expected) > 1 and row.expected[0] == token:
+                    guess = Guess(list(row.expected[1 : 1 + longest]), Source.GRAMMAR, REACH)
+                else:
+                    row.lookup.extend((token,))
+                    guess = self._guess(row, longest)
+                    row.lookup.shorten()
             odds.append(self._odds(row, guess) if row is not None and guess is not None else [])
             self._guesses.append(guess)
         width, rate = self.costs.best(len(uids), odds) if any(odds) else (1, 0.0)
@@ -209,7 +225,8 @@ class Speculator:
                 row.accepted += right
             for at in range(right):
                 counts.by_position[at] += 1
-            self._learn(row, guess, len(draft), right)
+            if guess.source is not Source.GRAMMAR:  # which says nothing of text that is found
+                self._learn(row, guess, len(draft), right)
 
     def _learn(self, row: _Followed, guess: Guess, drafted: int, right: int) -> None:
         seen = [1.0] * right + [0.0] * (right < drafted)
@@ -252,6 +269,8 @@ class Speculator:
 
     def _odds(self, row: _Followed, guess: Guess) -> list[float]:
         """The chance of each token of a draft, all before it included, by its kind and by the row's own luck."""
+        if guess.source is Source.GRAMMAR:
+            return [1.0] * len(guess.tokens)
         rate = (self._rates.get(_kind(guess), _PRIOR) + row.rate) / 2
         return [rate ** (at + 1) for at in range(len(guess.tokens))]
 

@@ -99,6 +99,14 @@ class Walk:
         if not self._matcher.consume_tokens(list(tokens)):
             raise GrammarFailed(_reason(self._matcher.get_error()))
 
+    def fork(self) -> "Walk":
+        """Another walk from here."""
+        return Walk(self._table, self._matcher.deep_copy(), self._vocab_size)
+
+    def forced(self) -> list[int]:
+        """Tokens that come next, as nothing else may; often none."""
+        return self._matcher.compute_ff_tokens()
+
     def fits(self, token: int) -> bool:
         """Whether this token may come next."""
         return self._matcher.validate_tokens([token]) == 1

@@ -70,6 +70,11 @@ class Hurried:
         self._haste = haste
         self._ahead: list[int] = []
 
+    def fork(self) -> "Hurried":
+        twin = Hurried(self._haste)
+        twin._ahead = list(self._ahead)
+        return twin
+
     def narrow(self, walk: Walk, allowed: Allowed) -> Allowed:
         """Of the allowed tokens, the one that leads to the end, where one does."""
         if not self._ahead:

@@ -1,6 +1,7 @@
 """Constraint of one request's output: its grammar, and the reasoning that may come before it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,17 @@ class Guide:
         self._left = rule.room
         self._hurried = Hurried(rule.haste) if rule.haste is not None else None
         self._keep = max((len(end) for end in rule.prologue.ends), default=1) - 1
+
+    def fork(self) -> "Guide":
+        """Another guide from here."""
+        twin = copy(self)
+        twin._walk = self._walk.fork()
+        twin._hurried = self._hurried.fork() if self._hurried is not None else None
+        return twin
+
+    def forced(self) -> list[int]:
+        """Tokens that will probably come next, as the grammar allows nothing else."""
+        return [] if self._is_over or self._is_free else self._walk.forced()
 
     def take(self, token: int) -> None:
         """Go on by one token. Raises `GrammarFailed`."""

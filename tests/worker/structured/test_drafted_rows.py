@@ -1,0 +1,98 @@
+"""Drafts of rows with a grammar: they change no token, and what the grammar forces is drafted."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
+from tests.support.engine import EngineHarness, spec
+from tests.support.models import VOCAB
+from tests.support.scale import scaled
+from tests.worker.structured.test_masks import mixed, tokens
+from worker.speculation.costs import StepCosts
+from worker.speculation.lookup import Source
+from worker.speculation.noisy import NoisyDrafts
+from worker.speculation.speculator import Speculator
+from worker.structured import masks
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"is_it_raining": {"type": "boolean"}, "state_of_the_sky": {"enum": ["clear", "grey"]}},
+    "required": ["is_it_raining", "state_of_the_sky"],
+    "additionalProperties": False,
+}
+
+
+class Free(StepCosts):
+    """Steps as wide as drafts are long, whatever they cost here."""
+
+    def may_pay(self, rows: int) -> bool:
+        return True
+
+    def best(self, rows: int, odds: Sequence[Sequence[float]], *_: Any) -> tuple[int, float]:
+        return (16, 1.0) if any(map(sum, odds)) else (1, 1.0)
+
+    def width(self, rows: int, odds: Sequence[Sequence[float]]) -> int:
+        return self.best(rows, odds)[0]
+
+
+def learned(engine: EngineHarness, drafter: NoisyDrafts) -> list[tuple[object, ...]]:
+    """Each request alone and without drafts, which from now on there are."""
+    alone = [engine.run([request])[0] for request in mixed()]
+    for request, result in zip(mixed(), alone, strict=True):
+        assert isinstance(request.prompt, TokensPrompt)
+        drafter.learn([*request.prompt.ids, *result.ids])
+    return [tokens(result) for result in alone]
+
+
+@pytest.mark.parametrize("architecture", scaled(["qwen3", "gemma3_text", "qwen3_5"], ["qwen3", "qwen3_5"]))
+def test_rows_with_grammars_and_drafts_of_any_length_equal_each_alone(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    drafter = NoisyDrafts(VOCAB)
+    with EngineHarness(spec(model_folder(architecture), prefill_chunk=64), drafter=drafter) as engine:
+        alone = learned(engine, drafter)
+        assert [tokens(result) for result in engine.run(mixed())] == alone
+        drafter.drafted = drafter.accepted = 0
+        constrained = [
+            (request, result) for request, result in zip(mixed(), alone, strict=True) if request.rid in (2, 3)
+        ]
+        assert [tokens(engine.run([request])[0]) for request, _ in constrained] == [result for _, result in constrained]
+    assert 10 < drafter.accepted < drafter.drafted
+
+
+def test_rows_whose_masks_are_late_in_a_step_with_drafts_keep_their_tokens(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = NoisyDrafts(VOCAB)
+    with EngineHarness(spec(model_folder("qwen3")), drafter=drafter) as engine:
+        alone = learned(engine, drafter)
+        monkeypatch.setattr(masks, "MAX_PATIENCE_S", 0.0)
+        assert [tokens(result) for result in engine.run(mixed())] == alone
+
+
+def test_tokens_that_a_schema_forces_are_drafted_and_all_of_them_are_right() -> None:
+    drafter = Speculator()
+    drafter.costs = Free()
+    asked = Generate(
+        1,
+        ChatPrompt([{"role": "user", "content": "What is the weather like?"}]),
+        Sampling(temperature=0.0),
+        max_tokens=40,
+        constraint=Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(WEATHER)),
+    )
+    with EngineHarness(spec(Path("demo"), speculate="off")) as engine:
+        plain = engine.run([asked])[0]
+        plain_steps = engine.gauges.step_seq
+    with EngineHarness(spec(Path("demo")), drafter=drafter) as engine:
+        result = engine.run([asked])[0]
+        steps = engine.gauges.step_seq
+    assert tokens(result) == tokens(plain)
+    assert set(json.loads(result.text)) == set(WEATHER["properties"])
+    counts = drafter.counts[Source.GRAMMAR]
+    assert counts.accepted == counts.tokens > 6
+    assert counts.drafts >= 2
+    assert steps <= plain_steps - counts.accepted
