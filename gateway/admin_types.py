@@ -86,15 +86,44 @@ class ModelRef(Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(min_length=1)]
 
 
+class PlaceView(Struct, frozen=True):
+    """A daemon that could serve a request: a peer, or this one, whose name is empty. Times in seconds.
+
+    `objection` is why it is no choice; numbers are 0 then.
+    """
+
+    name: str
+    state: str
+    form: str = ""
+    wait_s: float = 0.0
+    load_s: float = 0.0
+    prefill_rate: float = 0.0
+    cost_s: float = 0.0
+    objection: str = ""
+    is_chosen: bool = False
+
+
+class RouteView(Struct, frozen=True):
+    """The places of a model and why one of them is chosen: `only`, `cost` or `affinity`; without a model the peers."""
+
+    model: str
+    reason: str
+    places: list[PlaceView]
+
+
 class Done(Struct, frozen=True):
     model: str
     state: str
 
 
 class DrainOrder(Struct, frozen=True, forbid_unknown_fields=True):
-    """`timeout_s` is what running requests get; None is what the configuration gives them."""
+    """`timeout_s` is what running requests get; None is what the configuration gives them.
+
+    A daemon that `stays` refuses new requests until it is told otherwise, and ends nothing.
+    """
 
     timeout_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
+    stays: bool = False
 
 
 class Drained(Struct, frozen=True):

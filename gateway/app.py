@@ -197,6 +197,7 @@ def create_admin_app(
         services,
         [
             Route("/v1/status", admin.StatusEndpoint(services, url), methods=["GET"]),
+            Route("/v1/route", admin.RouteOf(services), methods=["GET"]),
             Route("/v1/keys/usage", admin.Usage(services), methods=["GET"]),
             Route("/v1/usage", admin.UsageByDay(services), methods=["GET"]),
             Route("/healthz", health.Healthy(services), methods=["GET"]),
@@ -208,8 +209,9 @@ def create_admin_app(
             Route("/v1/models/restart", admin.Command(services, pool.restart, "model.restart"), methods=["POST"]),
             Route("/v1/models/pin", admin.Command(services, pool.pin, "model.pin"), methods=["POST"]),
             Route("/v1/models/unpin", admin.Command(services, pool.unpin, "model.unpin"), methods=["POST"]),
+            Route("/v1/undrain", admin.Undrain(services), methods=["POST"]),
             *reload,
-            *([] if drain is None else [Route("/v1/drain", admin.Drain(drain), methods=["POST"])]),
+            *([] if drain is None else [Route("/v1/drain", admin.Drain(drain, services), methods=["POST"])]),
             *_ui_routes(public, url),
         ],
     )

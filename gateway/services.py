@@ -82,6 +82,7 @@ class Services(Runtime):
         meter = LoadMeter(pool, requests, admission, metrics)
         fleet = Fleet(config, pool, link, metrics, tasks, lambda model: _here(meter, model))
         live.look_elsewhere(fleet.find)
+        metrics.loads = lambda: [(model.name, *_loads(meter, model)) for model in live.config.models.values()]
         bodies = Bodies(
             lambda: memory_bytes(live.config.server), lambda: share_bytes(live.config.server, keyring.has_others)
         )
@@ -128,3 +129,8 @@ class Services(Runtime):
 def _here(meter: LoadMeter, model: ModelConfig) -> Place:
     load = meter.read(model)
     return Place("", load.wait_s, load.prefill_rate, load.load_s)
+
+
+def _loads(meter: LoadMeter, model: ModelConfig) -> tuple[int, float]:
+    load = meter.read(model)
+    return load.backlog_tokens, load.wait_s

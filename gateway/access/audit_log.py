@@ -41,6 +41,7 @@ Action = Literal[
     "capture.clear",
     "config.reload",
     "daemon.drain",
+    "daemon.undrain",
     "model.pull",
     "ui.code",
     "ui.login",

@@ -1,5 +1,6 @@
 """Admin API of the unix socket: what runs, and load, unload, restart. The page has some of it for its sessions."""
 
+import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -28,13 +29,15 @@ from gateway.admin_types import (
     UsageReport,
 )
 from gateway.config.settings import ConfigError, url_of
-from gateway.errors import BadRequest, from_failure
+from gateway.errors import BadRequest, Unavailable, from_failure
 from gateway.http.exchange import read_body, send_body
+from gateway.peers.explanation import explain
 from gateway.reload import Reloader, facts_of
 from gateway.services import Services
 from gateway.supervisor.state import MemoryView, ModelUnavailable, WorkerView
 
 BODY_MAX = 64 * 1024
+PAUSE_POLL_S = 0.05
 USAGE_DAYS = 30
 
 
@@ -64,7 +67,7 @@ class StatusEndpoint:
             self._url,
             str(services.config.home),
             str(services.config.config_path),
-            services.admission.is_draining,
+            services.admission.takes_none,
             [self._model(view, memory) for view in services.pool.workers()],
             MemoryStatus(memory.budget_bytes, memory.granted_bytes, memory.footprint_bytes, memory.waiting),
         )
@@ -124,6 +127,22 @@ class StatusEndpoint:
         )
 
 
+class RouteOf:
+    """`GET /v1/route?model=NAME&tokens=N`: the place that a request would be sent to, and why."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, query = self._services, QueryParams(scope["query_string"])
+        name, tokens = query.get("model", ""), query.get("tokens", "1000")
+        if not tokens.isdigit() or len(tokens) > 9:
+            raise BadRequest("'tokens' is a number of tokens.", "tokens", "invalid_value")
+        model = services.router.locate(name, OWNER).model if name else None
+        view = explain(services.fleet, model, float(tokens))
+        await send_body(send, 200, msgspec.json.encode(view))
+
+
 class ReloadConfig:
     """`POST /v1/config/reload`: read the file again and apply what has changed. A bad file is a 400."""
 
@@ -143,8 +162,9 @@ class ReloadConfig:
 class Drain:
     """`POST /v1/drain`: the end of the daemon, as SIGTERM begins it. Answers when every request has ended."""
 
-    def __init__(self, drain: Callable[[float | None], Awaitable[int]]) -> None:
+    def __init__(self, drain: Callable[[float | None], Awaitable[int]], services: Services) -> None:
         self._drain = drain
+        self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive, BODY_MAX)
@@ -152,8 +172,34 @@ class Drain:
             order = _drain_order.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f'The body must be {{"timeout_s": SECONDS}}: {error}.') from None
-        note(scope, Order("daemon.drain", facts={"timeout_s": order.timeout_s}))
-        await send_body(send, 200, msgspec.json.encode(Drained(await self._drain(order.timeout_s))))
+        note(scope, Order("daemon.drain", facts={"timeout_s": order.timeout_s, "stays": str(order.stays).lower()}))
+        left = await (self._pause(order.timeout_s) if order.stays else self._drain(order.timeout_s))
+        await send_body(send, 200, msgspec.json.encode(Drained(left)))
+
+    async def _pause(self, timeout_s: float | None) -> int:
+        """Refuse new requests from now on, and wait for those that run. Returns how many still do at the deadline."""
+        services = self._services
+        services.admission.is_paused = True
+        limit_s = services.config.server.drain_s if timeout_s is None else timeout_s
+        end = time.monotonic() + limit_s
+        while services.requests.views() and time.monotonic() < end:  # noqa: ASYNC110 - tasks of many requests
+            await asyncio.sleep(PAUSE_POLL_S)
+        return len(services.requests.views())
+
+
+class Undrain:
+    """`POST /v1/undrain`: take requests again after a drain that stays up."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note(scope, Order("daemon.undrain"))
+        admission = self._services.admission
+        if admission.is_draining:
+            raise Unavailable("The server is shutting down.", code="draining")
+        admission.is_paused = False
+        await send_body(send, 200, msgspec.json.encode(Drained(0)))
 
 
 class Usage:

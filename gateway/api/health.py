@@ -53,20 +53,34 @@ class Live:
 class Readiness:
     """Readiness: whether traffic should come. Not while draining, nor before the models to preload are ready.
 
-    Every client gets the status; names and reasons only of models that it may use.
+    Every client gets the status; names and reasons only of models that it may use. `?model=` asks for one of these:
+    whether it is loaded and takes requests, for a router that has each model as an endpoint of its own.
     """
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reasons = ["draining"] if self._services.admission.is_draining else []
+        reasons = ["draining"] if self._services.admission.takes_none else []
+        if name := QueryParams(scope["query_string"]).get("model"):
+            await send_body(send, *self._of_model(name, scope, reasons))
+            return
         views = self._services.pool.workers()
         missing = [view for view in views if view.is_preload and view.state is not State.READY]
         is_ready = not reasons and not missing
         reasons += _describe(missing, scope, self._services)
         body = Health("ready" if is_ready else "not ready", reasons)
         await send_body(send, 200 if is_ready else 503, msgspec.json.encode(body))
+
+    def _of_model(self, name: str, scope: Scope, reasons: list[str]) -> tuple[int, bytes]:
+        """Status and body for one model of this daemon. Raises `ModelNotFound`, also without a key that may use it."""
+        services = self._services
+        worker = services.pool.worker(services.router.locate_here(name, record_of(scope).caller).model.name)
+        if not worker.is_ready:
+            held = worker.state is State.READY
+            reasons = [*reasons, f"model {worker.name} waits for memory" if held else _reason(worker.view())]
+        body = msgspec.json.encode(Health("not ready" if reasons else "ready", reasons))
+        return 503 if reasons else 200, body
 
 
 class Healthy:
@@ -86,7 +100,7 @@ class Healthy:
         is_deep = depth == "1"
         if is_deep:
             probe.require_admin(record_of(scope))
-        if self._services.admission.is_draining:
+        if self._services.admission.takes_none:
             await send_body(send, 503, msgspec.json.encode(Health("draining")))
             return
         if is_deep:

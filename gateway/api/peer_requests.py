@@ -87,7 +87,7 @@ class StatusForPeers:
             protocol.__version__,
             MAJOR,
             MINOR,
-            services.admission.is_draining,
+            services.admission.takes_none,
             [self._model(services.router.resolve_here(model.name, caller)) for model in models],
         )
         await send_body(send, 200, encode_status(status), kind=MSGPACK)

@@ -14,6 +14,7 @@ from gateway.ctl.chat import MaxTokens, System, Temperature
 from gateway.ctl.complete import Model
 from gateway.ctl.connect import verb as connecting
 from gateway.ctl.doctor import verb as inspect
+from gateway.ctl.fleet import route
 from gateway.ctl.hub import run, search
 from gateway.ctl.page import ui
 from gateway.ctl.printing import Json, console, print_json, tell
@@ -79,10 +80,12 @@ app.command("info")(info.info)
 app.command("pull")(pull.pull)
 app.command("recommend")(search.recommend)
 app.command("rm")(rm.rm)
+app.command("route")(route.route)
 app.command("run")(run.run)
 app.command("search")(search.search)
 app.command("top")(top.top)
 app.command("ui")(ui.ui)
+app.command("undrain")(drain.undrain)
 app.command("usage")(usage.usage)
 app.command("models")(models.models)
 app.command("ps")(models.ps)

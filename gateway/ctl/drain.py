@@ -9,7 +9,7 @@ from msgspec import Struct
 from gateway.admin_types import Drained
 from gateway.ctl import client
 from gateway.ctl.offline import is_running
-from gateway.ctl.printing import Json, print_json, seconds
+from gateway.ctl.printing import Json, print_json, seconds, tell
 from gateway.failed import Failed
 
 POLL_S: Final = 0.05
@@ -32,12 +32,18 @@ def drain(
             help="Time that running requests get, such as 5m. Default: drain of [server].", show_default=False
         ),
     ] = None,
+    stay: Annotated[
+        bool, typer.Option("--stay", help="Do not end the daemon: it refuses new requests until mlxctl undrain.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Refuse new requests, let the running ones finish, and end the daemon. Exit status 1 if some did not finish.
 
     Example: mlxctl drain --timeout 5m
     """
+    if stay:
+        _pause(None if timeout is None else seconds(timeout, "--timeout"), json)
+        return
     done = _drain(None if timeout is None else seconds(timeout, "--timeout"), is_quiet=json)
     if json:
         print_json(done)
@@ -46,6 +52,22 @@ def drain(
     else:
         typer.echo(f"mlxd has stopped after {done.took_s:.1f} s; every request finished")
     if done.cut_off:
+        raise typer.Exit(1)
+
+
+def undrain(json: Json = False) -> None:
+    """Take requests again after mlxctl drain --stay.
+
+    Example: mlxctl undrain
+    """
+    tell(client.post("/v1/undrain", {}, Drained), "mlxd takes requests again", json)
+
+
+def _pause(timeout_s: float | None, json: bool) -> None:
+    left = client.post("/v1/drain", {"timeout_s": timeout_s, "stays": True}, Drained)
+    still = f"; requests that still run: {left.cut_off}" if left.cut_off else "; nothing runs"
+    tell(left, f"mlxd takes no new requests until mlxctl undrain{still}", json)
+    if left.cut_off:
         raise typer.Exit(1)
 
 

@@ -63,6 +63,8 @@ class Entry:
             receive, send = tape.receive, tape.send
         else:
             record.writer = outlet_of(scope)
+        if node := self._services.config.server.node:
+            record.always.append((b"x-mlxd-node", node.encode()))
         answer = Answer(send, record)
         try:
             await self._app(scope, receive, answer)

@@ -42,8 +42,7 @@ class Choice:
 
 def choose(places: Sequence[Place], tokens: float) -> Choice:
     """The place for a prompt of about so many tokens; of equal ones the first. There is at least one."""
-    known = [place.rate for place in places if place.rate > 0]
-    usual = sum(known) / len(known) if known else UNKNOWN_RATE
+    usual = usual_rate(places)
     costs = {place.name: cost_s(place, tokens, usual) for place in places}
     if len(places) == 1:
         return Choice(places[0], costs[places[0].name], "only")
@@ -56,10 +55,16 @@ def choose(places: Sequence[Place], tokens: float) -> Choice:
     return Choice(best, costs[best.name], "affinity" if best.warm > 0 and best is home else "cost")
 
 
-def cost_s(place: Place, tokens: float, usual_rate: float) -> float:
-    """Seconds to the first token of a prompt at a place."""
-    return place.wait_s + place.load_s + _prefill_s(place, tokens, usual_rate)
+def usual_rate(places: Sequence[Place]) -> float:
+    """The rate of a place that has not measured its own: the mean of the others."""
+    known = [place.rate for place in places if place.rate > 0]
+    return sum(known) / len(known) if known else UNKNOWN_RATE
 
 
-def _prefill_s(place: Place, tokens: float, usual_rate: float) -> float:
-    return max(0.0, tokens - place.warm) / (place.rate or usual_rate)
+def cost_s(place: Place, tokens: float, usual: float) -> float:
+    """Seconds to the first token of a prompt at a place; `usual` is the rate of one that has not measured its own."""
+    return place.wait_s + place.load_s + _prefill_s(place, tokens, usual)
+
+
+def _prefill_s(place: Place, tokens: float, usual: float) -> float:
+    return max(0.0, tokens - place.warm) / (place.rate or usual)

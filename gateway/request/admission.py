@@ -49,7 +49,15 @@ class Admission:
         self._clock = clock
         self._queues: dict[str, _Queue] = {}
         self._questions: Counter[str] = Counter()
+        # The daemon is about to end.
         self.is_draining = False
+        # It takes no new requests until an operator says otherwise, and stays up.
+        self.is_paused = False
+
+    @property
+    def takes_none(self) -> bool:
+        """Whether new requests are refused, for good or for a while."""
+        return self.is_draining or self.is_paused
 
     @contextmanager
     def lease(
@@ -124,9 +132,10 @@ class Admission:
         if queue is None:
             queue = self._queues[model.name] = _Queue(0, 0)
         queue.bound, queue.slots = model.max_running + model.max_waiting, model.max_running
-        if self.is_draining:
+        if self.takes_none:
             self._reject(model, "draining")
-            raise Unavailable("The server is shutting down.", DRAIN_RETRY_AFTER_S, "draining")
+            reason = "The server is shutting down." if self.is_draining else "The server was drained by its operator."
+            raise Unavailable(reason, DRAIN_RETRY_AFTER_S, "draining")
         self.check(model, sequences, share)
         if queue.inside + sequences > queue.bound:
             self._reject(model, "queue_full")

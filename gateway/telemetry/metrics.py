@@ -173,6 +173,8 @@ class Metrics:
         self.reroutes: Counter[str] = Counter()
         # Name, whether it is up, and its failures by reason, of each peer.
         self.peers: Callable[[], Iterable[tuple[str, bool, dict[str, int]]]] = tuple
+        # Of each model of this daemon: its name, tokens of prompts that wait, and seconds until a new one is processed.
+        self.loads: Callable[[], Iterable[tuple[str, int, float]]] = tuple
         # Read when scraped; the link knows.
         self.unacked_aborts: Callable[[], int] = int
         self.audit_lines_lost: Callable[[], int] = int

@@ -202,6 +202,7 @@ class _OfMetrics(Collector):
         yield from _of_connections(metrics)
         yield from _of_tls(metrics)
         yield from _of_peers(metrics)
+        yield from _of_loads(metrics)
         yield from _of_keys(metrics.keys)
         yield from _of_models(metrics.models)
         yield from _of_workers({model: m.stats for model, m in metrics.models.items() if m.stats is not None})
@@ -285,6 +286,21 @@ def _of_tls(metrics: Metrics) -> Iterator[Metric]:
     yield _gauge("tls_certificate_expiry_timestamp_seconds", text, [], [([], metrics.certificate_expiry())])
     loads = [([outcome], metrics.certificate_loads[outcome]) for outcome in CERTIFICATE_LOADS]
     yield _counter("tls_certificate_loads", "Reloads of changed TLS certificate files.", ["outcome"], loads)
+
+
+def _of_loads(metrics: Metrics) -> Iterator[Metric]:
+    """Load figures by which a router chooses among daemons."""
+    loads = list(metrics.loads())
+    backlog = [([model], tokens) for model, tokens, _ in loads]
+    yield _gauge(
+        "prefill_backlog_tokens", "Prompt tokens of accepted sequences, not processed yet.", ["model"], backlog
+    )
+    waits = [([model], wait_s) for model, _, wait_s in loads]
+    text = "Estimated wait of a new request before its prompt is processed, without a load."
+    yield _gauge("estimated_wait_seconds", text, ["model"], waits)
+    rates = [([model], m.prefill_rate) for model, m in metrics.models.items()]
+    text = "Prompt tokens processed per second of a sequence's prefill, as measured lately; 0 before the first."
+    yield _gauge("prefill_tokens_per_second", text, ["model"], rates)
 
 
 def _of_peers(metrics: Metrics) -> Iterator[Metric]:

@@ -103,3 +103,25 @@ def test_an_idle_daemon_ends_at_once_whatever_time_it_is_given(home: Path) -> No
 
 def test_a_time_that_is_none_is_a_bad_command_line(home: Path) -> None:
     assert ctl(home, "drain", "--timeout", "soon").returncode == 2
+
+
+def test_a_daemon_that_stays_refuses_requests_until_it_is_told_otherwise(home: Path) -> None:
+    with DaemonProcess(home) as daemon:
+        model = daemon.complete(max_tokens=2).json()["model"]
+
+        done = ctl(home, "drain", "--stay", "--json")
+
+        assert (done.returncode, json.loads(done.stdout)) == (0, {"cut_off": 0})
+        assert daemon.complete(max_tokens=2).status_code == 503
+        assert httpx.get(f"{daemon.url}/readyz").status_code == 503
+        assert httpx.get(f"{daemon.url}/readyz", params={"model": model}).status_code == 503
+
+        assert ctl(home, "undrain").stdout == "mlxd takes requests again\n"
+
+        assert daemon.complete(max_tokens=2).status_code == 200
+        assert httpx.get(f"{daemon.url}/readyz", params={"model": model}).json()["status"] == "ready"
+        assert httpx.get(f"{daemon.url}/readyz", params={"model": "nope"}).status_code == 404
+        ctl(home, "unload", model)
+        idle = httpx.get(f"{daemon.url}/readyz", params={"model": model})
+        assert (idle.status_code, idle.json()["reasons"]) == (503, [f"model {model} is stopped"])
+        assert httpx.get(f"{daemon.url}/readyz").status_code == 200

@@ -4,11 +4,12 @@ import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
-from gateway.config.settings import ModelConfig, SamplingDefaults, keys_path
+from gateway.config.settings import ModelConfig, SamplingDefaults, ServerConfig, keys_path
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.gateway.peers.pairs import door, key_for, peer
 from tests.support.pool import short_home, tokens
@@ -144,3 +145,25 @@ async def test_a_large_prompt_and_its_choices_travel_whole(pair: tuple[Gateway, 
     near, _ = pair
     reply = await near.client.post("/v1/chat/completions", json=chat("x" * 2_000_000, n=2))
     assert [choice["message"]["content"] for choice in reply.json()["choices"]] == [tokens(5)] * 2
+
+
+async def test_the_admin_api_explains_where_a_request_would_go(pair: tuple[Gateway, Gateway]) -> None:
+    near, _ = pair
+    transport = httpx.ASGITransport(app=near.admin)
+    async with httpx.AsyncClient(transport=transport, base_url="http://mlxd") as owner:
+        chosen = (await owner.get("/v1/route", params={"model": "big", "tokens": 4000})).json()
+        assert (chosen["model"], chosen["reason"]) == ("m", "only")
+        assert [(place["name"], place["is_chosen"]) for place in chosen["places"]] == [("b", True)]
+        here = (await owner.get("/v1/route", params={"model": "own"})).json()
+        assert [(place["name"], place["is_chosen"]) for place in here["places"]] == [("", True), ("b", False)]
+        assert here["places"][1]["objection"].startswith("does not serve it")
+        peers = (await owner.get("/v1/route")).json()
+        assert [(place["name"], place["state"]) for place in peers["places"]] == [("b", "up")]
+        assert (await owner.get("/v1/route", params={"model": "nope"})).status_code == 404
+
+
+async def test_a_node_with_a_name_tells_it_and_one_without_tells_nothing(pair: tuple[Gateway, Gateway]) -> None:
+    assert "x-mlxd-node" not in (await pair[0].client.get("/livez")).headers
+    with short_home() as home:
+        async with running(home, server=ServerConfig(node="studio1")) as gateway:
+            assert (await gateway.client.get("/v1/models")).headers["x-mlxd-node"] == "studio1"

@@ -1,0 +1,3 @@
+"""`mlxctl route`: places of requests."""
+
+__all__ = ["route"]
