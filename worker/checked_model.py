@@ -6,11 +6,11 @@ from dataclasses import replace
 from msgspec import structs
 
 from protocol.spec import WorkerSpec
-from worker.drafting.proposers import attach_head, attach_model
+from worker.drafting.proposers import attach_draft, attach_head
 from worker.drafting.stored_head import NoHead
 from worker.engine.self_check import choose, sample
 from worker.model.lanes import DETERMINISTIC, Lane
-from worker.model.loader import Loaded, load
+from worker.model.loader import Loaded, load, resolve
 from worker.prompt.templates import adopt_template, check_template
 
 
@@ -33,10 +33,8 @@ def load_checked(spec: WorkerSpec, progress: Callable[[str, int, int], None]) ->
 def _with_drafts(loaded: Loaded, spec: WorkerSpec) -> Loaded:
     """A draft model that is configured, or else the head of its checkpoint, where drafts can be verified."""
     if spec.draft:
-        draft = load(structs.replace(spec, path=spec.draft, chat_template=""), lambda _stage, _done, _total: None)
-        draft = replace(draft, plan=choose(draft.model, sample(draft.tokenizer, draft.vocab_size), "auto"))
-        weights_bytes = loaded.weights_bytes + draft.weights_bytes
-        return replace(loaded, proposer=attach_model(loaded, draft), weights_bytes=weights_bytes)
+        proposer, weights_bytes = attach_draft(loaded, resolve(spec.draft), lambda: _load_draft(spec))
+        return replace(loaded, proposer=proposer, weights_bytes=loaded.weights_bytes + weights_bytes)
     if spec.speculate == "off" or loaded.plan.lane is not Lane.TOGETHER:
         return loaded
     try:
@@ -44,3 +42,9 @@ def _with_drafts(loaded: Loaded, spec: WorkerSpec) -> Loaded:
     except NoHead as reason:
         return replace(loaded, no_head=str(reason))
     return replace(loaded, proposer=drafts, weights_bytes=loaded.weights_bytes + weights_bytes)
+
+
+def _load_draft(spec: WorkerSpec) -> Loaded:
+    """A model that drafts for another, with its lane."""
+    draft = load(structs.replace(spec, path=spec.draft, chat_template=""), lambda _stage, _done, _total: None)
+    return replace(draft, plan=choose(draft.model, sample(draft.tokenizer, draft.vocab_size), "auto"))

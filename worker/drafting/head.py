@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
 
 Transform = Callable[[mx.array], mx.array]
 
@@ -29,16 +30,27 @@ class Head(nn.Module):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layer = layer
         self.norm = nn.RMSNorm(size, eps=eps)
+        self.size = size
         # Not parameters of the head: the target's, or its own ones of the same form.
         self._tables: tuple[Transform, Transform] | None = None
+        self._final: Transform | None = None
 
-    def bind(self, embed: Transform, lm_head: Transform) -> None:
-        """Set the functions from ids to embeddings and from hidden states to logits."""
-        self._tables = embed, lm_head
+    def bind(self, embed: Transform, lm_head: Transform, final: Transform) -> None:
+        """Set the functions from ids to embeddings and from hidden states to logits, and the target's last norm."""
+        self._tables, self._final = (embed, lm_head), final
 
-    def __call__(self, tokens: mx.array, hidden: mx.array, cache: Any) -> mx.array:
+    def make_caches(self) -> list[Any]:
+        return [KVCache()]
+
+    def hidden(self, states: mx.array) -> mx.array:
+        """Hidden states as the head takes them: where they are tapped, the target's last norm is still to come."""
+        assert self._final is not None
+        return self._final(states)
+
+    def __call__(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
         """Hidden states `[rows, width, size]` of ids `[rows, width]` and the hidden states before them."""
         assert self._tables is not None
+        cache = caches[0]
         x = mx.concatenate([self.enorm(self._tables[0](tokens)), self.hnorm(hidden)], axis=-1)
         x = self.fc(x)
         mask = create_attention_mask(x, cache, return_array=x.shape[1] > 1)

@@ -8,12 +8,10 @@ the queue, has states from there on only.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
-from worker.drafting.head import Head
 from worker.drafting.row_caches import RowCaches
 from worker.drafting.taps import Record, Taps
 from worker.speculation.drafter import Draw, Tokens
@@ -21,6 +19,27 @@ from worker.speculation.lookup import Source
 
 # A row with more pairs that have not run gets a pass of its own for them.
 _ALONE: Final = 32
+
+
+class Feeding(Protocol):
+    """A head: it is fed with hidden states and the tokens after them, and then with its own.
+
+    `size` is that of the hidden states as it takes them.
+    """
+
+    size: int
+
+    def make_caches(self) -> list[Any]: ...
+
+    def hidden(self, states: mx.array) -> mx.array:
+        """Hidden states of what was tapped."""
+        ...
+
+    def __call__(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array: ...
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Over as many tokens as the target's."""
+        ...
 
 
 @dataclass(slots=True)
@@ -35,35 +54,33 @@ class _Pairs:
         return sum(high - low for _, _, low, high in self.parts)
 
     def states(self) -> mx.array:
-        rows = [record.states[0][row, low:high] for record, row, low, high in self.parts]
+        rows = [record.states[row, low:high] for record, row, low, high in self.parts]
         return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
 
 class HeadDrafts:
     """Proposer of a target with a head."""
 
-    source: str = Source.HEAD
     # The head was trained for one token, and feeds on its own draft for more.
     longest = 7
 
-    def __init__(self, head: Head, taps: Taps, final: Any, dtype: mx.Dtype) -> None:
+    def __init__(self, head: Feeding, taps: Taps, dtype: mx.Dtype, source: str = Source.HEAD) -> None:
+        self.source = source
         self._head = head
-        self._taps = taps
-        # The target's norm before its own table, which its states have not been through where they are tapped.
-        self._final = final
+        self.taps = taps
         self._draw: Draw | None = None
         self._rows = RowCaches()
         self.token_bytes = self._probe(dtype)
 
     def begin(self, draw: Draw) -> None:
         self._draw = draw
-        self._taps.is_on = True
-        self._taps.clear()
+        self.taps.is_on = True
+        self.taps.clear()
         self._rows = RowCaches()
 
     @property
     def nbytes(self) -> int:
-        return self._taps.nbytes + self._rows.nbytes
+        return self.taps.nbytes + self._rows.nbytes
 
     def discard(self, uid: int) -> None:
         self._rows.discard(uid)
@@ -91,14 +108,14 @@ class HeadDrafts:
         rows, width = self._rows, max(lengths)
         ids = [_ids(pairs[uid], *tokens[uid]) if length else [] for uid, length in zip(rows.uids, lengths, strict=True)]
         padded = mx.array([[*row, *[0] * (width - len(row))] for row in ids], dtype=mx.uint32)
-        hidden = self._final(self._states(pairs, lengths, width))
-        states = self._head(padded, hidden, rows.caches[0])
+        hidden = self._head.hidden(self._states(pairs, lengths, width))
+        states = self._head(padded, hidden, rows.caches)
         rows.ran(lengths, width)
         last = mx.array([max(0, length - 1) for length in lengths])
         state = mx.take_along_axis(states, last[:, None, None], axis=1)
         drafted = [self._next(state, 0)]
         for ahead in range(1, count):
-            state = self._head(drafted[-1][:, None], state, rows.caches[0])
+            state = self._head(drafted[-1][:, None], state, rows.caches)
             drafted.append(self._next(state, ahead))
         rows.give_back(count - 1)
         columns: Any = mx.stack(drafted, axis=1).tolist()
@@ -114,8 +131,8 @@ class HeadDrafts:
         whole = _whole(rows)
         if whole is not None:
             record, begins = whole
-            at = mx.minimum(mx.array(begins)[:, None] + mx.arange(width), record.states[0].shape[1] - 1)
-            return mx.take_along_axis(record.states[0], at[..., None], axis=1)
+            at = mx.minimum(mx.array(begins)[:, None] + mx.arange(width), record.states.shape[1] - 1)
+            return mx.take_along_axis(record.states, at[..., None], axis=1)
         some = next(row for row in rows if row is not None).states()
         filled = [mx.zeros((0, some.shape[-1]), some.dtype) if row is None else row.states() for row in rows]
         return mx.stack([mx.pad(row, [(0, width - row.shape[0]), (0, 0)]) for row in filled])
@@ -123,7 +140,7 @@ class HeadDrafts:
     def _pairs(self, uid: int, end: int) -> _Pairs:
         """Pairs of a row up to the last known token, as far back as there are states, or as they have not run."""
         done, need, parts = self._rows.done.get(uid, 0), end, list[tuple[Record, int, int, int]]()
-        for record in reversed(self._taps.records):
+        for record in reversed(self.taps.records):
             if need <= done:
                 break
             if uid not in record.uids:
@@ -144,23 +161,21 @@ class HeadDrafts:
         self.discard(uid)  # there is a gap: what has run is not what comes before
         if not pairs.parts:
             return
-        cache, count = KVCache(), pairs.count
+        caches, count = self._head.make_caches(), pairs.count
         if count > _ALONE:
             ids = mx.array([_ids(pairs, text, newest)[:-1]], dtype=mx.uint32)
-            states = self._final(pairs.states()[None, :-1])
-            self._head(ids, states, cache)
-            mx.eval(cache.state)
+            self._head(ids, self._head.hidden(pairs.states()[None, :-1]), caches)
+            mx.eval([cache.state for cache in caches])
             record, row, _, high = pairs.parts[-1]
             pairs.parts, pairs.begin = [(record, row, high - 1, high)], pairs.begin + count - 1
-        self._rows.join(uid, [cache], pairs.begin)
+        self._rows.join(uid, caches, pairs.begin)
 
     def _probe(self, dtype: mx.Dtype) -> int:
         """Bytes of KV that a token of a row takes."""
-        cache = KVCache()
-        size = self._head.norm.weight.shape[0]
-        self._head(mx.array([[0]]), mx.zeros((1, 1, size), dtype), cache)
-        arrays: Any = cache.state
-        return sum(array[..., :1, :].nbytes for array in arrays[:2])
+        caches = self._head.make_caches()
+        self._head(mx.array([[0]]), mx.zeros((1, 1, self._head.size), dtype), caches)
+        arrays: list[Any] = [array for cache in caches for array in cache.state[:2]]
+        return sum(array[..., :1, :].nbytes for array in arrays)
 
 
 def _ids(pairs: _Pairs, text: Tokens, newest: int) -> list[int]:

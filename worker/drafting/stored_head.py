@@ -43,11 +43,11 @@ class Stored:
     is_zero_centered: bool
 
 
-def load_head(path: Path, config: Mapping[str, Any], model: Any) -> Head:
-    """The head of the checkpoint that `model` was loaded from. Raises `NoHead`."""
+def load_head(path: Path, config: Mapping[str, Any], model: Any, beside: Path | None = None) -> Head:
+    """The head of the checkpoint that `model` was loaded from, or one in a folder of its own. Raises `NoHead`."""
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
     kind, sizes = str(config.get("model_type", "")), dict(text or config)
-    stored = _read(path, kind, sizes)
+    stored = _read(path, kind, sizes) if beside is None else _read_alone(beside, kind)
     if stored is None:
         raise NoHead("")
     if sizes.get("mtp_use_dedicated_embeddings"):
@@ -83,6 +83,17 @@ def _read(path: Path, kind: str, sizes: Mapping[str, Any]) -> Stored | None:
     return Stored(weights, is_nextn, is_published and kind in QWEN) if weights else None
 
 
+def _read_alone(folder: Path, kind: str) -> Stored | None:
+    """A head of Qwen's form as mlx-vlm writes it: of nothing but its weights, below `mtp` if as published."""
+    weights: dict[str, mx.array] = {}
+    is_published = False
+    for file in sorted(folder.glob("*.safetensors")):
+        held: Any = mx.load(str(file))
+        weights |= {name.removeprefix(_QWEN): weight for name, weight in held.items()}
+        is_published |= any(name.startswith(_QWEN) for name in held) and _header(file)[1] != "mlx"
+    return Stored(weights, False, is_published and kind in QWEN) if weights else None
+
+
 def _header(file: Path) -> tuple[dict[str, list[int]], str]:
     """Names and shapes of the tensors of a file, and the framework whose form they have."""
     with file.open("rb") as stream:
@@ -115,7 +126,7 @@ def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: Sto
     one = _one_layer(kind, config, sizes, layer)
     head = Head(one, int(sizes["hidden_size"]), float(sizes.get("rms_norm_eps", 1e-6)))
     head.load_weights([*own.items(), *((f"layer.{name}", array) for name, array in _flat(one))])
-    head.bind(*_tables(model, held))
+    head.bind(*_tables(model, held), text_core(model).norm)
     return head
 
 

@@ -21,18 +21,18 @@ _MOST_BYTES: Final = 64 << 20
 
 @dataclass(slots=True, frozen=True)
 class Record:
-    """Inputs of the tapped modules in one forward pass, each `[rows, width, size]`: of row i the tokens of its text
-    from `starts[i]` on, `lengths[i]` of them from column `begins[i]`."""
+    """Inputs of the tapped modules in one forward pass, side by side, `[rows, width, size]`: of row i the tokens of its
+    text from `starts[i]` on, `lengths[i]` of them from column `begins[i]`."""
 
     uids: Sequence[int]
     starts: Sequence[int]
     begins: Sequence[int]
     lengths: Sequence[int]
-    states: tuple[mx.array, ...]
+    states: mx.array
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.states)
+        return self.states.nbytes
 
 
 class Taps:
@@ -70,10 +70,12 @@ class Taps:
         if width > 1:
             # A prompt's last states are nothing that its KV needs: left alone, they would hold all that they come from.
             states = tuple(mx.contiguous(state[:, begin:]) for state in states)
-            mx.async_eval(states)
+        side_by_side = states[0] if len(states) == 1 else mx.concatenate(list(states), axis=-1)
+        if width > 1:
+            mx.async_eval(side_by_side)
         begins = [max(0, length - max(count, 0) - begin) for length, count in zip(lengths, near, strict=True)]
         self._add(Record(uids, [start + begin + at for start, at in zip(starts, begins, strict=True)], begins,
-                         [max(count, 0) for count in near], states))  # fmt: skip
+                         [max(count, 0) for count in near], side_by_side))  # fmt: skip
 
     def clear(self) -> None:
         self.records.clear()

@@ -30,6 +30,7 @@ class Source(StrEnum):
     PREDICTION = "prediction"
     HISTORY = "history"
     HEAD = "mtp"
+    EAGLE = "eagle3"
     MODEL = "draft_model"
     GRAMMAR = "grammar"
 

@@ -19,7 +19,7 @@ _LEARN_ROW: Final = 0.15
 _FORGIVE: Final = 0.02
 # … and that of a model, which always has a draft, by less.
 _FORGIVE_MODEL: Final = 0.005
-_MODELS: Final = (Source.HEAD, Source.MODEL)
+_MODELS: Final = (Source.HEAD, Source.EAGLE, Source.MODEL)
 # A row whose drafts were wrong to the first token, time after time, rests for 1, 3, 7, 15 steps before it is looked at
 # again; one whose drafts would not pay, for fewer.
 _RESTS: Final = 4

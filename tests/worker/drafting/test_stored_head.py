@@ -29,7 +29,7 @@ def test_a_layer_behind_the_last_becomes_a_head(architecture: str, tmp_path: Pat
     model.load_weights(list(weights.items()))
     head = load_head(folder, config_of(folder), model)
     ids, hidden = mx.array([[20, 21, 22]]), mx.random.normal((1, 3, 64))
-    state = head(ids, hidden, KVCache())
+    state = head(ids, hidden, [KVCache()])
     embedded = model.model.embed_tokens(ids)
     copied = model.model.norm(mx.fast.rms_norm(embedded, None, 1e-6))
     assert mx.allclose(state, copied, atol=1e-4)
@@ -68,7 +68,7 @@ def test_a_published_head_computes_what_that_of_mlx_vlm_does(architecture: str, 
     theirs.reset(model)
     ids, hidden = mx.array([[20, 21, 22, 23]]), mx.random.normal((1, 4, size))
     expected = theirs._forward_tokens(ids, hidden, mx.int32)
-    assert mx.allclose(ours(ids, hidden, KVCache()), expected, atol=1e-3)
+    assert mx.allclose(ours(ids, hidden, [KVCache()]), expected, atol=1e-3)
 
 
 def test_a_checkpoint_without_a_head_has_none(tmp_path: Path) -> None:

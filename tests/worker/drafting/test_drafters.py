@@ -1,0 +1,120 @@
+"""Drafters in folders of their own: a head, EAGLE-3, and those that are not run."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from protocol.messages import Generate, Sampling, TokensPrompt
+from tests.support.engine import EngineHarness, spec
+from tests.support.heads import build_with_head
+from tests.support.models import VOCAB
+from tests.worker.engine.test_exact import requests, tokens
+from worker.checked_model import load_checked
+from worker.drafting.eagle_head import EagleHead
+from worker.errors import LoadFailed
+from worker.model.loader import Loaded
+from worker.speculation.eager import EagerDrafts
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_with_head("qwen3", tmp_path_factory.mktemp("target") / "model")
+
+
+def write_config(folder: Path, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def eagle(folder: Path, **config: Any) -> Path:
+    """A random drafter of one layer, with 300 tokens of its own: every other one of the target's from 2 on."""
+    from mlx_vlm.speculative.drafters.eagle3 import Model, ModelConfig
+
+    layer = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": VOCAB, "model_type": "llama"}  # fmt: skip
+    whole = {"speculators_model_type": "eagle3", "transformer_layer_config": layer, "draft_vocab_size": 255,
+             "target_hidden_size": 64, "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "model_type": "eagle3",
+             **config}  # fmt: skip
+    write_config(folder, **whole)
+    mx.random.seed(1)
+    model = Model(ModelConfig.from_dict(whole))
+    model.d2t = mx.arange(255) + 2
+    weights: Any = tree_flatten(model.parameters())
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(weights), {"format": "mlx"})
+    return folder
+
+
+def eager(loaded: Loaded) -> EagerDrafts:
+    assert loaded.proposer is not None
+    return EagerDrafts(loaded.proposer, 3)
+
+
+def test_rows_with_drafts_of_eagle_equal_each_alone_without(target: Path, tmp_path: Path) -> None:
+    batch, draft = requests(8), eagle(tmp_path / "eagle")
+    with EngineHarness(spec(target, speculate="off")) as engine:
+        alone = [tokens(engine.run([request])[0]) for request in batch]
+    with EngineHarness(spec(target, draft=str(draft)), drafter=eager) as engine:
+        assert [tokens(result) for result in engine.run(batch)] == alone
+        drafter = engine.drafter
+    assert isinstance(drafter, EagerDrafts)
+    assert drafter.drafted > 100
+
+
+def test_eagle_is_fed_as_mlx_vlm_feeds_it(target: Path, tmp_path: Path) -> None:
+    from mlx_vlm.speculative.drafters import load_drafter
+
+    folder = eagle(tmp_path / "eagle")
+    model = load_checked(spec(target, speculate="off"), lambda *_: None).model
+    ours = EagleHead.load(folder, model, VOCAB)
+    theirs, _ = load_drafter(str(folder))
+    theirs.reset(model)
+    ids, states = mx.array([[20, 21, 22]]), mx.random.normal((1, 3, 3 * 64))
+    expected = theirs._forward_tokens(ids, states, mx.int32)
+    state = ours(ids, ours.hidden(states), ours.make_caches())
+    assert mx.allclose(state, expected, atol=1e-4)
+    best = theirs._draft_to_target(mx.argmax(theirs._logits(expected), axis=-1), mx.int32)
+    assert mx.argmax(ours.logits(state), axis=-1).tolist() == best.tolist()
+
+
+def test_a_head_in_a_folder_of_its_own_drafts(target: Path, tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "head", model_type="qwen3_5_mtp", block_size=3)
+    weights: Any = mx.load(str(target / "mtp.safetensors"))
+    names = {name.removeprefix("mtp."): array for name, array in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), names, {"format": "mlx"})
+    bare = shutil.copytree(target, tmp_path / "bare", ignore=shutil.ignore_patterns("mtp.safetensors"))
+    with EngineHarness(spec(bare, draft=str(folder)), drafter=eager) as engine:
+        engine.run([Generate(1, TokensPrompt((20, 21, 22)), Sampling(temperature=0.0, ignore_eos=True), 30)])
+        drafter = engine.drafter
+    assert isinstance(drafter, EagerDrafts)
+    assert drafter.accepted > 10
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "gemma4_assistant"}, "drafters of the kind gemma4_assistant are not run"),
+        (
+            {"model_type": "qwen3", "architectures": ["DFlashDraftModel"]},
+            "drafters of the kind dflashdraftmodel are not run",
+        ),
+    ],
+)
+def test_other_drafters_are_refused_with_the_reason(
+    config: dict[str, Any], reason: str, target: Path, tmp_path: Path
+) -> None:
+    folder = write_config(tmp_path / "other", **config)
+    with pytest.raises(LoadFailed, match=reason):
+        load_checked(spec(target, draft=str(folder)), lambda *_: None)
+
+
+def test_eagle_for_another_target_is_refused(target: Path, tmp_path: Path) -> None:
+    for config in ({"target_hidden_size": 32}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 40]}):
+        folder = eagle(tmp_path / "eagle", **config)
+        with pytest.raises(LoadFailed, match="cannot draft for this model"):
+            load_checked(spec(target, draft=str(folder)), lambda *_: None)
