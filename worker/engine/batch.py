@@ -19,6 +19,8 @@ from worker.engine.kv_budget import KvCost
 from worker.engine.penalties import processors
 from worker.engine.prompt_scores import Scores
 from worker.engine.row import Row
+from worker.engine.row_media import RowMedia
+from worker.engine.row_prefixes import RowPrefixes
 from worker.engine.sampling import Guard, RowSampler
 from worker.errors import is_allocation_failure
 from worker.model.lanes import Lane
@@ -26,15 +28,9 @@ from worker.speculation.drafter import Drafter, NoDrafts
 from worker.structured.masks import Masks
 from worker.vision.attach import Vision
 from worker.vision.encoder import Encoder
-from worker.vision.graft import Placement
-from worker.vision.media import Tokens, media_keys
 
 log = logging.getLogger("mlxd.worker")
 
-# Models whose caches cannot be cut get a checkpoint this often within a long message …
-CHECKPOINT_TOKENS: Final = 2048
-# … and at the newest message boundaries, where the next turn of a chat will leave this one.
-NEWEST_BOUNDARIES: Final = 6
 # Prompts from here on go to disk before their answer is complete: a successor of this worker may have to go on with it.
 EARLY_TOKENS: Final = 1024
 # Waiting for another row's prefill pays from about here.
@@ -92,10 +88,7 @@ class Batch:
         self._cache = cache
         self._masks = Masks()
         self._sampler = RowSampler(self._masks, vision.needs.suppressed if vision is not None else ())
-        self._graft = vision.graft if vision is not None else None
-        # Tokens of a medium see each other in both directions: no chunk may cut it.
-        self._keeps_whole = vision is not None and bool(vision.needs.block)
-        self._encoder = encoder
+        self._media = RowMedia(vision, encoder)
         # Rows taken out while their grammar works, by the uid that they had.
         self._parked: dict[int, Row] = {}
         self._rows: dict[int, Row] = {}
@@ -106,12 +99,11 @@ class Batch:
         # Rows that have ended, with all tokens and their KV, until `settle`.
         self._ended: list[tuple[Row, list[int], list[Any]]] = []
         self._eos_ids = tuple(eos_ids)
-        self._eos = StopSequences([[token] for token in eos_ids])
-        self._never = StopSequences()
         can_verify = lane is Lane.TOGETHER and batched.can_rewind(make_prompt_cache(model))
         self._drafter: Drafter = drafter if drafter is not None and can_verify else NoDrafts()
         self._drafter.begin(self._sampler.guess)
         self._generator = Generator(model, self._sampler, lane, self._drafter)
+        self._prefixes = RowPrefixes(cache, self._generator.stream)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -160,13 +152,7 @@ class Batch:
         keys = row.keys()[:-1]
         if row.ticket is not None:
             self._cache.attach(keys, row.cache_salt, row.ticket)
-        return not self._has_features(row, self._cache.longest(keys, row.cache_salt, row.whole), is_first)
-
-    def _has_features(self, row: Row, cached: int, is_first: bool = False) -> bool:
-        """Whether a row holds the features of all media behind its cached tokens; missing ones are made from now on."""
-        assert self._encoder is not None, "media are for models with a tower"
-        media = [span.medium for span in row.media if span.end > cached]
-        return self._encoder.is_ready(row.rid, media, is_first=is_first)
+        return not self._media.is_ready(row, self._cache.longest(keys, row.cache_salt, row.whole), is_first=is_first)
 
     def is_prefilling_prefix_of(self, row: Row) -> bool:
         """Whether a row in prefill will soon have cached much more of this prompt than is cached now."""
@@ -178,7 +164,7 @@ class Batch:
             other = self._rows[uid]
             if other.cache_salt != row.cache_salt:
                 continue
-            gain = self._shareable(other, row.whole(common_prefix(other.keys(), tokens)))
+            gain = self._prefixes.shareable(other, row.whole(common_prefix(other.keys(), tokens)), self.kv_cost)
             if gain < MIN_SHARED_TOKENS:
                 continue
             cached = self._cache.longest(tokens, row.cache_salt) if cached is None else cached
@@ -201,16 +187,16 @@ class Batch:
             self._store_running(keys, row.cache_salt)
             with mx.stream(self._generator.stream):
                 reused, caches = self._cache.fetch(keys[:-1], row.cache_salt, ticket, row.whole if row.media else None)
-        if row.media and not self._has_features(row, reused):
+        if not self._media.is_ready(row, reused):
             return False
-        placement = self._placement(row, reused)
+        placement = self._media.placement(row, reused)
         if row.cached is None:
             row.cached = 0 if row.output else reused
         row.prefilled = row.reused = reused
         own = processors(row.sampling, len(row.prompt), row.words, self._eos_ids)
         guards = [Guard(processor) for processor in (*row.processors, *own)]
         uid = self._generator.insert(
-            self._segments(row, tokens, reused),
+            self._prefixes.segments(row, tokens, reused),
             row.max_tokens - len(row.output),
             caches,
             tokens[:reused].tolist(),
@@ -219,9 +205,7 @@ class Batch:
             scores,
         )
         row.uid = uid
-        if placement is not None:
-            assert self._graft is not None
-            self._graft.placements[uid] = placement
+        self._media.place(uid, placement)
         self._rows[uid] = row
         self._guards[uid] = guards
         self._prefilling.add(uid)
@@ -235,42 +219,15 @@ class Batch:
 
     def _stops(self, row: Row) -> StopSequences:
         """Tokens that end a row."""
-        ignores_eos = row.sampling.ignore_eos and row.rule is None
-        if not row.sampling.stop_ids:
-            return self._never if ignores_eos else self._eos
-        return StopSequences([[token] for token in (*(() if ignores_eos else self._eos_ids), *row.sampling.stop_ids)])
-
-    def _placement(self, row: Row, reused: int) -> Placement | None:
-        """The media of a row, with the features of those that are not reused."""
-        if not row.media:
-            return None
-        assert self._encoder is not None, "media are for models with a tower"
-        placement = Placement(row.media, row.positions, len(row.prompt))
-        for span in row.media:
-            if span.end > reused and span.medium.key not in placement.features:
-                placement.features[span.medium.key] = self._encoder.held(row.rid, span.medium)
-        self._encoder.keep(row.rid, placement.features)
-        return placement
-
-    def _pass_media(self, row: Row) -> None:
-        """Let go of the features that the prefill of a row needs no more."""
-        assert self._graft is not None
-        assert self._encoder is not None
-        assert row.uid is not None
-        placement = self._graft.placements[row.uid]
-        if placement.features:
-            needed = {span.medium.key for span in row.media if span.end > row.prefilled}
-            passed = placement.features.keys() - needed
-            for key in passed:
-                del placement.features[key]
-            self._encoder.release(row.rid, passed)
+        eos_ids = () if row.sampling.ignore_eos and row.rule is None else self._eos_ids
+        return StopSequences([[token] for token in (*eos_ids, *row.sampling.stop_ids)])
 
     def remove(self, row: Row) -> None:
         """Take a row out if it is in; what it has computed so far goes to the prefix cache."""
         if row.uid is None:
             return
         if row.uid not in self._parked:
-            self._persist(row, self._take_out(row))
+            self._prefixes.persist(row, self._take_out(row))
         self._forget(row)
 
     def _store_running(self, tokens: Any, salt: str) -> None:
@@ -286,7 +243,7 @@ class Batch:
             if common_prefix(other.keys(), tokens) - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
                 self._unstored.discard(uid)
                 caches, done = self._generator.extract(uid)
-                self._keep(other, done, caches)
+                self._prefixes.keep(other, done, caches)
 
     def _take_out(self, row: Row) -> list[int]:
         assert row.uid is not None
@@ -298,7 +255,7 @@ class Batch:
         # A row that never ran holds what it was given.
         if len(tokens) > row.reused and is_usable:
             try:
-                self._keep(row, tokens, caches)
+                self._prefixes.keep(row, tokens, caches)
             except Exception as error:  # the row is out, often to make room, and must not be lost for what it leaves
                 if not is_allocation_failure(error):
                     raise
@@ -310,7 +267,7 @@ class Batch:
         """One decode step, and at most `chunk` prompt tokens of each prefilling row, which may ride on it."""
         self.settle()
         returned = self._unpark()
-        most = max(chunk, self._longest_medium()) if self._keeps_whole else chunk
+        most = self._media.widened(chunk, (self._rows[uid] for uid in self._prefilling))
         prompted, generated = self._generator.next(most, rides=rides)
         progress: list[tuple[Row, int, int]] = []
         scored: list[tuple[Row, Scores]] = []
@@ -326,18 +283,12 @@ class Batch:
             row.prefilled = done
             if step.is_prompt_end:
                 self._prefilling.discard(step.uid)
-            if row.media:
-                self._pass_media(row)
+            self._media.release(row)
             if step.is_segment_end and (row.marks is None or done in row.marks):
                 self._checkpoint(row, is_prompt_end=step.is_prompt_end)
             progress.append((row, done, total))
-        broken = [
-            (self._rows[uid], guard.error)
-            for uid, guards in self._guards.items()
-            for guard in guards
-            if guard.error is not None
-        ]
-        broken += [(self._rows[uid], error) for uid, error in self._masks.errors()]
+        errors = [(uid, guard.error) for uid, guards in self._guards.items() for guard in guards]
+        broken = [(self._rows[uid], error) for uid, error in (*errors, *self._masks.errors()) if error is not None]
         tokens: list[Token] = []
         for sampled in generated:
             row = self._rows[sampled.uid]
@@ -360,8 +311,8 @@ class Batch:
         """Store the rows that ended. Not in `tick`: it takes a while, in which their clients can have their answers."""
         ended, self._ended = self._ended, []
         for row, tokens, caches in ended:
-            self._keep(row, tokens, caches)
-            self._persist(row, tokens)
+            self._prefixes.keep(row, tokens, caches)
+            self._prefixes.persist(row, tokens)
 
     def _park(self) -> None:
         """Take out the rows that the step did not wait for: what was sampled for them is dropped, their KV is kept."""
@@ -387,8 +338,7 @@ class Batch:
             self._sampler.discard(uid)
             self.account(row)
             self._drafter.discard(uid)
-            if self._graft is not None:
-                self._graft.placements.pop(uid, None)
+            self._media.displace(uid)
             row.uid = None
             is_in = False
             try:
@@ -406,46 +356,10 @@ class Batch:
         self._ended.clear()
         for row in self.rows:
             self._forget(row)
-        if self._graft is not None:
-            self._graft.placements.clear()
+        self._media.clear()
 
     def close(self) -> None:
         self._masks.close()
-
-    def _longest_medium(self) -> int:
-        """Tokens of the longest medium in prefill."""
-        rows = (self._rows[uid] for uid in self._prefilling)
-        return max((span.end - span.begin for row in rows for span in row.media), default=0)
-
-    def _segments(self, row: Row, tokens: Any, reused: int) -> list[list[int]]:
-        """The tokens to run, cut where a checkpoint is worth having, and at the edges of media: whatever the size of a
-        chunk, it holds tokens of one kind, whose numbers come from the same kernel."""
-        last = len(tokens) - 1
-        cuts: set[int] = set()
-        if self._cache.needs_checkpoints:
-            messages = [at for at in row.boundaries if reused < at < last]
-            chunks = (row.whole(at) for at in range(reused + CHECKPOINT_TOKENS, last, CHECKPOINT_TOKENS))
-            cuts = {*messages[:1], *messages[-NEWEST_BOUNDARIES:], *chunks} - {reused}
-        row.marks = None
-        if row.media:
-            edges = {at for span in row.media for at in (span.begin, span.end) if reused < at < last}
-            # Of many media, only behind the newest: the edges before it are of use to nobody.
-            row.marks = frozenset(
-                {*cuts, *([max(edges)] if edges and self._cache.needs_checkpoints else ()), last, last + 1}
-            )
-            cuts |= edges
-        return [part.tolist() for part in np.split(tokens[reused:], [at - reused for at in sorted(cuts)])]
-
-    def _shareable(self, other: Row, common: int) -> int:
-        """Number of `common` leading tokens that `other` will leave in the cache: all, or up to its last checkpoint, as
-        far as there is room."""
-        if not self._cache.needs_checkpoints:
-            return min(common, self.kv_cost.storable(self._cache.budget)) if self.kv_cost is not None else common
-        marks = (*other.boundaries, len(other.prompt) - 1, *range(CHECKPOINT_TOKENS, common + 1, CHECKPOINT_TOKENS))
-        cuts = sorted({at for at in marks if at <= common})
-        while cuts and self.kv_cost is not None and self.kv_cost.stored(cuts[-1], len(cuts)) > self._cache.budget:
-            cuts.pop()
-        return cuts[-1] if cuts else 0
 
     def _checkpoint(self, row: Row, is_prompt_end: bool) -> None:
         """Share a prompt with the requests that follow while this one still runs.
@@ -463,21 +377,9 @@ class Batch:
         if is_lazy:
             return
         caches, tokens = self._generator.extract(row.uid)
-        self._keep(row, tokens, caches)
+        self._prefixes.keep(row, tokens, caches)
         if len(tokens) >= max(EARLY_TOKENS, len(row.prompt) - 1):
-            self._persist(row, tokens)
-
-    def _persist(self, row: Row, tokens: Sequence[int]) -> None:
-        """To disk: all KV, and the checkpoints that the next turn or a resumed request will ask for."""
-        starts = row.boundaries or [len(row.prompt) - 1]
-        self._cache.persist(self._keyed(row, tokens), {starts[0], starts[-1], len(tokens)}, row.cache_salt)
-
-    def _keep(self, row: Row, tokens: Sequence[int], caches: Sequence[Any]) -> None:
-        with mx.stream(self._generator.stream):
-            self._cache.store(self._keyed(row, tokens), caches, row.cache_salt)
-
-    def _keyed(self, row: Row, tokens: Sequence[int]) -> Tokens:
-        return media_keys(np.array(tokens, dtype=np.int32), row.media)
+            self._prefixes.persist(row, tokens)
 
     def _forget(self, row: Row) -> None:
         assert row.uid is not None
@@ -490,10 +392,6 @@ class Batch:
         self._unstored.discard(row.uid)
         self._sampler.discard(row.uid)
         self._drafter.discard(row.uid)
-        if row.media:
-            assert self._graft is not None
-            assert self._encoder is not None
-            self._graft.placements.pop(row.uid, None)
-            self._encoder.forget(row.rid)
+        self._media.forget(row)
         row.uid = None
         row.prefilled = row.reused = 0

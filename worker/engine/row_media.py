@@ -1,0 +1,80 @@
+"""Media of the rows in a batch: features in their places, for as long as a prefill needs them."""
+
+from collections.abc import Iterable
+
+from worker.engine.row import Row
+from worker.vision.attach import Vision
+from worker.vision.encoder import Encoder
+from worker.vision.graft import Placement
+
+
+class RowMedia:
+    """Owned by the batch; of a model of text only, it has nothing to do."""
+
+    def __init__(self, vision: Vision | None, encoder: Encoder | None) -> None:
+        self._graft = vision.graft if vision is not None else None
+        self._encoder = encoder
+        # Tokens of a medium see each other in both directions: no chunk may cut it.
+        self._keeps_whole = vision is not None and bool(vision.needs.block)
+
+    def is_ready(self, row: Row, cached: int, *, is_first: bool = False) -> bool:
+        """Whether a row holds the features of all media behind its cached tokens; missing ones are made from now on."""
+        if not row.media:
+            return True
+        assert self._encoder is not None, "media are for models with a tower"
+        media = [span.medium for span in row.media if span.end > cached]
+        return self._encoder.is_ready(row.rid, media, is_first=is_first)
+
+    def placement(self, row: Row, reused: int) -> Placement | None:
+        """The media of a row, with the features of those that are not reused."""
+        if not row.media:
+            return None
+        assert self._encoder is not None, "media are for models with a tower"
+        placement = Placement(row.media, row.positions, len(row.prompt))
+        for span in row.media:
+            if span.end > reused and span.medium.key not in placement.features:
+                placement.features[span.medium.key] = self._encoder.held(row.rid, span.medium)
+        self._encoder.keep(row.rid, placement.features)
+        return placement
+
+    def place(self, uid: int, placement: Placement | None) -> None:
+        if placement is not None:
+            assert self._graft is not None
+            self._graft.placements[uid] = placement
+
+    def release(self, row: Row) -> None:
+        """Let go of the features that the prefill of a row needs no more."""
+        if not row.media:
+            return
+        assert self._graft is not None
+        assert self._encoder is not None
+        assert row.uid is not None
+        placement = self._graft.placements[row.uid]
+        if placement.features:
+            needed = {span.medium.key for span in row.media if span.end > row.prefilled}
+            passed = placement.features.keys() - needed
+            for key in passed:
+                del placement.features[key]
+            self._encoder.release(row.rid, passed)
+
+    def displace(self, uid: int) -> None:
+        """The row is not in the batch any more, and keeps its features."""
+        if self._graft is not None:
+            self._graft.placements.pop(uid, None)
+
+    def forget(self, row: Row) -> None:
+        if row.media:
+            assert self._encoder is not None
+            assert row.uid is not None
+            self.displace(row.uid)
+            self._encoder.forget(row.rid)
+
+    def clear(self) -> None:
+        if self._graft is not None:
+            self._graft.placements.clear()
+
+    def widened(self, chunk: int, prefilling: Iterable[Row]) -> int:
+        """A chunk that has room for the longest medium in prefill, where none may be cut."""
+        if not self._keeps_whole:
+            return chunk
+        return max((chunk, *(span.end - span.begin for row in prefilling for span in row.media)))
