@@ -45,6 +45,12 @@ class Outlet:
         """One chunk, not empty. https://www.rfc-editor.org/rfc/rfc9112#section-7.1"""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
+    def cut_off(self) -> None:
+        """Close the connection behind what was written, without an end of the body: its client knows that more was to
+        come."""
+        self._cycle.disconnected = True
+        self._transport.close()
+
     def write_plainly(self) -> None:
         """Send what follows without chunks. Before the body's first piece."""
         self._cycle.chunked_encoding = False

@@ -111,6 +111,7 @@ def test_readers_of_a_daemon_that_ends_are_cut_off_and_find_the_response_going_o
                 with pytest.raises(httpx.RemoteProtocolError):
                     list(response.iter_lines())
             assert first.wait() == 0
+            assert '"level":"error"' not in (home / "logs" / "mlxd.log").read_text()
             with DaemonProcess(home, "--step-ms=4") as second:
                 had = len(reader.told)
                 reader.read(second, len(reader.text) + 2000)

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 import msgspec
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from gateway.api.common.serve import Job
 from gateway.api.responses import response as out
@@ -19,9 +19,10 @@ from gateway.api.responses.journal import Journal, Journals
 from gateway.api.responses.journal_records import Asked, Started, Written
 from gateway.api.responses.store import Store, StoreBroken
 from gateway.errors import ApiError, BadRequest, Cancelled, Overloaded, Unavailable
+from gateway.http.direct_write import outlet_of
 from gateway.http.sse import DEFAULT_PACE, HEADERS, Watch, note_cut
 from gateway.request.generation import Generation
-from gateway.request.record import Record
+from gateway.request.record import Record, record_of
 from gateway.services import Services
 from protocol.codec import prompt_bytes
 from protocol.messages import Delta
@@ -191,8 +192,9 @@ class Background:
         if self.is_left:
             raise Unavailable("The server stopped.")
 
-    async def answer(self, after: int, record: Record, receive: Receive, send: Send, write_timeout_s: float) -> None:
+    async def answer(self, after: int, scope: Scope, receive: Receive, send: Send, write_timeout_s: float) -> None:
         """Stream the events that follow number `after`, until the last. That the client leaves ends nothing else."""
+        record = record_of(scope)
         try:
             self.events.check(after)
         except EventsGone:
@@ -203,7 +205,6 @@ class Background:
             while more:
                 data, after, more = await self._news(after)
                 if self.is_left and not (data or more):
-                    # The body is not ended: to its client the connection was lost.
                     watch.is_over = True
                     break
                 watch.is_sending = True
@@ -215,6 +216,8 @@ class Background:
             note_cut(record, watch.reason)
         elif self.is_left:
             record.outcome = "left"
+            if (outlet := outlet_of(scope)) is not None:
+                outlet.cut_off()
 
     async def _news(self, after: int) -> tuple[bytes, int, bool]:
         """Bytes to send, the number of the last event in them, and whether more come."""

@@ -121,7 +121,7 @@ class Create:
         job = serve.Job(services, record, model, generates)
         if request.background:
             asked = _asked(run, job, inputs, box, request.includes(SEALED))
-            await self._start(run, job, asked, stream, receive, send)
+            await self._start(run, job, asked, stream, scope, receive, send)
             return
         if not stream:
             await job.whole(ResponseFold(run), receive, send)
@@ -132,7 +132,9 @@ class Create:
         finally:
             del self._running[run.response.id]
 
-    async def _start(self, run: Run, job: serve.Job, asked: Asked, stream: bool, receive: Receive, send: Send) -> None:
+    async def _start(
+        self, run: Run, job: serve.Job, asked: Asked, stream: bool, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Begin a background response, and answer with it as it is then, or with its events."""
         record = job.record
         if not self._history.is_on:
@@ -140,7 +142,7 @@ class Create:
         background = self._backgrounds.start(run, job, tenant_of(record), asked)
         if stream:
             write_timeout_s = self._services.config.server.write_timeout_s
-            await background.answer(-1, record, receive, send, write_timeout_s)
+            await background.answer(-1, scope, receive, send, write_timeout_s)
         else:
             await send_body(send, 200, _encode(background.snapshot()), record.headers)
 
@@ -235,7 +237,7 @@ class One:
                 if after is not None:
                     events = background or await self._without_events(tenant, response_id)
                     write_timeout_s = self._services.config.server.write_timeout_s
-                    await events.answer(after, record, receive, send, write_timeout_s)
+                    await events.answer(after, scope, receive, send, write_timeout_s)
                     return
                 run = background or self._run(tenant, response_id)
                 body = await self._kept(tenant, response_id) if run is None else _encode(run.snapshot())
