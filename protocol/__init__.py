@@ -5,6 +5,7 @@ __all__ = [
     "codec",
     "context",
     "failures",
+    "kinds",
     "messages",
     "model_digest",
     "peering",

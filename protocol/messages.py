@@ -87,7 +87,39 @@ class TokensPrompt(msgspec.Struct, frozen=True, array_like=True, tag=3):
     ids: tuple[int, ...]
 
 
-Prompt = ChatPrompt | TextPrompt | TokensPrompt
+class EmbedPrompt(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Texts, or token ids as they are, to make an embedding of each.
+
+    `prompt_name` is one of the model's prompts, put before each text; with `is_query` or `is_document` and no name it
+    is the model's prompt for these, where it has one. `dimensions` 0 is all. `truncate` is the most tokens of an input,
+    of which the rest is cut off: 0 is never, and then a longer one is refused; -1 is as many as the model takes.
+    """
+
+    inputs: tuple[str | tuple[int, ...], ...]
+    prompt_name: str = ""
+    is_query: bool = False
+    is_document: bool = False
+    dimensions: int = 0
+    truncate: int = 0
+
+
+class ScorePrompt(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Pairs of a query and a document, to score how well the document answers the query.
+
+    One query is for all documents, else there are as many. `truncate` is as in `EmbedPrompt`, of a whole pair;
+    `truncate_document` of the document alone, where 0 is no limit. Both cut off documents only. `instruction` is for
+    models that take one. `params` are what the client calls queries and documents, for a refusal.
+    """
+
+    queries: tuple[str, ...]
+    documents: tuple[str, ...]
+    instruction: str = ""
+    truncate: int = 0
+    truncate_document: int = 0
+    params: tuple[str, str] = ("query", "documents")
+
+
+Prompt = ChatPrompt | TextPrompt | TokensPrompt | EmbedPrompt | ScorePrompt
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -169,7 +201,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Generate one sequence.
+    """Generate one sequence, or compute the vectors of an `EmbedPrompt` or the scores of a `ScorePrompt`.
 
     `max_tokens` None means up to the end of the context; larger than what is left is clamped.
     `top_logprobs` None means no logprobs, 0 means only the sampled token's. `echo` sends the prompt's text first, and
@@ -332,8 +364,19 @@ class MediaInfo(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
 
 
+class EmbeddingInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Embeddings of a loaded model: length of its vectors, whether they may be cut, and names of its prompts."""
+
+    dimensions: int
+    is_matryoshka: bool = False
+    prompts: tuple[str, ...] = ()
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
-    """The model is loaded and warm. `modalities` are those of a prompt beside text: `image`, `video`, `audio`."""
+    """The model is loaded and warm. `modalities` are those of a prompt beside text: `image`, `video`, `audio`.
+
+    `kind` is one of `protocol.kinds`; empty from a worker that does not say, which generates text.
+    """
 
     epoch: int
     model_path: str
@@ -353,6 +396,9 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     media: MediaInfo | None = None
     # `auto`, or `off` and the reason; empty from a worker that does not say.
     speculation: str = ""
+    kind: str = ""
+    # Of a model of embeddings.
+    embedding: EmbeddingInfo | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
@@ -414,6 +460,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `token_ids` are the sampled ids that the text so far accounts for: a successor that is given their concatenation as
     `Generate.resume` goes on with exactly the next character. With `finish`, `usage` is set and, for ERROR, `failure`.
+    `data` is the whole answer to an `EmbedPrompt` or a `ScorePrompt`, in the delta that ends it: float32 numbers,
+    little-endian, the vectors one after the other, or one score a pair.
     """
 
     rid: int
@@ -427,6 +475,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     failure: Failure | None = None
     # The stop string that ended the sequence, if one did.
     stop: str = ""
+    data: bytes = b""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):

@@ -62,6 +62,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     speculate: str = "auto"
     # A model that drafts beside it; empty is none.
     draft: str = ""
+    # One of `protocol.kinds`; empty is as the model's files say.
+    kind: str = ""
+    # Embeddings may be cut, also where the model's files do not declare it.
+    matryoshka: bool = False
 
     def __post_init__(self) -> None:
         # msgspec leaves a default out only where it is the very object: a number beyond 256 that was computed is not.

@@ -13,19 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
 from queue import SimpleQueue
-from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import structs
 
 from protocol.failures import Code, Exit, Failure
+from protocol.kinds import TEXT
 from protocol.messages import Abort, Generate, Goodbye, Loading, MediaInfo, Ready, Rejected, Shutdown
 from protocol.spec import WorkerSpec, read_spec
 from worker.engine.gauges import Gauges
 from worker.link import Control, Link, Question
 
 if TYPE_CHECKING:
+    from worker.embedding.job_loop import JobLoop
     from worker.engine.inbox import Inbox
     from worker.engine.loop import Engine
     from worker.engine.row import Row
@@ -117,18 +118,19 @@ class Process:
 
     def _load_and_serve(self) -> int:
         # Imported here so that the gateway hears from this process before the second that these take.
-        from worker.checked_model import load_checked
+        from worker.embedding.job_loop import JobLoop
+        from worker.embedding.load_model import kind_of_spec
         from worker.engine.loop import Engine
         from worker.errors import LoadFailed, WorkerError
         from worker.model import memory
 
-        started = time.monotonic()
-        engine: Engine | None = None
+        engine: Engine | JobLoop | None = None
         try:
             memory.prepare_load()
-            loaded = load_checked(self._spec, self._report_progress)
-            memory.give_back()
-            engine = self._start(loaded, started)
+            kind = kind_of_spec(self._spec)
+            engine, ready = self._start_text() if kind == TEXT else self._start_reader(kind)
+            signal.signal(signal.SIGTERM, lambda _signum, _frame: self._link.on_control(Shutdown("SIGTERM")))
+            self._link.announce_ready(ready, version("mlx"))
             engine.run()
         except LoadFailed as error:
             return self._leave("load failed", error.failure, error.exit_status)
@@ -141,7 +143,13 @@ class Process:
             return self._leave("step loop failed", failure, Exit.INTERNAL)
         return self._leave("asked to stop", None, Exit.OK)
 
-    def _start(self, loaded: "Loaded", started: float) -> "Engine":
+    def _start_reader(self, kind: str) -> "tuple[JobLoop, Ready]":
+        from worker.start_reader import start_reader
+
+        return start_reader(self._spec, kind, self._link, self._gauges, self._refusing, self._report_progress)
+
+    def _start_text(self) -> "tuple[Engine, Ready]":
+        from worker.checked_model import load_checked
         from worker.engine.inbox import Inbox
         from worker.engine.loop import Engine
         from worker.errors import LoadFailed
@@ -149,6 +157,9 @@ class Process:
         from worker.prompt.intake import Intake
         from worker.vision.images import Limits
 
+        started = time.monotonic()
+        loaded = load_checked(self._spec, self._report_progress)
+        memory.give_back()
         inbox = Inbox()
         limits = Limits(self._spec.media_bytes, self._spec.media_count, self._spec.media_pixels)
         intake = Intake(loaded, self._spec.parser, limits, memory.allowed(self._spec))
@@ -165,31 +176,24 @@ class Process:
         self._gauges.measure_memory()
 
         self._take_requests(intake, inbox)
-
-        def stop(_signum: int, _frame: FrameType | None) -> None:
-            inbox.put(Shutdown("SIGTERM"))
-
-        signal.signal(signal.SIGTERM, stop)
-        self._link.announce_ready(
-            Ready(
-                epoch=self._spec.epoch,
-                model_path=str(loaded.path),
-                max_context=intake.max_context,
-                max_running=engine.max_running,
-                vocab_size=loaded.vocab_size,
-                weights_bytes=loaded.weights_bytes,
-                load_s=time.monotonic() - started,
-                model_type=loaded.model_type,
-                has_chat_template=intake.has_chat_template,
-                lane=loaded.plan.lane,
-                lane_reason=loaded.plan.reason,
-                modalities=intake.modalities,
-                media=_media_info(loaded, intake),
-                speculation=engine.speculation,
-            ),
-            version("mlx"),
+        ready = Ready(
+            epoch=self._spec.epoch,
+            model_path=str(loaded.path),
+            max_context=intake.max_context,
+            max_running=engine.max_running,
+            vocab_size=loaded.vocab_size,
+            weights_bytes=loaded.weights_bytes,
+            load_s=time.monotonic() - started,
+            model_type=loaded.model_type,
+            has_chat_template=intake.has_chat_template,
+            lane=loaded.plan.lane,
+            lane_reason=loaded.plan.reason,
+            modalities=intake.modalities,
+            media=_media_info(loaded, intake),
+            speculation=engine.speculation,
+            kind=TEXT,
         )
-        return engine
+        return engine, ready
 
     def _take_requests(self, intake: "Intake", inbox: "Inbox") -> None:
         """From here on, what the link receives goes to the thread that it is for."""

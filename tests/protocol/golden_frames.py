@@ -29,7 +29,7 @@ _STATS = Stats(
 
 
 def down() -> list[m.Down]:
-    """One of each message to a worker, every field set."""
+    """One of each message to a worker, every field set. New ones come last: older files end before them."""
     chat = m.ChatPrompt(
         [{"role": "user", "content": [{"type": "text", "text": "né 🙂"}]}],
         [{"type": "function", "function": {"name": "f", "parameters": {}}}],
@@ -62,6 +62,8 @@ def down() -> list[m.Down]:
         m.Dump(9),
         m.SetMemory(2**40, 0.5, 0.25),
         m.SetLogLevel("debug"),
+        m.Generate(6, m.EmbedPrompt(("né", (1, 2)), "query", True, False, 256, -1), m.Sampling()),
+        m.Generate(7, m.ScorePrompt(("né",), ("a", "b"), "judge", 512, 64, ("text_1", "text_2")), m.Sampling()),
     ]
 
 
@@ -77,6 +79,7 @@ def up() -> list[m.Up]:
         m.Delta(1, finish=m.Finish.TOOL_CALLS, usage=_USAGE),
         m.Delta(2, finish=m.Finish.ERROR, usage=_USAGE, failure=_FAILURE),
         *(m.Delta(3, finish=finish) for finish in (m.Finish.STOP, m.Finish.LENGTH, m.Finish.ABORT)),
+        m.Delta(4, finish=m.Finish.STOP, usage=_USAGE, data=b"\x00\x00\x80\x3f"),
     ]
     return [
         m.Hello("qwen", 3, 4242, 1, 0, "0.1.0", "0.32.4", "loading"),
@@ -86,6 +89,8 @@ def up() -> list[m.Up]:
             modalities=("image", "video"),
             media=m.MediaInfo(2**20, 1024, 2**24, "no tower for audio"),
             speculation="auto",
+            kind="embed",
+            embedding=m.EmbeddingInfo(768, True, ("query", "document")),
         ),
         m.Accepted(1, 12),
         m.Tokenized(4, 2, (1, 2), "né"),

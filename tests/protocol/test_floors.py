@@ -69,9 +69,11 @@ WORKER: Final = {
     "engine": "text errors parsers vision model speculation structured cache drafting",
     "frames": "text engine",
     "prompt": "text errors parsers vision model speculation structured engine",
+    "embedding": "errors vision model engine",
     "link": "engine frames",
+    "start_reader": "embedding engine link model prompt",
     "checked_model": "model drafting engine prompt",
-    "main": "errors vision model engine prompt link checked_model",
+    "main": "errors vision model embedding engine prompt link start_reader checked_model",
     "verify": "errors vision model engine prompt checked_model speculation",
     "__main__": "main",
     "smoke": "errors prompt checked_model verify",
@@ -194,7 +196,7 @@ def test_supervision_knows_neither_http_nor_the_configuration_file(here: str) ->
 
 
 def test_only_a_few_folders_import_mlx() -> None:
-    allowed = {"engine", "cache", "model", "vision", "drafting"}
+    allowed = {"engine", "cache", "model", "vision", "drafting", "embedding"}
     importers = {
         module for module in modules() if any(name.split(".")[0].startswith("mlx") for name in imports(module))
     }

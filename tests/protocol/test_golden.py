@@ -35,10 +35,12 @@ def test_todays_decoders_read_the_frames_of_the_current_version_as_they_were_wri
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_todays_frames_begin_with_every_released_frame(file: Path) -> None:
-    """An old decoder finds each field where it looks for it; new ones come after."""
+    """An old decoder finds each field where it looks for it; new ones come after, and so do new messages."""
     golden = golden_frames.read(file)
-    for old, message in zip([*golden.down, *golden.up], [*golden_frames.down(), *golden_frames.up()], strict=True):
-        assert_begins(raw(codec.encode(message)), raw(old))
+    for released, todays in ((golden.down, golden_frames.down()), (golden.up, golden_frames.up())):
+        assert len(todays) >= len(released)
+        for old, message in zip(released, todays, strict=False):
+            assert_begins(raw(codec.encode(message)), raw(old))
 
 
 def raw(frame: bytes) -> Any:
@@ -82,7 +84,7 @@ def test_tags_are_never_shared_nor_changed() -> None:
         if isinstance(cls, type) and issubclass(cls, msgspec.Struct) and cls.__struct_config__.tag is not None
     }
     assert tags == {
-        "ChatPrompt": 1, "TextPrompt": 2, "TokensPrompt": 3,
+        "ChatPrompt": 1, "TextPrompt": 2, "TokensPrompt": 3, "EmbedPrompt": 4, "ScorePrompt": 5,
         "Welcome": 1, "Generate": 2, "Abort": 3, "Ping": 6, "Drain": 7, "Shutdown": 13, "Dump": 14, "SetMemory": 12,
         "SetLogLevel": 16, "Tokenize": 5, "Detokenize": 15, "Tokenized": 44,
         "Hello": 32, "Loading": 33, "Ready": 34, "Accepted": 35, "Rejected": 36, "Step": 37, "Progress": 38,

@@ -70,12 +70,12 @@ class Loaded:
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
     """Load what `spec` names. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
     path = resolve(spec.path)
-    config = _read_config(path)
+    config = read_config(path)
     total = check_weights(path)
     progress("weights", 0, total)
     try:
         model, config = _load_text(path, config, spec)
-        _cast(model, spec.dtype)
+        cast(model, spec.dtype)
         mx.eval(model.parameters())
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": spec.trust_remote_code}, eos_token_ids=config.get("eos_token_id")
@@ -85,16 +85,16 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
     except MemoryError as error:
         raise LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {spec.path} ({total} bytes)") from error
     except Exception as error:  # the boundary to code of every architecture
-        raise _explain(path, config, error) from error
+        raise explain(path, config, error) from error
     if not tokenizer.encode("a"):  # what transformers makes of a folder without one
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
     if spec.chat_template:
         tokenizer.chat_template, tokenizer.has_chat_template = spec.chat_template, True
     vision, no_vision = _load_vision(path, config, model, spec)
     packing.prepare(model)
-    weights_bytes = _nbytes(model) + (vision.tower.nbytes if vision is not None else 0)
+    weights_bytes = nbytes(model) + (vision.tower.nbytes if vision is not None else 0)
     progress("weights", weights_bytes, weights_bytes)
-    vocab_size = _vocab_size(config, tokenizer)
+    vocab_size = vocab_size_of(config, tokenizer)
     eos_ids = tuple(sorted(tokenizer.eos_token_ids))
     _check_eos(eos_ids, vocab_size)
     progress("check", weights_bytes, weights_bytes)
@@ -124,11 +124,11 @@ def _load_vision(path: Path, config: dict[str, Any], model: Any, spec: WorkerSpe
     if not has_media(config):
         return None, ""
     try:
-        return attach(path, config, model, lambda tower: _cast(tower, spec.dtype)), ""
+        return attach(path, config, model, lambda tower: cast(tower, spec.dtype)), ""
     except Unserved as reason:
         return None, str(reason)
     except Exception as error:  # the boundary to code of every architecture
-        raise _explain(path, config, error) from error
+        raise explain(path, config, error) from error
 
 
 def resolve(path: str) -> Path:
@@ -168,7 +168,7 @@ def check_weights(path: Path) -> int:
 
 def _shards(index: Path) -> set[str]:
     """The weight files that an index names."""
-    match _read_json(index):
+    match read_json(index):
         case {"weight_map": {**weight_map}} if all(isinstance(name, str) for name in weight_map.values()):
             return set(weight_map.values())
         case _:
@@ -196,17 +196,19 @@ def _check_safetensors(file: Path) -> int:
     return size
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json of a model. Raises `LoadFailed`."""
     config_file = path / "config.json"
     if not config_file.exists():
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no config.json")
-    config = _read_json(config_file)
+    config = read_json(config_file)
     if "model_type" not in config:
         raise LoadFailed(Code.MODEL_CORRUPT, f"{config_file} names no model_type")
     return config
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object of a model's folder. Raises `LoadFailed`."""
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -216,7 +218,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _explain(path: Path, config: dict[str, Any], error: Exception) -> LoadFailed:
+def explain(path: Path, config: dict[str, Any], error: Exception) -> LoadFailed:
+    """The failure of a load that raised `error`."""
     text = str(error)
     reason = text.partition("\n")[0].strip(" :")
     if "not supported" in text:
@@ -231,7 +234,7 @@ def _explain(path: Path, config: dict[str, Any], error: Exception) -> LoadFailed
     return LoadFailed(Code.MODEL_CORRUPT, f"{path} could not be loaded: {type(error).__name__}: {reason}", detail=text)
 
 
-def _cast(model: Any, dtype: str) -> None:
+def cast(model: Any, dtype: str) -> None:
     """Floating-point parameters to `dtype`; `auto` is float32 on CPU, where half precision is slow, else as stored."""
     if dtype == "auto":
         if mx.default_device() != mx.Device(mx.cpu):
@@ -244,14 +247,15 @@ def _cast(model: Any, dtype: str) -> None:
     # A model names what fewer bits would spoil, such as a router's bias or the logarithm of a decay.
     may_cast: Callable[[str], bool] = getattr(model, "cast_predicate", lambda _path: True)
 
-    def cast(path: str, array: mx.array) -> mx.array:
+    def retyped(path: str, array: mx.array) -> mx.array:
         is_cast = mx.issubdtype(array.dtype, mx.floating) and (target == mx.float32 or may_cast(path))
         return array.astype(target) if is_cast else array
 
-    model.update(tree_map_with_path(cast, model.parameters()))
+    model.update(tree_map_with_path(retyped, model.parameters()))
 
 
-def _nbytes(model: Any) -> int:
+def nbytes(model: Any) -> int:
+    """Bytes of a module's parameters."""
     parameters: Any = tree_flatten(model.parameters())
     return sum(int(array.nbytes) for _, array in parameters)
 
@@ -265,7 +269,7 @@ def _check_eos(eos_ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def _vocab_size(config: dict[str, Any], tokenizer: Any) -> int:
+def vocab_size_of(config: dict[str, Any], tokenizer: Any) -> int:
     """Ids below this are safe to embed: where the configuration names two sizes, the smaller."""
     return min((_size_of(source, "vocab_size") for source in _sources(config, "vocab_size")), default=len(tokenizer))
 

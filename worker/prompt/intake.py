@@ -14,10 +14,12 @@ from protocol.messages import (
     ChatPrompt,
     Constraint,
     Detokenize,
+    EmbedPrompt,
     Generate,
     Infill,
     Prompt,
     Sampling,
+    ScorePrompt,
     TextPrompt,
     Tokenize,
     Tokenized,
@@ -171,6 +173,8 @@ class Intake:
                 return [ids]
             case TextPrompt(text):
                 pass
+            case EmbedPrompt() | ScorePrompt():
+                raise _generates_text()
             case ChatPrompt() if prompt.media:
                 ids = self._encode_media(prompt, lambda text, _: self._encode_question(text, prompt)).ids
                 self._check_count(ids, "messages")
@@ -254,6 +258,8 @@ class Intake:
                 encoded = Encoded(self._encode_text(text, prompt), text)
             case TokensPrompt(ids=given):
                 encoded = Encoded(list(given))
+            case EmbedPrompt() | ScorePrompt():
+                raise _generates_text()
         if not encoded.ids:
             raise _empty()
         self._check_ids(encoded.ids, "prompt")
@@ -355,6 +361,11 @@ class Intake:
 
 def _param(prompt: Prompt) -> str:
     return "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+
+
+def _generates_text() -> RequestInvalid:
+    message = "This model generates text: it makes neither embeddings nor scores."
+    return RequestInvalid(Code.UNSUPPORTED, message, param="model")
 
 
 def _empty() -> RequestInvalid:

@@ -7,13 +7,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
-from typing import Final
+from typing import Final, Protocol
 
 from protocol.failures import Code, Failure
-from protocol.messages import Detokenize, Rejected, Tokenize, Up
+from protocol.messages import Detokenize, Rejected, Tokenize, Tokenized, Up
 from worker.engine.gauges import Gauges
 from worker.model import memory
-from worker.prompt.intake import Intake
 
 log = logging.getLogger("mlxd.worker")
 
@@ -26,12 +25,20 @@ _NICE: Final = 10
 _LARGE: Final = 1 << 18
 
 
+class Answerer(Protocol):
+    """Knows the tokens of a model: the intake of any kind of worker."""
+
+    def tokenize(self, request: Question, is_wanted: Callable[[], bool]) -> Tokenized | None:
+        """The answer to a question; None once it is not wanted any more. Raises `RequestInvalid`."""
+        ...
+
+
 class Questions:
     """Answers one question after the other. `put` and `abort` are for the receiving thread."""
 
     def __init__(
         self,
-        intake: Intake,
+        intake: Answerer,
         send: Callable[[Up], None],
         refusing: Callable[[int], AbstractContextManager[None]],
         gauges: Gauges,

@@ -1,0 +1,3 @@
+"""Embeddings of texts and scores of pairs: models that read and generate nothing."""
+
+__all__ = ["job_loop", "load_model", "prepare"]

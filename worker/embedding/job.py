@@ -1,0 +1,72 @@
+"""One request for vectors or scores on its way through the worker."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import Usage
+
+Numbers = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Token ids of an input, and for encoders of pairs which of the two each is of."""
+
+    ids: tuple[int, ...]
+    types: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Owned by the loop from the moment it leaves the intake. Times are of the monotonic clock.
+
+    `results` has a row of numbers for each item that is computed. A vector is cut to `dimensions`; 0 is not at all.
+    """
+
+    rid: int
+    items: list[Item]
+    arrived: float
+    dimensions: int = 0
+    priority: int = 0
+    tenant: str = ""
+    deadline: float | None = None
+    wants_progress: bool = False
+    # Items that are not computed, the longest first.
+    left: list[int] = field(default_factory=list)
+    results: list[Numbers | None] = field(default_factory=list[Numbers | None])
+    arrival: int = 0
+    admitted: float = 0.0
+    computed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = sorted(range(len(self.items)), key=lambda at: len(self.items[at].ids), reverse=True)
+        self.results = [None] * len(self.items)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(item.ids) for item in self.items)
+
+    def usage(self, now: float) -> Usage:
+        admitted = self.admitted or now
+        return Usage(
+            prompt=self.tokens,
+            cached=0,
+            completion=0,
+            queue_ms=(admitted - self.arrived) * 1e3,
+            prefill_ms=(now - admitted) * 1e3,
+        )
+
+    def data(self) -> bytes:
+        """All results, as they are sent."""
+        rows = [row for row in self.results if row is not None]
+        assert len(rows) == len(self.items)
+        return np.stack([_cut(row, self.dimensions) for row in rows]).astype("<f4").tobytes()
+
+
+def _cut(row: Numbers, dimensions: int) -> Numbers:
+    if not dimensions or dimensions >= len(row):
+        return row
+    part = row[:dimensions]
+    return (part / np.linalg.norm(part)).astype(np.float32)

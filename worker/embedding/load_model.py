@@ -1,0 +1,204 @@
+"""Load of a model that reads: its transformer, the steps behind it, and the facts that requests are checked against."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+from transformers import AutoTokenizer
+
+from protocol.context import context_of
+from protocol.failures import Code
+from protocol.kinds import EMBED, ENCODERS, RERANK, TEXT, kind_of
+from protocol.messages import EmbeddingInfo
+from protocol.spec import WorkerSpec
+from protocol.towers import has_media
+from worker.embedding.backbones import BidirectionalGemma, Decoder, Encoder, load_backbone
+from worker.embedding.job import Item, Numbers
+from worker.embedding.pooling import Head
+from worker.embedding.sentence_files import Steps, read_steps
+from worker.errors import LoadFailed
+from worker.model.loader import cast, check_weights, explain, nbytes, read_config, resolve, vocab_size_of
+from worker.model.memory import has_gpu
+from worker.vision.checkpoint import Contradiction, fold
+
+# An encoder of fewer bytes is computed in float32 on a GPU too: half of its numbers would be noise.
+_FLOAT32_BYTES: Final = 1 << 30
+# A tokenizer without a limit names a number such as 1e30.
+_NO_LIMIT: Final = 1_000_000_000
+# By which a tokenizer tells the two texts of a pair apart, where its model was trained with them.
+_SEGMENTS: Final = "token_type_ids"
+# The words of which a decoder that judges pairs says one.
+_YES, _NO = "yes", "no"
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A loaded model of embeddings or scores. `compute` gives a row of numbers for each item."""
+
+    kind: str
+    tokenizer: Any
+    path: Path
+    model_type: str
+    vocab_size: int
+    max_context: int
+    weights_bytes: int
+    compute: Callable[[Sequence[Item]], Numbers]
+    steps: Steps | None = None
+    embedding: EmbeddingInfo | None = None
+    # Tells the two texts of a pair apart by more than what stands between them.
+    has_segments: bool = False
+    # Reads pairs as text of a template of its own, not by its tokenizer.
+    is_judge: bool = False
+
+
+def kind_of_spec(spec: WorkerSpec) -> str:
+    """The kind of the model that `spec` names. Raises `LoadFailed`."""
+    if spec.kind:
+        return spec.kind
+    path = resolve(spec.path)
+    name = spec.path if spec.path.rstrip("/").rpartition("/")[2] not in ("", ".", "..") else path.name
+    return kind_of(read_config(path), {file.name for file in path.iterdir()}, name)
+
+
+def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int], None]) -> Reader:
+    """Load what `spec` names. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
+    assert kind != TEXT
+    folder = resolve(spec.path)
+    config = _folded(folder)
+    is_encoder = config["model_type"] in ENCODERS
+    is_causal = not is_encoder and config.get("use_bidirectional_attention") is not True
+    steps = read_steps(folder, is_causal) if kind == EMBED else None
+    path = folder if steps is None else steps.weights
+    total = check_weights(path)
+    progress("weights", 0, total)
+    try:
+        backbone = load_backbone(path, config, spec.trust_remote_code, is_scoring=kind == RERANK)
+        cast(backbone.module, _dtype(spec.dtype, is_encoder, total))
+        mx.eval(backbone.module.parameters())
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+    except LoadFailed:
+        raise
+    except Exception as error:  # the boundary to code of every architecture
+        raise explain(path, config, error) from error
+    weights_bytes = nbytes(backbone.module)
+    progress("weights", weights_bytes, weights_bytes)
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
+        raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
+    longest = steps.max_tokens if steps is not None else 0
+    vocab_size = vocab_size_of(config, tokenizer)
+    compute, width = _compute(backbone, steps, config, tokenizer)
+    return Reader(
+        kind=kind,
+        tokenizer=tokenizer,
+        path=folder,
+        model_type=str(config["model_type"]),
+        vocab_size=vocab_size,
+        max_context=_context(config, tokenizer, backbone.max_tokens, longest, spec.context),
+        weights_bytes=weights_bytes,
+        compute=compute,
+        steps=steps,
+        embedding=None if steps is None else _info(config, steps, width, spec.matryoshka),
+        has_segments=isinstance(backbone, Encoder) and backbone.has_segments and _SEGMENTS in tokenizer.model_input_names,
+        is_judge=kind == RERANK and not is_encoder,
+    )
+
+
+def _folded(folder: Path) -> dict[str, Any]:
+    config = read_config(folder)
+    if has_media(config):
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, "embeddings and scores of a model of images and text are not served")
+    try:
+        return fold(config)
+    except Contradiction as error:
+        raise LoadFailed(Code.MODEL_CORRUPT, str(error)) from error
+
+
+def _dtype(asked: str, is_encoder: bool, total: int) -> str:
+    return "float32" if asked == "auto" and is_encoder and has_gpu() and total < _FLOAT32_BYTES else asked
+
+
+def _compute(
+    backbone: Encoder | Decoder | BidirectionalGemma, steps: Steps | None, config: Mapping[str, Any], tokenizer: Any
+) -> tuple[Callable[[Sequence[Item]], Numbers], int]:
+    """The function from items to rows of numbers, and how many numbers are in a row."""
+    if steps is not None:
+        head = Head(steps)
+        width = head.width(int(config.get("hidden_size") or config.get("n_embd") or 0))
+        return lambda items: _numbers(head(backbone.hidden(*_batch(items)), _lengths(items))), width
+    if isinstance(backbone, Encoder):
+        is_sigmoid = _is_sigmoid(config)
+
+        def score(items: Sequence[Item]) -> Numbers:
+            scores = backbone.scores(*_batch(items)).astype(mx.float32)
+            return _numbers((mx.sigmoid(scores) if is_sigmoid else scores)[:, None])
+
+        return score, 1
+    assert isinstance(backbone, Decoder)
+    yes, no = _word(tokenizer, _YES), _word(tokenizer, _NO)
+
+    def judge(items: Sequence[Item]) -> Numbers:
+        hidden = backbone.hidden(*_batch(items))
+        last = hidden[mx.arange(len(items)), mx.array(_lengths(items)) - 1]
+        logits = backbone.logits(last).astype(mx.float32)
+        return _numbers(mx.sigmoid(logits[:, yes] - logits[:, no])[:, None])
+
+    return judge, 1
+
+
+def _batch(items: Sequence[Item]) -> tuple[mx.array, list[int], mx.array | None]:
+    lengths = _lengths(items)
+    longest = max(lengths)
+    ids = mx.array([[*item.ids, *(0,) * (longest - len(item.ids))] for item in items])
+    if not items[0].types:
+        return ids, lengths, None
+    return ids, lengths, mx.array([[*item.types, *(0,) * (longest - len(item.types))] for item in items])
+
+
+def _lengths(items: Sequence[Item]) -> list[int]:
+    return [len(item.ids) for item in items]
+
+
+def _numbers(rows: mx.array) -> Numbers:
+    return np.array(rows, dtype=np.float32)
+
+
+def _word(tokenizer: Any, word: str) -> int:
+    ids = tokenizer(word, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        message = f"a decoder that scores pairs says {_YES!r} or {_NO!r}; this tokenizer has no token for {word!r}"
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
+    return int(ids[0])
+
+
+def _is_sigmoid(config: Mapping[str, Any]) -> bool:
+    """Whether a score is brought between 0 and 1: by default, and where the files of sentence-transformers say so."""
+    own = config.get("sentence_transformers")
+    named = own.get("activation_fn") if isinstance(own, dict) else config.get("sbert_ce_default_activation_function")
+    kind = str(named or "Sigmoid").rpartition(".")[2]
+    if kind not in ("Sigmoid", "Identity"):
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, f"the activation {kind!r} of a score is not known")
+    return kind == "Sigmoid"
+
+
+def _context(config: dict[str, Any], tokenizer: Any, own: int, longest: int, wanted: int) -> int:
+    """The least of what config.json, the encoder's positions, the files beside it and the operator say."""
+    named = context_of(config)
+    limit = getattr(tokenizer, "model_max_length", None)
+    limits = [
+        own or (int(named[1]) if named is not None else 0),
+        longest,
+        wanted,
+        limit if isinstance(limit, int) and limit < _NO_LIMIT else 0,
+    ]
+    stated = [each for each in limits if each > 0]
+    if not stated:
+        raise LoadFailed(Code.MODEL_CORRUPT, "no file of the model says how long its input may be; set context")
+    return min(stated)
+
+
+def _info(config: Mapping[str, Any], steps: Steps, width: int, is_allowed: bool) -> EmbeddingInfo:
+    is_declared = bool(config.get("is_matryoshka") or config.get("matryoshka_dimensions") or steps.dimensions)
+    return EmbeddingInfo(width, is_allowed or is_declared, tuple(steps.prompts))

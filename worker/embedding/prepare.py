@@ -1,0 +1,250 @@
+"""From an `EmbedPrompt` or a `ScorePrompt` to a `Job`: prompts, encoding, validation. Runs off the loop's thread.
+
+MLX does no bounds checks, so every id that could reach it is checked here.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from protocol.failures import Code
+from protocol.kinds import EMBED
+from protocol.messages import (
+    ChatPrompt,
+    Detokenize,
+    EmbedPrompt,
+    Generate,
+    Prompt,
+    ScorePrompt,
+    TextPrompt,
+    Tokenize,
+    Tokenized,
+    TokensPrompt,
+)
+from worker.embedding.job import Item, Job
+from worker.embedding.load_model import Reader
+from worker.errors import RequestInvalid
+
+# Text longer than this many characters for each token of the context hardly ever fits.
+_CHARS_PER_TOKEN: Final = 8
+# Tokens are counted of no more text than this many times what fits.
+_QUESTION_CONTEXTS: Final = 4
+# An answer has to fit into one frame.
+_DATA_BYTES: Final = 48 << 20
+_TASK: Final = "Given a web search query, retrieve relevant passages that answer the query"
+# The form in which Qwen3-Reranker was trained to see a pair.
+_BEFORE: Final = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+class Preparer:
+    """Turns requests into jobs for one loaded model."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._tokenizer = reader.tokenizer
+        # Truncation is a state of the tokenizer, and two threads ask it.
+        self._lock = threading.RLock()
+
+    def job(self, request: Generate, arrived: float) -> Job:
+        """A job that is safe to run. Raises `RequestInvalid`."""
+        prompt = request.prompt
+        match prompt:
+            case EmbedPrompt() if self._reader.kind == EMBED:
+                items, dimensions = self._embed_items(prompt), self._dimensions(prompt)
+            case ScorePrompt() if self._reader.kind != EMBED:
+                items, dimensions = self._pair_items(prompt), 0
+            case _:
+                raise self._wrong_kind()
+        return Job(
+            rid=request.rid,
+            items=items,
+            arrived=arrived,
+            dimensions=dimensions,
+            priority=request.priority,
+            tenant=request.tenant,
+            deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
+            wants_progress=request.want_progress,
+        )
+
+    def tokenize(self, request: Tokenize | Detokenize, is_wanted: Callable[[], bool]) -> Tokenized | None:
+        """The answer to a question about tokens. Raises `RequestInvalid`."""
+        match request:
+            case Detokenize(rid, ids):
+                self._check_ids(ids, "tokens")
+                with self._lock:
+                    return Tokenized(rid, len(ids), text=self._tokenizer.decode(ids))
+            case Tokenize(rid, prompt, want_ids):
+                ids = self._question(prompt)
+                return Tokenized(rid, len(ids), tuple(ids) if want_ids else ())
+
+    def _question(self, prompt: Prompt) -> Sequence[int]:
+        match prompt:
+            case TokensPrompt(ids):
+                self._check_ids(ids, "prompt")
+                return ids
+            case TextPrompt(text):
+                most = _QUESTION_CONTEXTS * _CHARS_PER_TOKEN * self._reader.max_context
+                if len(text) > most:
+                    message = f"The text has {len(text)} characters; tokens are counted of at most {most} at once."
+                    raise RequestInvalid(Code.INVALID_REQUEST, message, param="prompt")
+                return self._encode([text], 0)[0].ids
+            case ChatPrompt() | EmbedPrompt() | ScorePrompt():
+                raise self._wrong_kind()
+
+    # -- embeddings --------------------------------------------------------------------------------------------------
+
+    def _embed_items(self, prompt: EmbedPrompt) -> list[Item]:
+        steps = self._reader.steps
+        assert steps is not None
+        before = steps.prompt(prompt.prompt_name, prompt.is_query, prompt.is_document)
+        if before is None:
+            known = ", ".join(sorted(steps.prompts)) or "none"
+            message = f"The model has no prompt named {prompt.prompt_name[:100]!r}; it has: {known}."
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param="prompt_name")
+        most = self._most(prompt.truncate)
+        texts = [before + each for each in prompt.inputs if isinstance(each, str)]
+        encoded = iter(self._encode(texts, most))
+        items: list[Item] = []
+        for at, given in enumerate(prompt.inputs):
+            if isinstance(given, str):
+                items.append(next(encoded))
+                continue
+            self._check_ids(given, f"input[{at}]")
+            items.append(Item(given[:most] if most else given))
+        self._check_items(items, "input")
+        return items
+
+    def _dimensions(self, prompt: EmbedPrompt) -> int:
+        """Numbers of each vector that are sent; 0 is all. Raises `RequestInvalid`."""
+        info, steps = self._reader.embedding, self._reader.steps
+        assert info is not None
+        assert steps is not None
+        wanted = prompt.dimensions or steps.dimensions
+        if wanted > info.dimensions:
+            message = f"'dimensions' is {wanted}; the vectors of this model have {info.dimensions}."
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param="dimensions")
+        if prompt.dimensions not in (0, info.dimensions) and not info.is_matryoshka:
+            message = (
+                "The files of this model do not declare that its vectors may be cut: 'dimensions' is not supported "
+                "(operator: matryoshka = true where the model was trained for it)."
+            )
+            raise RequestInvalid(Code.UNSUPPORTED, message, param="dimensions")
+        size = len(prompt.inputs) * (wanted or info.dimensions) * 4
+        if size > _DATA_BYTES:
+            message = f"The vectors of {len(prompt.inputs)} inputs would take {size} bytes; ask for fewer at once."
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param="input")
+        return 0 if wanted == info.dimensions else wanted
+
+    # -- pairs -------------------------------------------------------------------------------------------------------
+
+    def _pair_items(self, prompt: ScorePrompt) -> list[Item]:
+        if len(prompt.queries) not in (1, len(prompt.documents)):
+            message = f"{len(prompt.queries)} texts cannot be paired with {len(prompt.documents)}."
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param=prompt.params[0])
+        queries = prompt.queries * len(prompt.documents) if len(prompt.queries) == 1 else prompt.queries
+        if prompt.instruction and not self._reader.is_judge:
+            message = "This model takes no instruction: it was trained on pairs alone."
+            raise RequestInvalid(Code.UNSUPPORTED, message, param="instruction")
+        make = self._judged if self._reader.is_judge else self._paired
+        with self._lock:
+            items = [make(query, document, prompt) for query, document in zip(queries, prompt.documents, strict=True)]
+        self._check_items(items, prompt.params[1])
+        return items
+
+    def _paired(self, query: str, document: str, prompt: ScorePrompt) -> Item:
+        """A pair as the tokenizer joins two texts."""
+        most = self._most(prompt.truncate)
+        encoded = self._tokenizer(
+            self._bounded(query),
+            self._cut_document(document, prompt),
+            truncation="only_second" if most else False,
+            max_length=most or None,
+            return_token_type_ids=self._reader.has_segments,
+            verbose=False,
+        )
+        types = encoded["token_type_ids"] if self._reader.has_segments else ()
+        return Item(tuple(encoded["input_ids"]), tuple(types))
+
+    def _judged(self, query: str, document: str, prompt: ScorePrompt) -> Item:
+        """A pair as text between the marks of a chat, to which the model says yes or no."""
+        asked = f"<Instruct>: {prompt.instruction or _TASK}\n<Query>: {self._bounded(query)}\n<Document>: "
+        before, after = self._ids(_BEFORE), self._ids(_AFTER)
+        # Question and document as one text, as it was trained: tokens may reach across where they meet.
+        body = self._ids(asked + self._cut_document(document, prompt))
+        if most := self._most(prompt.truncate):
+            room = most - len(before) - len(after)
+            # Without room for the question all of it is left, to be refused.
+            body = body[:room] if room >= len(self._ids(asked)) else body
+        return Item((*before, *body, *after))
+
+    def _cut_document(self, document: str, prompt: ScorePrompt) -> str:
+        document = self._bounded(document)
+        most = prompt.truncate_document
+        if not most:
+            return document
+        ids = self._ids(document)
+        return document if len(ids) <= most else self._tokenizer.decode(ids[:most], skip_special_tokens=False)
+
+    def _ids(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+    # -- both --------------------------------------------------------------------------------------------------------
+
+    def _most(self, truncate: int) -> int:
+        """Tokens that an input is cut to; 0 is not at all."""
+        longest = self._reader.max_context
+        return longest if truncate < 0 else min(truncate, longest)
+
+    def _bounded(self, text: str) -> str:
+        """The beginning of a text whose beginning has too many tokens: all of it could cost seconds and gigabytes."""
+        start = text[: _CHARS_PER_TOKEN * (self._reader.max_context + 1)]
+        is_whole = len(start) == len(text) or len(self._ids(start)) <= self._reader.max_context
+        return text if is_whole else start
+
+    def _encode(self, texts: list[str], most: int) -> list[Item]:
+        if not texts:
+            return []
+        with self._lock:
+            encoded = self._tokenizer(
+                [self._bounded(text) for text in texts],
+                truncation=most > 0,
+                max_length=most or None,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+        return [Item(tuple(ids)) for ids in encoded["input_ids"]]
+
+    def _check_items(self, items: Sequence[Item], param: str) -> None:
+        longest = self._reader.max_context
+        for at, item in enumerate(items):
+            where = f"{param}[{at}]"
+            if not item.ids:
+                raise RequestInvalid(Code.INVALID_REQUEST, f"'{where}' has no tokens.", param=where)
+            if len(item.ids) > longest:
+                raise RequestInvalid(
+                    Code.CONTEXT_LENGTH_EXCEEDED,
+                    f"This model's maximum input length is {longest} tokens. However, '{where}' has at least "
+                    f"{len(item.ids)} tokens. Please shorten it, or set 'truncate_prompt_tokens' to -1.",
+                    param=where,
+                    numbers=(len(item.ids), longest),
+                )
+            self._check_ids(item.ids, where)
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        if not ids:
+            return
+        token = min(ids) if min(ids) < 0 else max(ids)
+        if not 0 <= token < self._reader.vocab_size:
+            size = self._reader.vocab_size
+            message = f"{param} names token id {token}, outside of the model's vocabulary of {size}"
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+
+    def _wrong_kind(self) -> RequestInvalid:
+        is_embedder = self._reader.kind == EMBED
+        what = "makes embeddings" if is_embedder else "scores pairs of texts"
+        where = "POST /v1/embeddings" if is_embedder else "POST /v1/rerank or /v1/score"
+        return RequestInvalid(Code.UNSUPPORTED, f"This model {what} and nothing else: use {where}.", param="model")

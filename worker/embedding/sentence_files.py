@@ -1,0 +1,141 @@
+"""Steps from hidden states to a vector, and prompts, as the files of sentence-transformers beside a model give them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from protocol.failures import Code
+from protocol.kinds import MODULES
+from worker.errors import LoadFailed
+from worker.model.loader import read_json
+
+# The order in which sentence-transformers joins the vectors of several ways.
+POOLINGS: Final = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_QUERY: Final = ("query",)
+_DOCUMENT: Final = ("document", "passage", "corpus")
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """`poolings` are joined; `dense` are folders of linear layers, in order; the vector may be normalized at the end.
+
+    `prompts` stand before a text, the one named `default_prompt` where a request names none.
+    """
+
+    poolings: tuple[str, ...]
+    dense: tuple[Path, ...] = ()
+    is_normalized: bool = True
+    # Where the transformer is in the folder; most often the folder itself.
+    weights: Path = Path()
+    max_tokens: int = 0
+    prompts: Mapping[str, str] = field(default_factory=dict[str, str])
+    default_prompt: str = ""
+    # To which its vectors are cut where a request says nothing; 0 is not at all.
+    dimensions: int = 0
+
+    def prompt(self, name: str, is_query: bool, is_document: bool) -> str | None:
+        """Text before an input. None for a name that the model does not have."""
+        if name:
+            return self.prompts.get(name)
+        wanted = (*(_QUERY if is_query else ()), *(_DOCUMENT if is_document else ()), self.default_prompt)
+        return next((self.prompts[each] for each in wanted if each in self.prompts), "")
+
+
+def read_steps(folder: Path, is_causal: bool) -> Steps:
+    """Steps of a model. Without files that tell: the last token of a decoder, the mean of an encoder, normalized.
+
+    Raises `LoadFailed` for a step that is not known.
+    """
+    prompts, default, dimensions = _prompts(folder)
+    steps = Steps(
+        poolings=("lasttoken" if is_causal else "mean",),
+        weights=folder,
+        max_tokens=_max_tokens(folder),
+        prompts=prompts,
+        default_prompt=default,
+        dimensions=dimensions,
+    )
+    if not (folder / MODULES).exists():
+        return steps
+    return _read_modules(folder, steps)
+
+
+def _read_modules(folder: Path, steps: Steps) -> Steps:
+    poolings, weights = steps.poolings, folder
+    dense: list[Path] = []
+    is_normalized = False
+    for module in _modules(folder / MODULES):
+        kind, place = str(module.get("type", "")).rpartition(".")[2], folder / str(module.get("path") or "")
+        match kind:
+            case "Transformer":
+                weights = place
+            case "Pooling":
+                poolings = _poolings(place / "config.json")
+            case "Dense":
+                dense.append(place)
+            case "Normalize":
+                is_normalized = True
+            case _:
+                raise LoadFailed(Code.MODEL_UNSUPPORTED, f"{folder / MODULES} has a step {kind!r}, which is not known")
+    return Steps(
+        poolings,
+        tuple(dense),
+        is_normalized,
+        weights,
+        steps.max_tokens or _max_tokens(weights),
+        steps.prompts,
+        steps.default_prompt,
+        steps.dimensions,
+    )
+
+
+def _modules(file: Path) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is not readable JSON: {error}") from error
+    if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{file} is not a list of steps")
+    return sorted(content, key=lambda each: int(each.get("idx", 0)))
+
+
+def _poolings(file: Path) -> tuple[str, ...]:
+    config = read_json(file)
+    if config.get("include_prompt", True) is False:
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, f"{file} leaves prompts out of the pooling, which is not supported")
+    named = config.get("pooling_mode")
+    listed = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    poolings = tuple(listed) or tuple(way for key, way in POOLINGS.items() if config.get(key))
+    unknown = [way for way in poolings if way not in POOLINGS.values()]
+    if unknown or not poolings:
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, f"{file} names no way of pooling that is known: {unknown}")
+    return poolings
+
+
+def _prompts(folder: Path) -> tuple[dict[str, str], str, int]:
+    file = folder / "config_sentence_transformers.json"
+    config = read_json(file) if file.exists() else {}
+    prompts = config.get("prompts")
+    named = prompts if isinstance(prompts, dict) else {}
+    default, dimensions = config.get("default_prompt_name"), config.get("truncate_dim")
+    return (
+        {str(name): text for name, text in named.items() if isinstance(text, str)},
+        default if isinstance(default, str) else "",
+        dimensions if isinstance(dimensions, int) and dimensions > 0 else 0,
+    )
+
+
+def _max_tokens(folder: Path) -> int:
+    """The longest input by `sentence_bert_config.json`; 0 where it does not say."""
+    file = folder / "sentence_bert_config.json"
+    longest = read_json(file).get("max_seq_length") if file.exists() else None
+    return longest if isinstance(longest, int) and longest > 0 else 0
