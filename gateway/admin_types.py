@@ -59,6 +59,9 @@ class ModelStatus(Struct, frozen=True):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     draft_gain: float = 0.0
+    # Of one that is loaded: `text`, `embed` or `rerank`; and the length of embeddings.
+    kind: str = ""
+    dimensions: int = 0
 
 
 class MemoryStatus(Struct, frozen=True):

@@ -20,9 +20,11 @@ from gateway.api.ollama.refusals import REFUSED, Refusal
 from gateway.api.ollama_models import ListRunning, ListTags, OllamaVersion, Show
 from gateway.api.openai.chat import ChatCompletions
 from gateway.api.openai.completions import Completions
+from gateway.api.openai.embeddings import Embeddings
 from gateway.api.operations import Document
 from gateway.api.props import ModelProps
 from gateway.api.responses.endpoints import Responses
+from gateway.api.scores import Rerank, ScorePairs
 from gateway.api.tokenize import DetokenizeIds, TokenizeText
 from gateway.config.origins import is_loopback
 from gateway.config.settings import Config, url_of
@@ -138,6 +140,9 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
         [
             Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
             Route("/v1/completions", Completions(services), methods=["POST"]),
+            Route("/v1/embeddings", Embeddings(services), methods=["POST"]),
+            *(Route(path, Rerank(services), methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
+            *(Route(path, ScorePairs(services), methods=["POST"]) for path in ("/v1/score", "/score")),
             Route("/v1/messages", Messages(services), methods=["POST"]),
             Route("/v1/messages/count_tokens", CountTokens(services), methods=["POST"]),
             *responses.routes(),

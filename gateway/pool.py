@@ -322,6 +322,8 @@ class Pool:
             deterministic=model.deterministic,
             speculate=model.speculate,
             draft=model.draft,
+            kind="" if model.kind == "auto" else model.kind,
+            matryoshka=model.matryoshka,
             trust_remote_code=model.trust_remote_code,
             log_level=model.log_level or config.server.log_level,
             parser=model.parser,

@@ -35,6 +35,7 @@ from gateway.peers.explanation import explain
 from gateway.reload import Reloader, facts_of
 from gateway.services import Services
 from gateway.supervisor.state import MemoryView, ModelUnavailable, WorkerView
+from protocol.kinds import TEXT
 
 BODY_MAX = 64 * 1024
 PAUSE_POLL_S = 0.05
@@ -124,6 +125,8 @@ class StatusEndpoint:
             drafted_tokens=sum(each.tokens for each in stats.drafted) if stats else 0,
             accepted_tokens=sum(each.accepted for each in stats.drafted) if stats else 0,
             draft_gain=stats.draft_gain if stats else 0.0,
+            kind=(ready.kind or TEXT) if ready else "",
+            dimensions=ready.embedding.dimensions if ready and ready.embedding else 0,
         )
 
 

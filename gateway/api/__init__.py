@@ -14,5 +14,6 @@ __all__ = [
     "peer_requests",
     "props",
     "responses",
+    "scores",
     "tokenize",
 ]

@@ -8,9 +8,11 @@ from gateway.config.names import Found
 from gateway.config.settings import SamplingDefaults
 from gateway.media.modalities import modalities
 from gateway.model_files.facts import FactsReader, ModelFacts
+from gateway.request.model_kind import kind_of_model
 from gateway.request.routing import Router
 from gateway.services import Services
 from gateway.supervisor.state import State, WorkerView
+from protocol.kinds import TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Entry:
     sampling: SamplingDefaults
     # As its worker says, or before a load as its files promise.
     modalities: tuple[str, ...]
+    # One of `protocol.kinds`: as its worker or its settings say, or its files.
+    kind: str
 
     @property
     def name(self) -> str:
@@ -86,4 +90,6 @@ class Catalog:
 
     def _entry(self, router: Router, target: Found, view: WorkerView) -> Entry:
         path = target.model.path
-        return Entry(target, view, self._facts.read(path), router.filled(target).sampling, modalities(path, view.ready))
+        kind = kind_of_model(target.model, view.ready) or TEXT
+        sampling = router.filled(target).sampling
+        return Entry(target, view, self._facts.read(path), sampling, modalities(path, view.ready), kind)

@@ -9,8 +9,9 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.catalog import Catalog, Entry
 from gateway.http.exchange import send_body
 from gateway.request.record import record_of
+from protocol.kinds import EMBED, RERANK
 
-Kind = Literal["llm", "vlm"]
+Kind = Literal["llm", "vlm", "embeddings"]
 
 
 class ModelV0(Struct, frozen=True):
@@ -70,7 +71,7 @@ class ModelV1(Struct, frozen=True):
     display_name: str
     loaded_instances: list[Instance]
     capabilities: Capabilities
-    type: str = "llm"
+    type: Literal["llm", "embedding"] = "llm"
     format: str = "mlx"
     quantization: Quantization | None = None
     publisher: str | UnsetType = UNSET
@@ -93,7 +94,7 @@ class ListV0:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         entries = await self._catalog.list(record_of(scope).caller)
-        await send_body(send, 200, msgspec.json.encode(ModelsV0([_v0(entry) for entry in entries])))
+        await send_body(send, 200, msgspec.json.encode(ModelsV0([_v0(entry) for entry in entries if _is_known(entry)])))
 
 
 class ListV1:
@@ -104,14 +105,14 @@ class ListV1:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         entries = await self._catalog.list(record_of(scope).caller)
-        await send_body(send, 200, msgspec.json.encode(ModelsV1([_v1(entry) for entry in entries])))
+        await send_body(send, 200, msgspec.json.encode(ModelsV1([_v1(entry) for entry in entries if _is_known(entry)])))
 
 
 def _v0(entry: Entry) -> ModelV0:
     ready, bits = entry.view.ready, entry.facts.bits
     return ModelV0(
         entry.name,
-        "vlm" if _sees(entry) else "llm",
+        "embeddings" if entry.kind == EMBED else "vlm" if _sees(entry) else "llm",
         "loaded" if ready is not None and entry.is_loaded else "not-loaded",
         ("tool_use",) if entry.knows_tools else (),
         publisher=_publisher(entry),
@@ -129,12 +130,18 @@ def _v1(entry: Entry) -> ModelV1:
         entry.name,
         [] if ready is None or not entry.is_loaded else [Instance(entry.name, InstanceConfig(ready.max_context))],
         Capabilities(_sees(entry), entry.knows_tools),
+        "embedding" if entry.kind == EMBED else "llm",
         quantization=Quantization(f"{facts.bits}bit", facts.bits) if facts.bits else None,
         publisher=_publisher(entry),
         architecture=facts.architecture or UNSET,
         size_bytes=facts.size_bytes or UNSET,
         max_context_length=entry.longest_context or UNSET,
     )
+
+
+def _is_known(entry: Entry) -> bool:
+    """Whether LM Studio has a type for it: none for rerankers."""
+    return entry.kind != RERANK
 
 
 def _sees(entry: Entry) -> bool:

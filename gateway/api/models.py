@@ -74,6 +74,8 @@ class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
     max_input_tokens: int | UnsetType = UNSET
     # As its worker says, or before a load as its files promise.
     input_modalities: tuple[str, ...] = (TEXT,)
+    # What it makes: `text`, `embed` for embeddings, or `rerank` for scores of pairs.
+    kind: str = TEXT
     meta: ModelMeta = ModelMeta()
     default_sampling: DefaultSampling = DefaultSampling()
     # While it loads.
@@ -117,6 +119,7 @@ class Models:
             max_model_len=context,
             max_input_tokens=context,
             input_modalities=entry.modalities,
+            kind=entry.kind,
             meta=ModelMeta(context, facts.context or UNSET, facts.parameters or UNSET, facts.size_bytes or UNSET),
             default_sampling=DefaultSampling.of(entry.sampling),
             load=_load(entry.view),

@@ -17,6 +17,7 @@ from gateway.http.exchange import send_body
 from gateway.request.headers import ignored_header
 from gateway.request.record import record_of
 from gateway.services import Services
+from protocol.kinds import EMBED, TEXT
 
 # Version of Ollama whose API this is: clients refuse older ones.
 VERSION: Final = "0.34.0"
@@ -196,6 +197,9 @@ def _capabilities(entry: Entry) -> list[str]:
         "audio": "audio" in entry.modalities,
         "thinking": any(sign in entry.chat_template for sign in _THINKING),
     }
+    if entry.kind != TEXT:
+        # Ollama has no name for rerankers.
+        return ["embedding"] if entry.kind == EMBED else []
     return ["completion", *(name for name, is_able in has.items() if is_able)]
 
 

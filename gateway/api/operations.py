@@ -6,7 +6,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 import protocol
-from gateway.api import openapi
+from gateway.api import openapi, scores
 from gateway.api.anthropic import request as anthropic
 from gateway.api.anthropic import response as anthropic_out
 from gateway.api.health import About, Health
@@ -18,6 +18,7 @@ from gateway.api.ollama import request as ollama
 from gateway.api.ollama import response as ollama_out
 from gateway.api.ollama.refusals import REFUSED
 from gateway.api.ollama_models import RunningModels, Shown, Tags, Version
+from gateway.api.openai import embeddings
 from gateway.api.openai import request as openai
 from gateway.api.openai import response as openai_out
 from gateway.api.openapi import Operation, Parameter
@@ -70,8 +71,8 @@ _PAGE: Final = (
 )
 
 DESCRIPTION: Final = """\
-OpenAI's chat completions, completions and Responses, Anthropic's Messages, Ollama's API, and a few routes of mlxd's
-own.
+OpenAI's chat completions, completions, embeddings and Responses, Anthropic's Messages, Ollama's API, ranking and scores
+of texts, and a few routes of mlxd's own.
 
 While mlxd has no API keys, clients on the loopback need none. Fields that are not named here are ignored and listed in
 the header `x-mlxd-ignored`. Whole numbers are written without a fraction. With the header `anthropic-version` errors
@@ -104,6 +105,27 @@ _OPENAI: Final = (
         (openai_out.TextCompletion, ErrorBody),
         headers=_SEED,
     ),
+    Operation(
+        "POST",
+        "/v1/embeddings",
+        "Create embeddings of texts.",
+        embeddings.EmbeddingList,
+        ErrorBody,
+        _GENERATE,
+        embeddings.EmbeddingsRequest,
+        openai.NO_ACTION,
+        headers=_IGNORED,
+    ),
+)
+_SCORES: Final = tuple(
+    Operation("POST", path, summary, answer, ErrorBody, _GENERATE, request, frozenset({"user"}), headers=_IGNORED)
+    for path, summary, answer, request in (
+        ("/v1/rerank", "Rank documents by a query.", scores.RerankList, scores.RerankRequest),
+        ("/rerank", "Rank documents, as `/v1/rerank` does.", scores.RerankList, scores.RerankRequest),
+        ("/v2/rerank", "Rank documents, as `/v1/rerank` does.", scores.RerankList, scores.RerankRequest),
+        ("/v1/score", "Score pairs of texts.", scores.ScoreList, scores.ScoreRequest),
+        ("/score", "Score pairs of texts, as `/v1/score` does.", scores.ScoreList, scores.ScoreRequest),
+    )
 )
 _ANTHROPIC: Final = (
     Operation(
@@ -344,7 +366,7 @@ _HEALTH: Final = tuple(
     )
     for path in ("/health", "/healthz")
 )
-OPERATIONS: Final = (*_OPENAI, *_ANTHROPIC, *_RESPONSES, *_OLLAMA, *_MLXD, *_HEALTH)
+OPERATIONS: Final = (*_OPENAI, *_SCORES, *_ANTHROPIC, *_RESPONSES, *_OLLAMA, *_MLXD, *_HEALTH)
 
 
 class Document:

@@ -17,7 +17,8 @@ from gateway.request.record import Record
 from gateway.services import Services
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import State
-from protocol.messages import Finish, Generate, Sampling, TextPrompt
+from protocol.kinds import EMBED, RERANK
+from protocol.messages import EmbedPrompt, Finish, Generate, Sampling, ScorePrompt, TextPrompt
 
 DEADLINE_S: Final = 10.0
 POLL_S: Final = 0.05
@@ -27,6 +28,8 @@ PRIORITY: Final = -1_000_000
 BROKEN: Final = frozenset({State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
 # Shares no cached prefix with any key.
 SALT: Final = "health"
+# For models that generate nothing.
+_PROMPTS: Final = {EMBED: EmbedPrompt(("Hi",)), RERANK: ScorePrompt(("Hi",), ("Hi",))}
 
 
 def require_admin(record: Record) -> None:
@@ -74,11 +77,11 @@ async def _probe(services: Services, worker: WorkerHandle, deadline_s: float) ->
 
 
 async def _one_token(services: Services, worker: WorkerHandle) -> str:
-    """Generate one token; returns the error, or an empty string. Raises `WorkerGone`."""
+    """Generate one token, or what else the model makes; returns the error, or an empty string. Raises `WorkerGone`."""
     link = services.link
     request = Generate(
         link.next_rid(),
-        TextPrompt("Hi"),
+        _PROMPTS.get(worker.ready.kind if worker.ready is not None else "", TextPrompt("Hi")),
         Sampling(temperature=0.0),
         max_tokens=1,
         priority=PRIORITY,

@@ -174,6 +174,10 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     speculate: Literal["auto", "off"] = "auto"
     # A smaller model of the same tokens that drafts, as a folder or repository; empty is none.
     draft: str = ""
+    # What it is for: text that it generates, embeddings, or scores of pairs; `auto` is as its files say.
+    kind: Literal["auto", "text", "embed", "rerank"] = "auto"
+    # Its embeddings may be cut to fewer dimensions, also where its files do not declare that it was trained for it.
+    matryoshka: bool = False
     load_timeout_s: Seconds = 600.0
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()

@@ -36,7 +36,7 @@ def info(
 
 def say(name: str, found: "Info", tell: Callable[[str], None] = typer.echo) -> None:
     """Print it for people, line by line."""
-    from gateway.ctl.tables import size
+    from gateway.ctl.tables import MADE, size
     from gateway.media.modalities import SETUP, has_towers_library
 
     kv = "not computed for this attention"
@@ -47,6 +47,8 @@ def say(name: str, found: "Info", tell: Callable[[str], None] = typer.echo) -> N
     if found.tokens_max is not None and found.context and found.tokens_max < found.context:
         context += f", of which memory holds {found.tokens_max}"
     tell(f"{name}: {found.model_type or '?'}, {place}")
+    if found.kind in MADE:
+        tell(f"makes      {MADE[found.kind]}")
     tell(f"weights    {size(found.weights_bytes)} in memory, {size(found.disk_bytes)} on disk")
     tell(f"KV         {kv}")
     tell(f"context    {context}")

@@ -11,6 +11,8 @@ from gateway.admin_types import MemoryStatus, ModelStatus, Status, UsageLine, Us
 from gateway.ctl.prefix_files import Folder
 from gateway.ctl.rates import ModelSample, Sample, waiting
 
+# By models that generate nothing.
+MADE = {"embed": "embeddings", "rerank": "scores of pairs"}
 STATE_COLORS = {
     "ready": "green",
     "loading": "yellow",
@@ -37,6 +39,10 @@ def status(status: Status, console: Console) -> None:
         table.add_row(*_row(model))
     console.print(table)
     lanes(status.models, console)
+    for model in status.models:
+        if model.kind in MADE:
+            length = f" of {model.dimensions} numbers" if model.dimensions else ""
+            console.print(f"{model.name}: makes {MADE[model.kind]}{length}", highlight=False, markup=False)
     for model in status.models:
         if model.last_failure and model.state not in ("ready", "draining"):
             again = f" (next try in {duration(model.retry_after_s)})" if model.retry_after_s else ""

@@ -251,18 +251,24 @@ async def respond_stream(
 async def respond_whole(generation: Generation, fold: Fold, record: Record, receive: Receive, send: Send) -> None:
     """Answer in one piece. Raises `ApiError`."""
 
+    async with cut_off(record, receive):
+        await send_body(send, 200, await folded(generation, fold), generation.headers)
+
+
+async def folded(generation: Generation, fold: Fold) -> bytes:
+    """The answer that `fold` makes of all events of `generation`. Raises `ApiError`."""
+
     def collect() -> bool:
         fold.add(generation.take())
         return True
 
-    async with cut_off(record, receive):
-        while not generation.is_done:
-            if not generation.is_open and not generation.open_now():
-                await generation.open()
-            fold.add(await generation.next(relay=collect))
-            if generation.failure is not None:
-                raise generation.failure
-        await send_body(send, 200, fold.result(), generation.headers)
+    while not generation.is_done:
+        if not generation.is_open and not generation.open_now():
+            await generation.open()
+        fold.add(await generation.next(relay=collect))
+        if generation.failure is not None:
+            raise generation.failure
+    return fold.result()
 
 
 @asynccontextmanager

@@ -19,6 +19,9 @@ LM_STUDIO: Final = ("/api/v0/", "/api/v1/")
 INFILL: Final = "/infill"
 # Routes of Ollama's that generate; its others are about models.
 OLLAMA_REQUESTS: Final = frozenset({"/api/chat", "/api/generate", "/api/embed", "/api/embeddings"})
+# Of models that score pairs, where others have these routes.
+_SCORES: Final = frozenset({"/rerank", "/v2/rerank", "/score"})
+_MORE: Final = OLLAMA_REQUESTS | _SCORES | {INFILL}
 # A client must always be able to stop what it started.
 _UNCOUNTED: Final = "/cancel"
 # Asked of a model beside the APIs.
@@ -34,7 +37,7 @@ def dialect_of(path: str, headers: Headers) -> Dialect:
 
 def is_of_api(method: str, path: str) -> bool:
     """Whether it is a request of an API in the metrics; a list of models is not."""
-    return method == METHOD and (path.startswith(PREFIX) or path in OLLAMA_REQUESTS or path == INFILL)
+    return method == METHOD and (path.startswith(PREFIX) or path in _MORE)
 
 
 def is_counted(method: str, path: str) -> bool:

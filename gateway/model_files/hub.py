@@ -34,10 +34,10 @@ from gateway.model_files.support import is_weights
 from protocol.towers import is_tower
 
 MAIN: Final = "main"
-# What mlx-lm and the tokenizers read.
+# What mlx-lm and the tokenizers read, and of models of embeddings the steps behind the transformer.
 WANTED: Final = (
     "*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.txt", "*.jsonl",
-    "*.jinja",
+    "*.jinja", "*_Dense/model.safetensors",
 )  # fmt: skip
 TIMEOUT_S: Final = 30.0
 _READERS: Final = 8
@@ -139,7 +139,8 @@ def inspect(repository: Repository, dtype: str, context: int, available_bytes: i
     if config is None or not any(is_weights(file.name) for file in repository.files):
         return None
     weights = read_weights(repository, dtype)
-    info = estimate(repository.id, config, weights, context, available_bytes)
+    names = [file.name for file in repository.files]
+    info = estimate(repository.id, config, weights, context, available_bytes, names)
     return msgspec.structs.replace(info, is_downloaded=False, obstacles=tuple(_obstacles(repository, config)))
 
 

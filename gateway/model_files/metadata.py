@@ -6,7 +6,7 @@ import json
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from gateway.model_files.hub_cache import folder_of
 from protocol.context import context_of
+from protocol.kinds import kind_of
 from protocol.towers import AUDIO_SECTIONS, VISION_SECTIONS, has_section, is_tower
 
 # As the loader takes them.
@@ -82,6 +83,8 @@ class Info(Struct, frozen=True):
     # Beside text, by its files; and of `weights_bytes` those of the towers that encode it.
     modalities: tuple[str, ...] = ()
     tower_bytes: int = 0
+    # One of `protocol.kinds`, by its files.
+    kind: str = ""
 
 
 def find(path: str) -> Path:
@@ -104,13 +107,30 @@ def find(path: str) -> Path:
     return repository / "snapshots" / revision
 
 
+def kind_of_files(path: str) -> str:
+    """The kind of a model by its files; empty where they cannot be read."""
+    try:
+        folder = find(path)
+        return kind_of(read_config(folder), {file.name for file in folder.iterdir()}, path)
+    except (Unreadable, OSError):
+        return ""
+
+
 def inspect(folder: Path, dtype: str, context: int, available_bytes: int) -> Info:
     """Raises `Unreadable`. `dtype` and `context` as configured."""
-    return estimate(str(folder), read_config(folder), read_weights(folder, dtype), context, available_bytes)
+    config, weights = read_config(folder), read_weights(folder, dtype)
+    return estimate(str(folder), config, weights, context, available_bytes, [file.name for file in folder.iterdir()])
 
 
-def estimate(path: str, config: dict[str, Any], weights: Weights, context: int, available_bytes: int) -> Info:
-    """From what was read, here or elsewhere."""
+def estimate(
+    path: str,
+    config: dict[str, Any],
+    weights: Weights,
+    context: int,
+    available_bytes: int,
+    files: Container[str] = (),
+) -> Info:
+    """From what was read, here or elsewhere; `files` are the names of those beside config.json."""
     kv = attention(config, weights.number_bytes)
     own = own_context(config)
     longest = min(own, context) if own and context else own or context or None
@@ -131,6 +151,7 @@ def estimate(path: str, config: dict[str, Any], weights: Weights, context: int, 
         kv_window_bytes=0 if kv is None else kv.window_bytes,
         modalities=promised(config),
         tower_bytes=weights.tower_bytes,
+        kind=kind_of(config, files, path),
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from protocol.kinds import ENCODERS
+
 LIBRARIES: Final = ("mlx_lm", "mlx_vlm")
 # What mlx-lm's loader knows besides MLX's own quantization.
 _QUANT_METHODS: Final = frozenset({"awq", "bitnet", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8"})
@@ -31,7 +33,11 @@ def architecture_obstacles(config: dict[str, Any]) -> list[str]:
     """Reasons that its architecture alone gives, as clauses."""
     if not isinstance(model_type := config.get("model_type"), str):
         return ["its config.json names no model_type"]
-    return [] if _is_known(model_type) else [f"the installed mlx-lm has no architecture {model_type!r}"]
+    return (
+        []
+        if model_type in ENCODERS or _is_known(model_type)
+        else [f"the installed mlx-lm has no architecture {model_type!r}"]
+    )
 
 
 def is_weights(name: str) -> bool:

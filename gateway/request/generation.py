@@ -12,19 +12,21 @@ import msgspec
 
 from gateway.access.rate_limit import Bill, Meter
 from gateway.config.settings import ModelConfig
-from gateway.errors import ApiError, Cancelled, Unavailable, from_failure, from_unsendable
+from gateway.errors import ApiError, BadRequest, Cancelled, Unavailable, from_failure, from_unsendable
 from gateway.link.collector import Collector, Relay
 from gateway.link.link import LATE
 from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check, likely_tokens
 from gateway.peers.peer_stream import PeerStream
 from gateway.request.headers import relaxed_header, served_by_header
+from gateway.request.model_kind import check_kind
 from gateway.request.record import Header, Record
 from gateway.request.runtime import Runtime
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import ModelUnavailable, State
 from protocol.codec import Unsendable, prompt_bytes
 from protocol.failures import Code, Failure
+from protocol.kinds import TEXT
 from protocol.messages import Delta, Finish, Generate
 
 QUEUE_RETRY_AFTER_S: Final = 5.0
@@ -55,9 +57,11 @@ class Generation:
         record: Record,
         bind: Callable[[Sequence[int]], None],
         *,
+        kind: str = TEXT,
         stays_here: bool = False,
     ) -> None:
-        """A request that `stays_here` is sent to no peer."""
+        """`kind` is that of the model which such requests are for. One that `stays_here` is sent to no peer, nor is
+        one for anything but text."""
         self._runtime = runtime
         self._model = model
         # Kept, because a reload may take the model out of the pool. None of a model that only peers have.
@@ -65,9 +69,10 @@ class Generation:
         self._generates = [record.caller.bind(generate) for generate in generates]
         self.record = record
         self._journey = (
-            None if stays_here else runtime.fleet.journey(model, self._generates, record.id, self._note_place)
+            None if stays_here or kind != TEXT else runtime.fleet.journey(model, self._generates, record.id, self._note_place)
         )
         self._bind = bind
+        self._kind = kind
         # All sequences share it. It counts from the request's arrival, and holds while the model loads too.
         limit_ms = generates[0].deadline_ms
         self._deadline = record.started + limit_ms / 1000 if limit_ms else math.inf
@@ -173,6 +178,12 @@ class Generation:
 
     async def open(self) -> None:
         """Wait until the model is ready, and start. Raises `ApiError`."""
+        if self._worker is None and self._kind != TEXT:
+            message = f"The model '{self._model.name}' is a peer's: peers are asked for text, not for vectors or scores."
+            raise BadRequest(message, "model", "unsupported_model_kind")
+        if self._worker is not None and self._worker.ready is None:
+            # Before it is loaded in vain.
+            check_kind(self._model, None, self._kind)
         queue_s = self._runtime.config.server.queue_timeout_s
         limit_s = min(queue_s or math.inf, self._deadline - time.perf_counter())
         phases = self.record.phases
@@ -207,6 +218,10 @@ class Generation:
 
     def _submit(self, worker: WorkerHandle | PeerStream) -> bool:
         generates = self._generates
+        if isinstance(worker, PeerStream):
+            check_kind(self._model, self._runtime.view(self._model).ready, self._kind)
+        elif worker.is_ready:
+            check_kind(self._model, worker.ready, self._kind)
         if self.record.media and worker.is_ready:
             check(self._model.name, self._model.path, self._runtime.view(self._model).ready, self.record.media)
         if self._deadline < math.inf:

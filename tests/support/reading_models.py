@@ -1,4 +1,4 @@
-"""Tiny random models of embeddings and scores in the layout of a Hugging Face repository, with torch's names of weights.
+"""Tiny random models of embeddings and scores, in the layout of a Hugging Face repository with torch's names.
 
 The numbers come from numpy, so that any machine makes the same files: `reading_reference.py` reads them with torch.
 """
@@ -89,6 +89,7 @@ RERANKERS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "modernbert": ("ModernBertForSequenceClassification", {**_MODERN, "num_labels": 1, "classifier_pooling": "mean"}),
     "qwen3": ("Qwen3ForCausalLM", _DECODER),
 }
+_LIBRARY: Final = "sentence_transformers.models"
 PROMPTS: Final = {"query": "task: search | query: ", "document": "title: none | text: "}
 _INFORMAL: Final = {"nomic_bert": "", "gemma3_text": "", "qwen3": "model."}
 
@@ -100,7 +101,12 @@ def build_embedder(family: str, folder: Path, **changes: Any) -> Path:
     dense = 2 if family == "gemma3_text" else 0
     steps = ["Transformer", "Pooling", *["Dense"] * dense, "Normalize"]
     modules = [
-        {"idx": at, "name": str(at), "path": f"{at}_{kind}" if at else "", "type": f"sentence_transformers.models.{kind}"}
+        {
+            "idx": at,
+            "name": str(at),
+            "path": f"{at}_{kind}" if at else "",
+            "type": f"{_LIBRARY}.{kind}",
+        }
         for at, kind in enumerate(steps)
     ]
     _write(folder / "modules.json", modules)
@@ -219,7 +225,9 @@ def _bert(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer = f"encoder.layer.{at}"
         for part in ("query", "key", "value"):
             shapes |= _linear(f"{layer}.attention.self.{part}", WIDTH, WIDTH)
-        shapes |= _linear(f"{layer}.attention.output.dense", WIDTH, WIDTH) | _norm(f"{layer}.attention.output.LayerNorm")
+        shapes |= _linear(f"{layer}.attention.output.dense", WIDTH, WIDTH) | _norm(
+            f"{layer}.attention.output.LayerNorm"
+        )
         shapes |= _linear(f"{layer}.intermediate.dense", WIDTH, INNER) | _linear(f"{layer}.output.dense", INNER, WIDTH)
         shapes |= _norm(f"{layer}.output.LayerNorm")
     return shapes

@@ -13,7 +13,7 @@ _PADDING: Final = 0.12
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a result belongs."""
+    """Place of a result: its job, and the item of it."""
 
     job: Job
     at: int

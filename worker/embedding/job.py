@@ -33,16 +33,27 @@ class Job:
     tenant: str = ""
     deadline: float | None = None
     wants_progress: bool = False
-    # Items that are not computed, the longest first.
+    # Items that no pass has taken, the longest first.
     left: list[int] = field(default_factory=list)
     results: list[Numbers | None] = field(default_factory=list[Numbers | None])
     arrival: int = 0
     admitted: float = 0.0
+    computed: int = 0
     computed_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.left = sorted(range(len(self.items)), key=lambda at: len(self.items[at].ids), reverse=True)
         self.results = [None] * len(self.items)
+
+    @property
+    def is_computed(self) -> bool:
+        return self.computed == len(self.items)
+
+    def store(self, at: int, row: Numbers) -> None:
+        """Take the result of an item."""
+        self.results[at] = row
+        self.computed += 1
+        self.computed_tokens += len(self.items[at].ids)
 
     @property
     def tokens(self) -> int:

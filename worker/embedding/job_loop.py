@@ -244,17 +244,15 @@ class JobLoop:
                 log.error("request %d: input %d has no finite vector", place.job.rid, place.at)
                 self._finish(place.job, Finish.ERROR, _NOT_FINITE)
                 continue
-            place.job.results[place.at] = row
-            count = len(place.item.ids)
-            place.job.computed_tokens += count
-            tokens += count
+            place.job.store(place.at, row)
+            tokens += len(place.item.ids)
         self._gauges.prompt_tokens += tokens
         for job in {place.job.rid: place.job for place in group}.values():
             if job.rid not in self._jobs:
                 continue
             if job.wants_progress:
                 self._send(Progress(job.rid, job.computed_tokens, job.tokens))
-            if not job.left:
+            if job.is_computed:
                 self._finish(job, Finish.STOP)
 
     def _recover(self, group: Sequence[Place], error: Exception) -> None:

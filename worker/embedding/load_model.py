@@ -59,8 +59,7 @@ def kind_of_spec(spec: WorkerSpec) -> str:
     if spec.kind:
         return spec.kind
     path = resolve(spec.path)
-    name = spec.path if spec.path.rstrip("/").rpartition("/")[2] not in ("", ".", "..") else path.name
-    return kind_of(read_config(path), {file.name for file in path.iterdir()}, name)
+    return kind_of(read_config(path), {file.name for file in path.iterdir()}, spec.path)
 
 
 def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int], None]) -> Reader:
@@ -101,7 +100,7 @@ def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int],
         compute=compute,
         steps=steps,
         embedding=None if steps is None else _info(config, steps, width, spec.matryoshka),
-        has_segments=isinstance(backbone, Encoder) and backbone.has_segments and _SEGMENTS in tokenizer.model_input_names,
+        has_segments=getattr(backbone, "has_segments", False) and _SEGMENTS in tokenizer.model_input_names,
         is_judge=kind == RERANK and not is_encoder,
     )
 

@@ -28,6 +28,7 @@ from gateway.request.record import Record
 from gateway.services import Services
 from gateway.supervisor.state import ModelUnavailable
 from protocol.codec import Unsendable, pack
+from protocol.kinds import TEXT
 from protocol.messages import ChatPrompt, Detokenize, Generate, Media, Prompt, Tokenize, Tokenized
 
 T = TypeVar("T")
@@ -99,19 +100,30 @@ def begin(
 ) -> tuple[ModelConfig, int]:
     """The model and the seed of a request, noted on its record. Raises `ModelNotFound`, and `BadRequest` for more
     sequences than can ever run: before any of them is made."""
-    model = services.router.resolve(name, record.caller)
+    model = _begin(services, record, name, unknown, sequences)
     # Drawn here when the client gives none, and told, so that any answer can be had again.
     seed = secrets.randbits(63) if asked_seed is None else asked_seed
-    record.model = model.name
     record.stream = is_stream
-    record.headers = [(b"x-mlxd-seed", str(seed).encode()), *ignored_header(unknown)]
+    record.headers = [(b"x-mlxd-seed", str(seed).encode()), *record.headers]
+    return model, seed
+
+
+def begin_reading(services: Services, record: Record, name: str, unknown: list[str]) -> ModelConfig:
+    """The model of a request that generates nothing, noted on its record. Raises as `begin`."""
+    return _begin(services, record, name, unknown, 1)
+
+
+def _begin(services: Services, record: Record, name: str, unknown: list[str], sequences: int) -> ModelConfig:
+    model = services.router.resolve(name, record.caller)
+    record.model = model.name
+    record.headers = ignored_header(unknown)
     if unknown:
         services.metrics.model(model.name).ignored_fields += len(unknown)
     caller = record.caller
     services.admission.check(model, sequences, caller.queue_share or services.config.server.queue_share)
     if caller.meter is not None:
         caller.meter.check(sequences)
-    return model, seed
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +134,8 @@ class Job:
     record: Record
     model: ModelConfig
     generates: list[Generate]
+    # Of the model that it is for.
+    kind: str = TEXT
 
     async def stream(self, encoder: StreamEncoder, receive: Receive, send: Send, kind: bytes = EVENTS) -> None:
         """Generate and answer as events, in a stream of this content type.
@@ -139,7 +153,7 @@ class Job:
 
     def generation(self, bind: Callable[[Sequence[int]], None]) -> Generation:
         """The sequences of it. Entering takes the leases."""
-        return Generation(self.services, self.model, self.generates, self.record, bind)
+        return Generation(self.services, self.model, self.generates, self.record, bind, kind=self.kind)
 
 
 async def tokenize(

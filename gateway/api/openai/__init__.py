@@ -1,3 +1,3 @@
-"""OpenAI's dialect: chat and text completions."""
+"""OpenAI's dialect: chat and text completions, embeddings."""
 
-__all__ = ["chat", "completions", "lowering", "messages", "request", "response", "tools"]
+__all__ = ["chat", "completions", "embeddings", "lowering", "messages", "request", "response", "tools"]

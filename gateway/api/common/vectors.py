@@ -1,0 +1,81 @@
+"""Vectors and scores of a request: computed like any generation, and answered in one piece."""
+
+import base64
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.types import Receive, Send
+
+from gateway.api.common.serve import Job
+from gateway.http.exchange import send_body
+from gateway.http.sse import cut_off, folded
+from gateway.request.record import Header
+from protocol.messages import Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Numbers of an answer: `count` rows of equal length, float32 and little-endian in `data`."""
+
+    data: bytes
+    count: int
+    prompt_tokens: int
+    headers: list[Header]
+
+    @property
+    def dimensions(self) -> int:
+        return len(self.data) // 4 // self.count
+
+    def base64(self, row: int) -> str:
+        """A row as OpenAI's SDK asks for it."""
+        return base64.b64encode(self._row(row)).decode("ascii")
+
+    def numbers(self, row: int) -> list[float]:
+        numbers = array("f", self._row(row))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers.tolist()
+
+    def _row(self, row: int) -> bytes:
+        size = 4 * self.dimensions
+        return self.data[row * size : (row + 1) * size]
+
+
+class VectorFold:
+    """The one delta that has all numbers."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.prompt_tokens = 0
+
+    def bind(self, rids: Sequence[int]) -> None:
+        """One request, one rid."""
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self.data += delta.data
+            if delta.usage is not None:
+                self.prompt_tokens = delta.usage.prompt
+
+    def result(self) -> bytes:
+        return self.data
+
+
+async def compute(job: Job, count: int) -> Vectors:
+    """The numbers that a request asks for, `count` rows of them. Raises `ApiError`."""
+    fold = VectorFold()
+    with job.generation(fold.bind) as generation:
+        data = await folded(generation, fold)
+        return Vectors(data, count, fold.prompt_tokens, generation.headers)
+
+
+async def respond_vectors(
+    job: Job, count: int, render: Callable[[Vectors], bytes], receive: Receive, send: Send
+) -> None:
+    """Answer with what `render` makes of the numbers, in the thread of large bodies where they are many."""
+    async with cut_off(job.record, receive):
+        vectors = await compute(job, count)
+        body = await job.services.bodies.work(len(vectors.data), render, vectors)
+        await send_body(send, 200, body, vectors.headers)

@@ -1,0 +1,148 @@
+"""`POST /v1/embeddings`."""
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.common import serve
+from gateway.api.common.decode import Schema
+from gateway.api.common.doc_hints import TEXT, known, shape, words
+from gateway.api.common.vectors import Vectors, respond_vectors
+from gateway.api.openai.request import NO_ACTION, PROMPTS, TokenId
+from gateway.errors import BadRequest
+from gateway.request.record import record_of
+from gateway.services import Services
+from protocol.kinds import EMBED
+from protocol.messages import EmbedPrompt, Generate, Sampling
+
+# As OpenAI has it; PROMPTS of the completions allows fewer.
+INPUTS_MAX: Final = 2048
+_INPUTS: Final = PROMPTS | {"maxItems": INPUTS_MAX}
+_QUERY: Final = ("query", "search_query")
+_DOCUMENT: Final = ("document", "passage", "search_document")
+# What an input is for does not change an embedding, but where the model has prompts for it.
+_OTHERS: Final = ("classification", "clustering")
+Truncate = Annotated[int, Meta(ge=-1, le=1 << 31)]
+
+
+class EmbeddingsRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/embeddings`. `input` is one input or up to 2,048."""
+
+    model: str = ""
+    input: Annotated[str, shape(TEXT)] | Annotated[list[str | TokenId | list[TokenId]], shape(_INPUTS)]
+    encoding_format: Annotated[str, words("float", "base64")] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    # By which one of the model's prompts is put before each text; as others spell them.
+    input_type: Annotated[str, known(*_QUERY, *_DOCUMENT, *_OTHERS)] | None = None
+    prompt_name: Annotated[str, Meta(max_length=256)] | None = None
+    # As vLLM has it: longer inputs are cut, with -1 to what the model takes.
+    truncate_prompt_tokens: Truncate | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
+
+
+class Embedding(Struct, frozen=True):
+    """`embedding` is a list of numbers, or little-endian float32 in base64."""
+
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingUsage(Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct, frozen=True):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+_schema = Schema(EmbeddingsRequest, NO_ACTION, "input")
+
+
+def decode_embeddings(body: bytes) -> tuple[EmbeddingsRequest, list[str]]:
+    """The request, and the names of its unknown fields. Raises `BadRequest`."""
+    request, unknown = _schema.decode(body)
+    if request.encoding_format not in (None, "float", "base64"):
+        message = f"Invalid value for 'encoding_format': {request.encoding_format[:40]!r} is none of float, base64."
+        raise BadRequest(message, "encoding_format", "invalid_value")
+    known_types = (*_QUERY, *_DOCUMENT, *_OTHERS)
+    if request.input_type is not None and request.input_type not in known_types:
+        message = f"Invalid value for 'input_type': {request.input_type[:40]!r} is none of {', '.join(known_types)}."
+        raise BadRequest(message, "input_type", "invalid_value")
+    return request, unknown
+
+
+def inputs_of(request: EmbeddingsRequest) -> tuple[str | tuple[int, ...], ...]:
+    """The inputs, each as text or token ids. Raises `BadRequest`."""
+    given = request.input
+    if isinstance(given, str):
+        given = [given]
+    kinds = {type(item) for item in given}
+    if kinds == {int}:
+        return (tuple(item for item in given if isinstance(item, int)),)
+    if not given or len(given) > INPUTS_MAX:
+        raise BadRequest(f"'input' has {len(given)} inputs; 1 to {INPUTS_MAX} are taken.", "input", "invalid_value")
+    if len(kinds) > 1:
+        raise BadRequest("'input' mixes texts, token ids and lists of them.", "input", "invalid_value")
+    if any(not item for item in given):
+        raise BadRequest("'input' holds an empty text or list.", "input", "invalid_value")
+    return tuple(item if isinstance(item, str) else tuple(item) for item in given if not isinstance(item, int))
+
+
+def lower_embeddings(
+    request: EmbeddingsRequest, inputs: tuple[str | tuple[int, ...], ...], rid: int, deadline_ms: int
+) -> Generate:
+    """The message that asks a worker for the vectors of `inputs`."""
+    prompt = EmbedPrompt(
+        inputs,
+        prompt_name=request.prompt_name or "",
+        is_query=request.input_type in _QUERY,
+        is_document=request.input_type in _DOCUMENT,
+        dimensions=request.dimensions or 0,
+        truncate=request.truncate_prompt_tokens or 0,
+    )
+    return Generate(
+        rid,
+        prompt,
+        Sampling(),
+        max_tokens=0,
+        deadline_ms=deadline_ms,
+        priority=request.priority or 0,
+        want_progress=True,
+    )
+
+
+class Embeddings:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, unknown = await serve.read(services, record, scope, receive, decode_embeddings)
+        model = serve.begin_reading(services, record, request.model, unknown)
+        inputs = inputs_of(request)
+        deadline_ms = serve.deadline_ms(services)
+        generates = await serve.lower(
+            services, record, model, lambda: lower_embeddings(request, inputs, services.link.next_rid(), deadline_ms)
+        )
+        is_base64 = request.encoding_format == "base64"
+        job = serve.Job(services, record, model, generates, EMBED)
+        await respond_vectors(job, len(inputs), lambda vectors: _render(vectors, model.name, is_base64), receive, send)
+
+
+def _render(vectors: Vectors, model: str, is_base64: bool) -> bytes:
+    """An `EmbeddingList`, vector by vector: all numbers at once would take ten times the memory."""
+    usage = EmbeddingUsage(vectors.prompt_tokens, vectors.prompt_tokens)
+    empty = msgspec.json.encode(EmbeddingList([], model, usage))
+    before, _, after = empty.partition(b"[]")
+    value = vectors.base64 if is_base64 else vectors.numbers
+    items = (msgspec.json.encode(Embedding(at, value(at))) for at in range(vectors.count))
+    return before + b"[" + b",".join(items) + b"]" + after

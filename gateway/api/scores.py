@@ -1,0 +1,177 @@
+"""Scores of pairs: `POST /v1/rerank` in the form of Jina and Cohere, `POST /v1/score` in vLLM's."""
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.common import serve
+from gateway.api.common.decode import Schema
+from gateway.api.common.doc_hints import TEXT, shape
+from gateway.api.common.vectors import Vectors, respond_vectors
+from gateway.errors import BadRequest
+from gateway.request.record import record_of
+from gateway.services import Services
+from protocol.kinds import RERANK
+from protocol.messages import Generate, Sampling, ScorePrompt
+
+DOCUMENTS_MAX: Final = 2048
+_NO_ACTION: Final = frozenset({"user"})
+Truncate = Annotated[int, Meta(ge=-1, le=1 << 31)]
+Text = Annotated[str, shape(TEXT)]
+
+
+class Document(Struct, frozen=True):
+    text: Text
+
+
+class RerankRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/rerank`. Up to 2,048 documents, as text or as objects with a `text`."""
+
+    model: str = ""
+    query: Text
+    documents: Annotated[list[Text | Document], Meta(min_length=1, max_length=DOCUMENTS_MAX)]
+    top_n: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
+    return_documents: bool | None = None
+    # Cohere's: a longer document is cut.
+    max_tokens_per_doc: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
+    # vLLM's: a longer pair is cut at the end of its document, with -1 to what the model takes.
+    truncate_prompt_tokens: Truncate | None = None
+    # The task, for models that were trained to be told.
+    instruction: Annotated[str, Meta(max_length=65_536)] | None = None
+
+
+class RerankResult(Struct, frozen=True):
+    index: int
+    relevance_score: float
+    document: Document | UnsetType = UNSET
+
+
+class BilledUnits(Struct, frozen=True):
+    search_units: int = 1
+
+
+class RerankMeta(Struct, frozen=True):
+    billed_units: BilledUnits = BilledUnits()
+
+
+class ScoreUsage(Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RerankList(Struct, frozen=True):
+    """The most relevant first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: ScoreUsage
+    meta: RerankMeta = RerankMeta()
+    object: str = "list"
+
+
+class ScoreRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/score`. One text against each of a list, or two lists of equal length, pair by pair."""
+
+    model: str = ""
+    text_1: Text | Annotated[list[Text], Meta(min_length=1, max_length=DOCUMENTS_MAX)]
+    text_2: Text | Annotated[list[Text], Meta(min_length=1, max_length=DOCUMENTS_MAX)]
+    truncate_prompt_tokens: Truncate | None = None
+    instruction: Annotated[str, Meta(max_length=65_536)] | None = None
+
+
+class Score(Struct, frozen=True):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreList(Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: ScoreUsage
+    object: str = "list"
+
+
+_rerank = Schema(RerankRequest, _NO_ACTION, "documents")
+_score = Schema(ScoreRequest, _NO_ACTION)
+
+
+class Rerank:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, unknown = await serve.read(services, record, scope, receive, _rerank.decode)
+        documents = tuple(each if isinstance(each, str) else each.text for each in request.documents)
+        prompt = ScorePrompt(
+            (request.query,),
+            documents,
+            request.instruction or "",
+            request.truncate_prompt_tokens or 0,
+            request.max_tokens_per_doc or 0,
+        )
+        job = await _job(services, scope, request.model, unknown, prompt)
+
+        def render(vectors: Vectors) -> bytes:
+            scores = [vectors.numbers(at)[0] for at in range(vectors.count)]
+            order = sorted(range(len(scores)), key=lambda at: -scores[at])[: request.top_n or len(scores)]
+            results = [
+                RerankResult(at, scores[at], Document(documents[at]) if request.return_documents else UNSET)
+                for at in order
+            ]
+            usage = ScoreUsage(vectors.prompt_tokens, vectors.prompt_tokens)
+            return msgspec.json.encode(RerankList(serve.new_id("rerank"), job.model.name, results, usage))
+
+        await respond_vectors(job, len(documents), render, receive, send)
+
+
+class ScorePairs:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, unknown = await serve.read(services, record, scope, receive, _score.decode)
+        queries, documents = _texts(request.text_1), _texts(request.text_2)
+        if len(queries) not in (1, len(documents)):
+            message = f"'text_1' has {len(queries)} texts and 'text_2' {len(documents)}: one, or as many, are paired."
+            raise BadRequest(message, "text_1", "invalid_value")
+        truncate = request.truncate_prompt_tokens or 0
+        prompt = ScorePrompt(queries, documents, request.instruction or "", truncate, params=("text_1", "text_2"))
+        job = await _job(services, scope, request.model, unknown, prompt)
+
+        def render(vectors: Vectors) -> bytes:
+            data = [Score(at, vectors.numbers(at)[0]) for at in range(vectors.count)]
+            usage = ScoreUsage(vectors.prompt_tokens, vectors.prompt_tokens)
+            return msgspec.json.encode(ScoreList(serve.new_id("score"), serve.now(), job.model.name, data, usage))
+
+        await respond_vectors(job, len(documents), render, receive, send)
+
+
+async def _job(services: Services, scope: Scope, name: str, unknown: list[str], prompt: ScorePrompt) -> serve.Job:
+    """The request for the scores of `prompt`. Raises `ApiError`."""
+    record = record_of(scope)
+    model = serve.begin_reading(services, record, name, unknown)
+    texts = ((prompt.params[0], prompt.queries), (prompt.params[1], prompt.documents))
+    for param, each in texts:
+        if not all(each):
+            raise BadRequest(f"'{param}' holds an empty text.", param, "invalid_value")
+    deadline_ms = serve.deadline_ms(services)
+    request = Generate(
+        services.link.next_rid(), prompt, Sampling(), max_tokens=0, deadline_ms=deadline_ms, want_progress=True
+    )
+    return serve.Job(services, record, model, await serve.lower(services, record, model, lambda: request), RERANK)
+
+
+def _texts(given: str | list[Any]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)

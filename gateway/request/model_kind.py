@@ -1,0 +1,30 @@
+"""Kind of a model, and the refusal of requests for another: by its worker, by the settings, or by its files."""
+
+from typing import Final
+
+from gateway.config.settings import ModelConfig
+from gateway.errors import BadRequest
+from gateway.model_files.metadata import kind_of_files
+from protocol.kinds import EMBED, RERANK, TEXT
+from protocol.messages import Ready
+
+_ABILITIES: Final = {
+    TEXT: "generates text: use POST /v1/chat/completions",
+    EMBED: "makes embeddings: use POST /v1/embeddings",
+    RERANK: "scores pairs of texts: use POST /v1/rerank or POST /v1/score",
+}
+
+
+def kind_of_model(model: ModelConfig, ready: Ready | None) -> str:
+    """Kind of a model; before a load as its files say, and empty where they cannot be read."""
+    if ready is not None:
+        return ready.kind or TEXT
+    return kind_of_files(model.path) if model.kind == "auto" else model.kind
+
+
+def check_kind(model: ModelConfig, ready: Ready | None, wanted: str) -> None:
+    """Raises `BadRequest` for a request that is for another kind of model."""
+    kind = kind_of_model(model, ready)
+    if kind and kind != wanted:
+        message = f"The model '{model.name}' {_ABILITIES[kind]}."
+        raise BadRequest(message, "model", "unsupported_model_kind")
