@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from protocol.failures import Exit, Failure
+from protocol.kinds import TEXT
 from protocol.messages import (
     ChatPrompt,
     Delta,
@@ -37,6 +38,7 @@ from protocol.messages import (
 from protocol.spec import WorkerSpec, read_spec
 from protocol.verify import Check, Difference
 from worker.checked_model import load_checked
+from worker.embedding.load_model import kind_of_spec, load_reader
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Inbox
 from worker.engine.kv_budget import KvCost
@@ -48,6 +50,7 @@ from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter, Proposer
 from worker.speculation.eager import EagerDrafts
 from worker.speculation.noisy import NoisyDrafts
+from worker.verify_reader import reader_checks
 from worker.vision.samples import picture
 
 DIFFERENT: Final = 1
@@ -341,6 +344,18 @@ def _crowd(vocab_size: int) -> list[Generate]:
     return requests
 
 
+def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[Check]:
+    """Those of the model's kind. Raises `LoadFailed` and `RequestInvalid`."""
+    kind = kind_of_spec(spec)
+    if kind != TEXT:
+        yield from reader_checks(load_reader(spec, kind, lambda _stage, _done, _total: None))
+        return
+    loaded = load_checked(spec, lambda _stage, _done, _total: None)
+    share = memory.Share(spec, loaded.weights_bytes)
+    share.enforce(share.limits())
+    yield from Verifier(loaded, spec, tokens, words).checks()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Verify one model; returns the exit status."""
     parser = argparse.ArgumentParser(prog="worker.verify", description="Compare what a model says however it is run.")
@@ -354,11 +369,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bad --spec: {error}", file=sys.stderr)
         return Exit.BAD_CONFIG
     try:
-        loaded = load_checked(spec, lambda _stage, _done, _total: None)
-        share = memory.Share(spec, loaded.weights_bytes)
-        share.enforce(share.limits())
         status = 0
-        for check in Verifier(loaded, spec, options.tokens, options.words).checks():
+        for check in _checks(spec, options.tokens, options.words):
             print(msgspec.json.encode(check).decode(), flush=True)
             if not check.is_good:
                 status = DIFFERENT

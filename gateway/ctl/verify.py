@@ -49,6 +49,7 @@ def in_process(model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
         trust_remote_code=model.trust_remote_code,
         parser=model.parser,
         chat_template=model.chat_template,
+        kind="" if model.kind == "auto" else model.kind,
     )
     argv = [sys.executable, "-P", "-m", "worker.verify", "--spec", STDIN, "--tokens", str(tokens)]
     with tempfile.TemporaryFile() as stdin:

@@ -6,6 +6,7 @@ __all__ = [
     "generation",
     "headers",
     "in_flight",
+    "model_kind",
     "model_load",
     "record",
     "routing",

@@ -69,7 +69,9 @@ class Generation:
         self._generates = [record.caller.bind(generate) for generate in generates]
         self.record = record
         self._journey = (
-            None if stays_here or kind != TEXT else runtime.fleet.journey(model, self._generates, record.id, self._note_place)
+            None
+            if stays_here or kind != TEXT
+            else runtime.fleet.journey(model, self._generates, record.id, self._note_place)
         )
         self._bind = bind
         self._kind = kind
@@ -179,7 +181,9 @@ class Generation:
     async def open(self) -> None:
         """Wait until the model is ready, and start. Raises `ApiError`."""
         if self._worker is None and self._kind != TEXT:
-            message = f"The model '{self._model.name}' is a peer's: peers are asked for text, not for vectors or scores."
+            message = (
+                f"The model '{self._model.name}' is a peer's: peers are asked for text, not for vectors or scores."
+            )
             raise BadRequest(message, "model", "unsupported_model_kind")
         if self._worker is not None and self._worker.ready is None:
             # Before it is loaded in vain.

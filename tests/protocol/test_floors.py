@@ -74,7 +74,8 @@ WORKER: Final = {
     "start_reader": "embedding engine link model prompt",
     "checked_model": "model drafting engine prompt",
     "main": "errors vision model embedding engine prompt link start_reader checked_model",
-    "verify": "errors vision model engine prompt checked_model speculation",
+    "verify": "errors vision model engine prompt checked_model speculation embedding verify_reader",
+    "verify_reader": "embedding",
     "__main__": "main",
     "smoke": "errors prompt checked_model verify",
 }

@@ -1,6 +1,6 @@
 """`mlxctl verify` finds nothing on an exact model of each cache kind, and finds one that is not exact."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -9,11 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from protocol.kinds import EMBED
 from protocol.verify import Check
 from tests.support.engine import spec
+from tests.support.reading_models import build_embedder, build_reranker
 from tests.support.scale import scaled
 from worker.checked_model import load_checked
+from worker.embedding.job import Item, Numbers
+from worker.embedding.load_model import load_reader
 from worker.verify import Verifier, main
+from worker.verify_reader import reader_checks
 
 NAMES = [
     "alone", "batched", "chunks of 32", "cache in memory", "cache on disk", "preempted", "resumed",
@@ -40,6 +45,27 @@ def test_pictures_are_verified_of_a_model_that_takes_them() -> None:
     text = 8
     assert [check.requests for check in checks] == [text + 4, 2, text + 4]
     assert all(check.is_good for check in checks)
+
+
+def test_vectors_and_scores_are_verified_alone_and_beside_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (build_embedder("modernbert", tmp_path / "m"), build_reranker("bert", tmp_path / "n")):
+        assert main(["--spec", msgspec.json.encode(spec(path)).decode()]) == 0
+        checks = [msgspec.json.decode(line, type=Check) for line in capsys.readouterr().out.splitlines()]
+        assert [check.name for check in checks] == ["together", "equal lengths"]
+        assert all(check.is_good and check.requests == 8 and check.drift < 1e-6 for check in checks)
+
+
+def test_a_vector_that_others_change_is_found(tmp_path: Path) -> None:
+    reader = load_reader(spec(build_embedder("bert", tmp_path / "m")), EMBED, lambda *_: None)
+
+    def compute(items: Sequence[Item]) -> Numbers:
+        return reader.compute(items) + (0.1 if len(items) > 6 else 0)
+
+    together, apart = reader_checks(replace(reader, compute=compute))
+    assert len(together.differences) == 8
+    assert apart.is_good
 
 
 class Wobbly:

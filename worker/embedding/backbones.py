@@ -133,7 +133,8 @@ def _load(file: Path) -> dict[str, mx.array]:
 
 def _decoder_classes(config: dict[str, Any]) -> tuple[type[Any], Any]:
     """The class of mlx-lm for checkpoints that may hold no more than the transformer: neither prefix nor last layer."""
-    model, arguments = _get_classes(config)
+    classes: tuple[Any, Any] = _get_classes(config)
+    model, arguments = classes
 
     class Reading(model):
         def sanitize(self, weights: dict[str, Any]) -> dict[str, Any]:

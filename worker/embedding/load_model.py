@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from transformers import AutoTokenizer
 
 from protocol.context import context_of
@@ -50,6 +51,8 @@ class Reader:
     embedding: EmbeddingInfo | None = None
     # Tells the two texts of a pair apart by more than what stands between them.
     has_segments: bool = False
+    # Every parameter of it.
+    is_float32: bool = True
     # Reads pairs as text of a template of its own, not by its tokenizer.
     is_judge: bool = False
 
@@ -83,6 +86,7 @@ def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int],
     except Exception as error:  # the boundary to code of every architecture
         raise explain(path, config, error) from error
     weights_bytes = nbytes(backbone.module)
+    parameters: Any = tree_flatten(backbone.module.parameters())
     progress("weights", weights_bytes, weights_bytes)
     if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
@@ -101,6 +105,7 @@ def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int],
         steps=steps,
         embedding=None if steps is None else _info(config, steps, width, spec.matryoshka),
         has_segments=getattr(backbone, "has_segments", False) and _SEGMENTS in tokenizer.model_input_names,
+        is_float32=all(array.dtype == mx.float32 for _, array in parameters),
         is_judge=kind == RERANK and not is_encoder,
     )
 

@@ -250,6 +250,7 @@ def test_a_fault_of_the_device_ends_the_loop() -> None:
     harness = Harness(compute)
     harness.inbox.put(job(1, 9))
     harness.start()
+    assert harness.end(1).finish is Finish.ERROR
     harness.stop()
     assert isinstance(harness.error, StepFailed)
 
