@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from worker.cache.branch import Branch
 from worker.cache.counts import Counts
 from worker.cache.disk import CacheDisk, Entry, Read
 from worker.cache.file_format import salt_key
@@ -103,6 +104,13 @@ class PrefixCache:
     def longest(self, tokens: Tokens, salt: str = "", whole: Callable[[int], int] | None = None) -> int:
         """Number of leading tokens that could be reused from memory; `whole` as for `fetch`."""
         return self._cut(*self._usable(self._tree.walk(tokens, salt_key(salt))), whole)[0]
+
+    def branch(self, tokens: Tokens, salt: str = "") -> Branch | None:
+        """The place of these tokens among all that is known, where they are known to the last."""
+        path = self._tree.walk(tokens, salt_key(salt))
+        if not path or path[-1][0].begin + path[-1][1] < len(tokens):
+            return None
+        return Branch(path[-1][0], len(tokens))
 
     def attach(self, tokens: Tokens, salt: str, ticket: Ticket) -> None:
         """Hold what was read for a prefix, as far as there is room."""

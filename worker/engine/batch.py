@@ -211,6 +211,8 @@ class Batch:
         self._prefilling.add(uid)
         self._sampler.add(uid, row.sampling, len(row.output))
         self._drafter.add(uid, tokens, row.drafting)
+        if (branch := self._cache.branch(keys, row.cache_salt)) is not None:
+            self._drafter.follow(uid, branch)
         if parked is not None:
             self._masks.move(parked, uid)
         elif row.rule is not None:

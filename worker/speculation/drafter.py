@@ -27,6 +27,18 @@ class Drafting:
     salt: str = ""
 
 
+class Branch(Protocol):
+    """Tokens that followed a row's text before, for as long as the row goes the same way."""
+
+    def advance(self, tokens: Sequence[int]) -> bool:
+        """Go on by these tokens; False where the row leaves it."""
+        ...
+
+    def ahead(self, most: int) -> list[int]:
+        """At most so many tokens that came next."""
+        ...
+
+
 class Drafter(Protocol):
     """Drafts for the rows of one batch, by their uids. Owned by the engine thread.
 
@@ -46,6 +58,10 @@ class Drafter(Protocol):
 
     def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
         """Follow a row, whose prompt and output so far are `tokens`."""
+        ...
+
+    def follow(self, uid: int, branch: Branch) -> None:
+        """A row that was added goes a way that is known; `branch` stands behind its last token."""
         ...
 
     def discard(self, uid: int) -> None: ...
@@ -119,6 +135,9 @@ class NoDrafts:
         pass
 
     def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
+        pass
+
+    def follow(self, uid: int, branch: Branch) -> None:
         pass
 
     def discard(self, uid: int) -> None:

@@ -33,6 +33,7 @@ class Source(StrEnum):
     EAGLE = "eagle3"
     MODEL = "draft_model"
     GRAMMAR = "grammar"
+    TREE = "tree"
 
 
 @dataclass(slots=True, frozen=True)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from worker.speculation.costs import WIDTHS, StepCosts
-from worker.speculation.drafter import Drafting, Draw, Proposer, Tokens
+from worker.speculation.drafter import Branch, Drafting, Draw, Proposer, Tokens
 from worker.speculation.lookup import Guess, History, Lookup, Source
 from worker.speculation.proposals import PRIOR, Proposals
-from worker.speculation.text import REACH
+from worker.speculation.text import LEAST, REACH
 
 # Chance that a token of a draft is right, before anything was seen …
 _PRIOR: Final = 0.8
@@ -54,6 +54,9 @@ class _Followed:
     accepted: int = 0
     # What its grammar has next.
     expected: Sequence[int] = ()
+    # What followed its text before, and tokens for which it has gone the same way.
+    branch: Branch | None = None
+    followed: int = 0
     # Steps to rest, and how often it has had to.
     rest: int = 0
     rests: int = 0
@@ -108,6 +111,14 @@ class Speculator:
         row = self._rows.get(uid)
         if row is not None:
             row.lookup.extend(tokens)
+            if row.branch is not None:
+                row.followed += len(tokens)
+                row.branch = row.branch if row.branch.advance(tokens) else None
+
+    def follow(self, uid: int, branch: Branch) -> None:
+        row = self._rows.get(uid)
+        if row is not None:
+            row.branch, row.followed = branch, 0
 
     def expect(self, uid: int, tokens: Sequence[int]) -> None:
         row = self._rows.get(uid)
@@ -132,7 +143,7 @@ class Speculator:
             elif row.rest:
                 row.rest -= 1
             else:
-                guess = self._guess(row, longest)
+                guess = self._branch(row, longest) or self._guess(row, longest)
             if guess is not None:
                 row.rate += _FORGIVE * (_PRIOR - row.rate)
                 own = self._odds(row, guess)[1:]
@@ -156,9 +167,7 @@ class Speculator:
                 if len(row.expected) > 1 and row.expected[0] == token:
                     guess = Guess(list(row.expected[1 : 1 + longest]), Source.GRAMMAR, REACH)
                 else:
-                    row.lookup.extend((token,))
-                    guess = self._guess(row, longest)
-                    row.lookup.shorten()
+                    guess = self._branch(row, longest, token) or self._guess_behind(row, longest, token)
             odds.append(self._odds(row, guess) if row is not None and guess is not None else [])
             self._guesses.append(guess)
         width, rate = self.costs.best(len(uids), odds) if any(odds) else (1, 0.0)
@@ -266,6 +275,22 @@ class Speculator:
 
     def _guess(self, row: _Followed, most: int) -> Guess | None:
         return row.lookup.guess(most, self._history.of(row.drafting.salt))
+
+    def _guess_behind(self, row: _Followed, most: int, newest: int) -> Guess | None:
+        row.lookup.extend((newest,))
+        guess = self._guess(row, most)
+        row.lookup.shorten()
+        return guess
+
+    def _branch(self, row: _Followed, most: int, newest: int | None = None) -> Guess | None:
+        """At most so many tokens of the branch of a row, behind the newest token where it is known."""
+        if row.branch is None:
+            return None
+        match = min(LEAST + row.followed, REACH)
+        tokens = row.branch.ahead(min(most, match) + (newest is not None))
+        if newest is not None:
+            tokens = tokens[1:] if tokens[:1] == [newest] else []
+        return Guess(tokens, Source.TREE, match) if tokens else None
 
     def _odds(self, row: _Followed, guess: Guess) -> list[float]:
         """The chance of each token of a draft, all before it included, by its kind and by the row's own luck."""
