@@ -8,7 +8,7 @@ from tests.support.daemon import DaemonProcess
 SHORT, LONG = 4_000, 60_000
 # An answer here is 4 kB: one that stays, with its elements, is seen.
 HEAP_ROUNDS, HEAP_GROWTH_MIB = 20, 2
-THOUSAND_MIB = 12
+THOUSAND_MIB = 4
 RATIO_MAX = 8
 # A paragraph, a list and a fence at a time, 20 characters an update, as at 200 tokens a second.
 _MEASURE = """async ([short, long]) => {
