@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import structs
+
 from benchmarks import blas, models
 from benchmarks.serve import numbers
 from gateway.ctl.bench.measure import table
@@ -188,17 +190,19 @@ def _generated(
 
 
 def text(args: argparse.Namespace) -> None:
-    """The demo model as it serves, `speculate` off and auto by turns."""
+    """The demo model as it serves, with its head, `speculate` off and auto by turns."""
+    from worker.checked_model import load_checked
     from worker.speculation.speculator import Speculator
     from worker.verify import Session
 
     args.geometry, args.dtype = "demo", "auto"
-    loaded, lines = _load(args), list[tuple[str, ...]]()
+    loaded = load_checked(structs.replace(_spec("demo", "auto"), speculate="auto"), lambda *_: None)
+    lines = list[tuple[str, ...]]()
     for name, prompt in TEXTS.items():
         for rows in args.rows:
             taken: dict[bool, list[float]] = {False: [], True: []}
             said: list[Any] = []
-            speculator = Speculator()
+            speculator = Speculator(loaded.proposer)
             for _ in range(args.turns):
                 for is_on in (False, True):
                     ids, seconds = _chats(loaded, Session, prompt, rows, speculator if is_on else None)

@@ -36,8 +36,8 @@ from protocol.towers import is_tower
 MAIN: Final = "main"
 # What mlx-lm and the tokenizers read, and of models of embeddings the steps behind the transformer.
 WANTED: Final = (
-    "*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.txt", "*.jsonl",
-    "*.jinja", "*_Dense/model.safetensors",
+    "*.json", "model*.safetensors", "mtp.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model",
+    "*.txt", "*.jsonl", "*.jinja", "*_Dense/model.safetensors",
 )  # fmt: skip
 TIMEOUT_S: Final = 30.0
 _READERS: Final = 8

@@ -21,6 +21,8 @@ from protocol.towers import AUDIO_SECTIONS, VISION_SECTIONS, has_section, is_tow
 
 # As the loader takes them.
 WEIGHTS: Final = "model*.safetensors"
+# A head for multi-token prediction beside them.
+HEAD: Final = "mtp.safetensors"
 METADATA: Final = "__metadata__"
 # Models that come with mlxd, in folders of the worker's package.
 DEMOS: Final = {"demo": "demo_model", "demo-vision": "demo_vision"}
@@ -162,8 +164,9 @@ def promised(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_weights(folder: Path, dtype: str) -> Weights:
-    """From the headers. Raises `Unreadable`."""
-    return measure(read_tensors(folder).values(), dtype)
+    """From the headers; of a head beside the weights as well. Raises `Unreadable`."""
+    head = folder / HEAD
+    return measure([*read_tensors(folder).values(), *(_header(head).values() if head.exists() else ())], dtype)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
