@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from gateway.access.caller import Caller
 from gateway.config.address import Proxies
-from gateway.config.names import Found, Names
+from gateway.config.names import LATEST, Found, Names
 from gateway.config.settings import Config, ModelConfig
 from gateway.errors import ModelNotFound
 from gateway.request.defaults import Defaults
@@ -51,7 +51,7 @@ class Router:
         try:
             return self.locate_here(name, caller)
         except ModelNotFound:
-            model = self._elsewhere(name)
+            model = self._elsewhere(name) or self._elsewhere(name.removesuffix(f":{LATEST}"))
             if model is None or not caller.may_use(model):
                 raise
             return Found(model)

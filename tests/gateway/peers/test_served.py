@@ -62,6 +62,22 @@ async def test_choices_and_other_dialects_travel_too(pair: tuple[Gateway, Gatewa
     assert response.json()["output"][0]["content"][0]["text"] == tokens(3)
 
 
+async def test_a_peers_model_is_found_loaded_and_asked_by_ollamas_api(pair: tuple[Gateway, Gateway]) -> None:
+    near, _ = pair
+    assert "m" in [model["name"] for model in (await near.client.get("/api/tags")).json()["models"]]
+    shown = await near.client.post("/api/show", json={"model": "m:latest"})
+    assert (shown.status_code, shown.json()["capabilities"]) == (200, ["completion"])
+    body = {"model": "m", "stream": False, "options": {"num_predict": 3}}
+    loaded = await near.client.post("/api/generate", json=body)
+    assert loaded.json()["done_reason"] == "load"
+    asked = await near.client.post("/api/generate", json=body | {"prompt": "hi", "raw": True})
+    assert asked.json()["response"] == tokens(3)
+    assert (await near.client.post("/api/generate", json=body | {"keep_alive": 0})).status_code == 404
+    assert (
+        await near.client.post("/infill", json={"model": "m", "input_suffix": "x", "n_predict": 2})
+    ).status_code == 200
+
+
 async def test_defaults_of_a_request_are_those_of_the_peer(pair: tuple[Gateway, Gateway]) -> None:
     reply = await pair[0].client.post("/v1/chat/completions", json=chat() | {"max_tokens": None})
     assert reply.json()["choices"][0]["message"]["content"] == tokens(7)
