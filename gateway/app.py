@@ -15,6 +15,7 @@ from gateway.api.infill import FillMiddle
 from gateway.api.lm_studio import ListV0, ListV1
 from gateway.api.models import Models, OneModel
 from gateway.api.ollama import endpoints as ollama
+from gateway.api.ollama.embed import Embed
 from gateway.api.ollama.pull_stream import Pull
 from gateway.api.ollama.refusals import REFUSED, Refusal
 from gateway.api.ollama_models import ListRunning, ListTags, OllamaVersion, Show
@@ -174,6 +175,8 @@ def _ollama_routes(services: Services, catalog: Catalog, backend: Backend) -> li
     return [
         Route("/api/chat", ollama.Chat(services), methods=["POST"]),
         Route("/api/generate", ollama.Complete(services), methods=["POST"]),
+        Route("/api/embed", Embed(services, is_old=False), methods=["POST"]),
+        Route("/api/embeddings", Embed(services, is_old=True), methods=["POST"]),
         Route("/api/tags", ListTags(catalog), methods=["GET"]),
         Route("/api/ps", ListRunning(services, catalog), methods=["GET"]),
         Route("/api/show", Show(services, catalog), methods=["POST"]),

@@ -16,6 +16,8 @@ from gateway.api.lm_studio import ModelsV0, ModelsV1
 from gateway.api.models import ModelCard, ModelList
 from gateway.api.ollama import request as ollama
 from gateway.api.ollama import response as ollama_out
+from gateway.api.ollama.embed import Embedded, EmbedRequest, OneEmbedding
+from gateway.api.ollama.embed import EmbeddingsRequest as OllamaEmbeddingsRequest
 from gateway.api.ollama.refusals import REFUSED
 from gateway.api.ollama_models import RunningModels, Shown, Tags, Version
 from gateway.api.openai import embeddings
@@ -242,6 +244,13 @@ _OLLAMA: Final = (
                 ollama_out.GenerateLine,
                 ollama.GenerateRequest,
             ),
+        )
+    ),
+    *(
+        Operation("POST", path, summary, answer, ollama_out.ErrorLine, _GENERATE, body, headers=_IGNORED)
+        for path, summary, answer, body in (
+            ("/api/embed", "Embed texts, as Ollama does.", Embedded, EmbedRequest),
+            ("/api/embeddings", "Embed a text in Ollama's older form.", OneEmbedding, OllamaEmbeddingsRequest),
         )
     ),
     Operation(

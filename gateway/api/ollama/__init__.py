@@ -1,3 +1,3 @@
 """Ollama's dialect: chats, completions, embeddings and pulls, as lines of JSON."""
 
-__all__ = ["endpoints", "pull_stream", "refusals", "request", "response"]
+__all__ = ["embed", "endpoints", "pull_stream", "refusals", "request", "response"]

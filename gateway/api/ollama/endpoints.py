@@ -34,7 +34,7 @@ class Chat:
         model, seed = _begin(services, record, request, ignored)
         name = request.model or model.name
         if not request.messages:
-            reason = await self._loading.run(record, model, request, receive)
+            reason = await self._loading.run(record, model, receive, is_last=request.is_last)
             message = Message("assistant", "")
             line = ChatLine(model=name, created_at=timestamp(), message=message, done=True, done_reason=reason)
             await self._loading.tell(record, line, request, send)
@@ -56,7 +56,7 @@ class Complete:
         model, seed = _begin(services, record, request, ignored)
         name = request.model or model.name
         if is_empty(request):
-            reason = await self._loading.run(record, model, request, receive)
+            reason = await self._loading.run(record, model, receive, is_last=request.is_last)
             line = GenerateLine(model=name, created_at=timestamp(), response="", done=True, done_reason=reason)
             await self._loading.tell(record, line, request, send)
             return

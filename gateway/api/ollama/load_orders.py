@@ -29,16 +29,19 @@ class Loading:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def run(self, record: Record, model: ModelConfig, request: Asked, receive: Receive) -> str:
-        """Do it, and return the reason by which Ollama tells of it. Raises `ApiError` and `ClientLeft`."""
+    async def run(self, record: Record, model: ModelConfig, receive: Receive, *, is_last: bool) -> str:
+        """Load the model, or unload it where this is its last request; return the reason by which Ollama tells of it.
+
+        Raises `ApiError` and `ClientLeft`.
+        """
         if model.name not in self._services.config.models:
             # A model of a peer: that loads it with its first answer, and unloads it by its own orders.
-            if request.is_last:
+            if is_last:
                 raise ModelNotFound(model.name, self._services.config.models, "Models that are loaded here")
             return LOADED
         reason = ""
         async with cut_off(record, receive):
-            reason = await (self._unload(record, model) if request.is_last else self._load(record, model))
+            reason = await (self._unload(record, model) if is_last else self._load(record, model))
         if not reason:
             raise ClientLeft
         return reason

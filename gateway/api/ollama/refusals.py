@@ -8,8 +8,6 @@ from gateway.errors import ApiError
 
 # Method, path, and the way to do it here.
 REFUSED: Final = (
-    ("POST", "/api/embed", "It makes no embeddings."),
-    ("POST", "/api/embeddings", "It makes no embeddings."),
     ("POST", "/api/create", "Give a model its sampling, template and profiles in mlxd.toml."),
     ("POST", "/api/copy", "Give a model another name with 'aliases' in mlxd.toml."),
     ("DELETE", "/api/delete", "Delete a model with: mlxctl rm MODEL."),

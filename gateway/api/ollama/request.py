@@ -74,8 +74,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     @property
     def is_last(self) -> bool:
         """Whether the model is to be unloaded after it."""
-        keep = self.keep_alive
-        return bool(_ZERO.fullmatch(keep.strip())) if isinstance(keep, str) else keep == 0
+        return is_zero(self.keep_alive)
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -164,6 +163,11 @@ def decode_show(body: bytes) -> tuple[ShowRequest, list[str]]:
 def decode_pull(body: bytes) -> tuple[PullRequest, list[str]]:
     """The request, and the names of its unknown fields. Raises `BadRequest`."""
     return _pull.decode(body)
+
+
+def is_zero(keep_alive: float | str | None) -> bool:
+    """Whether a time to keep a model is none at all."""
+    return bool(_ZERO.fullmatch(keep_alive.strip())) if isinstance(keep_alive, str) else keep_alive == 0
 
 
 def is_empty(request: GenerateRequest) -> bool:

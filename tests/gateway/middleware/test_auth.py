@@ -286,6 +286,8 @@ def asking(model: str) -> list[tuple[str, dict[str, Any]]]:
         ("/v1/responses/input_tokens", {"model": model, "input": "hi"}),
         ("/api/chat", {"model": model, "messages": messages, "options": {"num_predict": 2}}),
         ("/api/generate", {"model": model, "prompt": "hi", "options": {"num_predict": 2}}),
+        ("/api/embed", {"model": model, "input": "hi"}),
+        ("/api/embeddings", {"model": model, "prompt": "hi"}),
         ("/api/show", {"model": model}),
         ("/infill", {"model": model, "input_prefix": "hi", "n_predict": 2}),
         ("/tokenize", {"model": model, "prompt": "hi"}),

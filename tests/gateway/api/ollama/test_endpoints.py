@@ -282,7 +282,6 @@ async def test_requests_of_a_key_are_counted_and_questions_about_models_are_not(
         ("POST", "/api/create"),
         ("POST", "/api/push"),
         ("POST", "/api/blobs/sha256:1"),
-        ("POST", "/api/embed"),
     ],
 )
 async def test_what_is_not_served_says_so_and_what_to_do_instead(gateway: Gateway, method: str, path: str) -> None:

@@ -1,0 +1,129 @@
+"""`POST /api/embed`, and `POST /api/embeddings`, its older form."""
+
+from time import perf_counter
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.common import serve
+from gateway.api.common.decode import Schema
+from gateway.api.common.vectors import Vectors, respond_vectors
+from gateway.api.ollama.load_orders import Loading
+from gateway.api.ollama.options import OptionsField, read_options
+from gateway.api.ollama.request import KeepAlive, is_zero
+from gateway.api.ollama.response import nanoseconds
+from gateway.errors import BadRequest
+from gateway.http.exchange import send_body
+from gateway.request.record import Record, record_of
+from gateway.services import Services
+from protocol.kinds import EMBED
+from protocol.messages import EmbedPrompt, Generate, Sampling
+
+INPUTS_MAX: Final = 2048
+# Inputs are cut to what the model takes.
+_TO_CONTEXT: Final = -1
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class EmbedFields(Struct, frozen=True, kw_only=True):
+    """Fields of both forms. `truncate` is true where it is left out, as in Ollama; false makes a long input a 400."""
+
+    model: str = ""
+    options: OptionsField | None = None
+    keep_alive: KeepAlive | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+
+
+class EmbedRequest(EmbedFields, frozen=True, kw_only=True):
+    """`POST /api/embed`. Without an input it loads the model, or unloads it where `keep_alive` is 0."""
+
+    input: str | list[str] | None = None
+
+
+class EmbeddingsRequest(EmbedFields, frozen=True, kw_only=True):
+    """`POST /api/embeddings`. Without a prompt it loads the model, or unloads it where `keep_alive` is 0."""
+
+    prompt: str | None = None
+
+
+class Embedded(Struct, frozen=True):
+    """The vectors of all inputs. Durations are in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OneEmbedding(Struct, frozen=True):
+    """The vector of a prompt."""
+
+    embedding: list[float]
+
+
+_embed: Final = Schema(EmbedRequest)
+_embeddings: Final = Schema(EmbeddingsRequest)
+
+
+class Embed:
+    """An ASGI endpoint for the newer form, or with `is_old` the older one."""
+
+    def __init__(self, services: Services, *, is_old: bool) -> None:
+        self._services = services
+        self._is_old = is_old
+        self._loading = Loading(services)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, ignored = await serve.read(services, record, scope, receive, self._decode)
+        model = serve.begin_reading(services, record, request.model, ignored)
+        name, inputs = request.model or model.name, _inputs(request)
+        if not inputs:
+            await self._loading.run(record, model, receive, is_last=is_zero(request.keep_alive))
+            await send_body(send, 200, self._render(Vectors(b"", 0, 0, []), name, record), record.headers)
+            return
+        deadline_ms = serve.deadline_ms(services)
+        generates = await serve.lower(
+            services, record, model, lambda: _lower(request, inputs, services.link.next_rid(), deadline_ms)
+        )
+        job = serve.Job(services, record, model, generates, EMBED)
+        await respond_vectors(job, len(inputs), lambda vectors: self._render(vectors, name, record), receive, send)
+
+    def _decode(self, body: bytes) -> tuple[EmbedRequest | EmbeddingsRequest, list[str]]:
+        request, unknown = _embeddings.decode(body) if self._is_old else _embed.decode(body)
+        _, ignored = read_options(request.options)
+        return request, unknown + ignored + (["keep_alive"] if request.keep_alive is not None else [])
+
+    def _render(self, vectors: Vectors, model: str, record: Record) -> bytes:
+        """The answer, vector by vector: all numbers at once would take ten times the memory."""
+        rows = [_encode(vectors.numbers(at)) for at in range(vectors.count)]
+        if self._is_old:
+            return _encode(OneEmbedding([])).replace(b"[]", rows[0] if rows else b"[]")
+        total, load = perf_counter() - record.started, record.phases.load
+        empty = _encode(Embedded(model, [], nanoseconds(total), nanoseconds(load), vectors.prompt_tokens))
+        # Quotes inside of a name are escaped, so this can only be the key itself.
+        before, key, after = empty.partition(b'"embeddings":[')
+        return before + key + b",".join(rows) + after
+
+
+def _inputs(request: EmbedRequest | EmbeddingsRequest) -> tuple[str, ...]:
+    """The texts to embed, none for a request about loading. Raises `BadRequest`."""
+    given = request.input if isinstance(request, EmbedRequest) else request.prompt
+    if isinstance(given, str) or given is None:
+        return (given,) if given else ()
+    if len(given) > INPUTS_MAX:
+        raise BadRequest(f"'input' has {len(given)} inputs; at most {INPUTS_MAX} are taken.", "input", "invalid_value")
+    if not all(given):
+        raise BadRequest("'input' holds an empty text.", "input", "invalid_value")
+    return tuple(given)
+
+
+def _lower(request: EmbedFields, inputs: tuple[str, ...], rid: int, deadline_ms: int) -> Generate:
+    truncate = 0 if request.truncate is False else _TO_CONTEXT
+    prompt = EmbedPrompt(inputs, dimensions=request.dimensions or 0, truncate=truncate)
+    return Generate(rid, prompt, Sampling(), max_tokens=0, deadline_ms=deadline_ms, want_progress=True)
