@@ -276,7 +276,12 @@ async def test_a_key_expires(tmp_path: Path) -> None:
 def asking(model: str) -> list[tuple[str, dict[str, Any]]]:
     """A body for every route that takes a model's name."""
     messages = [{"role": "user", "content": "hi"}]
+    ranked = {"model": model, "query": "hi", "documents": ["a"]}
+    scored = {"model": model, "text_1": "hi", "text_2": "a"}
     return [
+        ("/v1/embeddings", {"model": model, "input": "hi"}),
+        *((path, ranked) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        *((path, scored) for path in ("/score", "/v1/score")),
         ("/v1/chat/completions", {"model": model, "messages": messages, "max_tokens": 2}),
         ("/v1/completions", {"model": model, "prompt": "hi", "max_tokens": 2}),
         ("/v1/messages", {"model": model, "messages": messages, "max_tokens": 2}),
