@@ -18,6 +18,7 @@ class EagleHead:
         self._model = model.bind(target)
         self._vocab = vocab
         self.size = int(model.hidden_size)
+        self.tokens = int(self._model.embed_tokens.weight.shape[0])
         # The layers whose inputs it is made of.
         self.places: list[int] = [int(at) for at in model.config.target_layer_ids]
         ids = mx.arange(model.draft_vocab_size)

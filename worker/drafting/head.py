@@ -31,13 +31,15 @@ class Head(nn.Module):
         self.layer = layer
         self.norm = nn.RMSNorm(size, eps=eps)
         self.size = size
+        self.tokens = 0
         # Not parameters of the head: the target's, or its own ones of the same form.
         self._tables: tuple[Transform, Transform] | None = None
         self._final: Transform | None = None
 
-    def bind(self, embed: Transform, lm_head: Transform, final: Transform) -> None:
-        """Set the functions from ids to embeddings and from hidden states to logits, and the target's last norm."""
+    def bind(self, embed: Any, lm_head: Transform, final: Transform) -> None:
+        """Set the table of embeddings, the function from hidden states to logits, and the target's last norm."""
         self._tables, self._final = (embed, lm_head), final
+        self.tokens = int(embed.weight.shape[0])
 
     def make_caches(self) -> list[Any]:
         return [KVCache()]

@@ -24,10 +24,11 @@ _ALONE: Final = 32
 class Feeding(Protocol):
     """A head: it is fed with hidden states and the tokens after them, and then with its own.
 
-    `size` is that of the hidden states as it takes them.
+    `size` is that of the hidden states as it takes them, and `tokens` are those that it has embeddings of.
     """
 
     size: int
+    tokens: int
 
     def make_caches(self) -> list[Any]: ...
 
@@ -107,7 +108,7 @@ class HeadDrafts:
         """Run each row's pairs, and then the head's own, one after the other."""
         rows, width = self._rows, max(lengths)
         ids = [_ids(pairs[uid], *tokens[uid]) if length else [] for uid, length in zip(rows.uids, lengths, strict=True)]
-        padded = mx.array([[*row, *[0] * (width - len(row))] for row in ids], dtype=mx.uint32)
+        padded = self._known([[*row, *[0] * (width - len(row))] for row in ids])
         hidden = self._head.hidden(self._states(pairs, lengths, width))
         states = self._head(padded, hidden, rows.caches)
         rows.ran(lengths, width)
@@ -163,12 +164,16 @@ class HeadDrafts:
             return
         caches, count = self._head.make_caches(), pairs.count
         if count > _ALONE:
-            ids = mx.array([_ids(pairs, text, newest)[:-1]], dtype=mx.uint32)
+            ids = self._known([_ids(pairs, text, newest)[:-1]])
             self._head(ids, self._head.hidden(pairs.states()[None, :-1]), caches)
             mx.eval([cache.state for cache in caches])
             record, row, _, high = pairs.parts[-1]
             pairs.parts, pairs.begin = [(record, row, high - 1, high)], pairs.begin + count - 1
         self._rows.join(uid, caches, pairs.begin)
+
+    def _known(self, ids: list[list[int]]) -> mx.array:
+        """Ids that there are embeddings of: the placeholder of a medium may lie beyond the table."""
+        return mx.minimum(mx.array(ids, dtype=mx.uint32), self._head.tokens - 1)
 
     def _probe(self, dtype: mx.Dtype) -> int:
         """Bytes of KV that a token of a row takes."""

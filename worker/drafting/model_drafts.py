@@ -25,8 +25,10 @@ class ModelDrafts:
     source: str = Source.MODEL
     longest = 7
 
-    def __init__(self, model: Any, vocab: int) -> None:
+    def __init__(self, model: Any, tokens: int, vocab: int) -> None:
+        """`tokens` are those that the model has embeddings of, `vocab` is the width of the target's logits."""
         self._model = model
+        self._tokens = tokens
         self._vocab = vocab
         self._draw: Draw | None = None
         self._rows = RowCaches()
@@ -66,13 +68,14 @@ class ModelDrafts:
         assert self._draw is not None
         rows, lengths = self._rows, [len(row) for row in ids]
         width = max(lengths)
-        padded = mx.array([[*row, *[0] * (width - len(row))] for row in ids], dtype=mx.uint32)
+        padded = self._known([[*row, *[0] * (width - len(row))] for row in ids])
         logits = self._model(padded, cache=rows.caches)
         rows.ran(lengths, width)
         last = mx.array([max(0, length - 1) for length in lengths])
         drafted = [self._next(mx.take_along_axis(logits, last[:, None, None], axis=1), 0)]
         for ahead in range(1, count):
-            drafted.append(self._next(self._model(drafted[-1][:, None], cache=rows.caches), ahead))
+            own = mx.minimum(drafted[-1][:, None], self._tokens - 1)
+            drafted.append(self._next(self._model(own, cache=rows.caches), ahead))
         rows.give_back(count - 1)
         columns: Any = mx.stack(drafted, axis=1).tolist()
         return columns
@@ -97,13 +100,17 @@ class ModelDrafts:
         caches, done = self._reading.pop(uid, None) or (make_prompt_cache(self._model), 0)
         chunk = text[done : min(len(text), done + CHUNK)].tolist()
         if chunk:
-            self._model(mx.array([chunk], dtype=mx.uint32), cache=caches)
+            self._model(self._known([chunk]), cache=caches)
             mx.eval([cache.state for cache in caches])
         done += len(chunk)
         if len(text) - done > _TOGETHER:
             self._reading[uid] = caches, done
         else:
             self._rows.join(uid, caches, done)
+
+    def _known(self, ids: list[list[int]]) -> mx.array:
+        """Ids that there are embeddings of: the target may have more, and the placeholder of a medium lie beyond."""
+        return mx.minimum(mx.array(ids, dtype=mx.uint32), self._tokens - 1)
 
     def _probe(self) -> int:
         """Bytes of KV that a token of a row takes."""

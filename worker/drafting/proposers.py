@@ -95,7 +95,7 @@ def _model_drafts(target: Loaded, draft: Loaded) -> ModelDrafts:
     if draft.plan.lane is not Lane.TOGETHER:
         raise _refused(draft.path, f"it cannot run several rows at once: {draft.plan.reason}")
     _check_tokens(target, draft)
-    return ModelDrafts(draft.model, _vocab(target.model))
+    return ModelDrafts(draft.model, draft.vocab_size, _vocab(target.model))
 
 
 def _vocab(model: Any) -> int:

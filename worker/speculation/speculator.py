@@ -1,5 +1,6 @@
 """Speculator: drafts from lookup and from a model, as wide as it pays."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -9,6 +10,8 @@ from worker.speculation.drafter import Branch, Drafting, Draw, Proposer, Tokens
 from worker.speculation.lookup import Guess, History, Lookup, Source
 from worker.speculation.proposals import PRIOR, Proposals
 from worker.speculation.text import LEAST, REACH
+
+log = logging.getLogger("mlxd.worker")
 
 # Chance that a token of a draft is right, before anything was seen …
 _PRIOR: Final = 0.8
@@ -200,9 +203,14 @@ class Speculator:
             if row is not None and limit > 0
         ]
         known = [uid for uid, _, _ in followed]
-        drafts = self._proposals.propose(
-            known, [text for _, text, _ in followed], [token for _, _, token in followed], asked
-        )
+        try:
+            drafts = self._proposals.propose(
+                known, [text for _, text, _ in followed], [token for _, _, token in followed], asked
+            )
+        except Exception:  # the boundary to the model that drafts: without it the rows have all that they need
+            log.exception("the drafts of the model failed; from now on there are none until it is loaded again")
+            self._proposals = None
+            return width
         drafted = dict(zip(known, drafts, strict=True))
         for at, (uid, model, own) in enumerate(zip(uids, models, odds, strict=True)):
             draft = drafted.get(uid, [])[: len(model)]

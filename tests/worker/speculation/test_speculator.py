@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from worker.speculation.drafter import Drafting
+from worker.speculation.drafter import Drafting, Draw, Tokens
 from worker.speculation.lookup import Source
 from worker.speculation.speculator import Speculator
 
@@ -113,3 +113,42 @@ def test_a_row_whose_drafts_are_wrong_is_looked_at_ever_more_rarely_until_one_is
     assert any(speculator.is_ready([1], [8]) for _ in range(16))
     speculator.verified([1], speculator.drafts([1], [4], [8]), [1])
     assert speculator.is_ready([1], [8])
+
+
+class Failing:
+    """A proposer that raises when it is asked, or answers with the tokens that follow in `TEXT`."""
+
+    source = "mtp"
+    longest = 7
+    token_bytes = 0
+    nbytes = 0
+
+    def __init__(self, *, fails: bool) -> None:
+        self.fails = fails
+        self.asked = 0
+
+    def begin(self, draw: Draw) -> None:
+        pass
+
+    def discard(self, uid: int) -> None:
+        pass
+
+    def propose(
+        self, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], count: int
+    ) -> list[list[int]]:
+        self.asked += 1
+        if self.fails:
+            raise RuntimeError("a head failed")
+        return [[token + 1 + at for at in range(count)] for token in newest]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_drafts_where_no_text_does_and_is_given_up_when_it_fails(fails: bool) -> None:
+    proposer = Failing(fails=fails)
+    speculator = Speculator(proposer)
+    speculator.add(1, np.array([1, 2, 3], dtype=np.int32), Drafting())
+    speculator.timed(1, 1, 0.01)
+    steps = generate(speculator, TEXT, cost=0.0)
+    assert (steps < len(TEXT) / 2) is not fails
+    assert (proposer.asked == 1) is fails
+    assert bool(speculator.counts[Source.HEAD].accepted) is not fails
