@@ -1,6 +1,6 @@
 """Filling in the middle over HTTP, in the forms of llama.cpp, OpenAI and Ollama."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import pytest
@@ -29,8 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-async def gateway(folder: Path) -> AsyncGenerator[Gateway, None]:
-    async with serving(ModelConfig(name="m", path=str(folder)), ModelConfig(name="plain", path="demo")) as started:
+async def gateway(folder: Path, model_folder: Callable[[str], Path]) -> AsyncGenerator[Gateway, None]:
+    plain = ModelConfig(name="plain", path=str(model_folder("qwen3")))
+    async with serving(ModelConfig(name="m", path=str(folder)), plain) as started:
         yield started
 
 
