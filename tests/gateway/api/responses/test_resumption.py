@@ -269,10 +269,10 @@ async def test_a_disk_that_fails_costs_no_token(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     async with running(tmp_path, SLOW) as gateway:
-        made = await started(gateway, max_output_tokens=100)
+        made = await started(gateway, max_output_tokens=TOKENS)
         monkeypatch.setattr(journals, "_write_all", full)
         whole = await heard(gateway, made)
-        assert said(whole) == text_of(100)
+        assert said(whole) == text_of(TOKENS)
         refused = (await gateway.client.post(PATH, json=asking(20))).json()["id"]
         assert said(await heard(gateway, refused)) == text_of(20)
         await until(lambda: files(tmp_path) == [])
