@@ -5,16 +5,8 @@ from typing import Final
 
 from gateway.config.settings import ModelConfig
 from gateway.model_files.metadata import Info, Unreadable, find, inspect
+from gateway.model_files.worker_memory import MIB, fixed_bytes
 
-MIB: Final = 1 << 20
-# Python, MLX and a tokenizer: 55 MiB were measured on Linux (docs/memory.md); Metal's own share was not.
-OVERHEAD_BYTES: Final = 128 * MIB
-# What the weights take beyond their size, and the buffers of a step: at least this, and this part of the weights.
-BUFFER_BYTES: Final = 64 * MIB
-BUFFER_PART: Final = 20
-# Of a model with towers: features that it keeps at least, and what an encode and images on their way take beside them.
-FEATURES_BYTES: Final = 64 * MIB
-ENCODE_BYTES: Final = 128 * MIB
 # A share is comfortable with KV for a sequence of so many tokens, and of no use with less than so many.
 COMFORT_TOKENS: Final = 32_768
 LEAST_TOKENS: Final = 1024
@@ -44,9 +36,7 @@ def estimate(model: ModelConfig, lendable: int) -> Need:
     info, draft = _info(model, model.path), _info(model, model.draft) if model.draft else None
     weights = 0 if info is None else info.weights_bytes
     weights += 0 if draft is None else draft.weights_bytes
-    fixed = OVERHEAD_BYTES + weights + max(BUFFER_BYTES, weights // BUFFER_PART)
-    if info is not None and info.tower_bytes:
-        fixed += FEATURES_BYTES + ENCODE_BYTES
+    fixed = fixed_bytes(weights, has_towers=info is not None and bool(info.tower_bytes))
     cache = model.cache.ram_bytes
     if model.memory_bytes != "auto":
         # The operator's word: it is what the worker is told to stay in, whatever we think of it.

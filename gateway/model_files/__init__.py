@@ -1,3 +1,3 @@
 """Files of models: the Hugging Face hub, its cache, downloads and metadata."""
 
-__all__ = ["download", "facts", "hub", "hub_cache", "listing", "metadata", "search", "served_form"]
+__all__ = ["download", "facts", "hub", "hub_cache", "listing", "metadata", "search", "served_form", "worker_memory"]

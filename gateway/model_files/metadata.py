@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from gateway.model_files.hub_cache import folder_of
+from gateway.model_files.worker_memory import fixed_bytes
 from protocol.context import context_of
 from protocol.kinds import kind_of
 from protocol.towers import AUDIO_SECTIONS, VISION_SECTIONS, has_section, is_tower
@@ -136,9 +137,10 @@ def estimate(
     kv = attention(config, weights.number_bytes)
     own = own_context(config)
     longest = min(own, context) if own and context else own or context or None
-    left = available_bytes - weights.loaded_bytes
+    fixed = fixed_bytes(weights.loaded_bytes, has_towers=bool(weights.tower_bytes))
+    left = available_bytes - fixed
     tokens = kv.tokens(left // 2) if kv and left > 0 else None
-    fits, verdict = _judge(weights.loaded_bytes, available_bytes, tokens, longest)
+    fits, verdict = _judge(fixed, available_bytes, tokens, longest)
     return Info(
         path=path,
         model_type=str(config.get("model_type", "")),
@@ -215,11 +217,14 @@ def attention(config: dict[str, Any], number_bytes: int) -> Attention | None:
     return Attention(kinds.count("full_attention") * each, kinds.count("sliding_attention") * each * (window or 0))
 
 
-def _judge(weights: int, available: int, tokens: int | None, context: int | None) -> tuple[bool, str]:
-    if weights > available:
-        return False, f"does not fit: its weights need {_gib(weights)}, and {_gib(available)} are available"
+def _judge(fixed: int, available: int, tokens: int | None, context: int | None) -> tuple[bool, str]:
+    if fixed > available:
+        return (
+            False,
+            f"does not fit: its worker needs {_gib(fixed)} without KV, and {_gib(available)} are available",
+        )
     if tokens is None:
-        return True, f"its weights fit; {_gib(available - weights)} are left for KV"
+        return True, f"its weights fit; {_gib(available - fixed)} are left for KV"
     if tokens == 0:
         return False, "does not fit: nothing is left for KV beside its weights"
     if context is None or tokens < context:

@@ -4,19 +4,9 @@ import json
 from pathlib import Path
 
 from gateway.config.settings import CacheConfig, ModelConfig
-from gateway.memory.estimate import (
-    BUFFER_BYTES,
-    COMFORT_TOKENS,
-    ENCODE_BYTES,
-    FEATURES_BYTES,
-    KV_PART,
-    LEAST_TOKENS,
-    OVERHEAD_BYTES,
-    UNKNOWN_KV_BYTES,
-    Need,
-    estimate,
-)
+from gateway.memory.estimate import COMFORT_TOKENS, KV_PART, LEAST_TOKENS, UNKNOWN_KV_BYTES, Need, estimate
 from gateway.model_files.metadata import find, inspect
+from gateway.model_files.worker_memory import BUFFER_BYTES, ENCODE_BYTES, FEATURES_BYTES, OVERHEAD_BYTES
 
 LENDABLE = 1 << 40
 FIXED = OVERHEAD_BYTES + BUFFER_BYTES
@@ -24,6 +14,12 @@ FIXED = OVERHEAD_BYTES + BUFFER_BYTES
 
 def need(**fields: object) -> Need:
     return estimate(ModelConfig(name="m", **({"path": "demo"} | fields)), LENDABLE)  # type: ignore[arg-type]
+
+
+def test_what_info_says_to_fit_is_what_a_load_is_granted_without_kv() -> None:
+    own = need()
+    fits = [inspect(find("demo"), "auto", 0, available).fits for available in (FIXED + own.weights - 1, own.least)]
+    assert fits == [False, True]
 
 
 def test_a_model_needs_its_weights_a_process_and_kv_for_its_context() -> None:

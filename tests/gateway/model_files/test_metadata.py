@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.model_files.metadata import Attention, Unreadable, attention, find, inspect, read_weights
+from gateway.model_files.worker_memory import fixed_bytes
 from tests.support.ctl import ctl
 from tests.support.scale import patient
 
@@ -55,12 +56,17 @@ def test_windows_stop_growing_and_what_is_not_known_is_not_guessed() -> None:
     assert attention(PLAIN | {"kv_lora_rank": 512}, 2) is None
 
 
+FIXED = fixed_bytes(1_048_576, has_towers=False)
+
+
 @pytest.mark.parametrize(
     ("available", "fits", "verdict"),
     [
-        (100_000, False, "its weights need"),
-        (1_048_576 + 1024 * 2 * 100, True, "up to 100 tokens"),
-        (1_048_576 + 1024 * 2 * 5000, True, "5 sequences of the whole context of 1000"),
+        (100_000, False, "its worker needs"),
+        # Its weights fit, and with them nothing else that a worker has.
+        (2_000_000, False, "its worker needs"),
+        (FIXED + 1024 * 2 * 100, True, "up to 100 tokens"),
+        (FIXED + 1024 * 2 * 5000, True, "5 sequences of the whole context of 1000"),
     ],
 )
 def test_the_verdict_compares_with_the_memory_that_is_there(

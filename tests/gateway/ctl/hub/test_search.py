@@ -33,7 +33,7 @@ def test_what_a_search_leaves_out_is_told_with_its_reason_and_info_says_the_same
     models = listed(tmp_path, "search", "qwen3", "--all")
     found = {model["repository"]: model["reason"] for model in models}
 
-    assert found["org/huge-qwen3"].startswith("does not fit: its weights need")
+    assert found["org/huge-qwen3"].startswith("does not fit: its worker needs")
     assert found["org/foreign-qwen3"].endswith("the installed mlx-lm has no architecture 'unheard_of'")
     assert "GGUF" in found["org/gguf-qwen3"]
     assert "gated" in found["org/gated-qwen3"]
