@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     except (msgspec.DecodeError, ValueError) as error:
         print(f"worker: bad --spec: {error}", file=sys.stderr)
         return Exit.BAD_CONFIG
+    # Read by MLX at its first attention: plans of cuDNN that are kept, each of which takes some 45 ms to build.
+    os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "4096")
     _prepare_process(spec)
     return Process(spec).run()
 

@@ -15,10 +15,14 @@ from mlx_lm.models.cache import dynamic_roll as roll_rows
 
 # Room grows in steps of this many tokens, as in mlx-lm's caches.
 STEP: Final = 256
-# Kernels of cuDNN are built for one number of slots: where a mask is needed, attention sees all of the room there, and
-# blocks of up to so many tokens have a mask.
-FEW: Final = 32
+# On CUDA, attention is compiled for each width and number of slots, which takes as long as several steps: there it sees
+# all of the room, whatever the rows hold, and widths are powers of two. Elsewhere it sees the slots that are taken.
 sees_room = mx.cuda.is_available() and mx.default_device() == mx.gpu
+
+
+def wide(count: int) -> int:
+    """Tokens of a row, with padding, that a forward pass has for so many."""
+    return 1 << (count - 1).bit_length() if sees_room else count
 
 
 class Lengths:
@@ -51,7 +55,7 @@ class Lengths:
     def begin(self, lengths: Sequence[int], count: int) -> None:
         """Of the next `count` tokens of each row only `lengths[i]` are its own: the padding behind the longest row
         shares one slot, so that a short row's chunk takes no room from a long one."""
-        if self.is_level:
+        if self.is_level and not sees_room:
             return
         end = count, min(self.longest + count, 1 + max(map(add, self.of, lengths)))
         if self._end != end:
@@ -61,16 +65,19 @@ class Lengths:
         """Slots that are taken once each row has `count` more tokens."""
         return self._end[1] if self._end is not None and self._end[0] == count else self.longest + count
 
+    def has_slots(self, count: int) -> bool:
+        """Whether padding has slots of its own, too."""
+        return self.end(count) == self.longest + count
+
     def seen(self, count: int) -> int:
         """Slots that attention is given."""
-        has_mask = not self.is_level or 1 < count <= FEW
-        return room(self.end(count)) if sees_room and has_mask else self.end(count)
+        return room(self.end(count)) if sees_room and (count > 1 or not self.is_level) else self.end(count)
 
     def slots(self, count: int) -> mx.array:
         """`[rows, 1, count, 1]`: the slots of each row's next tokens."""
         if self._slots is None or self._slots[0] != count:
             slots = self.offset[:, None] + mx.arange(count, dtype=mx.int32)
-            if self.end(count) < self.longest + count:
+            if not self.has_slots(count):
                 slots = mx.minimum(slots, self.end(count) - 1)
             self._slots = count, slots[:, None, :, None]
         return self._slots[1]
@@ -130,7 +137,7 @@ class RaggedKVCache:
         before, count = self.lengths, keys.shape[2]
         end = before.end(count)
         held_keys, held_values = self._grown(end, keys, values)
-        if before.is_level:
+        if before.is_level and before.has_slots(count):
             held_keys[..., before.longest : end, :] = keys
             held_values[..., before.longest : end, :] = values
         else:
@@ -158,7 +165,7 @@ class RaggedKVCache:
         if lengths.is_level and window is None:
             if N == 1:
                 return None
-            if not return_array and lengths.seen(N) == lengths.end(N):
+            if not return_array and lengths.seen(N) == lengths.longest + N:
                 return "causal"
         return lengths.mask(N, window)
 

@@ -78,7 +78,8 @@ class _Block:
     def of(cls, members: Sequence[Member], ids: Sequence[int], drafts: list[list[int]]) -> "_Block":
         rows = [[*member.owed, token, *draft] for member, token, draft in zip(members, ids, drafts, strict=True)]
         lengths = [len(row) for row in rows]
-        padded = [[*row, *[0] * (max(lengths) - len(row))] for row in rows]
+        width = ragged.wide(max(lengths))
+        padded = [[*row, *[0] * (width - len(row))] for row in rows]
         return cls(padded, lengths, [len(member.owed) for member in members], drafts)
 
     @property

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from worker.cache import batched
+from worker.cache import batched, ragged
 from worker.engine.decode_batch import DecodeBatch, Sampled, Timed
 from worker.engine.forward import Part, can_pack, forward
 from worker.engine.member import Member, Members
@@ -188,7 +188,8 @@ class Generator:
             most = min(most, *(len(member.segments[0]) for member in members))
         parts = [member.segments[0][:most] for member in members]
         lengths = [len(part) for part in parts]
-        inputs = mx.array([[*part, *[0] * (max(lengths) - len(part))] for part in parts])
+        width = ragged.wide(max(lengths)) if self._lane is Lane.TOGETHER else max(lengths)
+        inputs = mx.array([[*part, *[0] * (width - len(part))] for part in parts])
         return Part(members, inputs, self._prefill.caches, lengths)
 
     def _run_prompts(self, prompts: Part, has_ridden: bool, began: float) -> None:

@@ -22,7 +22,7 @@ _MEMORY: Final = 512
 _MEMORY_OF_ONE: Final = 128
 # Of two ways to run a step, each is tried so often, and again after so many steps.
 _TRIALS: Final = 6
-_AGAIN: Final = 4096
+_AGAIN: Final = 2048
 
 
 class StepCosts:
@@ -101,7 +101,11 @@ class StepCosts:
 
 
 class Quicker:
-    """The quicker of two ways to run the same, measured: both a few times at first, and again now and then."""
+    """The quicker of two ways to run a step, measured: both a few times at first, and again now and then.
+
+    What counts is the quickest step of a trial, as the first ones of a shape compile kernels. Without one, it is the
+    second way.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, bool], float] = {}
@@ -111,15 +115,18 @@ class Quicker:
         """Whether to take the second way for a step of so many rows."""
         key = _bucket(rows)
         asked = self._asked[key] = self._asked.get(key, -1) + 1
-        if (trial := asked % _AGAIN) < 2 * _TRIALS:
+        trial = asked % _AGAIN
+        if trial == 0:
+            for is_second in (False, True):
+                self._seconds.pop((key, is_second), None)
+        if trial < 2 * _TRIALS:
             return trial >= _TRIALS
-        first, second = (self._seconds.get((key, is_second)) for is_second in (False, True))
-        return first is not None and second is not None and second < first
+        first, second = (self._seconds.get((key, is_second), math.inf) for is_second in (False, True))
+        return second <= first
 
     def observe(self, rows: int, is_second: bool, seconds: float) -> None:
         key = _bucket(rows), is_second
-        old = self._seconds.get(key, seconds)
-        self._seconds[key] = old + (_QUICKER if seconds < old else _SLOWER) * (seconds - old)
+        self._seconds[key] = min(seconds, self._seconds.get(key, math.inf))
 
 
 def _bucket(rows: int) -> int:

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from protocol.messages import Abort, Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
-from tests.support.models import SAMPLE, VOCAB
+from tests.support.models import KINDS, SAMPLE, VOCAB
 from tests.worker.engine.test_exact import tokens
 from worker.cache import ragged
 from worker.cache.kv import Layout
@@ -96,11 +96,12 @@ def test_rows_beside_which_prompts_ride_and_those_that_ride_keep_their_tokens(
     assert 0 < drafter.accepted < drafter.drafted
 
 
+@pytest.mark.parametrize("architecture", KINDS)
 def test_where_attention_sees_all_of_the_room_rows_keep_their_tokens(
-    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    architecture: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There rows of unequal length may also have a second token, which is given back."""
-    loaded, batch = load(spec(model_folder("qwen3")), lambda *_: None), requests()
+    """There rows of unequal length may also have a second token, which is given back, and widths are powers of two."""
+    loaded, batch = load(spec(model_folder(architecture)), lambda *_: None), requests()
     alone = generated(loaded, batch)[0]
     monkeypatch.setattr(ragged, "sees_room", True)
     drafter = NoisyDrafts(VOCAB)
