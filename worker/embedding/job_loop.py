@@ -43,7 +43,7 @@ Command = Job | Abort | Drain | Shutdown | SetMemory
 
 # Tokens of one forward pass with its padding. A CPU gains nothing by more, and an abort waits for the pass.
 _GPU_TOKENS: Final = 16_384
-_CPU_TOKENS: Final = 2_048
+CPU_TOKENS: Final = 2_048
 _LEAST_TOKENS: Final = 256
 # After an allocation that failed, passes have half the tokens, and twice as many again after so long.
 _RELAX_S: Final = 300.0
@@ -75,7 +75,7 @@ class JobLoop:
         self._send = send
         self._gauges = gauges
         self._share = memory.Share(spec, reader.weights_bytes)
-        self._most_tokens = _GPU_TOKENS if memory.has_gpu() else _CPU_TOKENS
+        self._most_tokens = _GPU_TOKENS if memory.has_gpu() else CPU_TOKENS
         self._tokens = self._most_tokens
         self._relaxes_at = 0.0
         self._jobs: dict[int, Job] = {}
