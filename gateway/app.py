@@ -27,6 +27,7 @@ from gateway.api.props import ModelProps
 from gateway.api.responses.endpoints import Responses
 from gateway.api.scores import Rerank, ScorePairs
 from gateway.api.tokenize import DetokenizeIds, TokenizeText
+from gateway.api.upstream import Leaving
 from gateway.config.origins import is_loopback
 from gateway.config.settings import Config, url_of
 from gateway.link.link import Link
@@ -94,6 +95,7 @@ class App:
             await self.backend.close()
         await self.services.tasks.finish(timeout_s)
         await self.services.fleet.close()
+        await self.services.upstreams.close()
 
     def close(self) -> None:
         """Finish writing what is kept. The last call."""
@@ -136,15 +138,19 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
     models = Models(catalog)
     backend = Backend(services)
     healthy = health.Healthy(services)
+
+    def leaving(endpoint: ASGIApp, dialect: str) -> ASGIApp:
+        return Leaving(endpoint, services, dialect)
+
     return App(
         services,
         [
-            Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
-            Route("/v1/completions", Completions(services), methods=["POST"]),
+            Route("/v1/chat/completions", leaving(ChatCompletions(services), "openai"), methods=["POST"]),
+            Route("/v1/completions", leaving(Completions(services), "openai"), methods=["POST"]),
             Route("/v1/embeddings", Embeddings(services), methods=["POST"]),
             *(Route(path, Rerank(services), methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
             *(Route(path, ScorePairs(services), methods=["POST"]) for path in ("/v1/score", "/score")),
-            Route("/v1/messages", Messages(services), methods=["POST"]),
+            Route("/v1/messages", leaving(Messages(services), "anthropic"), methods=["POST"]),
             Route("/v1/messages/count_tokens", CountTokens(services), methods=["POST"]),
             *responses.routes(),
             Route("/tokenize", TokenizeText(services), methods=["POST"]),

@@ -112,9 +112,9 @@ def changes(old: Config, new: Config) -> Iterator[str]:
     """The keys that differ, as `server.drain` and `models.NAME.sampling`, but of models that one of the two lacks."""
     for name in ("server", "memory", "media", "ui"):
         yield from _differences(getattr(old, name), getattr(new, name), name)
-    for name in old.peers.keys() | new.peers.keys():
-        if old.peers.get(name) != new.peers.get(name):
-            yield f"peers.{name}"
+    for table in ("peers", "upstreams"):
+        before_all, after_all = getattr(old, table), getattr(new, table)
+        yield from (f"{table}.{name}" for name in before_all | after_all if before_all.get(name) != after_all.get(name))
     for name, model in new.models.items():
         before: ModelConfig | None = old.models.get(name)
         if before is not None:

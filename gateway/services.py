@@ -20,6 +20,7 @@ from gateway.media.in_flight_bytes import InFlightBytes
 from gateway.media.resolve import Fetch, bounded, fetch_public
 from gateway.peers.fleet import Fleet
 from gateway.peers.placement import Place
+from gateway.peers.upstream_client import Clients
 from gateway.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.bodies import Bodies, memory_bytes, share_bytes
@@ -62,6 +63,7 @@ class Services(Runtime):
     tasks: TaskSet
     # Of this daemon's models, for those who choose among daemons.
     meter: LoadMeter
+    upstreams: Clients
 
     @classmethod
     def make(cls, config: Config, pool: Pool, link: Link, metrics: Metrics, tracer: Tracer | None = None) -> "Services":
@@ -97,6 +99,7 @@ class Services(Runtime):
             admission=admission,
             fleet=fleet,
             meter=meter,
+            upstreams=Clients(),
             bodies=bodies,
             media=media,
             fetch=bounded(fetch_public, media.numbers),

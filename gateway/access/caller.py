@@ -32,6 +32,8 @@ class Caller:
     max_tokens: int = 0
     # Another mlxd, whose requests are served here and never sent on.
     is_peer: bool = False
+    # Its requests may be sent to an upstream.
+    may_leave: bool = False
 
     def may_use(self, model: ModelConfig) -> bool:
         """Whether a pattern of the key matches the model's name or one of its aliases."""
@@ -63,6 +65,6 @@ def tenant_of(key: str) -> str:
 
 
 # A client of the unix socket; and every client on the loopback, as long as there is no key.
-OWNER: Final = Caller(is_admin=True)
+OWNER: Final = Caller(is_admin=True, may_leave=True)
 # A client without a key at the few places that need none.
 NOBODY: Final = Caller(models=())

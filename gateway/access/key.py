@@ -50,6 +50,8 @@ class Key(Struct, frozen=True, kw_only=True):
     alert_at: Percent = 80
     # Of another mlxd that sends requests of its clients here: opens `/internal/`, and nothing else.
     is_peer: bool = False
+    # Whether its requests may leave for an upstream where a model's do.
+    may_leave: bool = False
     # Names of fields without which the key must not be used.
     requires: tuple[str, ...] = ()
 

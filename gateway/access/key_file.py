@@ -245,6 +245,8 @@ def _check(key: Key) -> None:
         raise KeyRefused(f"key {key.name!r}: a key that reads metrics only has no models and no limits")
     if key.is_peer and (key.is_admin or key.is_metrics_only):
         raise KeyRefused(f"key {key.name!r}: the key of a peer has no other role")
+    if key.may_leave and (key.is_peer or key.is_metrics_only):
+        raise KeyRefused(f"key {key.name!r}: requests of a peer or of a scraper never leave")
     try:
         # Constructing a struct checks nothing, and what is written must be readable.
         msgspec.convert(msgspec.to_builtins(key), Key)

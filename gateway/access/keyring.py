@@ -169,4 +169,5 @@ class Keyring:
             key.queue_share if self.has_others and not key.is_admin else 100,
             key.max_tokens,
             key.is_peer,
+            key.may_leave,
         )

@@ -16,4 +16,5 @@ __all__ = [
     "responses",
     "scores",
     "tokenize",
+    "upstream",
 ]

@@ -1,11 +1,12 @@
 """Catalog of configured models: each with its worker's state and the facts of its files, for lists of all forms."""
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gateway.access.caller import Caller
 from gateway.config.names import Found
-from gateway.config.settings import SamplingDefaults
+from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.media.modalities import modalities
 from gateway.model_files.facts import FactsReader, ModelFacts
 from gateway.request.model_kind import kind_of_model
@@ -75,6 +76,10 @@ class Catalog:
         models = caller.usable(self._services.config.models.values())
         targets = [(Found(model, p), views[model.name]) for model in models for p in ("", *model.profiles)]
         targets += [(Found(model), view) for model, view in self._services.fleet.models() if caller.may_use(model)]
+        if caller.may_leave:
+            known = {target.model.name for target, _ in targets}
+            targets += [(Found(model), view) for model, view in self._leaving() if model.name not in known]
+            targets = [each for each in targets if caller.may_use(each[0].model)]
         router = self._services.router
 
         def entries() -> list[Entry]:
@@ -87,6 +92,12 @@ class Catalog:
         router = self._services.router
         target = router.locate(name, caller)
         return await asyncio.to_thread(self._entry, router, target, self._services.view(target.model))
+
+    def _leaving(self) -> Iterator[tuple[ModelConfig, WorkerView]]:
+        """Models of upstreams, each once."""
+        names = {name for upstream in self._services.config.upstreams.values() for name in upstream.models}
+        for name in sorted(names):
+            yield ModelConfig(name=name, path=""), WorkerView(name=name, path="", state=State.READY)
 
     def _entry(self, router: Router, target: Found, view: WorkerView) -> Entry:
         path = target.model.path

@@ -13,7 +13,7 @@ from gateway.config.names import Names
 from gateway.config.origins import bad_host, bad_origin, is_loopback
 from gateway.config.otlp import bad_endpoint
 from gateway.config.parser_names import bad_parser
-from gateway.config.peer_tables import read_peers
+from gateway.config.peer_tables import read_peers, read_upstreams
 from gateway.config.periods import zone_of
 from gateway.config.settings import (
     CAN_HOLD_AWAKE,
@@ -22,6 +22,7 @@ from gateway.config.settings import (
     CacheConfig,
     Config,
     ConfigError,
+    FallbackConfig,
     MediaConfig,
     MemoryConfig,
     ModelConfig,
@@ -45,6 +46,7 @@ _TABLES: Final[dict[str, type[Struct]]] = {
     "sampling": SamplingDefaults,
     "thinking": ThinkingDefaults,
     "cache": CacheConfig,
+    "fallback": FallbackConfig,
 }
 
 
@@ -64,7 +66,7 @@ def load_config(
     """
     source = Source(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
-    source.refuse_unknown(raw, ("server", "memory", "media", "ui", "models", "peers"), ())
+    source.refuse_unknown(raw, ("server", "memory", "media", "ui", "models", "peers", "upstreams"), ())
     overrides = {"host": host, "port": port, "log_level": log_level}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
     if not is_loopback(server.host):
@@ -84,6 +86,7 @@ def load_config(
         media=media,
         ui=ui,
         peers=read_peers(source, raw.get("peers", {}), models, bad_name),
+        upstreams=read_upstreams(source, raw.get("upstreams", {}), models),
     )
 
 

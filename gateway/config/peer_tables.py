@@ -1,7 +1,7 @@
-"""`[peers.NAME]`: other daemons, checked with the files that they name."""
+"""`[peers.NAME]` and `[upstreams.NAME]`: other daemons and endpoints, checked with the files that they name."""
 
 import ssl
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from msgspec import structs
 
 from gateway.config.origins import is_loopback
-from gateway.config.settings import PeerConfig
+from gateway.config.settings import ModelConfig, PeerConfig, UpstreamConfig
 from gateway.config.source import Source
 
 
@@ -37,20 +37,54 @@ def _peer(source: Source, name: str, body: Any, where: tuple[str, ...]) -> PeerC
         if needed not in table:
             raise source.error(f"a peer needs {needed}", where)
     peer = source.convert(table | {"name": name}, PeerConfig, where)
-    if reason := _bad_url(peer):
-        raise source.error(f"url: {peer.url!r} {reason}", (*where, "url"))
-    key_file = source.path_of(peer.key_file)
-    try:
-        read_secret(key_file)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise source.error(f"key_file: {key_file}: {reason}", (*where, "key_file")) from None
-    ca = str(source.path_of(peer.ca)) if peer.ca else ""
+    url, key_file, ca = _checked(source, peer, where, has_path=False)
+    return structs.replace(peer, url=url, key_file=key_file, ca=ca)
+
+
+def read_upstreams(source: Source, raw: Any, models: Mapping[str, ModelConfig]) -> dict[str, UpstreamConfig]:
+    """All of them, with absolute paths, and what models fall back to. Raises `ConfigError`."""
+    if not isinstance(raw, dict):
+        raise source.error("upstreams must be a table: write [upstreams.NAME]", ("upstreams",))
+    upstreams = {name: _upstream(source, name, body, ("upstreams", name)) for name, body in raw.items()}
+    for model in models.values():
+        for name in model.fallback.to:
+            where = ("models", model.name, "fallback")
+            if name not in upstreams:
+                raise source.error(f"fallback: there is no [upstreams.{name}]", where)
+            if model.name not in upstreams[name].models:
+                raise source.error(f"fallback: models of [upstreams.{name}] has no {model.name!r}", where)
+    return upstreams
+
+
+def _upstream(source: Source, name: str, body: Any, where: tuple[str, ...]) -> UpstreamConfig:
+    table = source.table(body, UpstreamConfig, where, hidden=("name",))
+    if "url" not in table:
+        raise source.error("an upstream needs url", where)
+    upstream = source.convert(table | {"name": name}, UpstreamConfig, where)
+    url, key_file, ca = _checked(source, upstream, where, has_path=True)
+    return structs.replace(upstream, url=url, key_file=key_file, ca=ca)
+
+
+def _checked(
+    source: Source, far: PeerConfig | UpstreamConfig, where: tuple[str, ...], *, has_path: bool
+) -> tuple[str, str, str]:
+    """URL, and the paths of the key and of the authorities. Raises `ConfigError`."""
+    if reason := _bad_url(far, has_path=has_path):
+        raise source.error(f"url: {far.url!r} {reason}", (*where, "url"))
+    key_file = ""
+    if far.key_file:
+        key_file = str(source.path_of(far.key_file))
+        try:
+            read_secret(Path(key_file))
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise source.error(f"key_file: {key_file}: {reason}", (*where, "key_file")) from None
+    ca = str(source.path_of(far.ca)) if far.ca else ""
     try:
         ssl.create_default_context(cafile=ca or None)
     except (OSError, ValueError) as error:
         raise source.error(f"ca: {ca} holds no certificates (PEM): {error}", (*where, "ca")) from None
-    return structs.replace(peer, url=peer.url.rstrip("/"), key_file=str(key_file), ca=ca)
+    return far.url.rstrip("/"), key_file, ca
 
 
 def read_secret(path: Path) -> str:
@@ -63,8 +97,8 @@ def read_secret(path: Path) -> str:
     return secret
 
 
-def _bad_url(peer: PeerConfig) -> str:
-    """The reason why the URL cannot be a daemon's, or must not be used."""
+def _bad_url(peer: PeerConfig | UpstreamConfig, *, has_path: bool) -> str:
+    """The reason why the URL cannot be a daemon's or an endpoint's, or must not be used."""
     try:
         url = urlsplit(peer.url)
         port = url.port
@@ -72,7 +106,7 @@ def _bad_url(peer: PeerConfig) -> str:
         return f"is no URL: {error}"
     if url.scheme not in ("http", "https") or not url.hostname or port == 0:
         return "must be https://HOST:PORT, or http://"
-    if url.path.rstrip("/") or url.query or url.fragment or url.username is not None:
+    if (url.path.rstrip("/") and not has_path) or url.query or url.fragment or url.username is not None:
         return "must have no path, query or user"
     if url.scheme == "http" and not is_loopback(url.hostname) and not peer.plain_http:
         return (

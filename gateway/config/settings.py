@@ -154,6 +154,14 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     disk_min_tokens: Annotated[int, Meta(ge=0)] = 512
 
 
+class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`fallback` of a model: upstreams, in order, to which its requests go when they cannot be served here."""
+
+    to: tuple[str, ...] = ()
+    # The model cannot be served, its queue is full or too slow, or the prompt is longer than its context.
+    when: tuple[Literal["unavailable", "queue", "context"], ...] = ("unavailable",)
+
+
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[models.NAME]`. `path`: a folder, a Hugging Face repository in the local cache, or `demo`; default: the name."""
 
@@ -198,6 +206,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     pin: bool = False
     # Unloaded after this long without a request; 0 is never.
     ttl_s: Seconds = 0.0
+    fallback: FallbackConfig = FallbackConfig()
 
 
 class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -247,6 +256,23 @@ class PeerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     plain_http: bool = False
 
 
+class UpstreamConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[upstreams.NAME]`: an endpoint of others, to which requests leave. Paths are relative to this file."""
+
+    name: str
+    # With its version for `openai` (`https://openrouter.ai/api/v1`), without for `anthropic`.
+    url: str
+    dialect: Literal["openai", "anthropic"] = "openai"
+    key_file: str = ""
+    # From names here to names there.
+    models: dict[str, str] = {}
+    # The longest wait for the first byte of an answer, and between two.
+    first_byte_s: Seconds = 60.0
+    silence_s: Seconds = 120.0
+    ca: str = ""
+    plain_http: bool = False
+
+
 class Config(Struct, frozen=True):
     """All of it, checked. `models` keeps the order of the file."""
 
@@ -258,6 +284,7 @@ class Config(Struct, frozen=True):
     media: MediaConfig = MediaConfig()
     ui: UiConfig = UiConfig()
     peers: dict[str, PeerConfig] = {}
+    upstreams: dict[str, UpstreamConfig] = {}
 
     @property
     def run_dir(self) -> Path:

@@ -13,6 +13,7 @@ from msgspec import Struct
 from gateway.config.settings import (
     CacheConfig,
     ConfigError,
+    FallbackConfig,
     MediaConfig,
     MemoryConfig,
     ModelConfig,
@@ -21,6 +22,7 @@ from gateway.config.settings import (
     ServerConfig,
     ThinkingDefaults,
     TlsConfig,
+    UpstreamConfig,
     file_key,
 )
 from gateway.config.syntax import Locator, parse_duration, parse_size
@@ -34,7 +36,9 @@ _TABLES: Final[dict[str, type[Struct]]] = {
     "memory": MemoryConfig,
     "media": MediaConfig,
     "models.NAME": ModelConfig,
+    "models.NAME.fallback": FallbackConfig,
     "peers.NAME": PeerConfig,
+    "upstreams.NAME": UpstreamConfig,
     "models.NAME.sampling": SamplingDefaults,
     "models.NAME.thinking": ThinkingDefaults,
     "models.NAME.cache": CacheConfig,

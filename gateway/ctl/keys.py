@@ -80,6 +80,11 @@ ShareCache = Annotated[
     bool | None, typer.Option("--share-cache/--own-cache", help="Share the prefix cache with other keys that share it.")
 ]
 
+MayLeave = Annotated[
+    bool | None,
+    typer.Option("--may-leave/--stays", help="Whether its requests may go to upstreams, outside of this machine."),
+]
+
 
 @app.command()
 def create(
@@ -102,6 +107,7 @@ def create(
     admin: Admin = False,
     priority: Priority = None,
     share_cache: ShareCache = None,
+    may_leave: MayLeave = None,
     json: Json = False,
 ) -> None:
     """Create a key and print its secret, which is shown once.
@@ -138,6 +144,7 @@ def set_key(
     admin: Admin = False,
     priority: Priority = None,
     share_cache: ShareCache = None,
+    may_leave: MayLeave = None,
     json: Json = False,
 ) -> None:
     """Change a key in place: only the given options change; the secret stays.

@@ -171,6 +171,8 @@ class Metrics:
         # Requests sent to peers, by peer and reason, and sequences that lost theirs.
         self.forwarded: Counter[tuple[str, str]] = Counter()
         self.reroutes: Counter[str] = Counter()
+        # Requests that left for an upstream, by upstream, model and status or failure.
+        self.upstream_requests: Counter[tuple[str, str, str]] = Counter()
         # Name, whether it is up, and its failures by reason, of each peer.
         self.peers: Callable[[], Iterable[tuple[str, bool, dict[str, int]]]] = tuple
         # Of each model of this daemon: its name, tokens of prompts that wait, and seconds until a new one is processed.

@@ -312,6 +312,9 @@ def _of_peers(metrics: Metrics) -> Iterator[Metric]:
     yield _counter("peer_failures", "Failed requests to a peer.", ["peer", "reason"], failures)
     forwarded = [([*labels], count) for labels, count in metrics.forwarded.items()]
     yield _counter("forwarded_requests", "Requests sent to a peer.", ["to", "reason"], forwarded)
+    left = [([*labels], count) for labels, count in metrics.upstream_requests.items()]
+    text = "Requests that left this machine for an upstream."
+    yield _counter("upstream_requests", text, ["to", "model", "outcome"], left)
     moved = [([peer], count) for peer, count in metrics.reroutes.items()]
     yield _counter(
         "peer_sequences_lost", "Sequences that went on elsewhere because their peer was lost.", ["peer"], moved

@@ -18,7 +18,7 @@ import msgspec
 import uvicorn
 
 from gateway.app import App, create_admin_app, create_app
-from gateway.config.settings import Config, MediaConfig, ModelConfig, PeerConfig, ServerConfig, url_of
+from gateway.config.settings import Config, MediaConfig, ModelConfig, PeerConfig, ServerConfig, UpstreamConfig, url_of
 from gateway.http.connection import GuardedProtocol
 from gateway.http.connection_limits import public_connections
 from gateway.http.handshake import HANDSHAKE_S, Handshake
@@ -90,6 +90,7 @@ async def running(
     verify: ssl.SSLContext | bool = True,
     media: MediaConfig | None = None,
     peers: Sequence[PeerConfig] = (),
+    upstreams: Sequence[UpstreamConfig] = (),
 ) -> AsyncGenerator[Gateway, None]:
     """A gateway whose workers are scripted with `options`; a `talkative` one also says what it is told.
 
@@ -102,6 +103,7 @@ async def running(
         config_path=home / "mlxd.toml",
         media=media or MediaConfig(),
         peers={peer.name: peer for peer in peers},
+        upstreams={upstream.name: upstream for upstream in upstreams},
     )
     config.run_dir.mkdir(parents=True, exist_ok=True)
     metrics = Metrics()

@@ -48,7 +48,7 @@ GATEWAY: Final = {
     "web": "errors failed connect admin_types supervisor memory model_files telemetry config access request http "
     "services reload admin",
     "middleware": "errors telemetry config access request http services api.anthropic api.ollama",
-    "api": "link errors admin_types supervisor model_files telemetry config access media request http services "
+    "api": "link errors admin_types supervisor model_files telemetry config access media peers request http services "
     "api.common api.openai api.anthropic api.responses api.ollama",
     "app": "link telemetry config pool services reload admin api.openai api.anthropic api.responses api.ollama "
     "middleware api web",

@@ -12,6 +12,7 @@ from gateway.config.export import keys_of, schema, to_json, to_toml
 from gateway.config.load import load_config
 from gateway.config.settings import (
     CacheConfig,
+    FallbackConfig,
     MediaConfig,
     MemoryConfig,
     ModelConfig,
@@ -22,6 +23,7 @@ from gateway.config.settings import (
     ThinkingDefaults,
     TlsConfig,
     UiConfig,
+    UpstreamConfig,
 )
 from tests.support.ctl import ctl
 
@@ -83,6 +85,8 @@ def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
         ("## `[media]`", MediaConfig),
         ("## `[ui]`", UiConfig),
         ("## `[peers.NAME]`", PeerConfig),
+        ("## `[upstreams.NAME]`", UpstreamConfig),
+        ("### `fallback`", FallbackConfig),
         ("## `[models.NAME]`", ModelConfig),
         ("### `sampling`", SamplingDefaults),
         ("### `thinking`", ThinkingDefaults),
@@ -107,7 +111,7 @@ def test_the_documentation_has_every_key_with_its_default(heading: str, table: t
 def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
     made = schema()
 
-    assert set(made["properties"]) == {"server", "memory", "media", "ui", "models", "peers"}
+    assert set(made["properties"]) == {"server", "memory", "media", "ui", "models", "peers", "upstreams"}
     for table in (
         ServerConfig,
         MemoryConfig,

@@ -1,0 +1,251 @@
+"""Requests that leave this machine: models of upstreams, and upstreams as a fallback of a model.
+
+Only where the configuration names the upstream for the model, and the caller's key may leave. A request is passed on in
+the dialect that it came in, to an upstream that speaks it; there is no translation. An upstream is replaced by the next
+one until the first byte of an answer, and never after.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.access.caller import Caller
+from gateway.api.anthropic.response import anthropic_body
+from gateway.config.settings import FallbackConfig, ModelConfig, UpstreamConfig
+from gateway.errors import ApiError, BadRequest, Forbidden, ModelNotFound, Overloaded, Unavailable, openai_body
+from gateway.http.exchange import read_body, send_body
+from gateway.http.sse import cut_off
+from gateway.peers.upstream_client import Answer, Unreachable
+from gateway.request.generation import BYTES_PER_TOKEN
+from gateway.request.headers import served_by_header
+from gateway.request.record import Header, Record, record_of
+from gateway.services import Services
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S: Final = 5.0
+# Refusals of this daemon that are no reason to send a request elsewhere: it ends, or the request itself is at fault.
+_STAYS: Final = frozenset({"draining", "cancelled", "body_memory_full"})
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    """The fields of a body that decide where it goes."""
+
+    model: str = ""
+    stream: bool | None = False
+
+
+_asked: Final = msgspec.json.Decoder(_Asked)
+_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Leaving:
+    """Wraps an endpoint of `dialect`. Without `[upstreams]` it is that endpoint, at no cost."""
+
+    def __init__(self, endpoint: ASGIApp, services: Services, dialect: str) -> None:
+        self._endpoint = endpoint
+        self._services = services
+        self._dialect = dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services = self._services
+        if not services.config.upstreams:
+            await self._endpoint(scope, receive, send)
+            return
+        record = record_of(scope)
+        body = await read_body(scope, receive, services.config.server.max_body_bytes)
+        asked = _read(body)
+        name, model = asked.model, self._local(asked.model, record.caller)
+        owners = _owners(services.config.upstreams.values(), name)
+        if model is None and owners and record.caller.may_use(ModelConfig(name=name, path="")):
+            await self._forward(_Way(name, body, bool(asked.stream), owners, None), scope, receive, send)
+            return
+        started = _Started(send)
+        try:
+            await self._endpoint(scope, _replay(body, receive), started)
+        except ApiError as error:
+            way = self._fallback(model, body, bool(asked.stream), error, record.caller)
+            if way is None or started.is_started:
+                raise
+            log.warning("request %s for %s leaves: %s", record.id, name, error.message)
+            record.headers = []
+            await self._forward(way, scope, receive, send)
+
+    def _local(self, name: str, caller: Caller) -> ModelConfig | None:
+        """The model of this daemon or its peers behind a name; None where there is none, or not for this caller."""
+        try:
+            return self._services.router.locate(name, caller).model
+        except (ModelNotFound, BadRequest):
+            return None
+
+    def _fallback(
+        self, model: ModelConfig | None, body: bytes, is_stream: bool, error: ApiError, caller: Caller
+    ) -> "_Way | None":
+        if model is None or not model.fallback.to or not caller.may_leave or not _is_reason(model.fallback, error):
+            return None
+        named = [self._services.config.upstreams[name] for name in model.fallback.to]
+        owners = [upstream for upstream in named if model.name in upstream.models]
+        same = [upstream for upstream in owners if upstream.dialect == self._dialect]
+        return _Way(model.name, body, is_stream, same, error) if same else None
+
+    async def _forward(self, way: "_Way", scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer by the first upstream that does. Raises `ApiError` where none does."""
+        services, record = self._services, record_of(scope)
+        caller = record.caller
+        record.model, record.stream = way.name, way.is_stream
+        if not caller.may_leave:
+            raise Forbidden(f"The model {way.name!r} is served by an upstream, and this key's requests may not leave.")
+        upstreams = [upstream for upstream in way.upstreams if upstream.dialect == self._dialect]
+        if not upstreams:
+            theirs = " or ".join(sorted({upstream.dialect for upstream in way.upstreams}))
+            raise BadRequest(f"The upstream of {way.name!r} speaks another API: {theirs}.", "model", "unsupported_api")
+        with ExitStack() as held:
+            estimate = len(way.body) / BYTES_PER_TOKEN
+            bill = None if caller.meter is None else held.enter_context(caller.meter.hold(estimate))
+            async with cut_off(record, receive):
+                answer = await self._ask(way, upstreams, scope)
+                try:
+                    await self._pass_on(way, answer, record, send)
+                finally:
+                    await answer.close()
+                    prompt, completion = answer.usage(len(way.body))
+                    record.prompt_tokens, record.completion_tokens = prompt, completion
+                    services.ledger.book(caller.key or "", way.name, 1, prompt, 0, completion)
+                    if bill is not None:
+                        bill.prompt, bill.completion = prompt, completion
+
+    async def _ask(self, way: "_Way", upstreams: Sequence[UpstreamConfig], scope: Scope) -> Answer:
+        """The beginning of an answer: of the first upstream that takes the request, or the refusal of the last."""
+        metrics, record = self._services.metrics, record_of(scope)
+        refusal: Answer | None = None
+        for upstream in upstreams:
+            record.served_by = upstream.name
+            if refusal is not None:
+                await refusal.close()
+                refusal = None
+            try:
+                answer = await self._services.upstreams.ask(
+                    upstream, scope, _renamed(way.body, upstream.models[way.name])
+                )
+            except Unreachable as error:
+                metrics.upstream_requests[upstream.name, way.name, error.reason] += 1
+                log.warning("upstream %s: %s", upstream.name, error)
+                continue
+            metrics.upstream_requests[upstream.name, way.name, str(answer.status)] += 1
+            if answer.status < 400:
+                return answer
+            log.warning("upstream %s refuses %s: HTTP %d", upstream.name, way.name, answer.status)
+            refusal = answer
+            if not answer.is_its_own:
+                break
+        if way.error is not None:
+            if refusal is not None:
+                await refusal.close()
+            record.served_by = ""
+            raise way.error
+        if refusal is None:
+            raise Unavailable(f"The upstream of {way.name} cannot be reached.", RETRY_AFTER_S, "upstream_unavailable")
+        return refusal
+
+    async def _pass_on(self, way: "_Way", answer: Answer, record: Record, send: Send) -> None:
+        headers: list[Header] = [*answer.headers, *served_by_header(record.served_by)]
+        if not answer.is_stream:
+            try:
+                body = await answer.read()
+            except Unreachable as error:
+                raise Unavailable(f"The upstream of {way.name} broke off.", RETRY_AFTER_S, error.reason) from None
+            await send_body(send, answer.status, body, headers, answer.kind)
+            return
+        start = [(b"content-type", answer.kind), *headers]
+        await send({"type": "http.response.start", "status": answer.status, "headers": start})
+        try:
+            async for piece in answer.pieces():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except Unreachable as error:
+            # In the stream: no other upstream goes on with another's text.
+            lost = Unavailable(f"The upstream of {way.name} broke off.", RETRY_AFTER_S, error.reason)
+            record.outcome = lost.outcome
+            await send({"type": "http.response.body", "body": self._in_band(lost, record), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _in_band(self, error: ApiError, record: Record) -> bytes:
+        if self._dialect == "anthropic":
+            return b"\n\nevent: error\ndata: " + anthropic_body(error, record.id) + b"\n\n"
+        return b"\n\ndata: " + openai_body(error) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A request that leaves. `error` is why it could not be served here; None for a model that only upstreams have."""
+
+    name: str
+    body: bytes
+    is_stream: bool
+    upstreams: Sequence[UpstreamConfig]
+    error: ApiError | None
+
+
+class _Started:
+    """`send`, and whether an answer has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_started = False
+
+    async def __call__(self, message: Message) -> None:
+        self.is_started = True
+        await self._send(message)
+
+
+def _is_reason(fallback: FallbackConfig, error: ApiError) -> bool:
+    """Whether a refusal of this daemon is one for which the model's requests may leave."""
+    if error.code in _STAYS:
+        return False
+    is_queue = isinstance(error, Overloaded) or error.code == "queue_timeout"
+    kinds = {
+        "queue": is_queue,
+        "context": error.code == "context_length_exceeded",
+        "unavailable": error.status == 503 and not is_queue,
+    }
+    return any(kinds[when] for when in fallback.when)
+
+
+def _owners(upstreams: Iterable[UpstreamConfig], name: str) -> list[UpstreamConfig]:
+    return [upstream for upstream in upstreams if name in upstream.models]
+
+
+def _read(body: bytes) -> _Asked:
+    """What the endpoint will complain of in its own way decides nothing here."""
+    try:
+        return _asked.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _Asked()
+
+
+def _renamed(body: bytes, model: str) -> bytes:
+    """The body with the model's name there, and all else as it came. Raises `BadRequest`."""
+    try:
+        fields = _fields.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"The body is not valid JSON: {error}.") from None
+    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(fields)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """`receive` for an app that reads the body once more."""
+    is_read = False
+
+    async def again() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again

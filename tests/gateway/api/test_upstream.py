@@ -1,0 +1,241 @@
+"""Upstreams: requests leave for them where the model's configuration and the key say so, and nothing else does."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.access.key import Key
+from gateway.access.key_file import KeyFile
+from gateway.config.settings import FallbackConfig, ModelConfig, UpstreamConfig, keys_path
+from tests.gateway.harness import Gateway, chat, events, running
+from tests.support.pool import short_home, tokens
+
+pytestmark = pytest.mark.anyio
+ANSWER = {
+    "id": "x",
+    "choices": [{"message": {"content": "far"}}],
+    "usage": {"prompt_tokens": 7, "completion_tokens": 9},
+}
+NOWHERE = "http://127.0.0.1:9/v1"
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass(slots=True)
+class Far:
+    """An endpoint of others: answers as it is told, and remembers what it was asked."""
+
+    url: str = ""
+    status: int = 200
+    # Of a stream: pieces, after which it ends, breaks off or stalls.
+    pieces: list[bytes] | None = None
+    ending: str = "end"
+    asked: list[tuple[str, dict[str, str], Any]] = field(default_factory=list[tuple[str, dict[str, str], Any]])
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:-2])}
+        body = json.loads(await reader.readexactly(int(headers["content-length"])))
+        self.asked.append((head[0].split()[1], headers, body))
+        if self.ending == "silent":
+            await reader.read()
+            writer.close()
+            return
+        kind = "application/json" if self.pieces is None else "text/event-stream"
+        told = (f"HTTP/1.1 {self.status} X", f"content-type: {kind}", "transfer-encoding: chunked", "connection: close")
+        writer.write("\r\n".join((*told, "", "")).encode())
+        for piece in self.pieces if self.pieces is not None else [json.dumps(ANSWER).encode()]:
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            await writer.drain()
+        if self.ending == "end":
+            writer.write(b"0\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def far(**how: Any) -> AsyncGenerator[Far]:
+    endpoint = Far(**how)
+    server = await asyncio.start_server(endpoint.serve, "127.0.0.1", 0)
+    endpoint.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    try:
+        yield endpoint
+    finally:
+        server.close()
+
+
+def upstream(url: str, name: str = "cloud", **fields: Any) -> UpstreamConfig:
+    return UpstreamConfig(name=name, url=url, models={"far": "vendor/far-1", "m": "vendor/m"}, **fields)
+
+
+@asynccontextmanager
+async def door(
+    *upstreams: UpstreamConfig, broken: bool = True, **fallback: Any
+) -> AsyncGenerator[tuple[Gateway, Path]]:
+    """A gateway whose model `m` cannot be loaded, and falls back to all of these if `fallback` says so."""
+    names = tuple(each.name for each in upstreams)
+    model = ModelConfig(
+        name="m", path="m", fallback=FallbackConfig(names, **fallback) if fallback else FallbackConfig()
+    )
+    options = ["--exit-on-load", "66"] if broken else []
+    with short_home() as home:
+        async with running(home, options, [model], upstreams=upstreams) as gateway:
+            yield gateway, home
+
+
+async def ask(gateway: Gateway, model: str = "far", **fields: Any) -> httpx.Response:
+    headers = fields.pop("headers", {})
+    return await gateway.client.post("/v1/chat/completions", json=chat(model=model) | fields, headers=headers)
+
+
+async def test_a_model_of_an_upstream_is_answered_by_it_and_named_everywhere(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("sk-theirs\n")
+    async with far() as cloud, door(upstream(cloud.url, key_file=str(key))) as (gateway, _):
+        reply = await ask(gateway, headers={"authorization": "Bearer mine", "cookie": "mine"}, unusual=[1.50, None])
+        assert reply.json() == ANSWER
+        assert reply.headers["x-mlxd-served-by"] == "cloud"
+        ((path, headers, body),) = cloud.asked
+        assert path == "/v1/chat/completions"
+        assert headers["authorization"] == "Bearer sk-theirs"
+        assert "mine" not in str(headers)
+        assert body == chat(model="vendor/far-1") | {"unusual": [1.50, None]}
+        assert gateway.metrics.upstream_requests["cloud", "far", "200"] == 1
+        assert gateway.metrics.models["far"].requests["200"] == 1
+        listed = (await gateway.client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["m", "far"]
+
+
+async def test_a_model_that_cannot_be_served_here_leaves_where_its_configuration_says_so() -> None:
+    async with far() as cloud, door(upstream(cloud.url), when=("unavailable",)) as (gateway, _):
+        reply = await ask(gateway, "m")
+        assert (reply.status_code, reply.headers["x-mlxd-served-by"]) == (200, "cloud")
+        assert cloud.asked[0][2]["model"] == "vendor/m"
+    async with far() as cloud, door(upstream(cloud.url)) as (gateway, _):
+        assert (await ask(gateway, "m")).status_code == 503
+        assert cloud.asked == []
+
+
+async def test_a_model_that_is_served_here_does_not_leave() -> None:
+    async with far() as cloud, door(upstream(cloud.url), broken=False, when=("unavailable",)) as (gateway, _):
+        reply = await ask(gateway, "m")
+        assert reply.json()["choices"][0]["message"]["content"] == tokens(5)
+        assert "x-mlxd-served-by" not in reply.headers
+        for bad in ({"temperature": 99}, {"messages": 1}):
+            assert (await ask(gateway, "m", **bad)).status_code == 400
+        assert (await ask(gateway, "nope")).status_code == 404
+        assert cloud.asked == []
+
+
+async def test_a_full_queue_leaves_only_where_that_is_a_reason() -> None:
+    for when, status in (("unavailable",), 429), (("queue",), 200):
+        model = ModelConfig(name="m", path="m", max_running=1, max_waiting=0, fallback=FallbackConfig(("cloud",), when))
+        async with far() as cloud:
+            with short_home() as home:
+                async with running(home, ["--step-ms", "20"], [model], upstreams=[upstream(cloud.url)]) as gateway:
+                    body = chat(stream=True, max_tokens=500)
+                    async with gateway.client.stream("POST", "/v1/chat/completions", json=body) as running_one:
+                        await anext(running_one.aiter_raw())
+                        assert (await ask(gateway, "m")).status_code == status
+
+
+async def test_a_key_that_may_not_leave_stays() -> None:
+    async with far() as cloud, door(upstream(cloud.url), when=("unavailable",)) as (gateway, home):
+        keys = KeyFile(keys_path(home))
+        secrets = {
+            name: keys.create(Key(name=name, prefix="", salt="", hash="", **fields))[1]
+            for name, fields in {
+                "stays": {}, "admin": {"is_admin": True}, "other": {"may_leave": True, "models": ("m",)},
+                "leaves": {"may_leave": True},
+            }.items()
+        }  # fmt: skip
+        for name, model, status in (
+            ("stays", "far", 403), ("stays", "m", 503), ("admin", "far", 403), ("other", "far", 404),
+            ("other", "m", 200), ("leaves", "far", 200), ("leaves", "m", 200),
+        ):  # fmt: skip
+            before = len(cloud.asked)
+            reply = await ask(gateway, model, headers={"x-api-key": secrets[name]})
+            assert reply.status_code == status, (name, model)
+            assert len(cloud.asked) - before == (status == 200)
+        lists = {
+            name: [
+                card["id"]
+                for card in (await gateway.client.get("/v1/models", headers={"x-api-key": secret})).json()["data"]
+            ]
+            for name, secret in secrets.items()
+        }
+        assert lists == {"stays": ["m"], "admin": ["m"], "other": ["m"], "leaves": ["m", "far"]}
+        # Its tokens count as the upstream tells.
+        assert gateway.metrics.keys["leaves"].generation_tokens == 18
+
+
+async def test_the_next_upstream_is_asked_until_the_first_byte() -> None:
+    async with far(status=503) as busy, far(ending="silent") as silent, far() as good:
+        chain = [
+            upstream(NOWHERE, "absent"), upstream(busy.url, "busy"),
+            upstream(silent.url, "silent", first_byte_s=0.3), upstream(good.url, "good"),
+        ]  # fmt: skip
+        async with door(*chain) as (gateway, _):
+            reply = await ask(gateway)
+            assert (reply.json(), reply.headers["x-mlxd-served-by"]) == (ANSWER, "good")
+            outcomes = {(to, outcome) for to, _, outcome in gateway.metrics.upstream_requests}
+            assert outcomes == {("absent", "connection"), ("busy", "503"), ("silent", "timeout"), ("good", "200")}
+
+
+async def test_a_refusal_of_the_request_is_the_clients_and_one_of_all_is_the_models() -> None:
+    async with far(status=400) as strict, far() as good:
+        async with door(upstream(strict.url), upstream(good.url, "good")) as (gateway, _):
+            assert (await ask(gateway)).status_code == 400
+            assert good.asked == []
+        async with door(upstream(NOWHERE)) as (gateway, _):
+            assert (await ask(gateway)).json()["error"]["code"] == "upstream_unavailable"
+        async with door(upstream(NOWHERE), when=("unavailable",)) as (gateway, _):
+            # Why it could not be served here, and not that nothing else could.
+            assert (await ask(gateway, "m")).json()["error"]["code"] == "model_corrupt"
+
+
+PIECES = [b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', b'data: {"choices":[{"delta":{"content":"b"}}]}\n\n']
+
+
+async def test_a_stream_is_passed_on_as_it_comes() -> None:
+    async with far(pieces=[*PIECES, b"data: [DONE]\n\n"]) as cloud, door(upstream(cloud.url)) as (gateway, _):
+        reply = await ask(gateway, stream=True)
+        assert reply.content == b"".join(PIECES) + b"data: [DONE]\n\n"
+        assert reply.headers["content-type"] == "text/event-stream"
+
+
+async def test_a_stream_that_breaks_off_ends_with_an_error_and_goes_on_nowhere_else() -> None:
+    async with (
+        far(pieces=PIECES, ending="broken") as cloud,
+        far(pieces=PIECES) as good,
+        door(upstream(cloud.url), upstream(good.url, "good")) as (gateway, _),
+    ):
+        reply = await ask(gateway, stream=True)
+        *chunks, last = events(reply.text)
+        assert [chunk["choices"][0]["delta"]["content"] for chunk in chunks] == ["a", "b"]
+        assert last["error"]["code"] == "connection"
+        assert good.asked == []
+
+
+async def test_anthropics_api_is_for_upstreams_that_speak_it() -> None:
+    body = {"model": "far", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+    async with far() as cloud:
+        async with door(upstream(cloud.url)) as (gateway, _):
+            assert (await gateway.client.post("/v1/messages", json=body)).status_code == 400
+        origin = cloud.url.removesuffix("/v1")
+        async with door(upstream(origin, dialect="anthropic")) as (gateway, _):
+            headers = {"anthropic-version": "2023-06-01", "x-api-key": "mine"}
+            assert (await gateway.client.post("/v1/messages", json=body, headers=headers)).status_code == 200
+            ((path, sent, _),) = cloud.asked
+            assert (path, sent["anthropic-version"], "x-api-key" in sent) == ("/v1/messages", "2023-06-01", False)
+            assert (await ask(gateway)).status_code == 400
