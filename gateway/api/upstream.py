@@ -219,8 +219,8 @@ def _owners(upstreams: Iterable[UpstreamConfig], name: str) -> list[UpstreamConf
     return [upstream for upstream in upstreams if name in upstream.models]
 
 
+def _read(body: bytes) -> _Asked:
     """The fields, or empty ones of a body that the endpoint will refuse in its own way."""
-    """What the endpoint will complain of in its own way decides nothing here."""
     try:
         return _asked.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
