@@ -138,7 +138,8 @@ class Generator:
     def _admit(self) -> None:
         if not self._waiting:
             return
-        if self._lane is Lane.SINGLE:
+        single = self._lane is Lane.SINGLE
+        if single:
             if any(map(len, self._groups)):
                 return
             members = [self._waiting.popleft()]
@@ -146,11 +147,10 @@ class Generator:
             members, self._waiting = list(self._waiting), deque()
         for member in members:
             if member.scores is not None:
-                self._scored.add(member)
+                self._scored.add(member, is_single=single)
         members = [member for member in members if member.scores is None]
         if not members:
             return
-        single = self._lane is Lane.SINGLE
         caches = members[0].caches if single else batched.merge([member.caches for member in members])
         for member in members:
             member.caches = []

@@ -20,8 +20,9 @@ class ScoredRows:
         self._model = model
         self.rows: list[Members] = []
 
-    def add(self, member: Member) -> None:
-        caches = batched.merge([member.caches])
+    def add(self, member: Member, *, is_single: bool) -> None:
+        """A row; one of a lane of one keeps its caches, which may have no batch form."""
+        caches = member.caches if is_single else batched.merge([member.caches])
         member.caches = []
         self.rows.append(Members([member], caches))
 

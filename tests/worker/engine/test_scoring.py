@@ -34,7 +34,7 @@ def entries(result: Result) -> list[tuple[bytes, float, Any]]:
     return [(each.token, -1.0 if math.isnan(each.logprob) else each.logprob, each.top) for each in result.logprobs]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5", "afm7"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5", "afm7", "llama4"])
 def test_scores_are_those_of_one_pass_and_the_same_in_any_company(
     architecture: str, model_folder: Callable[[str], Path]
 ) -> None:
