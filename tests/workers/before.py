@@ -36,7 +36,7 @@ class Worker:
                     self.say(wire.READY, self.spec["epoch"], "demo", 1 << 20, 16, 4096, 0, 0.1, "qwen3", True)
                 case [wire.PING, seq, t_ns]:
                     self.say(wire.PONG, seq, t_ns, wire.STATS)
-                case [wire.GENERATE, rid, [wire.TEXT_PROMPT, _], _, max_tokens, *_]:
+                case [wire.GENERATE, rid, [wire.TEXT_PROMPT, _, *_], _, max_tokens, *_]:
                     self.generate(rid, max_tokens)
                 case [wire.DETOKENIZE, rid, ids]:
                     self.say(wire.TOKENIZED, rid, len(ids), [], "".join(f"t{i} " for i in ids))
