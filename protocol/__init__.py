@@ -7,6 +7,7 @@ __all__ = [
     "failures",
     "kinds",
     "messages",
+    "minors",
     "model_digest",
     "peering",
     "sockets",

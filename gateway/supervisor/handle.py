@@ -220,11 +220,13 @@ class WorkerHandle:
         return request
 
     def refusal(self, request: Generate) -> Failure | None:
-        """The reason to refuse this request: it is known to crash workers, or there is no memory for it."""
+        """The reason to refuse this request: it is known to crash workers, there is no memory for it,
+        or it has a field that this worker is too old for."""
         if (overload := self.overload) is not None:
             self._events.refused(self.name)
             return overload
-        return self._lifecycle.parked.refusal(request, self._effects.now())
+        lifecycle = self._lifecycle
+        return lifecycle.incarnation.refusal(request) or lifecycle.parked.refusal(request, self._effects.now())
 
     def park(self, sequence: Sequence) -> None:
         """Keep a sequence that this worker has given up, for the next one."""

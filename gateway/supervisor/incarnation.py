@@ -8,8 +8,9 @@ from gateway.link.transport import WorkerGone
 from gateway.supervisor.ports import Effects, Process, Wire
 from gateway.supervisor.state import Limits
 from gateway.supervisor.timers import Watchers
-from protocol.failures import Failure
-from protocol.messages import MINOR, Down, Dump, Goodbye, Loading, Ready, Shutdown, Welcome
+from protocol.failures import Code, Failure
+from protocol.messages import MINOR, Down, Dump, Generate, Goodbye, Loading, Ready, Shutdown, Welcome
+from protocol.minors import unknown_field
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 
@@ -28,6 +29,9 @@ class Incarnation:
         self.ready: Ready | None = None
         self.ready_at = 0.0
         self.goodbye: Goodbye | None = None
+        # The minor version of the protocol that it speaks; and a request was refused for a field that came later.
+        self.minor = MINOR
+        self.is_outgrown = False
         # The fault for which the gateway ends it; None while it runs, and when it was asked to end.
         self.blame: Failure | None = None
         # A successor was ordered: by a restart, a change or a recycling.
@@ -111,6 +115,18 @@ class Incarnation:
     def detach(self) -> list[Sequence]:
         """Drop what it says from now on. Returns its unfinished sequences."""
         return self._wire.detach(self.epoch)
+
+    def refusal(self, request: Generate) -> Failure | None:
+        """Reason why a worker of an earlier version must not get this request: it would ignore a part of it."""
+        field = unknown_field(request, self.minor) if self.minor < MINOR else None
+        if field is None:
+            return None
+        self.is_outgrown = True
+        message = (
+            f"the worker of model '{self._runner.name}' was started by an earlier version of mlxd, which does not know "
+            f"{field}; it is replaced once it is idle: try again later, or restart the model"
+        )
+        return Failure(Code.INCOMPATIBLE, message)
 
     # -- end ---------------------------------------------------------------------------------------------------------
 

@@ -257,6 +257,7 @@ class Worker:
             why = f"the worker of '{self.name}' speaks protocol {theirs} and the gateway {ours}; reinstall mlxd"
             self.lifecycle.terminate(Failure(Code.INCOMPATIBLE, why))
         elif self.lifecycle.state is State.STARTING:
+            self._incarnation.minor = hello.proto_minor
             self.lifecycle.enter(State.LOADING)
             self.lifecycle.timers.arm(self.lifecycle.load_timeout_s)
             self._incarnation.greet()
@@ -289,6 +290,10 @@ class Worker:
         is_serving = self.lifecycle.state in (State.READY, State.DRAINING)
         if is_serving and pong.stats.running > 0 and age_s > self._limits.step_s:
             self.lifecycle.abort(f"its newest step is {age_s:.0f} s old")
+        is_idle = not pong.stats.running and not pong.stats.waiting
+        if self._incarnation.is_outgrown and is_idle and self.lifecycle.state is State.READY:
+            log.info("replacing worker %s: requests need a later version of it", self._incarnation)
+            self.lifecycle.renew()
 
     def _on_beat(self) -> None:
         now = self._effects.now()

@@ -283,11 +283,13 @@ class Machine:
         # Whoever still waits is told, too.
         await asyncio.wait_for(asyncio.gather(*self._asked, return_exceptions=True), patient(5))
 
-    def hello(self, *, major: int = MAJOR, pid: int | None = None, epoch: int | None = None) -> None:
+    def hello(
+        self, *, major: int = MAJOR, minor: int = MINOR, pid: int | None = None, epoch: int | None = None
+    ) -> None:
         worker = self.worker
         own_pid = worker.pid if pid is None else pid
         own_epoch = worker.epoch if epoch is None else epoch
-        worker.post(Hello(worker.name, own_epoch, own_pid, major, MINOR, "", "", "loading"))
+        worker.post(Hello(worker.name, own_epoch, own_pid, major, minor, "", "", "loading"))
 
     def ready(self, *, epoch: int | None = None, weights_bytes: int = 0) -> None:
         own_epoch = self.worker.epoch if epoch is None else epoch

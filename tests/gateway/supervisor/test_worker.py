@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from gateway.link.sequence import PARKED
 from gateway.supervisor.state import Limits, ModelUnavailable, State
 from protocol.failures import Code, Failure
-from protocol.messages import MINOR, Drain, Drained, Dump, Goodbye, Shutdown, Welcome
+from protocol.messages import MINOR, Drain, Drained, Dump, Generate, Goodbye, Sampling, Shutdown, TextPrompt, Welcome
 from tests.support.machine import FakeProcess, Machine, settle
 from tests.support.scale import patient
 
@@ -667,3 +667,49 @@ async def test_the_death_of_an_adopted_worker_is_a_crash() -> None:
         assert m.events.exits == [255]
         assert m.worker.last_failure is not None
         assert m.worker.last_failure.code is Code.WORKER_DIED
+
+
+async def test_an_adopted_worker_is_given_no_request_of_which_it_would_ignore_a_part() -> None:
+    async with Machine() as m:
+        process = FakeProcess(pid=4242, is_adopted=True)
+        m.worker.adopt(process, 17)
+        await settle()
+        m.hello(minor=0)
+        m.ready()
+        m.worker.post(Drained(17, 0))
+        await settle()
+        plain = Generate(1, TextPrompt("hi"), Sampling(min_p=0.1), stop=("x",), tenant="t")
+        assert m.worker.refusal(plain) is None
+        newer = replace(plain, sampling=Sampling(min_tokens=2))
+        refused = m.worker.refusal(newer)
+        assert refused is not None
+        assert refused.code is Code.INCOMPATIBLE
+        assert "min_tokens" in refused.message
+        assert "restart the model" in refused.message
+
+        # Replaced once it has nothing to do, without a request for it.
+        m.pong(running=1)
+        await settle()
+        assert m.worker.state is State.READY
+        m.pong()
+        await settle()
+        assert m.worker.state is State.STOPPING
+        process.exit(None)
+        await m.world.pass_time(0.1)
+        await m.succeed()
+        assert (m.worker.state, len(m.world.processes)) == (State.READY, 1)
+        assert m.worker.refusal(newer) is None
+
+
+async def test_an_adopted_worker_of_an_earlier_minor_stays_while_requests_ask_for_nothing_newer() -> None:
+    async with Machine() as m:
+        m.worker.adopt(FakeProcess(pid=4242, is_adopted=True), 17)
+        await settle()
+        m.hello(minor=0)
+        m.ready()
+        m.worker.post(Drained(17, 0))
+        await settle()
+        assert m.worker.refusal(Generate(1, TextPrompt("hi"), Sampling())) is None
+        m.pong()
+        await settle()
+        assert m.worker.state is State.READY

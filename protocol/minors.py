@@ -1,0 +1,62 @@
+"""The minor version with which each field of a request came, for workers that are older than their gateway.
+
+A worker of an earlier minor leaves out the fields that it does not know, without a word.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from protocol.messages import ChatPrompt, Generate, Sampling, TextPrompt
+
+# Of fields that change the output. Embeddings and scores are asked of workers only that say they are for these.
+SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {
+    Generate: {"includes_stop": 1},
+    ChatPrompt: {"media": 1},
+    TextPrompt: {"infill": 1},
+    Sampling: dict.fromkeys(
+        (
+            "penalty_window",
+            "typical_p",
+            "top_n_sigma",
+            "xtc_probability",
+            "dry_multiplier",
+            "min_tokens",
+            "stop_ids",
+            "allowed_ids",
+            "bad_words",
+        ),
+        1,
+    ),
+}
+# Fields that a worker may ignore: order and speed alone depend on them, or they do nothing without one of the above.
+IGNORABLE: Final = frozenset(
+    {
+        "tenant",
+        "most_drafted",
+        "prediction",
+        "xtc_threshold",
+        "dry_base",
+        "dry_allowed_length",
+        "dry_window",
+        "dry_breakers",
+    }
+)
+# Of `echo` together with `top_logprobs`, both of which are older.
+PROMPT_LOGPROBS: Final = 1
+
+_DEFAULTS: Final[dict[type[msgspec.Struct], dict[str, Any]]] = {
+    struct: {field.name: field.default for field in msgspec.structs.fields(struct)} for struct in SINCE
+}
+
+
+def unknown_field(request: Generate, minor: int) -> str | None:
+    """A field that `request` sets and a worker of this minor does not know, if there is one."""
+    for part in (request, request.prompt, request.sampling):
+        defaults = _DEFAULTS.get(type(part), {})
+        for name, since in SINCE.get(type(part), {}).items():
+            if since > minor and getattr(part, name) != defaults[name]:
+                return name
+    if minor < PROMPT_LOGPROBS and request.echo and request.top_logprobs is not None:
+        return "logprobs of the prompt"
+    return None
