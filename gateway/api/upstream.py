@@ -11,11 +11,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.access.caller import Caller
+from gateway.access.rate_limit import Meter
 from gateway.api.anthropic.response import anthropic_body
+from gateway.api.leaving_body import LeavingBody, bounded_body, read_asked
 from gateway.config.settings import FallbackConfig, ModelConfig, UpstreamConfig
 from gateway.errors import ApiError, BadRequest, Forbidden, ModelNotFound, Overloaded, Unavailable, openai_body
 from gateway.http.exchange import read_body, send_body
@@ -33,17 +34,6 @@ RETRY_AFTER_S: Final = 5.0
 _STAYS: Final = frozenset({"draining", "cancelled", "body_memory_full"})
 
 
-class _Asked(msgspec.Struct, frozen=True):
-    """The fields of a body that decide where it goes."""
-
-    model: str = ""
-    stream: bool | None = False
-
-
-_asked: Final = msgspec.json.Decoder(_Asked)
-_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
 class Leaving:
     """Wraps an endpoint of `dialect`. Without `[upstreams]` it is that endpoint, at no cost."""
 
@@ -59,7 +49,7 @@ class Leaving:
             return
         record = record_of(scope)
         body = await read_body(scope, receive, services.config.server.max_body_bytes)
-        asked = _read(body)
+        asked = await services.bodies.work(len(body), read_asked, body)
         name, model = asked.model, self._local(asked.model, record.caller)
         owners = _owners(services.config.upstreams.values(), name)
         if model is None and owners and record.caller.may_use(ModelConfig(name=name, path="")):
@@ -105,23 +95,26 @@ class Leaving:
             theirs = " or ".join(sorted({upstream.dialect for upstream in way.upstreams}))
             raise BadRequest(f"The upstream of {way.name!r} speaks another API: {theirs}.", "model", "unsupported_api")
         with ExitStack() as held:
-            estimate = len(way.body) / BYTES_PER_TOKEN
-            bill = None if caller.meter is None else held.enter_context(caller.meter.hold(estimate))
+            body = await services.bodies.work(len(way.body), bounded_body, way.body, caller.max_tokens)
+            bill = None
+            if (meter := caller.meter) is not None:
+                bill = held.enter_context(meter.hold(_estimate(way, body, meter), body.sequences))
             async with cut_off(record, receive):
-                answer = await self._ask(way, upstreams, scope)
+                answer = await self._ask(way, body, upstreams, scope)
                 try:
                     await self._pass_on(way, answer, record, send)
                 finally:
                     await answer.close()
                     prompt, completion = answer.usage(len(way.body))
                     record.prompt_tokens, record.completion_tokens = prompt, completion
-                    services.ledger.book(caller.key or "", way.name, 1, prompt, 0, completion)
+                    services.ledger.book(caller.key or "", way.name, body.sequences, prompt, 0, completion)
                     if bill is not None:
                         bill.prompt, bill.completion = prompt, completion
 
-    async def _ask(self, way: "_Way", upstreams: Sequence[UpstreamConfig], scope: Scope) -> Answer:
+    async def _ask(self, way: "_Way", body: LeavingBody, upstreams: Sequence[UpstreamConfig], scope: Scope) -> Answer:
         """The beginning of an answer: of the first upstream that takes the request, or the refusal of the last."""
-        metrics, record = self._services.metrics, record_of(scope)
+        services, record = self._services, record_of(scope)
+        metrics = services.metrics
         refusal: Answer | None = None
         for upstream in upstreams:
             record.served_by = upstream.name
@@ -129,9 +122,8 @@ class Leaving:
                 await refusal.close()
                 refusal = None
             try:
-                answer = await self._services.upstreams.ask(
-                    upstream, scope, _renamed(way.body, upstream.models[way.name])
-                )
+                sent = await services.bodies.work(len(way.body), body.named, upstream.models[way.name])
+                answer = await services.upstreams.ask(upstream, scope, sent)
             except Unreachable as error:
                 metrics.upstream_requests[upstream.name, way.name, error.reason] += 1
                 log.warning("upstream %s: %s", upstream.name, error)
@@ -139,18 +131,22 @@ class Leaving:
             metrics.upstream_requests[upstream.name, way.name, str(answer.status)] += 1
             if answer.status < 400:
                 return answer
-            log.warning("upstream %s refuses %s: HTTP %d", upstream.name, way.name, answer.status)
+            text = await answer.opening() if answer.is_about_key else ""
+            log.warning("upstream %s refuses %s: HTTP %d %s", upstream.name, way.name, answer.status, text)
             refusal = answer
             if not answer.is_its_own:
                 break
+        if way.error is None and refusal is not None and not refusal.is_about_key:
+            return refusal
+        if refusal is not None:
+            await refusal.close()
+        record.served_by = ""
         if way.error is not None:
-            if refusal is not None:
-                await refusal.close()
-            record.served_by = ""
             raise way.error
         if refusal is None:
             raise Unavailable(f"The upstream of {way.name} cannot be reached.", RETRY_AFTER_S, "upstream_unavailable")
-        return refusal
+        # Its text is about the key of this daemon's operator, and stays in the log.
+        raise Unavailable(f"The upstream of {way.name} does not serve this daemon.", code="upstream_unavailable")
 
     async def _pass_on(self, way: "_Way", answer: Answer, record: Record, send: Send) -> None:
         headers: list[Header] = [*answer.headers, *served_by_header(record.served_by)]
@@ -215,26 +211,13 @@ def _is_reason(fallback: FallbackConfig, error: ApiError) -> bool:
     return any(kinds[when] for when in fallback.when)
 
 
+def _estimate(way: _Way, body: LeavingBody, meter: Meter) -> float:
+    """Tokens that this will probably be charged."""
+    return len(way.body) / BYTES_PER_TOKEN + body.sequences * meter.expected(body.max_tokens)
+
+
 def _owners(upstreams: Iterable[UpstreamConfig], name: str) -> list[UpstreamConfig]:
     return [upstream for upstream in upstreams if name in upstream.models]
-
-
-def _read(body: bytes) -> _Asked:
-    """The fields, or empty ones of a body that the endpoint will refuse in its own way."""
-    try:
-        return _asked.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _Asked()
-
-
-def _renamed(body: bytes, model: str) -> bytes:
-    """The body with the model's name there, and all else as it came. Raises `BadRequest`."""
-    try:
-        fields = _fields.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"The body is not valid JSON: {error}.") from None
-    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
-    return msgspec.json.encode(fields)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

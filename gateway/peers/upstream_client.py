@@ -24,9 +24,13 @@ BODY_BYTES_MAX: Final = 64 << 20
 TAIL_BYTES: Final = 16 * 1024
 # Headers of a client that change what an answer is; all others are this daemon's.
 _PASSED: Final = ("anthropic-version", "anthropic-beta")
-_TOLD: Final = (b"retry-after", b"x-request-id", b"request-id")
+_TOLD: Final = (b"retry-after",)
 # Statuses by which an upstream speaks of itself or of our key; others are about the request.
 _ITS_OWN: Final = frozenset({401, 402, 403, 404, 408, 429, 500, 502, 503, 504, 529})
+# Those of them that are about our key alone.
+_ABOUT_KEY: Final = frozenset({401, 402, 403})
+# Of a refusal that is logged, so much.
+_OPENING_CHARS: Final = 500
 
 
 class Unreachable(Exception):
@@ -114,6 +118,18 @@ class Answer:
         """Whether a refusal is about the upstream or its key, so that another may take the request."""
         return self.status in _ITS_OWN
 
+    @property
+    def is_about_key(self) -> bool:
+        """Whether a refusal is about our key, which is no news for a client."""
+        return self.status in _ABOUT_KEY
+
+    async def opening(self) -> str:
+        """The first characters of the body, for the log; as much of it as there is."""
+        try:
+            return repr((await self.read())[:_OPENING_CHARS].decode(errors="replace"))
+        except Unreachable as error:
+            return f"(no text: {error})"
+
     async def pieces(self) -> AsyncGenerator[bytes]:
         """The body as it comes. Raises `Unreachable`."""
         try:
@@ -127,12 +143,12 @@ class Answer:
 
     async def read(self) -> bytes:
         """All of the body. Raises `Unreachable`."""
-        body = b""
+        pieces: list[bytes] = []
         async for piece in self.pieces():
-            body += piece
-            if len(body) > BODY_BYTES_MAX:
+            pieces.append(piece)
+            if self._bytes > BODY_BYTES_MAX:
                 raise Unreachable("too_large", f"an answer of more than {BODY_BYTES_MAX} bytes")
-        return body
+        return b"".join(pieces)
 
     async def close(self) -> None:
         await self._response.aclose()

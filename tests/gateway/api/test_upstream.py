@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class Far:
     status: int = 200
     # Of a stream: pieces, after which it ends, breaks off or stalls.
     pieces: list[bytes] | None = None
+    # Of an answer that is no stream.
+    answer: Any = field(default_factory=lambda: ANSWER)
     ending: str = "end"
     asked: list[tuple[str, dict[str, str], Any]] = field(default_factory=list[tuple[str, dict[str, str], Any]])
 
@@ -52,9 +55,15 @@ class Far:
             writer.close()
             return
         kind = "application/json" if self.pieces is None else "text/event-stream"
-        told = (f"HTTP/1.1 {self.status} X", f"content-type: {kind}", "transfer-encoding: chunked", "connection: close")
+        told = (
+            f"HTTP/1.1 {self.status} X",
+            f"content-type: {kind}",
+            "transfer-encoding: chunked",
+            "connection: close",
+            "x-request-id: far",
+        )
         writer.write("\r\n".join((*told, "", "")).encode())
-        for piece in self.pieces if self.pieces is not None else [json.dumps(ANSWER).encode()]:
+        for piece in self.pieces if self.pieces is not None else [json.dumps(self.answer).encode()]:
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await writer.drain()
         if self.ending == "end":
@@ -239,3 +248,45 @@ async def test_anthropics_api_is_for_upstreams_that_speak_it() -> None:
             ((path, sent, _),) = cloud.asked
             assert (path, sent["anthropic-version"], "x-api-key" in sent) == ("/v1/messages", "2023-06-01", False)
             assert (await ask(gateway)).status_code == 400
+
+
+async def test_the_limits_of_a_key_hold_for_what_leaves() -> None:
+    async with far() as cloud, door(upstream(cloud.url)) as (gateway, home):
+        limits = {"max_tokens": 5, "tpm": 100_000, "concurrency": 6}
+        key = Key(name="k", prefix="", salt="", hash="", may_leave=True, **limits)
+        headers = {"x-api-key": KeyFile(keys_path(home)).create(key)[1]}
+        for asked, sent in (
+            ({"max_tokens": 4000}, {"max_tokens": 5}),
+            ({"max_tokens": 4}, {"max_tokens": 4}),
+            ({"max_tokens": None}, {"max_tokens": 5}),
+            ({"max_tokens": None, "max_completion_tokens": 9}, {"max_tokens": None, "max_completion_tokens": 5}),
+        ):
+            assert (await ask(gateway, headers=headers, **asked)).status_code == 200
+            body = cloud.asked.pop()[2]
+            assert {name: body[name] for name in body if "tokens" in name} == sent
+        assert (await ask(gateway, headers=headers, n=6)).status_code == 200
+        assert gateway.app.services.ledger.day("k").requests == 4 + 6
+        for refused in {"n": 7}, {"n": "6"}, {"max_tokens": -1}:
+            assert (await ask(gateway, headers=headers, **refused)).status_code == 400
+        prompts = {"model": "far", "prompt": ["a", "b", "c"], "n": 2}
+        reply = await gateway.client.post("/v1/completions", json=prompts, headers=headers)
+        assert (reply.status_code, cloud.asked.pop()[2]["max_tokens"]) == (200, 5)
+        assert gateway.app.services.ledger.day("k").requests == 4 + 6 + 6
+
+
+async def test_a_refusal_about_the_operators_key_stays_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    secret = "Incorrect API key provided: sk-own"
+    for status in 401, 402, 403:
+        told = {"error": {"message": secret}}
+        async with far(status=status, answer=told) as cloud, door(upstream(cloud.url)) as (gateway, _):
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, "gateway.api.upstream"):
+                reply = await ask(gateway)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "upstream_unavailable")
+            assert secret not in reply.text
+            assert secret in caplog.text
+
+
+async def test_an_answer_has_one_request_id() -> None:
+    async with far() as cloud, door(upstream(cloud.url)) as (gateway, _):
+        assert len((await ask(gateway, headers={"x-request-id": "mine"})).headers.get_list("x-request-id")) == 1
