@@ -61,17 +61,20 @@ class Taps:
         starts: Sequence[int],
         lengths: Sequence[int],
         left: Sequence[int],
+        *,
+        is_packed: bool = False,
     ) -> None:
-        """Keep states `[rows, width, size]` of a pass; `left` are the tokens of each row's prompt that follow it."""
+        """Keep states `[rows, width, size]` of a pass, or of its part where it was packed; `left` are the tokens of
+        each row's prompt that follow it."""
         near = [min(length, TAIL - after) for length, after in zip(lengths, left, strict=True)]
         if max(near) <= 0:
             return
         width, begin = states[0].shape[1], min(length - count for length, count in zip(lengths, near, strict=True))
-        if width > 1:
-            # A prompt's last states are nothing that its KV needs: left alone, they would hold all that they come from.
+        if is_view := width > 1 or is_packed:
+            # Left alone, they would hold all that they come from: a whole prompt, or the other parts of the pass.
             states = tuple(mx.contiguous(state[:, begin:]) for state in states)
         side_by_side = states[0] if len(states) == 1 else mx.concatenate(list(states), axis=-1)
-        if width > 1:
+        if is_view:
             mx.async_eval(side_by_side)
         begins = [max(0, length - max(count, 0) - begin) for length, count in zip(lengths, near, strict=True)]
         self._add(Record(uids, [start + begin + at for start, at in zip(starts, begins, strict=True)], begins,

@@ -70,7 +70,8 @@ def _tap(model: Any, parts: Sequence[Part], shapes: Sequence[Shape]) -> None:
         pairs = zip(part.members, part.lengths, strict=True)
         left = [max(0, sum(map(len, row.segments)) - length) for row, length in pairs]
         starts = [len(member.tokens) for member in part.members]
-        taps.keep(states, [member.uid for member in part.members], starts, part.lengths, left)
+        uids = [member.uid for member in part.members]
+        taps.keep(states, uids, starts, part.lengths, left, is_packed=len(parts) > 1)
 
 
 def _packed(parts: Sequence[Part]) -> tuple[mx.array, list[Any]]:
