@@ -277,7 +277,6 @@ class Batch:
         for step in prompted:
             row = self._rows[step.uid]
             if step.scores is not None:
-                row.scores_prompt = False
                 scored.append((row, step.scores))
                 continue
             done, total = row.reused + step.done, row.reused + step.total

@@ -40,6 +40,7 @@ class Emitter:
                 self._outbox.send(Progress(row.rid, done, total, row.cached or 0))
         for row, scores in tick.scored:
             self._outbox.echo(row, self._logprobs.entries(scores))
+            row.scores_prompt = False  # only now: a row that comes back from a failed tick is scored again
             if row.max_tokens <= len(row.output):
                 self._finish(row, Finish.LENGTH)
         closed: set[Row] = set()

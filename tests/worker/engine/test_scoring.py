@@ -14,6 +14,8 @@ from msgspec import structs
 from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
+from worker.engine.batch import Batch
+from worker.engine.member import Members
 from worker.engine.scoring import SLICE
 
 rids = itertools.count(1)
@@ -93,3 +95,24 @@ def test_an_abort_amid_the_scores_lets_go_of_the_row(model_folder: Callable[[str
         after = engine.run([scored(long[:100])])[0]
         assert len(after.logprobs) == 101
         engine.wait(lambda: engine.gauges.running == 0)
+
+
+def test_a_tick_that_fails_behind_the_scores_of_a_row_loses_none_of_them(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Members] = []
+    park = Batch._park  # pyright: ignore[reportPrivateUsage]
+
+    def fail_once(batch: Batch) -> None:
+        is_first = not told
+        told.extend(rows for rows in batch._generator._scored.rows if rows.members[0].is_told)  # pyright: ignore[reportPrivateUsage]
+        if is_first and told:
+            raise RuntimeError("[metal::malloc] Unable to allocate 5 bytes.")
+        park(batch)
+
+    monkeypatch.setattr(Batch, "_park", fail_once)
+    (ids, *_) = (each for each in prompts() if len(each) == 2 * SLICE + 3)
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        result = engine.run([scored(ids, max_tokens=0)])[0]
+    assert told
+    assert (result.finish, len(result.logprobs), result.ids) == (Finish.LENGTH, len(ids), [])
