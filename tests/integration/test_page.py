@@ -97,8 +97,10 @@ def test_an_open_feed_ends_with_the_daemon_and_does_not_hold_it_up(home: Path) -
     assert took_s < patient(5)
 
 
-def test_a_background_response_of_a_daemon_that_was_stopped_is_failed_with_its_output(home: Path) -> None:
-    write_config(home, server='drain = "100ms"')
+def test_a_background_response_without_a_journal_is_failed_with_its_output_when_its_daemon_is_stopped(
+    home: Path,
+) -> None:
+    write_config(home, server='drain = "100ms"\nresponse_journal = 0')
     with DaemonProcess(home) as daemon:
         response = ask_background(daemon)
         daemon.process.terminate()
@@ -110,7 +112,8 @@ def test_a_background_response_of_a_daemon_that_was_stopped_is_failed_with_its_o
     assert found["output"][0]["content"][0]["text"].startswith("t0 t1 ")
 
 
-def test_a_background_response_of_a_daemon_that_was_killed_is_told_as_failed(home: Path) -> None:
+def test_a_background_response_without_a_journal_is_told_as_failed_when_its_daemon_was_killed(home: Path) -> None:
+    write_config(home, server="response_journal = 0")
     with DaemonProcess(home) as daemon:
         response = ask_background(daemon)
         daemon.kill()

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from gateway.model_files.facts import FactsReader, ModelFacts, parameters
 from gateway.model_files.metadata import Tensor
 
@@ -43,15 +45,21 @@ def test_the_demo_model_is_described_by_its_files() -> None:
 
 def test_a_download_that_goes_on_and_a_changed_folder_are_read_again(tmp_path: Path) -> None:
     reader = FactsReader()
+
+    def read() -> ModelFacts:
+        facts = reader.read(str(tmp_path))
+        assert facts.modified_s == (tmp_path / "config.json").stat().st_mtime_ns / 1e9
+        return replace(facts, modified_s=0.0)
+
     assert reader.read(str(tmp_path)) == ModelFacts()
     config = tmp_path / "config.json"
     config.write_text('{"model_type": "x", "quantization": {"bits": 4}}')
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default", "template": "T"}]}')
-    assert reader.read(str(tmp_path)) == ModelFacts("x", bits=4, chat_template="T")
+    assert read() == ModelFacts("x", bits=4, chat_template="T")
 
     header = b'{"w": {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]}}'
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    assert reader.read(str(tmp_path)) == ModelFacts("x", parameters=2, size_bytes=4, bits=4, chat_template="T")
+    assert read() == ModelFacts("x", parameters=2, size_bytes=4, bits=4, chat_template="T")
     config.write_text('{"model_type": "y", "quantization": 4, "n_ctx": 7}')
     os.utime(config, ns=(1, 1))
-    assert reader.read(str(tmp_path)) == ModelFacts("y", 7, 2, 4, chat_template="T")
+    assert read() == ModelFacts("y", 7, 2, 4, chat_template="T")
