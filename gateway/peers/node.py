@@ -14,6 +14,7 @@ import httpx
 
 from gateway.config.peer_tables import read_secret
 from gateway.config.settings import PeerConfig
+from gateway.peers.plausibility import check_model
 from protocol.codec import MalformedFrame
 from protocol.messages import MAJOR, MINOR
 from protocol.peering import GENERATE_PATH, STATUS_PATH, PeerModel, PeerStatus, decode_status
@@ -29,8 +30,10 @@ SILENCE_S: Final = 5.0
 UPLOAD_BYTES_PER_S: Final = 4_000_000
 # A status that is older says nothing.
 STALE_S: Final = 4.0
-STATUS_BYTES_MAX: Final = 4 << 20
+STATUS_BYTES_MAX: Final = 256 << 10
 MODELS_MAX: Final = 1000
+# Of the text of an answer that is no 200, which is for the log.
+REFUSAL_BYTES_MAX: Final = 4 << 10
 # After failures in a row nothing is sent for a while that doubles, within these.
 PAUSE_S: Final = (1.0, 30.0)
 KEY_REFUSED_S: Final = 30.0
@@ -71,6 +74,8 @@ class Node:
             base_url=config.url,
             verify=ssl.create_default_context(cafile=config.ca or None),
             trust_env=False,
+            # An answer is read as it comes: nothing that a peer has compressed is ever unpacked.
+            headers={"accept-encoding": "identity"},
             timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=_KEPT_CONNECTIONS),
         )
@@ -143,7 +148,7 @@ class Node:
         try:
             if response.status_code != 200:
                 async with asyncio.timeout(ACCEPT_S):
-                    raise Declined(response.status_code, (await response.aread()).decode(errors="replace"))
+                    raise Declined(response.status_code, await _refusal(response))
             yield response
         finally:
             await response.aclose()
@@ -161,6 +166,8 @@ class Node:
         status = decode_status(data)
         if len(status.models) > MODELS_MAX:
             raise MalformedFrame(f"a status of more than {MODELS_MAX} models")
+        for model in status.models:
+            check_model(model)
         return status
 
     def _authorized(self) -> dict[str, str]:
@@ -183,6 +190,16 @@ class Node:
             level = logging.WARNING if problem else logging.INFO
             log.log(level, "peer %s: %s", self.name, problem or "up")
         self.problem = problem
+
+
+async def _refusal(response: httpx.Response) -> str:
+    """The beginning of an answer's text, as it came."""
+    data = b""
+    async for piece in response.aiter_raw(REFUSAL_BYTES_MAX):
+        data += piece
+        if len(data) >= REFUSAL_BYTES_MAX:
+            break
+    return data[:REFUSAL_BYTES_MAX].decode(errors="replace")
 
 
 def _words(error: Exception) -> str:
