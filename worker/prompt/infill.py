@@ -62,14 +62,20 @@ def _forms() -> tuple[_Form, ...]:
 class InfillPrompts:
     """Made once for a model. `stop_ids` end what fills the middle; empty for a model that was not trained for it."""
 
-    def __init__(self, tokenizer: Any, encoder: Encoder) -> None:
+    def __init__(self, tokenizer: Any, encoder: Encoder, vocab_size: int) -> None:
         self._encoder = encoder
         self._vocabulary: Mapping[str, int] = tokenizer.get_vocab()
-        known = (form for form in _forms() if all(token in self._vocabulary for token, _ in form.order))
+        # A tokenizer may know more tokens than the model.
+        self._vocab_size = vocab_size
+        known = (form for form in _forms() if all(self._id(token) is not None for token, _ in form.order))
         self._form = next(known, None)
         form = self._form
         named = () if form is None else (*(token for token, _ in form.order), *form.ends, form.repository, form.file)
-        self.stop_ids = tuple(dict.fromkeys(self._vocabulary[token] for token in named if token in self._vocabulary))
+        self.stop_ids = tuple(dict.fromkeys(token for token in map(self._id, named) if token is not None))
+
+    def _id(self, name: str) -> int | None:
+        token = self._vocabulary.get(name)
+        return token if token is not None and token < self._vocab_size else None
 
     def encode(self, prefix: str, infill: Infill) -> list[int]:
         """The tokens before the middle. Raises `RequestInvalid`."""
@@ -89,7 +95,7 @@ class InfillPrompts:
         assert self._form is not None
         if not infill.files:
             return []
-        repository, file = (self._vocabulary.get(token) for token in (self._form.repository, self._form.file))
+        repository, file = (self._id(token) for token in (self._form.repository, self._form.file))
         if file is None:
             return self._plain("".join(f"{_SNIPPET}{text}" for _, text in infill.files) + "\n")
         ids = [] if repository is None else [repository, *self._plain(f"{_REPOSITORY}\n")]

@@ -74,7 +74,7 @@ class Intake:
         self._dialect = Dialect(loaded, opened, self._renderer.knows_tools, parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
-        self._infill = InfillPrompts(loaded.tokenizer, self._encoder)
+        self._infill = InfillPrompts(loaded.tokenizer, self._encoder, loaded.vocab_size)
         self._words = WordIds(self._encoder, self.vocabulary, loaded.vocab_size)
         self.writer = Writer(self.vocabulary, self._dialect.controls)
         self._rules = Rules(
