@@ -139,7 +139,7 @@ class RouteOf:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, query = self._services, QueryParams(scope["query_string"])
         name, tokens = query.get("model", ""), query.get("tokens", "1000")
-        if not tokens.isdigit() or len(tokens) > 9:
+        if not (tokens.isascii() and tokens.isdecimal()) or len(tokens) > 9:
             raise BadRequest("'tokens' is a number of tokens.", "tokens", "invalid_value")
         model = services.router.locate(name, OWNER).model if name else None
         view = explain(services.fleet, model, float(tokens))

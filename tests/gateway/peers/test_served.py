@@ -176,6 +176,7 @@ async def test_the_admin_api_explains_where_a_request_would_go(pair: tuple[Gatew
         peers = (await owner.get("/v1/route")).json()
         assert [(place["name"], place["state"]) for place in peers["places"]] == [("b", "up")]
         assert (await owner.get("/v1/route", params={"model": "nope"})).status_code == 404
+        assert (await owner.get("/v1/route", params={"model": "m", "tokens": "²"})).status_code == 400
 
 
 async def test_a_node_with_a_name_tells_it_and_one_without_tells_nothing(pair: tuple[Gateway, Gateway]) -> None:
