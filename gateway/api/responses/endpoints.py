@@ -56,7 +56,12 @@ class Responses:
         self._store = Store(
             config.store_path, server.response_store_bytes, server.response_store_age_s, problems=problems
         )
-        self._journals = Journals(config.journal_dir, lambda: services.config.server.response_journal_bytes, problems)
+        self._journals = Journals(
+            config.journal_dir,
+            lambda: services.config.server.response_journal_bytes,
+            problems,
+            lambda: services.keyring.has_others,
+        )
         self._backgrounds = Backgrounds(services, self._store, self._journals)
         self._history = History(
             self._store, lambda: services.config.server.max_body_bytes, self._backgrounds.is_running
@@ -120,7 +125,7 @@ class Create:
         run, inputs = self._run(request, box, model, record, prompt.media)
         job = serve.Job(services, record, model, generates)
         if request.background:
-            asked = _asked(run, job, inputs, box, request.includes(SEALED))
+            asked = _asked(run, job, inputs, box, request.includes(SEALED), is_open=self._services.keyring.is_open)
             await self._start(run, job, asked, stream, scope, receive, send)
             return
         if not stream:
@@ -162,7 +167,7 @@ class Create:
         return run, inputs
 
 
-def _asked(run: Run, job: serve.Job, inputs: list[Item], box: Toolbox, is_sealed: bool) -> Asked:
+def _asked(run: Run, job: serve.Job, inputs: list[Item], box: Toolbox, is_sealed: bool, *, is_open: bool) -> Asked:
     record, model, generate = job.record, job.model, job.generates[0]
     return Asked(
         key=record.caller.key,
@@ -177,6 +182,7 @@ def _asked(run: Run, job: serve.Job, inputs: list[Item], box: Toolbox, is_sealed
         body_bytes=record.body_bytes,
         began=time.time() - (time.perf_counter() - record.started),
         limit_s=generate.deadline_ms / 1000,
+        is_everybodys=is_open and record.caller.key is None,
     )
 
 

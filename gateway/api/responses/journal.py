@@ -25,6 +25,7 @@ from gateway.api.responses.journal_records import (
     framed,
     parsed,
 )
+from gateway.media.in_flight_bytes import share_bytes
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ PACE_S: Final = 0.02
 STALL_S: Final = 2.0
 # The same for the request, which may be large.
 CREATE_S: Final = 10.0
+FULL: Final = "the journals of all, or those of its key, fill [server] response_journal"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SYSCTL: Final = ("/usr/sbin/sysctl", "-n", "kern.bootsessionuuid")
 _SYSCTL_S: Final = 5.0
@@ -60,8 +62,10 @@ class Journal:
     shown without it.
     """
 
-    def __init__(self, journals: "Journals", path: Path, show: Callable[[bytes], None]) -> None:
+    def __init__(self, journals: "Journals", path: Path, show: Callable[[bytes], None], owner: str = "") -> None:
         self.path = path
+        # The key whose share of the room it takes.
+        self.owner = owner
         self.is_sound = True
         # Open for appending; None while it is being created, and once it is closed.
         self.file: int | None = None
@@ -82,7 +86,7 @@ class Journal:
         if record is not None:
             frame = framed(record)
             if not self._journals.reserve(self, len(frame)):
-                self.give_up("the journals of all fill [server] response_journal")
+                self.give_up(FULL)
                 self._show(events)
                 return
             self._records.append(frame)
@@ -154,16 +158,25 @@ class Journals:
 
     Records of all journals are written together, by a thread that is given the next ones when it is done with the last:
     the more there is, the less each costs. Files are created, read and deleted by another one, so that no large request
-    holds up the tokens of others. `limit_bytes` is for all files; 0 keeps none.
+    holds up the tokens of others. `limit_bytes` is for all files; 0 keeps none. While `has_others` says that several
+    keys share it, one may fill half.
     """
 
-    def __init__(self, folder: Path, limit_bytes: Callable[[], int], problems: Counter[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limit_bytes: Callable[[], int],
+        problems: Counter[str],
+        has_others: Callable[[], bool] = bool,
+    ) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes
+        self._has_others = has_others
         self._problems = problems
         self._writer = ThreadPoolExecutor(1, "journal")
         self._keeper = ThreadPoolExecutor(1, "journals")
         self._used_bytes = 0
+        self._held = Counter[str]()
         self._dirty: dict[Journal, None] = {}
         self._writing: list[Journal] = []
         self._began = -PACE_S
@@ -172,18 +185,18 @@ class Journals:
 
     def create(self, response_id: str, asked: Asked, about_bytes: int, show: Callable[[bytes], None]) -> Journal:
         """The journal of a new response, whose request takes about so many bytes. One that cannot be is not sound."""
-        journal = Journal(self, self._folder / f"{response_id}{SUFFIX}", show)
+        journal = Journal(self, self._folder / f"{response_id}{SUFFIX}", show, asked.key or "")
         if not self.is_on:
             journal.is_sound = False
         elif not self.reserve(journal, about_bytes):
-            journal.give_up("the journals of all fill [server] response_journal")
+            journal.give_up(FULL)
         else:
             self._open(journal, about_bytes, lambda: _create(journal.path, asked, boot_id()))
         return journal
 
     def reopen(self, path: Path, content: Content, show: Callable[[bytes], None]) -> Journal:
         """The journal of a response that goes on: `Begun` follows what it holds."""
-        journal = Journal(self, path, show)
+        journal = Journal(self, path, show, content.asked.key or "")
         self._take(journal, content.whole_bytes)
         self._open(journal, content.whole_bytes, lambda: _reopen(path, content.whole_bytes, boot_id()))
         return journal
@@ -217,7 +230,9 @@ class Journals:
 
     def reserve(self, journal: Journal, size_bytes: int) -> bool:
         """Whether there is room for so many bytes more, which is taken then."""
-        has_room = self._used_bytes + size_bytes <= self._limit_bytes()
+        limit = self._limit_bytes()
+        is_within_share = self._held[journal.owner] + size_bytes <= share_bytes(limit, self._has_others())
+        has_room = self._used_bytes + size_bytes <= limit and is_within_share
         if has_room:
             self._take(journal, size_bytes)
         return has_room
@@ -249,10 +264,14 @@ class Journals:
 
     def _take(self, journal: Journal, size_bytes: int) -> None:
         self._used_bytes += size_bytes
+        self._held[journal.owner] += size_bytes
         journal.size_bytes += size_bytes
 
     def _free(self, journal: Journal) -> None:
         self._used_bytes -= journal.size_bytes
+        self._held[journal.owner] -= journal.size_bytes
+        if not self._held[journal.owner]:
+            del self._held[journal.owner]
         journal.size_bytes = 0
 
     def _open(self, journal: Journal, about_bytes: int, open_file: Callable[[], int]) -> None:

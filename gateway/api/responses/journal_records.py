@@ -24,7 +24,7 @@ class Asked(Struct, frozen=True, omit_defaults=True):
     """A background response before its first token, with all that its generation needs: the first record.
 
     `key` is the name of the key that asked; `path` is of the model's weights. `began` is wall-clock time, `limit_s` of
-    0 no limit. `inputs` are its input items as they are kept.
+    0 no limit. `inputs` are its input items as they are kept. `is_everybodys` without a key, before there was any.
     """
 
     key: str | None
@@ -39,6 +39,7 @@ class Asked(Struct, frozen=True, omit_defaults=True):
     body_bytes: int
     began: float
     limit_s: float = 0.0
+    is_everybodys: bool = False
 
 
 class Begun(Struct, frozen=True, array_like=True, tag=1):

@@ -132,6 +132,8 @@ class Resumption:
         services = self._services
         if replayed.fruitless > FRUITLESS_MAX:
             raise Unavailable("The server was restarted too often while it was generating this response.")
+        if asked.is_everybodys and not services.keyring.is_open:
+            raise Unauthorized("This response was asked for without an API key, and there are keys by now.", None)
         caller = services.keyring.named(asked.key)
         if caller is None:
             raise Unauthorized("The API key that asked for this response is no longer in force.", None)
@@ -143,7 +145,7 @@ class Resumption:
         held.callback(media_lease.close)
         record = Record(asked.request_id, "POST", PATH, caller=caller, model=model.name, stream=True)
         record.lease, record.media_lease, record.body_bytes = lease, media_lease, asked.body_bytes
-        lease.owner = caller.key or ""
+        lease.owner = media_lease.owner = caller.key or ""
         await lease.reach(asked.body_bytes)
         prompt = asked.generate.prompt
         if isinstance(prompt, ChatPrompt) and prompt.media:

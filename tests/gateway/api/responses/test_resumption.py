@@ -5,6 +5,7 @@ import json
 import shutil
 import stat
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +389,43 @@ async def test_a_key_that_is_revoked_meanwhile_asks_for_nothing_more(tmp_path: P
         # It is charged once, by the gateway that saw its end.
         assert gateway.metrics.key("a").generation_tokens == 400
     assert files(tmp_path) == []
+
+
+async def test_what_was_asked_without_a_key_ends_once_there_are_keys(tmp_path: Path) -> None:
+    async with running(tmp_path, SLOW) as gateway:
+        made = await started(gateway)
+    keys = KeyFile(tmp_path / "keys" / "keys.json")
+    keys.create(Key(name="a", prefix="", salt="", hash=""))
+    async with running(tmp_path, SLOW) as gateway:
+        await until(lambda: files(tmp_path) == [])
+        found = gateway.app.services.requests.views()
+        assert found == []
+    keys.path.unlink()
+    async with running(tmp_path, SLOW) as gateway:
+        last = await ended(gateway, made)
+    assert last["status"] == "failed"
+    assert "without an API key" in last["error"]["message"]
+
+
+async def test_one_key_fills_half_of_the_journals_while_there_are_others(tmp_path: Path) -> None:
+    def journal(name: str, owner: str) -> journals.Journal:
+        return journals.Journal(kept, tmp_path / name, lambda _: None, owner)
+
+    mib, others = 1 << 20, [False]
+    kept = journals.Journals(tmp_path, lambda: 200 * mib, Counter(), lambda: others[0])
+    try:
+        assert kept.reserve(journal("1", "a"), 90 * mib)
+        others[0] = True
+        mine = journal("2", "a")
+        assert not kept.reserve(mine, 20 * mib)
+        assert kept.reserve(journal("3", "b"), 20 * mib)
+        others[0] = False
+        assert kept.reserve(mine, 20 * mib)
+        await kept.close_file(mine, is_kept=False)
+        others[0] = True
+        assert kept.reserve(journal("4", "a"), 10 * mib)
+    finally:
+        kept.close()
 
 
 @pytest.mark.parametrize(
