@@ -188,6 +188,7 @@ class Daemon:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._pool.stop(drain_s))
                 tasks.create_task(self._app.services.fleet.drain(drain_s))
+                tasks.create_task(self._app.services.upstreams.drain(drain_s))
         finally:
             impatience.cancel()
             overdue.cancel()

@@ -5,22 +5,32 @@ the dialect that it came in, to an upstream that speaks it; there is no translat
 one until the first byte of an answer, and never after.
 """
 
+import asyncio
 import logging
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.access.caller import Caller
-from gateway.access.rate_limit import Meter
+from gateway.access.rate_limit import Bill, Meter
 from gateway.api.anthropic.response import anthropic_body
 from gateway.api.leaving_body import LeavingBody, bounded_body, read_asked
 from gateway.config.settings import FallbackConfig, ModelConfig, UpstreamConfig
-from gateway.errors import ApiError, BadRequest, Forbidden, ModelNotFound, Overloaded, Unavailable, openai_body
+from gateway.errors import (
+    ApiError,
+    BadRequest,
+    Cancelled,
+    Forbidden,
+    ModelNotFound,
+    Overloaded,
+    Unavailable,
+    openai_body,
+)
 from gateway.http.exchange import read_body, send_body
-from gateway.http.sse import cut_off
+from gateway.http.sse import Watch, note_cut
 from gateway.peers.upstream_client import Answer, Unreachable
 from gateway.request.generation import BYTES_PER_TOKEN
 from gateway.request.headers import served_by_header
@@ -88,6 +98,7 @@ class Leaving:
         services, record = self._services, record_of(scope)
         caller = record.caller
         record.model, record.stream = way.name, way.is_stream
+        services.admission.check_open(way.name)
         if not caller.may_leave:
             raise Forbidden(f"The model {way.name!r} is served by an upstream, and this key's requests may not leave.")
         upstreams = [upstream for upstream in way.upstreams if upstream.dialect == self._dialect]
@@ -99,17 +110,36 @@ class Leaving:
             bill = None
             if (meter := caller.meter) is not None:
                 bill = held.enter_context(meter.hold(_estimate(way, body, meter), body.sequences))
-            async with cut_off(record, receive):
-                answer = await self._ask(way, body, upstreams, scope)
+            passing = _Passing(record, body.sequences)
+            held.enter_context(services.requests.hold(passing))
+            held.enter_context(services.upstreams.running())
+            async with Watch(receive, services.config.server.write_timeout_s) as watch:
+                client = _Watched(send, watch)
                 try:
-                    await self._pass_on(way, answer, record, send)
-                finally:
-                    await answer.close()
-                    prompt, completion = answer.usage(len(way.body))
-                    record.prompt_tokens, record.completion_tokens = prompt, completion
-                    services.ledger.book(caller.key or "", way.name, body.sequences, prompt, 0, completion)
-                    if bill is not None:
-                        bill.prompt, bill.completion = prompt, completion
+                    async with passing.until_cancelled():
+                        answer = await self._ask(way, body, upstreams, scope)
+                        try:
+                            await self._pass_on(way, answer, record, client)
+                        finally:
+                            await answer.close()
+                            self._book(way, body, answer, record, bill)
+                except ApiError as error:
+                    # In the stream: no other upstream goes on with another's text.
+                    if not client.is_started:
+                        raise
+                    record.outcome = error.outcome
+                    await client({"type": "http.response.body", "body": self._in_band(error, record)})
+            if watch.reason is not None:
+                note_cut(record, watch.reason)
+
+    def _book(self, way: "_Way", body: LeavingBody, answer: Answer, record: Record, bill: Bill | None) -> None:
+        prompt, completion = answer.usage(len(way.body))
+        record.prompt_tokens, record.completion_tokens = prompt, completion
+        # What failed here after it had begun is a request already.
+        requests = 0 if record.is_booked else body.sequences
+        self._services.ledger.book(record.caller.key or "", way.name, requests, prompt, 0, completion)
+        if bill is not None:
+            bill.prompt, bill.completion = prompt, completion
 
     async def _ask(self, way: "_Way", body: LeavingBody, upstreams: Sequence[UpstreamConfig], scope: Scope) -> Answer:
         """The beginning of an answer: of the first upstream that takes the request, or the refusal of the last."""
@@ -163,10 +193,7 @@ class Leaving:
             async for piece in answer.pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except Unreachable as error:
-            # In the stream: no other upstream goes on with another's text.
-            lost = Unavailable(f"The upstream of {way.name} broke off.", RETRY_AFTER_S, error.reason)
-            record.outcome = lost.outcome
-            await send({"type": "http.response.body", "body": self._in_band(lost, record), "more_body": True})
+            raise Unavailable(f"The upstream of {way.name} broke off.", RETRY_AFTER_S, error.reason) from None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _in_band(self, error: ApiError, record: Record) -> bytes:
@@ -196,6 +223,52 @@ class _Started:
     async def __call__(self, message: Message) -> None:
         self.is_started = True
         await self._send(message)
+
+
+class _Watched(_Started):
+    """The same, for the watch over a client that does not read."""
+
+    def __init__(self, send: Send, watch: Watch) -> None:
+        super().__init__(send)
+        self._watch = watch
+
+    async def __call__(self, message: Message) -> None:
+        watch = self._watch
+        watch.is_sending = True
+        await super().__call__(message)
+        watch.is_sending = False
+        watch.sent += 1
+        watch.is_over = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+
+class _Passing:
+    """A request at an upstream, for the list of requests. Its tokens are known at its end."""
+
+    state = "upstream"
+    prompt_tokens = cached_tokens = prefilled_tokens = generated_tokens = 0
+
+    def __init__(self, record: Record, sequences: int) -> None:
+        self.record = record
+        self.sequences = sequences
+        self._patience = asyncio.timeout(None)
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """Cancel it as an operator: its client gets an error that says so."""
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self._patience.reschedule(0.0)
+
+    @asynccontextmanager
+    async def until_cancelled(self) -> AsyncGenerator[None]:
+        """Be ended by `cancel`, which raises `Cancelled`."""
+        try:
+            async with self._patience:
+                yield
+        except TimeoutError:
+            if not self._is_cancelled:
+                raise
+            raise Cancelled from None
 
 
 def _is_reason(fallback: FallbackConfig, error: ApiError) -> bool:

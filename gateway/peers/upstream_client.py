@@ -2,7 +2,8 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ from gateway.peers.affinity import BYTES_PER_TOKEN
 
 Header = tuple[bytes, bytes]
 
+DRAIN_POLL_S: Final = 0.02
 CONNECT_S: Final = 5.0
 KEPT_CONNECTIONS: Final = 32
 BODY_BYTES_MAX: Final = 64 << 20
@@ -62,6 +64,7 @@ class Clients:
         # By the upstream's name, with the configuration that it was made for.
         self._clients: dict[str, tuple[UpstreamConfig, httpx.AsyncClient]] = {}
         self._replaced: list[httpx.AsyncClient] = []
+        self._running = 0
 
     async def ask(self, upstream: UpstreamConfig, scope: Scope, body: bytes) -> "Answer":
         """The beginning of an answer, whatever its status. Raises `Unreachable`."""
@@ -77,6 +80,21 @@ class Clients:
             raise Unreachable("timeout", f"no answer within {upstream.first_byte_s:g} s") from None
         except (httpx.HTTPError, OSError, ValueError) as error:
             raise Unreachable("connection", str(error) or type(error).__name__) from None
+
+    @contextmanager
+    def running(self) -> Generator[None, None, None]:
+        """Be a request that `drain` waits for."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    async def drain(self, deadline_s: float) -> None:
+        """Let what runs at upstreams finish until the deadline."""
+        end = asyncio.get_running_loop().time() + deadline_s
+        while self._running and asyncio.get_running_loop().time() < end:  # noqa: ASYNC110 - tasks of many requests
+            await asyncio.sleep(DRAIN_POLL_S)
 
     async def close(self) -> None:
         """Close the connections to all upstreams. The last call."""

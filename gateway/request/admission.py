@@ -81,7 +81,7 @@ class Admission:
         """Hold a place in the queue of `model` to ask it about tokens. Raises `Overloaded` or `Unavailable`."""
         questions = self._questions
         if questions.total() >= QUESTIONS_MAX or (key is not None and questions[key] >= QUESTIONS_OF_KEY):
-            self._reject(model, "questions")
+            self._reject(model.name, "questions")
             whose = "all" if key is None or questions[key] < QUESTIONS_OF_KEY else "this key's"
             raise Overloaded(
                 f"Too many concurrent requests to count or decode tokens, of {whose}. Try again.", RETRY_AFTER_MIN_S
@@ -97,11 +97,18 @@ class Admission:
                 if not questions[name]:
                     del questions[name]
 
+    def check_open(self, model: str) -> None:
+        """Raises `Unavailable` while new requests are refused."""
+        if self.takes_none:
+            self._reject(model, "draining")
+            reason = "The server is shutting down." if self.is_draining else "The server was drained by its operator."
+            raise Unavailable(reason, DRAIN_RETRY_AFTER_S, "draining")
+
     def check(self, model: ModelConfig, sequences: int, share: int = 100) -> None:
         """Raises `BadRequest` for more sequences than the model's queue, or one key's part of it, ever has room for."""
         most = _part(model.max_running + model.max_waiting, share)
         if sequences > most:
-            self._reject(model, "too_many_sequences")
+            self._reject(model.name, "too_many_sequences")
             whose = model.name if share == 100 else f"{model.name}, for one key,"
             raise BadRequest(f"{sequences} sequences in one request; {whose} takes at most {most}.", "n")
 
@@ -132,13 +139,10 @@ class Admission:
         if queue is None:
             queue = self._queues[model.name] = _Queue(0, 0)
         queue.bound, queue.slots = model.max_running + model.max_waiting, model.max_running
-        if self.takes_none:
-            self._reject(model, "draining")
-            reason = "The server is shutting down." if self.is_draining else "The server was drained by its operator."
-            raise Unavailable(reason, DRAIN_RETRY_AFTER_S, "draining")
+        self.check_open(model.name)
         self.check(model, sequences, share)
         if queue.inside + sequences > queue.bound:
-            self._reject(model, "queue_full")
+            self._reject(model.name, "queue_full")
             raise Overloaded(
                 f"The queue of {model.name} is full ({queue.inside} of {queue.bound}). Try again later.",
                 queue.retry_after_s(),
@@ -146,7 +150,7 @@ class Admission:
         most = _part(queue.bound, share)
         own = queue.by_key[key]
         if share < 100 and own + sequences > most:
-            self._reject(model, "key_share")
+            self._reject(model.name, "key_share")
             raise Overloaded(
                 f"This key has {own} of the {most} places in the queue of {model.name} that one key may have. "
                 "Try again later.",
@@ -154,9 +158,9 @@ class Admission:
             )
         return queue
 
-    def _reject(self, model: ModelConfig, reason: str) -> None:
+    def _reject(self, model: str, reason: str) -> None:
         if self._on_rejection is not None:
-            self._on_rejection(model.name, reason)
+            self._on_rejection(model, reason)
 
 
 def _part(bound: int, share: int) -> int:

@@ -163,6 +163,7 @@ class Generation:
         cached = max(record.cached_tokens, self.cached_tokens)
         name, sequences = self._model.name, len(self._generates)
         self._runtime.ledger.book(record.caller.key or "", name, sequences, prompt, cached, completion)
+        record.is_booked = True
         if self._bill is not None:
             self._bill.prompt, self._bill.completion = prompt, completion
 

@@ -66,6 +66,8 @@ class Record:
     trace: TraceContext | None = None
     first_token_s: float | None = None
     outcome: str = ""
+    # The ledger has it, whatever comes of it now.
+    is_booked: bool = False
     detail: str = ""
     caller: Caller = NOBODY
     # Of the body, with what it has had read again of earlier ones; and the room that they have.

@@ -167,6 +167,9 @@ class Scripted:
         if text == "refused":
             self.send(Rejected(request.rid, Failure(Code.INVALID_REQUEST, "refused")))
             return
+        if text == "too long":
+            self.send(Rejected(request.rid, Failure(Code.CONTEXT_LENGTH_EXCEEDED, "too long")))
+            return
         self.send(Accepted(request.rid, PROMPT_TOKENS))
         done = len(request.resume)
         self.rows[request.rid] = Row(min(request.max_tokens or 1 << 30, self.options.most_tokens) - done, done)

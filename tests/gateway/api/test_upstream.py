@@ -15,7 +15,7 @@ import pytest
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.config.settings import FallbackConfig, ModelConfig, UpstreamConfig, keys_path
-from tests.gateway.harness import Gateway, chat, events, running
+from tests.gateway.harness import DEADLINE_S, Gateway, chat, events, running, until
 from tests.support.pool import short_home, tokens
 
 pytestmark = pytest.mark.anyio
@@ -66,6 +66,8 @@ class Far:
         for piece in self.pieces if self.pieces is not None else [json.dumps(self.answer).encode()]:
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await writer.drain()
+        if self.ending == "stalled":
+            await reader.read()
         if self.ending == "end":
             writer.write(b"0\r\n\r\n")
             await writer.drain()
@@ -290,3 +292,39 @@ async def test_a_refusal_about_the_operators_key_stays_in_the_log(caplog: pytest
 async def test_an_answer_has_one_request_id() -> None:
     async with far() as cloud, door(upstream(cloud.url)) as (gateway, _):
         assert len((await ask(gateway, headers={"x-request-id": "mine"})).headers.get_list("x-request-id")) == 1
+
+
+async def test_a_drained_daemon_sends_nothing_to_upstreams() -> None:
+    async with far() as cloud, door(upstream(cloud.url)) as (gateway, _):
+        gateway.app.services.admission.is_paused = True
+        reply = await ask(gateway)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
+        assert cloud.asked == []
+
+
+async def test_a_request_at_an_upstream_is_listed_until_it_ends_and_can_be_cancelled() -> None:
+    async with far(pieces=PIECES, ending="stalled") as cloud, door(upstream(cloud.url)) as (gateway, _):
+        requests = gateway.app.services.requests
+        asking = asyncio.create_task(ask(gateway, stream=True, headers={"x-request-id": "one"}))
+        await until(lambda: gateway.metrics.upstream_requests["cloud", "far", "200"] == 1)
+        drain = asyncio.create_task(gateway.app.services.upstreams.drain(DEADLINE_S))
+        (view,) = requests.views()
+        assert (view.id, view.model, view.state) == ("one", "far", "upstream")
+        assert not drain.done()
+        assert requests.cancel("one")
+        assert events((await asking).text)[-1]["error"]["code"] == "cancelled"
+        await drain
+        assert requests.views() == []
+    async with far(ending="silent") as cloud, door(upstream(cloud.url)) as (gateway, _):
+        requests = gateway.app.services.requests
+        asking = asyncio.create_task(ask(gateway, headers={"x-request-id": "two"}))
+        await until(lambda: bool(cloud.asked))
+        assert requests.cancel("two")
+        assert (await asking).status_code == 499
+
+
+async def test_a_request_that_fails_here_and_leaves_is_booked_once() -> None:
+    async with far() as cloud, door(upstream(cloud.url), broken=False, when=("context",)) as (gateway, _):
+        reply = await gateway.client.post("/v1/completions", json={"model": "m", "prompt": "too long"})
+        assert (reply.status_code, reply.headers["x-mlxd-served-by"]) == (200, "cloud")
+        assert gateway.app.services.ledger.day("").requests == 1
