@@ -167,9 +167,10 @@ class Generator:
         return [Prompted(member.uid, member.total, member.total, True, True) for member in joined]
 
     def _run_scored(self, chunk: int) -> list[Prompted]:
-        """A slice of each prompt that is scored; once it has only its last token left, its scores are complete."""
+        """A slice of each prompt that is scored, or of one beside rows that generate; once it has only its last token
+        left, its scores are complete."""
         prompted: list[Prompted] = []
-        for rows in self._scored.rows:
+        for rows in self._scored.due(is_alone=not len(self._decode)):
             member = rows.members[0]
             if not member.is_prefilled:
                 prompted.append(self._advance(member, self._scored.run(rows, chunk)))

@@ -26,6 +26,13 @@ class ScoredRows:
         member.caches = []
         self.rows.append(Members([member], caches))
 
+    def due(self, *, is_alone: bool) -> list[Members]:
+        """Rows whose turn it is: all, or one after the other beside rows that generate, which wait for each."""
+        if is_alone or not self.rows:
+            return list(self.rows)
+        self.rows = [*self.rows[1:], self.rows[0]]
+        return self.rows[-1:]
+
     def take_told(self) -> list[Members]:
         """Take out those whose scores were given out."""
         told = [rows for rows in self.rows if rows.members[0].is_told]

@@ -15,8 +15,9 @@ from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from worker.engine.batch import Batch
+from worker.engine.generator import Generator
 from worker.engine.member import Members
-from worker.engine.scoring import SLICE
+from worker.engine.scoring import SLICE, ScoredRows
 
 rids = itertools.count(1)
 LENGTHS = (1, 2, SLICE, SLICE + 1, 2 * SLICE + 3)
@@ -116,3 +117,44 @@ def test_a_tick_that_fails_behind_the_scores_of_a_row_loses_none_of_them(
         result = engine.run([scored(ids, max_tokens=0)])[0]
     assert told
     assert (result.finish, len(result.logprobs), result.ids) == (Finish.LENGTH, len(ids), [])
+
+
+def test_beside_a_row_that_generates_prompts_are_scored_one_at_a_time(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices: list[int] = []
+    beside: list[int] = []
+    run, step = ScoredRows.run, Generator.next
+
+    def counted_run(self: ScoredRows, rows: Members, most: int) -> int:
+        slices[-1] += 1
+        return run(self, rows, most)
+
+    def counted_step(self: Generator, *args: Any, **settings: Any) -> Any:
+        slices.append(0)
+        stepped = step(self, *args, **settings)
+        beside.extend(slices[-1:] if len(self._decode) else ())  # pyright: ignore[reportPrivateUsage]
+        return stepped
+
+    monkeypatch.setattr(ScoredRows, "run", counted_run)
+    monkeypatch.setattr(Generator, "next", counted_step)
+    rng = random.Random(2)
+    longs = [tuple(rng.randrange(10, VOCAB) for _ in range(5 * SLICE)) for _ in range(4)]
+    with EngineHarness(spec(model_folder("qwen3"), speculate="off")) as engine:
+        stream = Generate(next(rids), TokensPrompt((20,)), Sampling(0.0, ignore_eos=True), 1500)
+        result = engine.submit(stream)
+        engine.wait(lambda: result.ids)
+        results = [engine.submit(scored(ids)) for ids in longs]
+        engine.wait(lambda: all(each.terminals for each in results))
+        engine.command(Abort((stream.rid,)))
+    assert [len(each.logprobs) for each in results] == [5 * SLICE + 1] * 4
+    assert max(beside) == 1
+
+
+def test_prompts_that_are_scored_one_at_a_time_take_turns() -> None:
+    rows = ScoredRows(None)
+    rows.rows = [Members(), Members(), Members()]
+    first, second, third = rows.rows
+    turns = [rows.due(is_alone=False) for _ in range(4)]
+    assert [[id(each) for each in turn] for turn in turns] == [[id(each)] for each in (first, second, third, first)]
+    assert len(rows.due(is_alone=True)) == 3
