@@ -125,8 +125,9 @@ def frame(message: PeerUp) -> bytes:
 class FrameReader:
     """The frames of one stream, whatever pieces it comes in."""
 
-    def __init__(self) -> None:
+    def __init__(self, frame_bytes_max: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
+        self._frame_bytes_max = frame_bytes_max
 
     def feed(self, data: bytes) -> Iterator[PeerUp]:
         """The messages that are complete now. Raises `MalformedFrame`, after which nothing can be read any more."""
@@ -137,7 +138,7 @@ class FrameReader:
             while len(buffer) - at >= _LENGTH_BYTES:
                 begin = at + _LENGTH_BYTES
                 length = int.from_bytes(buffer[at:begin], "big")
-                if length > MAX_FRAME_BYTES:
+                if length > self._frame_bytes_max:
                     raise MalformedFrame(f"a frame of {length} bytes")
                 if len(buffer) - begin < length:
                     break

@@ -250,7 +250,7 @@ class Link:
     def receive(self, epoch: int, message: Accepted | Rejected | Progress | Step | Tokenized) -> None:
         """Take what the runner of `epoch` said by its carrier, of its own sequences only. `deliver` follows."""
         if isinstance(message, Step):
-            self._on_step(message if message.epoch == epoch else replace(message, epoch=epoch, stats=None))
+            self._on_step(replace(message, epoch=epoch, stats=None))
         elif self._is_of(epoch, message.rid):
             self._on_other(message)
         else:

@@ -214,7 +214,7 @@ class Fleet:
             stream = PeerStream(
                 node,
                 model,
-                there.name,
+                there,
                 next(self._epochs),
                 self.link,
                 self._tasks,

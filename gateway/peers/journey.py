@@ -72,6 +72,8 @@ class Journey:
     # This daemon could not load the model.
     is_refused_here: bool = False
     _prompt_tokens: dict[int, int] = field(default_factory=dict[int, int])
+    # The tool calls that its sequences are in.
+    _calls: dict[int, int] = field(default_factory=dict[int, int])
 
     def begin(self) -> PeerStream | None:
         """Choose the first place: a stream at a peer, or None for here. Raises `Unavailable` where there is none."""
@@ -91,6 +93,7 @@ class Journey:
         end, link = loop.time() + RETURN_S, self.fleet.link
         left = loss.sequences
         self._prompt_tokens |= loss.stream.prompt_tokens
+        self._calls |= loss.stream.claims.calls
         exhausted = [sequence for sequence in left if sequence.resumes >= MOVES_MAX]
         link.fail(exhausted, loss.failure)
         while left := [sequence for sequence in left if not sequence.is_over]:
@@ -144,6 +147,7 @@ class Journey:
             return None
         stream = self.fleet.open(chosen, self.model.name, self._on_loss, self.request)
         stream.prompt_tokens |= self._prompt_tokens
+        stream.claims.calls |= self._calls
         return stream
 
     def _settle(self, place: str, form: str) -> None:

@@ -18,11 +18,12 @@ from msgspec.structs import replace
 from gateway.link.link import Link
 from gateway.link.sequence import Sequence
 from gateway.peers.node import ABSENT_S, BUSY_S, KEY_REFUSED_S, Declined, Node
+from gateway.peers.plausibility import Claims
 from gateway.task_set import TaskSet
-from protocol.codec import MalformedFrame
+from protocol.codec import MAX_FRAME_BYTES, MalformedFrame
 from protocol.failures import Code, Failure
 from protocol.messages import Accepted, Delta, Generate, Progress, Rejected, Step, Tokenized
-from protocol.peering import VIA_HEADER, Alive, FrameReader, PeerUp, encode_request
+from protocol.peering import VIA_HEADER, Alive, FrameReader, PeerModel, PeerUp, encode_request
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class PeerStream:
         self,
         node: Node,
         name: str,
-        there: str,
+        there: PeerModel,
         epoch: int,
         link: Link,
         tasks: TaskSet,
@@ -106,7 +107,9 @@ class PeerStream:
         """Raises `OSError` or `ValueError` when the key of the peer cannot be read."""
         self.node = node
         self.name = name
-        self.there = there
+        self.there = there.name
+        # Of what it was asked for, all that it may say.
+        self.claims = Claims(there)
         self.epoch = epoch
         self._secret = node.secret.encode()
         self._link = link
@@ -152,6 +155,7 @@ class PeerStream:
 
         It asks for progress: the silence of a long prefill must not look like death.
         """
+        self.claims.expect(request)
         salt = request.cache_salt
         if salt:
             salt = hmac.digest(self._secret, salt.encode(), "blake2b")[:16].hex()
@@ -210,7 +214,7 @@ class PeerStream:
         if not self._open:
             return
         body = encode_request(self.there, self._frames, self._question)
-        reader = FrameReader()
+        reader = FrameReader(MAX_FRAME_BYTES if self._question else self.claims.frame_bytes)
         async with self.node.generate(body, self._headers) as response:
             async for data in response.aiter_raw():
                 for message in reader.feed(data):
@@ -225,6 +229,7 @@ class PeerStream:
                 pass
             case Step(deltas=deltas):
                 for delta in deltas:
+                    self.claims.check(delta)
                     if delta.finish is not None:
                         self._open.discard(delta.rid)
                 if any(delta.failure is not None for delta in deltas):
@@ -234,12 +239,16 @@ class PeerStream:
                 self._open.discard(rid)
                 self._link.receive(self.epoch, Rejected(rid, self._elsewhere(failure)))
             case Accepted(rid, prompt_tokens):
+                self.claims.check_accepted(message)
                 if self.prompt_tokens.setdefault(rid, prompt_tokens) != prompt_tokens:
                     raise MalformedFrame("its model reads the prompt as other tokens: it is not the same model")
                 self._link.receive(self.epoch, message)
             case Progress():
+                self.claims.check_progress(message)
                 self._link.receive(self.epoch, message)
-            case Tokenized(rid):
+            case Tokenized(rid, count):
+                if not 0 <= count <= MAX_FRAME_BYTES:
+                    raise MalformedFrame("its count of tokens is out of range")
                 self._open.discard(rid)
                 self._link.receive(self.epoch, message)
 

@@ -1,16 +1,30 @@
 """Checks of the numbers that a peer sends: what is told to clients, charged to keys and counted must be possible."""
 
 import math
+from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import astuple
 
-from protocol.codec import MalformedFrame
-from protocol.messages import Ready
+from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, prompt_bytes
+from protocol.messages import Accepted, Delta, Generate, Kind, Progress, Ready, Usage
 from protocol.peering import PeerModel
 
 # More than any count or time of a machine.
 NUMBER_MAX: Final = 1 << 53
+# A context that the peer has not told is no longer.
+CONTEXT_MAX: Final = 1 << 24
+ID_MAX: Final = (1 << 31) - 1
+# Text of a token is no longer on average, and tokens whose text is held back, as a stop string's is, are no more.
+TOKEN_CHARS_MAX: Final = 1024
+CHARS_MIN: Final = 1 << 16
+HELD_MAX: Final = 4096
+# A frame beside its tokens, and a token in it on average, and each of its alternatives.
+FRAME_BYTES: Final = 1 << 20
+TOKEN_BYTES: Final = 64
+# In place of the index of a tool call.
+NO_CALL: Final = -1
+_ANY_CALL: Final = -2
 
 
 def check_model(model: PeerModel) -> None:
@@ -28,3 +42,98 @@ def _numbers(ready: Ready) -> list[object]:
     media = () if ready.media is None else astuple(ready.media)
     embedding = () if ready.embedding is None else astuple(ready.embedding)
     return [*astuple(ready)[1:], *media, *embedding]
+
+
+@dataclass(slots=True)
+class _Expected:
+    """One sequence as the peer was asked for it: tokens that it may have, and those that it has."""
+
+    had: int
+    tokens_max: int
+    chars_max: int
+    tokens: int
+    chars: int = 0
+
+
+class Claims:
+    """All that one stream may say of its sequences. Raises `MalformedFrame` for what cannot be true.
+
+    `calls` is the tool call that each sequence is in, by its index, for the stream that goes on with it.
+    """
+
+    def __init__(self, model: PeerModel) -> None:
+        ready = 0 if model.ready is None else model.ready.max_context
+        self._context = max(model.context, ready) or CONTEXT_MAX
+        self._sequences: dict[int, _Expected] = {}
+        self.calls: dict[int, int] = {}
+        # No frame is larger.
+        self.frame_bytes = FRAME_BYTES
+
+    def expect(self, request: Generate) -> None:
+        """Note what the peer is asked for."""
+        had = len(request.resume)
+        most = self._context if request.max_tokens is None else min(request.max_tokens, self._context)
+        chars = CHARS_MIN + TOKEN_CHARS_MAX * most
+        alternatives = 0 if request.top_logprobs is None else 1 + request.top_logprobs
+        self.frame_bytes += TOKEN_BYTES * (1 + alternatives) * most
+        if request.echo:
+            # The prompt comes back, each of its tokens with its alternatives.
+            chars += prompt_bytes(request)
+            self.frame_bytes = MAX_FRAME_BYTES
+        self.frame_bytes = min(self.frame_bytes, MAX_FRAME_BYTES)
+        self._sequences[request.rid] = _Expected(had, max(most, had), chars, had)
+        self.calls.setdefault(request.rid, _ANY_CALL if had else NO_CALL)
+
+    def check_accepted(self, accepted: Accepted) -> None:
+        _must(0 <= accepted.prompt_tokens <= self._context, "its count of the prompt is out of range")
+
+    def check_progress(self, progress: Progress) -> None:
+        total = progress.total
+        _must(0 <= total <= self._context, "its progress is of more than the context")
+        _must(0 <= progress.processed <= total and 0 <= progress.cached <= total, "its progress is out of range")
+
+    def check(self, delta: Delta) -> None:
+        """Check a delta, in the order of the stream."""
+        expected = self._sequences.get(delta.rid)
+        if expected is None:
+            return  # of a sequence that nobody asked for: the link drops it
+        ids = delta.token_ids
+        expected.tokens += len(ids)
+        _must(expected.tokens <= expected.tokens_max, "more tokens than were asked for")
+        _must(not ids or (min(ids) >= 0 and max(ids) <= ID_MAX), "an id of a token is out of range")
+        expected.chars += 1 + len(delta.text) + len(delta.stop) + len(delta.logprobs or ())
+        if delta.tool is not None:
+            expected.chars += len(delta.tool.name) + len(delta.tool.call_id)
+        _must(expected.chars <= expected.chars_max, "more text than its tokens can have")
+        _must(not delta.data, "vectors or scores, which were not asked for")
+        self._follow(delta)
+        if delta.usage is not None:
+            self._check_usage(expected, delta.usage)
+
+    def _follow(self, delta: Delta) -> None:
+        """Follow the sequence into a tool call and out of it."""
+        call = self.calls[delta.rid]
+        if delta.kind is Kind.TEXT or delta.kind is Kind.REASONING:
+            if delta.text:
+                self.calls[delta.rid] = NO_CALL
+            return
+        tool = delta.tool
+        if tool is None or tool.index < 0:
+            raise MalformedFrame("a part of a tool call does not say of which")
+        if delta.kind is not Kind.TOOL_BEGIN:
+            _must(call in (tool.index, _ANY_CALL), "a part of a tool call comes without its beginning")
+        self.calls[delta.rid] = NO_CALL if delta.kind is Kind.TOOL_END else tool.index
+
+    def _check_usage(self, expected: _Expected, usage: Usage) -> None:
+        _must(all(0 <= value <= NUMBER_MAX for value in astuple(usage)), "a number of its usage is out of range")
+        media = usage.image_tokens + usage.video_tokens + usage.audio_tokens
+        _must(max(usage.prompt, media) <= self._context, "its usage is of a prompt longer than the context")
+        # What the sequence had is processed as its prompt is.
+        _must(usage.cached <= usage.prompt + expected.had, "its usage has more cached tokens than the prompt has")
+        completion_max = min(expected.tokens_max, expected.tokens + HELD_MAX)
+        _must(usage.reasoning <= usage.completion <= completion_max, "its usage has more tokens than came")
+
+
+def _must(is_possible: bool, problem: str) -> None:
+    if not is_possible:
+        raise MalformedFrame(problem)

@@ -10,9 +10,26 @@ from msgspec.structs import replace
 
 from gateway.config.settings import PeerConfig
 from gateway.peers.node import REFUSAL_BYTES_MAX, Declined, Node
-from protocol.messages import Ready
-from protocol.peering import PeerModel, PeerRequest
-from tests.gateway.peers.scripted import MODEL, Scripted
+from gateway.peers.plausibility import Claims
+from protocol.codec import MalformedFrame
+from protocol.failures import Code, Failure
+from protocol.messages import (
+    Accepted,
+    Delta,
+    Finish,
+    Generate,
+    Kind,
+    Progress,
+    Ready,
+    Sampling,
+    Step,
+    TextPrompt,
+    Tool,
+    Usage,
+)
+from protocol.peering import FrameReader, PeerModel, PeerRequest, PeerUp
+from tests.gateway.harness import chat, until
+from tests.gateway.peers.scripted import MODEL, Scripted, answer, beside
 
 pytestmark = pytest.mark.anyio
 
@@ -91,3 +108,118 @@ async def test_a_status_with_a_number_that_cannot_be_is_refused(tmp_path: Path, 
         assert "not understood" in peer.node.problem
     finally:
         await peer.close()
+
+
+RID = 7
+ASKED = Generate(RID, TextPrompt("hi"), Sampling(), max_tokens=5)
+TOOL = Tool(0, "call", "f")
+
+
+def check(stream: Claims, message: Accepted | Progress | Delta) -> None:
+    match message:
+        case Accepted():
+            stream.check_accepted(message)
+        case Progress():
+            stream.check_progress(message)
+        case Delta():
+            stream.check(message)
+
+
+def claims(asked: Generate = ASKED) -> Claims:
+    made = Claims(MODEL)
+    made.expect(asked)
+    return made
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Accepted(RID, -1),
+        Accepted(RID, 1001),
+        Progress(RID, -1, 10),
+        Progress(RID, 11, 10),
+        Progress(RID, 1, 10, -5),
+        Progress(RID, 1, 1 << 40),
+        Delta(RID, usage=Usage(-1, 0, 0)),
+        Delta(RID, usage=Usage(1001, 0, 0)),
+        Delta(RID, usage=Usage(5, 6, 0)),
+        Delta(RID, usage=Usage(5, 0, -1)),
+        Delta(RID, usage=Usage(5, 0, 6)),
+        Delta(RID, usage=Usage(5, 0, 0, queue_ms=float("nan"))),
+        Delta(RID, usage=Usage(5, 0, 0, image_tokens=-1)),
+        Delta(RID, text="x", token_ids=(1, 2, 3, 4, 5, 6)),
+        Delta(RID, text="x", token_ids=(-1,)),
+        Delta(RID, text="x" * (1 << 20), token_ids=(1,)),
+        Delta(RID, Kind.TOOL_BEGIN, tool=replace(TOOL, name="f" * (1 << 20))),
+        Delta(RID, Kind.TOOL_BEGIN),
+        Delta(RID, Kind.TOOL_ARGS, "{", tool=TOOL),
+        Delta(RID, Kind.TOOL_END, tool=TOOL),
+    ],
+)
+def test_what_cannot_be_true_of_a_request_is_malformed(bad: Accepted | Progress | Delta) -> None:
+    with pytest.raises(MalformedFrame):
+        check(claims(), bad)
+
+
+def test_tokens_add_up_over_deltas_and_with_those_that_an_earlier_place_sent() -> None:
+    stream = claims(replace(ASKED, resume=(1, 2, 3)))
+    stream.check(Delta(RID, text="x", token_ids=(4,)))
+    stream.check(Delta(RID, text="x", token_ids=(5,)))
+    with pytest.raises(MalformedFrame):
+        stream.check(Delta(RID, text="x", token_ids=(6,)))
+
+
+def test_a_tool_call_goes_on_where_the_stream_before_was_lost() -> None:
+    before, after = claims(), claims(replace(ASKED, resume=(1,)))
+    before.check(Delta(RID, Kind.TOOL_BEGIN, tool=TOOL))
+    after.calls |= before.calls
+    after.check(Delta(RID, Kind.TOOL_ARGS, "{}", tool=TOOL))
+    after.check(Delta(RID, Kind.TOOL_END, tool=TOOL))
+    with pytest.raises(MalformedFrame):
+        after.check(Delta(RID, Kind.TOOL_ARGS, "{}", tool=TOOL))
+
+
+def test_a_whole_answer_is_true() -> None:
+    stream = claims()
+    stream.check_accepted(Accepted(RID, 1000))
+    stream.check_progress(Progress(RID, 1000, 1000, 10))
+    stream.check(Delta(RID, text="x", token_ids=(1, 2)))
+    stream.check(Delta(RID, Kind.TOOL_BEGIN, tool=TOOL))
+    stream.check(Delta(RID, Kind.TOOL_ARGS, "{}", (3, 4), replace(TOOL, name="")))
+    stream.check(Delta(RID, Kind.TOOL_END, tool=TOOL))
+    stream.check(Delta(RID, finish=Finish.TOOL_CALLS, usage=Usage(1000, 10, 5, queue_ms=0.5)))
+    stream.check(Delta(RID, finish=Finish.ERROR, failure=Failure(Code.INTERNAL, "x")))
+
+
+def test_a_frame_is_no_larger_than_what_was_asked_for_can_be() -> None:
+    reader = FrameReader(claims().frame_bytes)
+    with pytest.raises(MalformedFrame):
+        list(reader.feed((2 << 20).to_bytes(4, "big")))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Delta(0, Kind.TOOL_ARGS, "x"),
+        Delta(0, text="hi", token_ids=tuple(range(1000))),
+        Delta(0, finish=Finish.STOP, usage=Usage(-(10**15), -5, -(10**15))),
+    ],
+    ids=["arguments without a call", "more tokens than asked for", "a negative usage"],
+)
+async def test_a_lie_is_a_failure_of_the_peer_and_no_error_of_this_daemon(bad: Delta, is_streamed: bool) -> None:
+    async def lie(request: PeerRequest, writer: asyncio.StreamWriter) -> None:
+        rid = request.generates[0].rid
+        messages: list[PeerUp] = [Accepted(rid, 5), Step(0, 1, [replace(bad, rid=rid)])]
+        writer.write(answer(*messages))
+
+    async with beside(Scripted(lie)) as gateway:
+        services = gateway.app.services
+        client = asyncio.create_task(
+            gateway.client.post("/v1/chat/completions", json=chat(max_tokens=5, stream=is_streamed))
+        )
+        try:
+            await until(lambda: services.fleet.nodes["b"].failures["malformed"] > 0)
+        finally:
+            client.cancel()
+        assert gateway.metrics.unhandled_errors == 0
