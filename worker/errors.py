@@ -23,6 +23,10 @@ def is_allocation_failure(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_MEMORY)
 
 
+def is_gpu_fault(error: BaseException) -> bool:
+    return any(sign in str(error) for sign in GPU_FAULTS)
+
+
 class WorkerError(Exception):
     """Carries the failure that the gateway is told."""
 

@@ -61,7 +61,7 @@ WORKER: Final = {
     "errors": "text",
     "parsers": "text",
     "vision": "errors",
-    "speculation": "",
+    "speculation": "errors",
     "model": "errors vision speculation",
     "structured": "text errors parsers",
     "cache": "errors vision model",

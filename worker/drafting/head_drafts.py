@@ -79,6 +79,11 @@ class HeadDrafts:
         self.taps.clear()
         self._rows = RowCaches()
 
+    def end(self) -> None:
+        self.taps.is_on = False
+        self.taps.clear()
+        self._rows = RowCaches()
+
     @property
     def nbytes(self) -> int:
         return self.taps.nbytes + self._rows.nbytes

@@ -38,6 +38,9 @@ class ModelDrafts:
 
     def begin(self, draw: Draw) -> None:
         self._draw = draw
+        self.end()
+
+    def end(self) -> None:
         self._rows, self._reading = RowCaches(), {}
 
     @property

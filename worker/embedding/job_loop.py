@@ -34,7 +34,7 @@ from worker.embedding.groups import Place, take_group
 from worker.embedding.job import Item, Job, Numbers
 from worker.embedding.load_model import Reader
 from worker.engine.gauges import Gauges
-from worker.errors import GPU_FAULTS, LoadFailed, StepFailed, is_allocation_failure
+from worker.errors import LoadFailed, StepFailed, is_allocation_failure, is_gpu_fault
 from worker.model import memory
 
 log = logging.getLogger("mlxd.worker")
@@ -257,7 +257,7 @@ class JobLoop:
 
     def _recover(self, group: Sequence[Place], error: Exception) -> None:
         """Compute the group again in smaller parts; one item that fails alone is the end of its job."""
-        if any(sign in str(error) for sign in GPU_FAULTS) and not is_allocation_failure(error):
+        if is_gpu_fault(error) and not is_allocation_failure(error):
             raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
         if is_allocation_failure(error):
             self._gauges.allocation_failures += 1

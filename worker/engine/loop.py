@@ -38,7 +38,7 @@ from worker.engine.output import Piece, Writer
 from worker.engine.queue import Queue
 from worker.engine.row import Row
 from worker.engine.self_check import refusal
-from worker.errors import GPU_FAULTS, RequestInvalid, StepFailed, is_allocation_failure
+from worker.errors import RequestInvalid, StepFailed, is_allocation_failure, is_gpu_fault
 from worker.model.lanes import Lane
 from worker.model.loader import Loaded
 from worker.speculation.drafter import Drafter
@@ -345,8 +345,7 @@ class Engine:
         if self._memory.shrink(error, f"a step of {len(self._batch)} rows"):
             self._rebuild()
             return
-        is_fault = any(sign in str(error) for sign in GPU_FAULTS)
-        if is_fault or now - self._recovered_at < _RECOVERY_S:
+        if is_gpu_fault(error) or now - self._recovered_at < _RECOVERY_S:
             raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
         log.exception("a step failed; rebuilding the batch of %d rows", len(self._batch))
         self._recovered_at = now

@@ -21,7 +21,7 @@ from worker.cache.kv import Layout
 from worker.cache.prefix import PrefixCache
 from worker.engine.batch import Batch
 from worker.engine.row import Row
-from worker.errors import GPU_FAULTS, LoadFailed, is_allocation_failure
+from worker.errors import LoadFailed, is_allocation_failure, is_gpu_fault
 from worker.model import memory
 from worker.model.lanes import Lane, Plan
 from worker.model.packing import give_up, packing_of
@@ -257,7 +257,7 @@ def _because(error: Exception) -> str:
     text = str(error)
     if is_allocation_failure(error):
         raise LoadFailed(Code.OUT_OF_MEMORY, "not enough memory to run the model", detail=text) from error
-    if any(sign in text for sign in GPU_FAULTS):
+    if is_gpu_fault(error):
         raise error
     if isinstance(error, Wrong):
         return text

@@ -112,6 +112,10 @@ class Proposer(Protocol):
         """A batch begins, without rows; drafts are drawn by `draw`."""
         ...
 
+    def end(self) -> None:
+        """Let go of all rows: nothing is asked any more."""
+        ...
+
     def discard(self, uid: int) -> None: ...
 
     def propose(

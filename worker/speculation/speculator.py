@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from worker.errors import is_allocation_failure, is_gpu_fault
 from worker.speculation.costs import WIDTHS, StepCosts
 from worker.speculation.drafter import Branch, Drafting, Draw, Proposer, Tokens
 from worker.speculation.lookup import Guess, History, Lookup, Source
@@ -207,8 +208,11 @@ class Speculator:
             drafts = self._proposals.propose(
                 known, [text for _, text, _ in followed], [token for _, _, token in followed], asked
             )
-        except Exception:  # the boundary to the model that drafts: without it the rows have all that they need
+        except Exception as error:  # the boundary to the model that drafts: without it the rows have all that they need
+            if is_allocation_failure(error) or is_gpu_fault(error):
+                raise  # of the device, not of the drafts
             log.exception("the drafts of the model failed; from now on there are none until it is loaded again")
+            self._proposals.proposer.end()
             self._proposals = None
             return width
         drafted = dict(zip(known, drafts, strict=True))

@@ -11,6 +11,7 @@ from protocol.messages import Abort, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.heads import NEXTN, build_with_head, build_with_layer
 from tests.worker.engine.test_exact import requests, tokens
+from worker.drafting.head_drafts import HeadDrafts
 from worker.model.loader import Loaded
 from worker.speculation.eager import EagerDrafts
 
@@ -124,3 +125,13 @@ def test_a_head_that_does_not_fit_is_named_and_the_model_served_without(tmp_path
             engine.engine.speculation
         )
         assert engine.run([Generate(1, TokensPrompt((20, 21)), Sampling(), 3)])[0].terminals == 1
+
+
+def test_a_head_that_is_asked_no_more_holds_nothing(head_folder: Callable[[str], Path]) -> None:
+    with EngineHarness(spec(head_folder("qwen3")), drafter=eager) as engine:
+        engine.run([Generate(1, TokensPrompt((20, 21, 22)), Sampling(temperature=0.0, ignore_eos=True), 12)])
+        proposer = engine.loaded.proposer
+    assert isinstance(proposer, HeadDrafts)
+    assert proposer.nbytes > 0
+    proposer.end()
+    assert (proposer.nbytes, proposer.taps.is_on, len(proposer.taps.records)) == (0, False, 0)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.utils import load_model, save_model
 
@@ -64,6 +66,17 @@ def test_its_weights_and_kv_count_as_those_of_the_target(pair: tuple[Path, Path]
         own = engine.kv_cost
     with EngineHarness(spec(target, draft=str(draft))) as engine:
         assert engine.kv_cost.token_bytes == 2 * own.token_bytes
+
+
+def test_a_model_that_is_asked_no_more_holds_nothing(pair: tuple[Path, Path]) -> None:
+    proposer = load_checked(spec(pair[0], draft=str(pair[1])), lambda *_: None).proposer
+    assert proposer is not None
+    proposer.begin(lambda uids, *_: mx.zeros((len(uids),), dtype=mx.uint32))
+    texts = [np.arange(20, 20 + length, dtype=np.int32) for length in (8, 600)]  # the longer is not read at once
+    proposer.propose([1, 2], texts, [5, 5], 2)
+    assert proposer.nbytes > 0
+    proposer.end()
+    assert proposer.nbytes == 0
 
 
 def test_a_model_of_other_tokens_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

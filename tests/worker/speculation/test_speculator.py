@@ -123,12 +123,17 @@ class Failing:
     token_bytes = 0
     nbytes = 0
 
-    def __init__(self, *, fails: bool) -> None:
+    def __init__(self, *, fails: bool, error: str = "a head failed") -> None:
         self.fails = fails
+        self.error = error
         self.asked = 0
+        self.has_ended = False
 
     def begin(self, draw: Draw) -> None:
         pass
+
+    def end(self) -> None:
+        self.has_ended = True
 
     def discard(self, uid: int) -> None:
         pass
@@ -138,7 +143,7 @@ class Failing:
     ) -> list[list[int]]:
         self.asked += 1
         if self.fails:
-            raise RuntimeError("a head failed")
+            raise RuntimeError(self.error)
         return [[token + 1 + at for at in range(count)] for token in newest]
 
 
@@ -151,4 +156,17 @@ def test_a_model_drafts_where_no_text_does_and_is_given_up_when_it_fails(fails: 
     steps = generate(speculator, TEXT, cost=0.0)
     assert (steps < len(TEXT) / 2) is not fails
     assert (proposer.asked == 1) is fails
+    assert proposer.has_ended is fails
     assert bool(speculator.counts[Source.HEAD].accepted) is not fails
+
+
+@pytest.mark.parametrize("error", ["[metal::malloc] Unable to allocate 5 bytes.", "CUDA error: an illegal access"])
+def test_a_failure_of_the_device_while_a_model_drafts_is_the_step_s_own(error: str) -> None:
+    proposer = Failing(fails=True, error=error)
+    speculator = Speculator(proposer)
+    speculator.add(1, np.array([1, 2, 3], dtype=np.int32), Drafting())
+    speculator.timed(1, 1, 0.01)
+    for _ in range(2):  # nor is the model given up for it
+        with pytest.raises(RuntimeError, match=r"bytes|CUDA"):
+            speculator.drafts([1], [20], [8])
+    assert not proposer.has_ended
