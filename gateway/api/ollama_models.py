@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
+from gateway.access.caller import Caller
 from gateway.api.catalog import Catalog, Entry
 from gateway.api.common import serve
 from gateway.api.ollama.request import decode_show
@@ -140,7 +141,7 @@ class Show:
         services, record = self._services, record_of(scope)
         request, unknown = await serve.read(services, record, scope, receive, decode_show)
         entry = await self._catalog.find(request.wanted, record.caller)
-        await send_body(send, 200, msgspec.json.encode(_shown(entry)), ignored_header(unknown))
+        await send_body(send, 200, msgspec.json.encode(_shown(entry, record.caller)), ignored_header(unknown))
 
 
 def _tag(entry: Entry) -> Tag:
@@ -160,15 +161,17 @@ def _running(entry: Entry, idle_s: dict[str, float]) -> Running | None:
     return Running(entry.name, entry.name, size, _digest(entry), _details(entry), expires, size, ready.max_context)
 
 
-def _shown(entry: Entry) -> Shown:
+def _shown(entry: Entry, caller: Caller) -> Shown:
     model, facts, context = entry.found.model, entry.facts, entry.longest_context
     info: dict[str, Any] = {"general.architecture": facts.architecture, "general.basename": entry.name}
     if facts.parameters:
         info["general.parameter_count"] = facts.parameters
     if context:
         info[f"{facts.architecture or 'mlx'}.context_length"] = context
+    # A path on this machine's disk is the operator's.
+    source = model.path if caller.is_admin else model.name
     return Shown(
-        f"# The configuration of mlxd is mlxd.toml.\nFROM {model.path}\n",
+        f"# The configuration of mlxd is mlxd.toml.\nFROM {source}\n",
         "\n".join(f"{name} {value}" for name, value in _sampling(entry).items()),
         entry.chat_template,
         _details(entry),

@@ -37,7 +37,8 @@ class Loading:
         if model.name not in self._services.config.models:
             # A model of a peer: that loads it with its first answer, and unloads it by its own orders.
             if is_last:
-                raise ModelNotFound(model.name, self._services.config.models, "Models that are loaded here")
+                usable = record.caller.usable(self._services.config.models.values())
+                raise ModelNotFound(model.name, [each.name for each in usable], "Models that are loaded here")
             return LOADED
         reason = ""
         async with cut_off(record, receive):

@@ -121,7 +121,12 @@ class Pull:
                     break
                 await asyncio.sleep(LOOK_S)
                 silent_s += LOOK_S
-                download = self._now(download)
+                try:
+                    download = self._now(download)
+                except ApiError as error:
+                    record.outcome = error.outcome
+                    await _write(send, watch, ErrorLine(error.message), more=False)
+                    return
             is_here = download is None or download.state == "done"
             end = _SUCCESS if is_here else ErrorLine(_failure(download) if download is not None else "")
             await _write(send, watch, end, more=False)

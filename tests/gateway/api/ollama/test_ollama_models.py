@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from gateway.access.key import Key
+from gateway.access.key_file import KeyFile
 from gateway.api.ollama_models import parameter_size
 from gateway.config.settings import ModelConfig, ProfileConfig, SamplingDefaults
 from tests.gateway.harness import Gateway, running
@@ -72,6 +74,14 @@ async def test_a_shown_model_says_its_context_and_abilities_where_clients_look_f
     for name in ("gpt-4o", "m:latest"):
         assert await show(gateway, name=name) == shown
     assert "num_predict 9" in (await show(gateway, model="m:brief"))["parameters"]
+
+
+async def test_only_an_admin_sees_the_path_of_a_model(gateway: Gateway, tmp_path: Path) -> None:
+    keys = KeyFile(tmp_path / "keys" / "keys.json")
+    for is_admin, source in (False, "m"), (True, "demo"):
+        key = Key(name=f"k{is_admin}", prefix="", salt="", hash="", is_admin=is_admin)
+        gateway.client.headers["x-api-key"] = keys.create(key)[1]
+        assert (await show(gateway, model="m"))["modelfile"].splitlines()[-1] == f"FROM {source}"
 
 
 async def test_an_unknown_model_is_a_404_with_a_text(gateway: Gateway) -> None:

@@ -1,17 +1,22 @@
 """Downloads in Ollama's words, of a hub on a socket of this machine."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
+from gateway.access.caller import Caller
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
-from gateway.api.ollama.pull_stream import repository_of
+from gateway.api.ollama.pull_stream import Pull, repository_of
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
+from gateway.request.record import Record
+from gateway.web.schemas import Pull as Ordered
 from tests.gateway.harness import Gateway, running
 from tests.support.hub import Hub, model_repo
 
@@ -65,6 +70,35 @@ async def test_a_download_that_fails_ends_with_the_reason(gateway: Gateway) -> N
     whole = await gateway.client.post("/api/pull", json={"model": "org/nothing", "stream": False})
     assert whole.status_code == 503
     assert "nothing" in whole.json()["error"]
+
+
+class Forgetful:
+    """Downloads that are not listed once they are ordered."""
+
+    def order(self, repository: str) -> Ordered:
+        return Ordered("id", repository, "waiting")
+
+    def views(self) -> list[Ordered]:
+        return []
+
+
+async def test_a_stream_of_a_download_that_is_not_listed_any_more_ends_with_an_error_line(gateway: Gateway) -> None:
+    sent: list[Message] = []
+    bodies = [{"type": "http.request", "body": b'{"model":"org/tiny"}', "more_body": False}]
+
+    async def receive() -> Message:
+        if not bodies:
+            await asyncio.Event().wait()
+        return bodies.pop()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    record = Record("one", "POST", "/api/pull", caller=Caller(key="boss", is_admin=True))
+    scope = {"type": "http", "headers": [], "mlxd.record": record}
+    await Pull(gateway.app.services, Forgetful())(scope, receive, send)
+    assert "not listed any more" in json.loads(sent[-1]["body"])["error"]
+    assert (sent[-1]["more_body"], record.outcome) == (False, "pull_not_found")
 
 
 async def test_a_model_that_is_here_needs_no_download(gateway: Gateway) -> None:
