@@ -34,6 +34,7 @@ from worker.prompt.family import Dialect
 from worker.prompt.infill import InfillPrompts
 from worker.prompt.media_prompt import Encoded, open_media, unserved
 from worker.prompt.templates import Renderer
+from worker.prompt.token_limits import check_limits
 from worker.prompt.word_ids import WordIds
 from worker.speculation.drafter import ALL, Drafting
 from worker.speculation.text import BREAK
@@ -81,8 +82,9 @@ class Intake:
             loaded.tokenizer, self._dialect.family, loaded.vocab_size, loaded.eos_ids, self.vocabulary.token_bytes
         )
         self._tool_rules = ToolRules(self._rules, loaded.tokenizer, self._dialect.tool_family, loaded.eos_ids)
-        suppressed = loaded.vision.needs.suppressed if loaded.vision is not None else ()
-        self._turn_starts = self._find_turn_starts(opened[len(closed) :]) - set(suppressed)
+        self._eos_ids = tuple(loaded.eos_ids)
+        self._suppressed = tuple(loaded.vision.needs.suppressed) if loaded.vision is not None else ()
+        self._turn_starts = self._find_turn_starts(opened[len(closed) :]) - set(self._suppressed)
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -134,6 +136,7 @@ class Intake:
             relaxed=encoded.relaxed,
             drafting=self._drafting(request),
         )
+        check_limits(row.sampling, row.words, self._eos_ids, self._suppressed, self._vocab_size)
         if isinstance(request.prompt, ChatPrompt):
             row.parser, row.is_reasoning = self._dialect.parser(
                 request.prompt,

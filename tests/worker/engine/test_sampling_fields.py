@@ -13,7 +13,9 @@ from protocol.failures import Code
 from protocol.messages import Constraint, ConstraintKind, Finish, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
+from worker.engine.penalties import Words
 from worker.errors import RequestInvalid
+from worker.prompt.token_limits import check_limits
 
 rids = itertools.count(1)
 
@@ -135,3 +137,36 @@ def test_what_could_leave_a_grammar_no_token_is_refused(engine: EngineHarness, s
 def test_ids_outside_of_the_vocabulary_are_refused(engine: EngineHarness, sampling: dict[str, Any]) -> None:
     with pytest.raises(RequestInvalid, match="outside of the model's vocabulary"):
         engine.intake.row(request(1, **sampling), 0.0)
+
+
+def test_limits_that_could_leave_no_token_are_refused(engine: EngineHarness) -> None:
+    """The letters of the words are tokens, as they are behind a space."""
+    (eos, *_), words = engine.loaded.eos_ids, engine.intake.row(request(1, bad_words=("a", "e")), 0.0).words.bad
+    letters = tuple(word[-1] for word in words)
+    for param, sampling in (
+        ("min_tokens", {"allowed_ids": (eos,), "min_tokens": 1}),
+        ("min_tokens", {"allowed_ids": (eos, 30), "stop_ids": (30,), "min_tokens": 1}),
+        ("bad_words", {"allowed_ids": letters, "bad_words": ("a", "e")}),
+        ("bad_words", {"allowed_ids": (eos, *letters), "bad_words": ("a", "e"), "min_tokens": 1}),
+    ):
+        with pytest.raises(RequestInvalid) as refused:
+            engine.intake.row(request(1, **sampling), 0.0)
+        assert (refused.value.failure.code, refused.value.failure.param) == (Code.INVALID_REQUEST, param)
+    for sampling in (
+        {"allowed_ids": (eos,), "ignore_eos": False},
+        {"allowed_ids": (eos, 30), "min_tokens": 1},
+        {"allowed_ids": (eos, *letters), "bad_words": ("a", "e")},
+    ):
+        assert run(engine, request(1, max_tokens=3, **sampling)).finish in (Finish.STOP, Finish.LENGTH)
+
+
+def test_words_of_several_tokens_are_refused_where_one_text_forbids_all_that_may_come() -> None:
+    def check(*bad: tuple[int, ...]) -> None:
+        check_limits(Sampling(allowed_ids=(7, 8)), Words(bad), (), (), VOCAB)
+
+    for bad in (((7,), (8,)), ((7, 7), (8,)), ((9, 7, 8), (7, 7)), ((7, 7), (7, 8))):
+        with pytest.raises(RequestInvalid, match="bad_words forbids all"):
+            check(*bad)
+    check((7, 7), (8, 8))
+    check((7, 7, 8), (8, 7))
+    check((8,))

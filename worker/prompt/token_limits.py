@@ -1,0 +1,43 @@
+"""Limits of the tokens that may come: those that contradict each other would leave a row none to choose."""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from protocol.failures import Code
+from protocol.messages import Sampling
+from worker.engine.penalties import Words
+from worker.errors import RequestInvalid
+
+
+def check_limits(
+    sampling: Sampling, words: Words, eos_ids: Sequence[int], suppressed: Sequence[int], vocab_size: int
+) -> None:
+    """Raises `RequestInvalid` where there could be a place at which every token is forbidden."""
+    ends = (*eos_ids, *sampling.stop_ids) if sampling.min_tokens else ()
+    lasts = {word[-1] for word in words.bad}
+    if not sampling.allowed_ids and len({*suppressed, *ends, *lasts}) < vocab_size:
+        return
+    allowed = set(sampling.allowed_ids or range(vocab_size)).difference(suppressed)
+    if not allowed:
+        raise _refusal("allowed_token_ids names only tokens that this model never generates", "allowed_token_ids")
+    allowed.difference_update(ends)
+    if not allowed:
+        raise _refusal("min_tokens forbids all tokens that may come: each of them ends the output", "min_tokens")
+    if allowed <= lasts and _may_forbid(words.bad, allowed):
+        raise _refusal("bad_words forbids all tokens that may come", "bad_words")
+
+
+def _may_forbid(words: Sequence[Sequence[int]], allowed: Collection[int]) -> bool:
+    """Whether there is a text behind which each of these tokens would be the last of a word."""
+    behind: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+    for *begin, last in words:
+        behind[tuple(begin)].add(last)
+    for begin in list(behind):
+        forbidden = [behind[end] for end in (begin[at:] for at in range(len(begin) + 1)) if end in behind]
+        if sum(map(len, forbidden)) >= len(allowed) and not set(allowed).difference(*forbidden):
+            return True
+    return False
+
+
+def _refusal(message: str, param: str) -> RequestInvalid:
+    return RequestInvalid(Code.INVALID_REQUEST, message, param=param)
