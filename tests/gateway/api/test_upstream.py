@@ -15,6 +15,7 @@ import pytest
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.config.settings import FallbackConfig, ModelConfig, UpstreamConfig, keys_path
+from gateway.request.bodies import LARGE_BYTES
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, events, running, until
 from tests.support.pool import short_home, tokens
 
@@ -328,3 +329,13 @@ async def test_a_request_that_fails_here_and_leaves_is_booked_once() -> None:
         reply = await gateway.client.post("/v1/completions", json={"model": "m", "prompt": "too long"})
         assert (reply.status_code, reply.headers["x-mlxd-served-by"]) == (200, "cloud")
         assert gateway.app.services.ledger.day("").requests == 1
+
+
+async def test_large_bodies_are_read_and_written_away_from_the_loop() -> None:
+    async with far() as cloud, door(upstream(cloud.url)) as (gateway, _):
+        numbers = gateway.app.services.bodies.numbers
+        assert (await ask(gateway)).status_code == 200
+        assert numbers.offloaded == 0
+        assert (await ask(gateway, messages=[{"role": "user", "content": "x" * LARGE_BYTES}])).status_code == 200
+        # To find its upstream, to hold it to its key's limits, and to name its model.
+        assert numbers.offloaded == 3
