@@ -23,7 +23,7 @@ from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import SHUTTING_DOWN, State, WorkerView
 from gateway.task_set import TaskSet
 from gateway.telemetry.metrics import Metrics
-from protocol.codec import prompt_bytes
+from protocol.codec import Unsendable, prompt_bytes
 from protocol.failures import Code
 from protocol.messages import Detokenize, Generate, Prompt, Tokenize, Tokenized
 from protocol.peering import PeerModel
@@ -229,7 +229,7 @@ class Fleet:
         return stream
 
     def chosen(self, model: str, choice: Choice, reason: str, prefixes: list[Prefix], tokens: float) -> None:
-        """Note where a request goes."""
+        """Note where a request goes; `model` is the name there."""
         name = choice.place.name
         self._affinity.note(prefixes, name)
         if name != HERE:
@@ -241,11 +241,17 @@ class Fleet:
         return await self._pool.ensure_ready(model)
 
     async def ask(self, model: ModelConfig, question: Tokenize | Detokenize) -> Tokenized:
-        """The answer of a peer, or of the next one where it is lost. Raises `Refused`, `WorkerGone`, `Unavailable`."""
+        """The answer of a peer, or of the next one where it is lost.
+
+        Raises `Refused`, `WorkerGone`, `Unsendable`, `Unavailable`.
+        """
         for candidate in self.candidates(model, [], None)[:ASKED_MAX]:
             stream = self.open(candidate, model.name, lambda _: None, "")
             try:
                 return await self.link.ask(stream, question)
+            except Unsendable:
+                stream.discard()
+                raise
             except Refused as error:
                 if error.failure.code is not Code.WORKER_DIED:
                     raise

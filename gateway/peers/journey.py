@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from gateway.config.settings import ModelConfig
 from gateway.errors import Unavailable
 from gateway.link.link import Link
-from gateway.link.sequence import Sequence
+from gateway.link.sequence import PARKED, Sequence
 from gateway.link.transport import WorkerGone
 from gateway.peers.affinity import Prefix
 from gateway.peers.node import Node
@@ -102,6 +102,8 @@ class Journey:
                 return
             if await self._move(left):
                 return
+            # The others were sent before their worker was lost, which minds them.
+            left = [sequence for sequence in left if sequence.epoch == PARKED]
             for sequence in left:
                 sequence.collector.touch()
             await asyncio.sleep(LOOK_S)
@@ -114,6 +116,9 @@ class Journey:
         if stream is not None:
             for sequence in left:
                 link.resume(stream, sequence)
+            if not any(sequence.epoch == stream.epoch for sequence in left):
+                # Their deadline has passed, or they are too large.
+                stream.discard()
             return True
         if self.served_by != HERE:
             return False
@@ -141,7 +146,8 @@ class Journey:
             return None
         choice = choose([each.place for each in candidates], self.tokens)
         chosen = next(each for each in candidates if each.place is choice.place)
-        self.fleet.chosen(self.model.name, choice, reason or choice.reason, self.prefixes, self.tokens)
+        there = self.model.name if chosen.there is None else chosen.there.name
+        self.fleet.chosen(there, choice, reason or choice.reason, self.prefixes, self.tokens)
         self._settle(choice.place.name, chosen.form)
         if chosen.node is None:
             return None

@@ -100,13 +100,12 @@ class Node:
 
     def model(self, name: str) -> PeerModel | None:
         """Its model of this name or alias, unless it has just declined to serve it."""
-        status = self.status
-        if status is None or self._blocked.get(name, 0.0) > self._clock():
-            return None
-        return next((each for each in status.models if name == each.name or name in each.aliases), None)
+        models = () if self.status is None else self.status.models
+        model = next((each for each in models if name == each.name or name in each.aliases), None)
+        return None if model is None or self._blocked.get(model.name, 0.0) > self._clock() else model
 
     def block(self, name: str, s: float) -> None:
-        """Ask it for this model no more for a while."""
+        """Ask it for the model of this name, which is the one it has there, no more for a while."""
         self._blocked[name] = self._clock() + s
 
     def failed(self, reason: str) -> None:

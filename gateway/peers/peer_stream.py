@@ -260,7 +260,7 @@ class PeerStream:
         if failure.code not in ELSEWHERE:
             return failure
         self._failure = failure
-        self.node.block(self.name, BUSY_S if failure.is_retryable else ABSENT_S)
+        self.node.block(self.there, BUSY_S if failure.is_retryable else ABSENT_S)
         return replace(failure, code=Code.WORKER_DIED)
 
     def _decline(self, error: Declined) -> None:
@@ -272,7 +272,7 @@ class PeerStream:
             self._open.clear()
         key_is_refused = error.status in (401, 403)
         s = KEY_REFUSED_S if key_is_refused else BUSY_S if error.status in (429, 503) else ABSENT_S
-        self.node.block(self.name, s)
+        self.node.block(self.there, s)
         log.warning("peer %s does not serve %s: %s", self.node.name, self.there, error)
         self.node.failures["key_refused" if key_is_refused else "declined"] += 1
 

@@ -222,6 +222,13 @@ class Generation:
             phases.load = (phases.sent_at or self._elapsed()) - phases.loading_from
 
     def _submit(self, worker: WorkerHandle | PeerStream) -> bool:
+        try:
+            return self._send(worker)
+        finally:
+            if isinstance(worker, PeerStream) and self._collector is None:
+                worker.discard()
+
+    def _send(self, worker: WorkerHandle | PeerStream) -> bool:
         generates = self._generates
         if isinstance(worker, PeerStream):
             check_kind(self._model, self._runtime.view(self._model).ready, self._kind)
@@ -237,8 +244,6 @@ class Generation:
         except WorkerGone:
             return False
         except Unsendable as error:
-            if isinstance(worker, PeerStream):
-                worker.discard()
             self._runtime.metrics.rejected(self._model.name, "unsendable")
             raise from_unsendable(error) from None
         self.record.rids = self._collector.rids

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from gateway.config.settings import PeerConfig
 from gateway.peers.node import REFUSAL_BYTES_MAX, Declined, Node
 from gateway.peers.plausibility import Claims
-from protocol.codec import MalformedFrame
+from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, Unsendable
 from protocol.failures import Code, Failure
 from protocol.messages import (
     Accepted,
@@ -24,11 +24,12 @@ from protocol.messages import (
     Sampling,
     Step,
     TextPrompt,
+    Tokenize,
     Tool,
     Usage,
 )
 from protocol.peering import FrameReader, PeerModel, PeerRequest, PeerUp
-from tests.gateway.harness import chat, until
+from tests.gateway.harness import Gateway, chat, until
 from tests.gateway.peers.scripted import MODEL, Scripted, answer, beside
 
 pytestmark = pytest.mark.anyio
@@ -82,6 +83,7 @@ async def test_a_refusal_is_not_unpacked_and_only_its_beginning_is_read(tmp_path
         await peer.close()
 
 
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 READY = Ready(-1, "", 1000, 4, 100, 1, 1.0)
 
 
@@ -223,3 +225,56 @@ async def test_a_lie_is_a_failure_of_the_peer_and_no_error_of_this_daemon(bad: D
         finally:
             client.cancel()
         assert gateway.metrics.unhandled_errors == 0
+
+
+async def test_a_peer_that_refuses_is_not_asked_again_at_once_by_its_own_name_either() -> None:
+    async def refuse(_: PeerRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 404 X\r\ncontent-length: 0\r\n\r\n")
+
+    scripted = Scripted(refuse)
+    async with beside(scripted) as gateway:
+        node = gateway.app.services.fleet.nodes["b"]
+        client = asyncio.create_task(gateway.client.post("/v1/chat/completions", json=chat(model="b/m")))
+        try:
+            await until(lambda: node.failures["declined"] > 0)
+            assert node.model("m") is None
+            assert scripted.requests == 1
+        finally:
+            client.cancel()
+
+
+async def drains_at_once(gateway: Gateway) -> bool:
+    """Whether nothing is counted as running at peers any more."""
+    async with asyncio.timeout(20):
+        await gateway.app.services.fleet.drain(60)
+    return True
+
+
+async def test_a_request_that_is_refused_before_it_is_sent_leaves_no_stream() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + PNG}}
+    scripted = Scripted(nothing, models=[replace(MODEL, ready=READY)])
+    async with beside(scripted) as gateway:
+        body = chat(messages=[{"role": "user", "content": [image]}])
+        assert (await gateway.client.post("/v1/chat/completions", json=body)).status_code == 400
+        assert scripted.requests == 0
+        assert await drains_at_once(gateway)
+
+
+async def test_a_question_that_is_too_large_leaves_no_stream() -> None:
+    async with beside(Scripted(nothing)) as gateway:
+        fleet = gateway.app.services.fleet
+        model = fleet.find("m")
+        assert model is not None
+        with pytest.raises(Unsendable):
+            await fleet.ask(model, Tokenize(gateway.link.next_rid(), TextPrompt("x" * (MAX_FRAME_BYTES + 1))))
+        assert await drains_at_once(gateway)
+
+
+async def test_a_request_whose_deadline_passes_between_two_places_leaves_no_stream() -> None:
+    async def lose(request: PeerRequest, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with beside(Scripted(lose)) as gateway:
+        body = chat(timeout=0.5, max_tokens=50)
+        assert (await gateway.client.post("/v1/chat/completions", json=body)).status_code >= 500
+        assert await drains_at_once(gateway)
