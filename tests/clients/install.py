@@ -14,6 +14,8 @@ import pytest
 
 CACHE: Final = Path(__file__).parents[2] / ".cache" / "clients"
 INSTALL_TIMEOUT_S: Final = 900
+# Packages that a folder was made of, one a line.
+MARKER: Final = ".installed"
 # Claude Code's newest versions want it; where the system's is older, npm has this one too.
 NODE: Final = "node@22"
 NODE_MAJOR: Final = 22
@@ -22,8 +24,9 @@ NODE_MAJOR: Final = 22
 def npm(folder: str, *packages: str) -> Path:
     """The folder of a package's commands. Skips the test that asks when it cannot be installed."""
     commands = CACHE / folder / "node_modules" / ".bin"
-    if not commands.exists():
+    if not (commands.exists() and _is_made_of(folder, packages)):
         _run(folder, ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(CACHE / folder), *packages])
+        _note(folder, packages)
     return commands
 
 
@@ -41,12 +44,21 @@ def node_path() -> str:
 def pypi(folder: str, *packages: str) -> Path:
     """The folder of a virtual environment's commands. Skips the test that asks when it cannot be made."""
     commands = CACHE / folder / "bin"
-    marker = CACHE / folder / ".installed"
-    if not marker.exists():
+    if not _is_made_of(folder, packages):
         _run(folder, [sys.executable, "-m", "venv", str(CACHE / folder)])
         _run(folder, [str(commands / "pip"), "install", "--quiet", *packages])
-        marker.touch()
+        _note(folder, packages)
     return commands
+
+
+def _is_made_of(folder: str, packages: tuple[str, ...]) -> bool:
+    """Whether the folder was completed with just these packages and versions."""
+    marker = CACHE / folder / MARKER
+    return marker.exists() and marker.read_text() == "\n".join(packages)
+
+
+def _note(folder: str, packages: tuple[str, ...]) -> None:
+    (CACHE / folder / MARKER).write_text("\n".join(packages))
 
 
 def _run(folder: str, command: list[str]) -> None:
