@@ -21,6 +21,7 @@ class Proposals:
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
         self._costs = StepCosts()
+        self._widest = proposer.longest + 1
         self._rates = [PRIOR] * (WIDTHS[-1] - 1)
         self._counts = [0] * (WIDTHS[-1] - 1)
         # Seconds of the newest drafts, until they are counted with their step.
@@ -39,17 +40,19 @@ class Proposals:
         """Of drafts for steps of this width, of which a plain one takes so long."""
         known = [(each, self._costs.known(rows, each)) for each in WIDTHS[1:]]
         each = [(abs(other - width), seconds / (other - 1)) for other, seconds in known if seconds is not None]
-        return (width - 1) * (min(each)[1] if each else _HOPE * plain)
+        return (min(width, self._widest) - 1) * (min(each)[1] if each else _HOPE * plain)
 
     def propose(
-        self, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], width: int
+        self, rows: int, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], width: int
     ) -> list[list[int]]:
+        """Drafts of some of so many rows, for a step of this width or as long as they can be."""
+        width = min(width, self._widest)
         began = time.perf_counter()
         drafts = self.proposer.propose(uids, texts, newest, width - 1)
         self.spent_s = time.perf_counter() - began
         # One that has a prompt to read first takes longer this once.
         if all(drafts):
-            self._costs.observe(len(uids), width, self.spent_s)
+            self._costs.observe(rows, width, self.spent_s)
         return drafts
 
     def learn(self, drafted: int, right: int) -> None:

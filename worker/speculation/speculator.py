@@ -200,13 +200,15 @@ class Speculator:
             return width
         followed = [
             (uid, row.lookup.text, token)
-            for uid, row, token, limit in zip(uids, rows, newest, most, strict=True)
-            if row is not None and limit > 0
+            for uid, row, token, model, own in zip(uids, rows, newest, models, odds, strict=True)
+            if row is not None and sum(model[: asked - 1]) > sum(own[: asked - 1])
         ]
+        if not followed:
+            return width
         known = [uid for uid, _, _ in followed]
         try:
             drafts = self._proposals.propose(
-                known, [text for _, text, _ in followed], [token for _, _, token in followed], asked
+                len(uids), known, [text for _, text, _ in followed], [token for _, _, token in followed], asked
             )
         except Exception as error:  # the boundary to the model that drafts: without it the rows have all that they need
             if is_allocation_failure(error) or is_gpu_fault(error):
@@ -216,9 +218,8 @@ class Speculator:
             self._proposals = None
             return width
         drafted = dict(zip(known, drafts, strict=True))
-        for at, (uid, model, own) in enumerate(zip(uids, models, odds, strict=True)):
-            draft = drafted.get(uid, [])[: len(model)]
-            if draft and sum(model[: asked - 1]) > sum(own[: asked - 1]):
+        for at, (uid, model) in enumerate(zip(uids, models, strict=True)):
+            if draft := drafted.get(uid, [])[: len(model)]:
                 self._guesses[at] = Guess(draft, Source(self._proposals.proposer.source), 0)
         return asked
 

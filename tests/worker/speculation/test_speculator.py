@@ -127,6 +127,9 @@ class Failing:
         self.fails = fails
         self.error = error
         self.asked = 0
+        # The rows that it was asked for, and the tokens of each draft.
+        self.uids: list[int] = []
+        self.count = 0
         self.has_ended = False
 
     def begin(self, draw: Draw) -> None:
@@ -142,6 +145,7 @@ class Failing:
         self, uids: Sequence[int], texts: Sequence[Tokens], newest: Sequence[int], count: int
     ) -> list[list[int]]:
         self.asked += 1
+        self.uids, self.count = list(uids), count
         if self.fails:
             raise RuntimeError(self.error)
         return [[token + 1 + at for at in range(count)] for token in newest]
@@ -170,3 +174,19 @@ def test_a_failure_of_the_device_while_a_model_drafts_is_the_step_s_own(error: s
         with pytest.raises(RuntimeError, match=r"bytes|CUDA"):
             speculator.drafts([1], [20], [8])
     assert not proposer.has_ended
+
+
+def test_a_model_is_asked_for_the_rows_that_have_no_better_draft_and_for_no_more_than_it_can() -> None:
+    proposer = Failing(fails=False)
+    speculator = Speculator(proposer)
+    for uid, text in ((1, TEXT * 3), (2, [5, 6, 7]), (3, [7, 6, 5])):
+        speculator.add(uid, np.array(text, dtype=np.int32), Drafting())
+    for at, width in enumerate((1, 2, 4, 8, 16)):
+        for _ in range(3):
+            speculator.timed(2, width, 10 + at / 10)
+    speculator.drafts([2, 3], [9, 9], [100, 100])
+    assert proposer.uids == [2, 3], "which shows what its drafts cost"
+    drafts = speculator.drafts([1, 2], [TEXT[0], 9], [100, 100])
+    assert (proposer.uids, proposer.count) == ([2], proposer.longest)
+    assert drafts[0][:10] == TEXT[1:11]
+    assert drafts[1] == list(range(10, 10 + proposer.longest))
