@@ -177,9 +177,14 @@ class Fleet:
     # -- places ------------------------------------------------------------------------------------------------------
 
     def journey(
-        self, model: ModelConfig, generates: list[Generate], request: str, on_move: Callable[[str], None]
+        self,
+        model: ModelConfig,
+        generates: list[Generate],
+        request: str,
+        on_move: Callable[[str], None],
+        form: str = "",
     ) -> Journey | None:
-        """The way of a request; None where it can only run here.
+        """The way of a request; None where it can only run here. With `form` it begins where the model has that.
 
         One that goes on from an earlier answer stays: only this daemon is known to have generated that.
         """
@@ -190,7 +195,7 @@ class Fleet:
         prompt = cast("Prompt | msgspec.Raw", generates[0].prompt)
         scope = model.name, generates[0].cache_salt
         prefixes = prefixes_of(prompt, *scope) if isinstance(prompt, msgspec.Raw) else []
-        return Journey(self, model, prefixes, tokens, request, on_move)
+        return Journey(self, model, prefixes, tokens, request, on_move, form=form)
 
     def candidates(self, model: ModelConfig, prefixes: list[Prefix], form: str | None) -> list[Candidate]:
         """Places that have the model, this daemon first: all of one form, or of `form` if that is given."""
@@ -201,9 +206,14 @@ class Fleet:
             found.append(Candidate(_warmed(here, warm), self.forms.known(model)))
         for node, there in self._served(model.name):
             # A form that is not known is no other's.
-            if not found or (there.form and there.form == found[0].form):
+            is_alike = not found or (there.form and there.form == found[0].form)
+            if is_alike if form is None else there.form == form:
                 found.append(Candidate(_warmed(_place(node, there), warm), there.form, node, there))
         return found if form is None else [each for each in found if form and each.form == form]
+
+    def has(self, model: ModelConfig, form: str | None) -> bool:
+        """Whether a place has the model now, in `form` if that is given."""
+        return bool(self.candidates(model, [], form))
 
     def open(self, candidate: Candidate, model: str, on_loss: Callable[[Loss], None], request: str) -> PeerStream:
         """A stream at a peer, which counts until it has ended. Raises `Unavailable` when its key cannot be read."""

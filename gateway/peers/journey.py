@@ -77,7 +77,7 @@ class Journey:
 
     def begin(self) -> PeerStream | None:
         """Choose the first place: a stream at a peer, or None for here. Raises `Unavailable` where there is none."""
-        stream = self._next("")
+        stream = self._next("", self.form or None)
         if stream is not None or self.served_by == HERE:
             return stream
         raise no_peer(self.model.name)

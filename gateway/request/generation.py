@@ -59,9 +59,10 @@ class Generation:
         *,
         kind: str = TEXT,
         stays_here: bool = False,
+        form: str = "",
     ) -> None:
         """`kind` is that of the model which such requests are for. One that `stays_here` is sent to no peer, nor is
-        one for anything but text."""
+        one for anything but text. With `form` it begins at a peer that has the model in it."""
         self._runtime = runtime
         self._model = model
         # Kept, because a reload may take the model out of the pool. None of a model that only peers have.
@@ -71,7 +72,7 @@ class Generation:
         self._journey = (
             None
             if stays_here or kind != TEXT
-            else runtime.fleet.journey(model, self._generates, record.id, self._note_place)
+            else runtime.fleet.journey(model, self._generates, record.id, self._note_place, form)
         )
         self._bind = bind
         self._kind = kind
@@ -268,6 +269,11 @@ class Generation:
     @property
     def is_done(self) -> bool:
         return len(self._ended) == len(self._generates)
+
+    @property
+    def form(self) -> str:
+        """The form of the model that generates it, where peers have a part in it; empty if it is not known."""
+        return "" if self._journey is None else self._journey.form
 
     @property
     def prompt_tokens(self) -> int:

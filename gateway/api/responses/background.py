@@ -16,7 +16,7 @@ from gateway.api.responses import response as out
 from gateway.api.responses.encoder import QueuedStream, Run
 from gateway.api.responses.event_log import EventLog, EventsGone
 from gateway.api.responses.journal import Journal, Journals
-from gateway.api.responses.journal_records import Asked, Started, Written
+from gateway.api.responses.journal_records import Asked, Placed, Started, Written
 from gateway.api.responses.store import Store, StoreBroken
 from gateway.errors import ApiError, BadRequest, Cancelled, Overloaded, Unavailable
 from gateway.http.direct_write import outlet_of
@@ -63,6 +63,8 @@ class Background:
         # Until it is let go: it has the prompt, packed, with its media.
         self._generation: Generation | None = None
         self._journal: Journal | None = None
+        # The form of the model, as the journal has it.
+        self.form = ""
         self._asked_bytes = asked_bytes
 
     @property
@@ -169,11 +171,11 @@ class Background:
         def relay() -> bool:
             if loop.time() >= due:
                 return False
-            self._take(generation.take())
+            self._take(generation, generation.take())
             return True
 
         while not generation.is_done:
-            self._take(await generation.next(CHECKPOINT_S, relay))
+            self._take(generation, await generation.next(CHECKPOINT_S, relay))
             if generation.failure is not None:
                 raise generation.failure
             if loop.time() >= due and not generation.is_done:
@@ -181,8 +183,11 @@ class Background:
                 due = loop.time() + interval_s
         await self._complete()
 
-    def _take(self, deltas: list[Delta]) -> None:
+    def _take(self, generation: Generation, deltas: list[Delta]) -> None:
         if deltas:
+            if generation.form != self.form:
+                self.form = generation.form
+                self.journal.put(Placed(self.form), b"")
             self.journal.put(Written(deltas), self.encoder.encode(deltas))
 
     def check(self) -> None:

@@ -62,7 +62,13 @@ class Left(Struct, frozen=True, array_like=True, tag=4):
     """The daemon ended in order: everything before is on the disk."""
 
 
-Record = Begun | Started | Written | Left
+class Placed(Struct, frozen=True, array_like=True, tag=5):
+    """Form of the model that generates the deltas from here on, at a peer perhaps."""
+
+    form: str
+
+
+Record = Begun | Started | Written | Left | Placed
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """Resumption: background responses that an earlier daemon left, which this one goes on with at its start."""
 
+import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +25,15 @@ from gateway.api.responses.journal_records import (
     Content,
     Left,
     NotUnderstood,
+    Placed,
     Started,
     Written,
 )
 from gateway.api.responses.journal_records import (
     Record as JournalRecord,
 )
-from gateway.errors import ApiError, Unauthorized, Unavailable
+from gateway.config.settings import ModelConfig
+from gateway.errors import ApiError, ModelNotFound, Unauthorized, Unavailable
 from gateway.request.generation import Generation
 from gateway.request.record import Record
 from gateway.services import Services
@@ -41,6 +45,9 @@ log = logging.getLogger(__name__)
 
 # Daemons in a row that ended before they had a token of it: perhaps it is what ends them.
 FRUITLESS_MAX: Final = 5
+# How long a model that only peers have is waited for, and how often it is looked for.
+PEERS_S: Final = 30.0
+LOOK_S: Final = 0.2
 # Numbers that are left out where clients may have had more events than are in the journal: so many never were there.
 GAP: Final = 1 << 24
 
@@ -137,7 +144,8 @@ class Resumption:
         caller = services.keyring.named(asked.key)
         if caller is None:
             raise Unauthorized("The API key that asked for this response is no longer in force.", None)
-        model = services.router.resolve(asked.model, caller)
+        form = background.form if replayed.token_ids else None
+        model = await self._model(background, asked, partial(services.router.resolve, asked.model, caller), form)
         if model.path != asked.path:
             raise Unavailable(f"The model {model.name!r} has other weights than when this response was begun.")
         lease, media_lease = services.bodies.lease(), services.media.lease()
@@ -161,7 +169,33 @@ class Resumption:
         )
         packed = await services.bodies.work(record.body_bytes + record.media_bytes, pack, [generate])
         background.check()
-        return held.enter_context(Generation(services, model, packed, record, background.run.bind))
+        return held.enter_context(Generation(services, model, packed, record, background.run.bind, form=form or ""))
+
+    async def _model(
+        self, background: Background, asked: Asked, resolve: Callable[[], ModelConfig], form: str | None
+    ) -> ModelConfig:
+        """The model that it was asked of; one that only peers have once a peer has it in the same form.
+
+        Raises `ApiError`.
+        """
+        services, loop = self._services, asyncio.get_running_loop()
+        end = loop.time() + PEERS_S
+        while True:
+            try:
+                model = resolve()
+            except ModelNotFound as error:
+                failure: ApiError = error
+            else:
+                if asked.path or model.path or services.fleet.has(model, form):
+                    return model
+                message = f"No peer has the model {model.name!r} in the form that began this response."
+                failure = Unavailable(message, code="no_peer_available")
+            if asked.path or not services.fleet.nodes or loop.time() >= end:
+                raise failure
+            if services.admission.is_draining:
+                background.leave()
+            background.check()
+            await asyncio.sleep(LOOK_S)
 
 
 def replay(background: Background, records: list[JournalRecord]) -> Replayed:
@@ -185,6 +219,8 @@ def replay(background: Background, records: list[JournalRecord]) -> Replayed:
                 events.add(encoder.encode(deltas))
                 replayed.token_ids += [token for delta in deltas for token in delta.token_ids]
                 replayed.fruitless = 0
+            case Placed(form):
+                background.form = form
             case Left():
                 pass
         is_certain = isinstance(record, Left)
