@@ -260,7 +260,7 @@ class DecodeBatch(Members):
         """Run a block and keep of each row what it would have generated without."""
         before = batched.states(self.caches)
         part = Part(self.members, mx.array(block.rows), self.caches, block.lengths)
-        logprobs, targets, _ = self._targets(block, inputs, forward(self._model, part, rider))
+        logprobs, targets, contexts = self._targets(block, inputs, forward(self._model, part, rider))
         mx.eval(targets, self._logprobs)
         chosen: Any = targets.tolist()
         masks = self._sampler.masks
@@ -286,7 +286,7 @@ class DecodeBatch(Members):
             [row[count] for row, count in zip(chosen, block.accepted, strict=True)], dtype=mx.uint32
         )
         self._logprobs = [logprobs[at, count] for at, count in enumerate(block.accepted)]
-        mx.async_eval(self._logprobs, [each.logprobs for each in sampled])
+        mx.async_eval(self._logprobs, [each.logprobs for each in sampled], contexts)
         rows = {self.members[at].uid: at for at in ends}
         for each in sampled:
             if each.ended is not None:

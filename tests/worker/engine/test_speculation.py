@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 from msgspec import structs
 
@@ -11,6 +13,8 @@ from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import ARCHITECTURES, LANES, VOCAB
 from tests.support.scale import scaled
 from tests.worker.engine.test_exact import requests, tokens
+from worker.engine.decode_batch import DecodeBatch
+from worker.speculation.drafter import NoDrafts
 from worker.speculation.noisy import NoisyDrafts
 
 GREEDY = Sampling(temperature=0.0)
@@ -118,3 +122,41 @@ def test_rows_with_drafts_that_make_room_or_are_resumed_keep_their_tokens(
     with EngineHarness(spec(folder, cache_bytes=1 << 28, kv_bytes=cost.bytes(3, 512) + 1), drafter=drafter) as engine:
         assert [result.ids for result in engine.run(batch)] == alone
         assert engine.gauges.preemptions > 0
+
+
+class Guessing(NoDrafts):
+    """Drafts of one token, for each row that can take it."""
+
+    widest = 2
+
+    def is_ready(self, uids: Sequence[int], most: Sequence[int]) -> bool:
+        return any(most)
+
+    def drafts(self, uids: Sequence[int], newest: Sequence[int], most: Sequence[int]) -> list[list[int]]:
+        return [[20][:limit] for limit in most]
+
+
+def test_tokens_that_processors_are_given_do_not_pile_up_uncomputed_beside_drafts(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    verify = DecodeBatch._verify  # pyright: ignore[reportPrivateUsage]
+    graphs: list[int] = []
+
+    def watched(self: DecodeBatch, *args: Any) -> Any:
+        sampled = verify(self, *args)
+        for member in self.members:
+            if member.context is not None:
+                mx.export_to_dot(str(tmp_path / "graph"), member.context.state)
+                graphs.append((tmp_path / "graph").read_text().count("label"))
+        return sampled
+
+    monkeypatch.setattr(DecodeBatch, "_verify", watched)
+    prompt = TokensPrompt((20, 21, 22))
+    biased = structs.replace(ENDLESS, logit_bias={30: 1.0})  # which looks at none of them
+    with EngineHarness(spec(model_folder("qwen3")), drafter=Guessing()) as engine:
+        company = engine.submit(Generate(1, prompt, ENDLESS, 1500))
+        engine.wait(lambda: company.ids)
+        engine.run([Generate(2, prompt, biased, 12)])
+        engine.command(Abort((1,)))
+    assert len(graphs) > 4
+    assert not any(graphs)
