@@ -4,8 +4,7 @@ Only a key of role `peer` comes this far. What a dialect's decoder guarantees of
 peer may be of another version, or none of ours.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -16,11 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 import protocol
 from gateway.api.common import serve
+from gateway.api.peer_problems import media_of, problems
 from gateway.config.settings import ModelConfig
 from gateway.errors import TABLE, ApiError, BadRequest, Cancelled
 from gateway.http.exchange import read_body, send_body
 from gateway.http.sse import Pace, cut_off, respond_stream
-from gateway.media.resolve import digest_of
 from gateway.request.generation import BYTES_PER_TOKEN, Generation
 from gateway.request.record import Record, record_of
 from gateway.services import Services
@@ -34,10 +33,8 @@ from protocol.messages import (
     Delta,
     Detokenize,
     Generate,
-    Media,
     Progress,
     Rejected,
-    Sampling,
     Step,
     Tokenize,
 )
@@ -57,10 +54,6 @@ from protocol.peering import (
 PACE: Final = Pace(hold_s=0.0, keepalive_s=1.0)
 FRAMES: Final = b"application/vnd.mlxd.frames"
 MSGPACK: Final = b"application/msgpack"
-SEQUENCES_MAX: Final = 1024
-STOPS_MAX: Final = 16
-TOP_LOGPROBS_MAX: Final = 20
-RESUME_MAX: Final = 1 << 20
 _CODES: Final = {answer.code: code for code, answer in TABLE.items()}
 
 
@@ -150,6 +143,9 @@ class GenerateForPeers:
         self, model: ModelConfig, asked: list[Generate], record: Record, receive: Receive, send: Send
     ) -> None:
         services = self._services
+        assert record.media_lease is not None, "the middleware makes one for each request"
+        record.media_lease.owner = record.caller.key or ""
+        record.media_lease.grow(sum(len(each.data) for each in media_of(asked)))
         own = await services.bodies.work(record.body_bytes, _prepared, asked, services.link.next_rid)
         if asked and isinstance(asked[0].prompt, ChatPrompt):
             media = asked[0].prompt.media
@@ -234,65 +230,7 @@ def _failure(error: ApiError) -> Failure:
 
 def _prepared(asked: list[Generate], next_rid: Callable[[], int]) -> list[Generate]:
     """The sequences as this daemon runs them. Raises `BadRequest` for what no dialect would have sent."""
-    problem = next(_problems(asked), "")
+    problem = next(problems(asked), "")
     if problem:
         raise BadRequest(f"The peer's request is not valid: {problem}.")
     return pack([replace(each, rid=next_rid(), want_progress=True) for each in asked])
-
-
-def _problems(asked: list[Generate]) -> Iterator[str]:
-    if not 0 < len(asked) <= SEQUENCES_MAX:
-        yield f"it has {len(asked)} sequences"
-    if len({each.rid for each in asked}) != len(asked):
-        yield "two sequences have one rid"
-    for each in asked:
-        yield from _problems_of(each)
-    for medium in {id(medium): medium for medium in _media(asked)}.values():
-        # By it features and prefixes of others are found.
-        if digest_of(medium.data) != medium.digest:
-            yield f"the digest of {medium.param} is not that of its bytes"
-
-
-def _problems_of(request: Generate) -> Iterator[str]:
-    if len(request.stop) > STOPS_MAX or not all(request.stop):
-        yield f"it has {len(request.stop)} stop strings, or an empty one"
-    if request.top_logprobs is not None and not 0 <= request.top_logprobs <= TOP_LOGPROBS_MAX:
-        yield f"top_logprobs is {request.top_logprobs}"
-    if request.max_tokens is not None and request.max_tokens < 0:
-        yield f"max_tokens is {request.max_tokens}"
-    if request.deadline_ms < 0 or len(request.resume) > RESUME_MAX:
-        yield "its deadline or what it resumes is out of range"
-    yield from _problems_of_sampling(request.sampling)
-
-
-def _problems_of_sampling(sampling: Sampling) -> Iterator[str]:
-    for name, least, most in (
-        ("temperature", 0.0, 2.0),
-        ("top_p", 0.0, 1.0),
-        ("min_p", 0.0, 1.0),
-        ("repetition_penalty", 0.0, math.inf),
-        ("presence_penalty", -2.0, 2.0),
-        ("frequency_penalty", -2.0, 2.0),
-        ("typical_p", 0.0, 1.0),
-        ("top_n_sigma", 0.0, math.inf),
-        ("xtc_probability", 0.0, 1.0),
-        ("xtc_threshold", 0.0, 1.0),
-        ("dry_multiplier", 0.0, math.inf),
-        ("dry_base", 1.0, math.inf),
-    ):
-        value: float = getattr(sampling, name)
-        if not (math.isfinite(value) and least <= value <= most):
-            yield f"{name} is {value}"
-    for name in ("top_k", "penalty_window", "dry_allowed_length", "dry_window", "min_tokens"):
-        if getattr(sampling, name) < 0:
-            yield f"{name} is negative"
-    if not all(sampling.bad_words) or not all(sampling.dry_breakers):
-        yield "a text that may not come, or ends a repetition, is empty"
-    if not all(math.isfinite(bias) and abs(bias) <= 100 for bias in sampling.logit_bias.values()):
-        yield "logit_bias is out of range"
-
-
-def _media(asked: list[Generate]) -> Iterator[Media]:
-    for each in asked:
-        if isinstance(each.prompt, ChatPrompt):
-            yield from each.prompt.media

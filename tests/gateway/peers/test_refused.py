@@ -14,7 +14,19 @@ from gateway.access.key_file import KeyFile, KeyRefused
 from gateway.config.settings import ModelConfig, keys_path
 from gateway.media.resolve import digest_of
 from protocol.codec import encode
-from protocol.messages import Accepted, ChatPrompt, Generate, Media, Sampling, Step, TextPrompt
+from protocol.messages import (
+    Accepted,
+    ChatPrompt,
+    Constraint,
+    ConstraintKind,
+    EmbedPrompt,
+    Generate,
+    Media,
+    Sampling,
+    ScorePrompt,
+    Step,
+    TextPrompt,
+)
 from protocol.peering import GENERATE_PATH, STATUS_PATH, VIA_HEADER, FrameReader, decode_status, encode_request
 from tests.gateway.harness import Gateway, chat, running, until
 from tests.gateway.peers.pairs import door, key_for, peer
@@ -156,6 +168,17 @@ BAD = {
     "logprobs": replace(request(), top_logprobs=1000),
     "stops": replace(request(), stop=("",)),
     "tokens": replace(request(), max_tokens=-1),
+    "vectors": replace(request(), prompt=EmbedPrompt(("a",))),
+    "scores": replace(request(), prompt=ScorePrompt(("a",), ("b",))),
+    "a long stop": replace(request(), stop=("x" * 1025,)),
+    "a thinking budget": replace(request(), thinking_budget=-1),
+    "drafts": replace(request(), most_drafted=-1),
+    "a prediction": replace(request(), prediction="x" * ((4 << 20) + 1)),
+    "a constraint": replace(request(), constraint=Constraint(ConstraintKind.REGEX, "x" * ((4 << 20) + 1))),
+    "bad words": replace(request(), sampling=Sampling(bad_words=("word",) * 5000)),
+    "breakers": replace(request(), sampling=Sampling(dry_breakers=("x" * 20_000,))),
+    "stop ids": replace(request(), sampling=Sampling(stop_ids=(-5,))),
+    "allowed ids": replace(request(), sampling=Sampling(allowed_ids=tuple(range(20_000)))),
     "bias": replace(request(), sampling=Sampling(logit_bias={1: 1e9})),
 }
 
@@ -177,6 +200,19 @@ async def test_a_medium_under_the_digest_of_another_is_refused(home: Home) -> No
         reply = await home.generate(Generate(RID, prompt, Sampling(), max_tokens=1))
         assert reply.status_code == 400
         assert "digest" in reply.json()["error"]["message"]
+
+
+async def test_media_of_a_peer_are_counted_in_the_share_of_its_key(home: Home) -> None:
+    """Even where the request is refused: they were held while it was looked at."""
+    services = home.gateway.app.services
+    prompt = ChatPrompt([{"role": "user", "content": []}], media=(Media("image", b"", bytes(2048)),))
+    before = services.config
+    home.gateway.app.apply(replace(before, media=replace(before.media, in_flight_bytes=1024)))
+    try:
+        reply = await home.generate(Generate(RID, prompt, Sampling(), max_tokens=1))
+    finally:
+        home.gateway.app.apply(before)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "media_memory_full")
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"{}", b"\x93\xa1m\x91\x91\x01\xc0"])
