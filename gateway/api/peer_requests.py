@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 import protocol
 from gateway.api.common import serve
 from gateway.api.peer_problems import media_of, problems
+from gateway.api.peer_structure import check_peer_structure
 from gateway.config.settings import ModelConfig
 from gateway.errors import TABLE, ApiError, BadRequest, Cancelled
 from gateway.http.exchange import read_body, send_body
@@ -44,6 +45,7 @@ from protocol.peering import (
     VIA_HEADER,
     Alive,
     PeerModel,
+    PeerRequest,
     PeerStatus,
     decode_request,
     encode_status,
@@ -121,7 +123,7 @@ class GenerateForPeers:
             raise ApiError(508, "This request has come from this daemon.", code="loop_detected")
         body = await read_body(scope, receive, MAX_FRAME_BYTES)
         try:
-            request = await services.bodies.work(len(body), decode_request, body)
+            request = await services.bodies.work(len(body), _decoded, body)
         except MalformedFrame as error:
             raise BadRequest(f"The body is no request of a peer: {error}.") from None
         model = services.router.resolve_here(request.model, record.caller)
@@ -226,6 +228,11 @@ def _failure(error: ApiError) -> Failure:
         return Failure(Code.INVALID_REQUEST, error.message)
     unknown = Code.DRAINING if error.status in (429, 503) else Code.INTERNAL
     return Failure(_CODES.get(error.code or "", unknown), error.message, "", error.param, error.numbers)
+
+
+def _decoded(body: bytes) -> PeerRequest:
+    check_peer_structure(body)
+    return decode_request(body)
 
 
 def _prepared(asked: list[Generate], next_rid: Callable[[], int]) -> list[Generate]:
