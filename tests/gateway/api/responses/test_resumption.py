@@ -6,6 +6,7 @@ import shutil
 import stat
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from gateway.api.responses.request import decode_responses
 from gateway.api.responses.response import Response
 from gateway.api.responses.resumption import replay
 from gateway.api.responses.tools import toolbox
-from gateway.config.settings import ModelConfig, ServerConfig
+from gateway.config.settings import MediaConfig, ModelConfig, ServerConfig
+from gateway.errors import Unavailable
+from gateway.media.in_flight_bytes import share_bytes
 from protocol.messages import (
     ChatPrompt,
     Delta,
@@ -405,6 +408,29 @@ async def test_what_was_asked_without_a_key_ends_once_there_are_keys(tmp_path: P
         last = await ended(gateway, made)
     assert last["status"] == "failed"
     assert "without an API key" in last["error"]["message"]
+
+
+async def test_media_of_a_response_that_goes_on_count_for_its_key(tmp_path: Path) -> None:
+    keys = KeyFile(tmp_path / "keys" / "keys.json")
+    secret, _ = [keys.create(Key(name=name, prefix="", salt="", hash=""))[1] for name in ("a", "b")]
+    mine = {"authorization": f"Bearer {secret}"}
+    image = {"type": "input_image", "image_url": "data:image/png;base64,iVBORyBjYXQ="}
+    never = ["--load-s", "60"]
+    async with running(tmp_path, worker="seeing", options=never) as gateway:
+        body = asking(5, input=[{"role": "user", "content": [image]}])
+        reply = await gateway.client.post(PATH, json=body, headers=mine)
+        assert reply.status_code == 200, reply.text
+        await until(lambda: len(files(tmp_path)) == 1)
+    limit = 100 << 20
+    media = MediaConfig(in_flight_bytes=limit)
+    async with running(tmp_path, worker="seeing", options=never, media=media) as gateway:
+        await until(lambda: [each.key for each in gateway.app.services.requests.views()] == ["a"])
+        for owner, is_full in (("a", True), ("b", False)):
+            lease = gateway.app.services.media.lease()
+            lease.owner = owner
+            with pytest.raises(Unavailable) if is_full else nullcontext():
+                lease.grow(share_bytes(limit, has_others=True))
+            lease.close()
 
 
 async def test_one_key_fills_half_of_the_journals_while_there_are_others(tmp_path: Path) -> None:
