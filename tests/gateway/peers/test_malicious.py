@@ -29,6 +29,7 @@ from protocol.messages import (
     Usage,
 )
 from protocol.peering import FrameReader, PeerModel, PeerRequest, PeerUp
+from protocol.stats import Stats
 from tests.gateway.harness import Gateway, chat, until
 from tests.gateway.peers.scripted import MODEL, Scripted, answer, beside
 
@@ -278,3 +279,15 @@ async def test_a_request_whose_deadline_passes_between_two_places_leaves_no_stre
         body = chat(timeout=0.5, max_tokens=50)
         assert (await gateway.client.post("/v1/chat/completions", json=body)).status_code >= 500
         assert await drains_at_once(gateway)
+
+
+async def test_numbers_of_a_peers_worker_are_not_taken_for_those_of_ours() -> None:
+    async with beside(Scripted(nothing)) as gateway:
+        fleet, link = gateway.app.services.fleet, gateway.link
+        model = fleet.find("m")
+        assert model is not None
+        stream = fleet.open(fleet.candidates(model, [], None)[0], "m", lambda _: None, "")
+        connection = link.attach(stream, stream)
+        link.receive(stream.epoch, Step(stream.epoch, 1, [], Stats(1, 1, 1, 1, 1, 1, 1, 1)))
+        assert connection.stats is None
+        stream.discard()
