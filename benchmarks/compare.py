@@ -159,7 +159,8 @@ async def _start(run: Run, turn: int) -> list[Engine]:
                 case Bare.name:
                     engine = Bare(run.folder, LOAD_TIMEOUT_S)
                 case Mlxd.name:
-                    engine = Mlxd(run.folder, LOAD_TIMEOUT_S, run.args.dtype, max(run.args.concurrency))
+                    most = max(run.args.concurrency)
+                    engine = Mlxd(run.folder, LOAD_TIMEOUT_S, run.args.dtype, most, run.args.speculate)
                 case _:
                     engine = MlxLmServer(run.folder, LOAD_TIMEOUT_S)
             await engine.start()
@@ -285,6 +286,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1, help="measurements in a round, the engines by turns")
     parser.add_argument("--pin", type=int, default=0, help="run what computes on this many cores, by turns (Linux)")
+    parser.add_argument(
+        "--speculate",
+        default="auto",
+        choices=("auto", "off"),
+        help="mlxd's drafts: greedy random weights repeat themselves, so auto gains more than on text",
+    )
     parser.add_argument("--seconds", type=float, default=12.0, help="about how long one measurement takes")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     args = parser.parse_args()

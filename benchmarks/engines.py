@@ -233,12 +233,19 @@ class Mlxd(Server):
     name = "mlxd"
     module = "gateway.main"
 
-    def __init__(self, model: Path, load_timeout_s: float, dtype: str = "float32", max_running: int = 16) -> None:
+    def __init__(
+        self,
+        model: Path,
+        load_timeout_s: float,
+        dtype: str = "float32",
+        max_running: int = 16,
+        speculate: str = "auto",
+    ) -> None:
         super().__init__(model, load_timeout_s)
         (self.home / "mlxd.toml").write_text(
             f'[server]\nport = {self.port}\nlog_level = "warning"\n\n'
             f'[models.bench]\npath = "{model}"\ndtype = "{dtype}"\nmax_running = {max_running}\npreload = true\n'
-            f"load_timeout_s = {load_timeout_s}\n"
+            f'load_timeout_s = {load_timeout_s}\nspeculate = "{speculate}"\n'
         )
 
     def command(self) -> list[str]:
