@@ -273,7 +273,7 @@ def _members(model: Any, vocab: int, rows: int, context: int, is_equal: bool) ->
 def _decoding(model: Any, vocab: int, rows: int, context: int, is_pair: bool, is_equal: bool) -> Any:
     from protocol.messages import Sampling
     from worker.engine.decode_batch import DecodeBatch
-    from worker.engine.sampling import RowSampler
+    from worker.sampling.sampler import RowSampler
     from worker.speculation.drafter import NoDrafts
 
     class Forced(DecodeBatch):

@@ -65,10 +65,11 @@ WORKER: Final = {
     "model": "errors vision speculation",
     "structured": "text errors parsers",
     "cache": "errors vision model",
+    "sampling": "structured",
     "drafting": "errors vision model speculation cache",
-    "engine": "text errors parsers vision model speculation structured cache drafting",
+    "engine": "text errors parsers vision model speculation structured cache sampling drafting",
     "frames": "text engine",
-    "prompt": "text errors parsers vision model speculation structured engine",
+    "prompt": "text errors parsers vision model speculation structured sampling engine",
     "embedding": "errors vision model engine",
     "link": "engine frames",
     "start_reader": "embedding engine link model prompt",
@@ -197,7 +198,7 @@ def test_supervision_knows_neither_http_nor_the_configuration_file(here: str) ->
 
 
 def test_only_a_few_folders_import_mlx() -> None:
-    allowed = {"engine", "cache", "model", "vision", "drafting", "embedding"}
+    allowed = {"engine", "cache", "model", "vision", "drafting", "embedding", "sampling"}
     importers = {
         module for module in modules() if any(name.split(".")[0].startswith("mlx") for name in imports(module))
     }

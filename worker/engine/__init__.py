@@ -1,3 +1,3 @@
-"""Engine: the step loop, its batch, queue, sampling and self-check."""
+"""Engine: the step loop, its batch, queue and self-check."""
 
-__all__ = ["gauges", "inbox", "kv_budget", "loop", "output", "penalties", "row", "self_check"]
+__all__ = ["gauges", "inbox", "kv_budget", "loop", "output", "row", "self_check"]

@@ -16,14 +16,14 @@ from worker.cache.radix_tree import common_prefix
 from worker.engine.decode_batch import PAIR, REFEED, Timed
 from worker.engine.generator import Generator
 from worker.engine.kv_budget import KvCost
-from worker.engine.penalties import processors
-from worker.engine.prompt_scores import Scores
 from worker.engine.row import Row
 from worker.engine.row_media import RowMedia
 from worker.engine.row_prefixes import RowPrefixes
-from worker.engine.sampling import Guard, RowSampler
 from worker.errors import is_allocation_failure
 from worker.model.lanes import Lane
+from worker.sampling.penalties import processors
+from worker.sampling.prompt_scores import Scores
+from worker.sampling.sampler import Guard, RowSampler
 from worker.speculation.drafter import Drafter, NoDrafts
 from worker.structured.masks import Masks
 from worker.vision.attach import Vision

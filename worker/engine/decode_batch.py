@@ -19,7 +19,7 @@ from mlx_lm.models.cache import TokenBuffer
 from worker.cache import batched, ragged
 from worker.engine.forward import Part, forward
 from worker.engine.member import Member, Members
-from worker.engine.sampling import RowSampler
+from worker.sampling.sampler import RowSampler
 from worker.speculation.costs import Quicker
 from worker.speculation.drafter import Drafter
 

@@ -7,10 +7,10 @@ from typing import Protocol
 from protocol.failures import Code, Failure
 from protocol.messages import Finish, Progress, TokenLogprob
 from worker.engine.batch import Tick, Token
-from worker.engine.logprobs import LogprobReader
 from worker.engine.outbox import Outbox
 from worker.engine.output import Piece, Writer
 from worker.engine.row import Row
+from worker.sampling.logprobs import LogprobReader
 from worker.text.encodable import encodable
 
 log = logging.getLogger("mlxd.worker")

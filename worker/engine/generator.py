@@ -17,11 +17,11 @@ from worker.cache import batched, ragged
 from worker.engine.decode_batch import DecodeBatch, Sampled, Timed
 from worker.engine.forward import Part, can_pack, forward
 from worker.engine.member import Member, Members
-from worker.engine.penalties import Processor
-from worker.engine.prompt_scores import Scores
-from worker.engine.sampling import RowSampler
 from worker.engine.scoring import ScoredRows
 from worker.model.lanes import Lane
+from worker.sampling.penalties import Processor
+from worker.sampling.prompt_scores import Scores
+from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import Drafter
 
 # Free buffers go back to the system after this many tokens of prefill, or this many steps, as with mlx-lm's.

@@ -10,8 +10,8 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import TokenBuffer
 
 from worker.cache import batched
-from worker.engine.penalties import Processor
-from worker.engine.prompt_scores import Scores
+from worker.sampling.penalties import Processor
+from worker.sampling.prompt_scores import Scores
 
 
 @dataclass(slots=True, eq=False)

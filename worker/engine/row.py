@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from protocol.messages import Sampling, TokenLogprob, Usage
 from worker.cache.prefix import Ticket
-from worker.engine.penalties import NO_WORDS, Words
 from worker.parsers import Parser
+from worker.sampling.penalties import NO_WORDS, Words
 from worker.speculation.drafter import Drafting
 from worker.structured.guides import Rule
 from worker.text.detokenize import Detokenizer

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 
 from protocol.failures import Code
 from protocol.messages import Sampling
-from worker.engine.penalties import Words
 from worker.errors import RequestInvalid
+from worker.sampling.penalties import Words
 
 
 def check_limits(

@@ -5,8 +5,8 @@ from functools import lru_cache
 from typing import Final
 
 from protocol.messages import Sampling
-from worker.engine.penalties import NO_WORDS, Words
 from worker.prompt.encode import Encoder
+from worker.sampling.penalties import NO_WORDS, Words
 from worker.text.detokenize import Vocabulary
 
 # Sets of breakers that are kept.

@@ -10,9 +10,9 @@ from mlx_lm.generate import StopSequences
 from protocol.messages import Sampling
 from tests.support.engine import spec
 from worker.engine.generator import Generator
-from worker.engine.sampling import RowSampler
 from worker.model.lanes import Lane
 from worker.model.loader import load
+from worker.sampling.sampler import RowSampler
 from worker.speculation.drafter import NoDrafts
 
 

@@ -13,9 +13,9 @@ from protocol.failures import Code
 from protocol.messages import Constraint, ConstraintKind, Finish, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
-from worker.engine.penalties import Words
 from worker.errors import RequestInvalid
 from worker.prompt.token_limits import check_limits
+from worker.sampling.penalties import Words
 
 rids = itertools.count(1)
 

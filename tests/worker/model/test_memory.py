@@ -19,9 +19,9 @@ from tests.support.process import Gateway
 from worker.cache.disk import CacheDisk
 from worker.cache.prefix import PrefixCache
 from worker.engine.generator import Generator
-from worker.engine.logprobs import LogprobReader
 from worker.errors import StepFailed
 from worker.model.memory import Limits, Share, divide
+from worker.sampling.logprobs import LogprobReader
 
 MIB = 1 << 20
 GIB = 1 << 30

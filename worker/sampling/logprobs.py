@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.messages import TokenLogprob
-from worker.engine.prompt_scores import Scores
+from worker.sampling.prompt_scores import Scores
 
 
 class LogprobReader:

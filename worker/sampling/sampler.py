@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from protocol.messages import Sampling
-from worker.engine.penalties import Processor
+from worker.sampling.penalties import Processor
 from worker.structured.masks import Masks
 
 _MASK64 = (1 << 64) - 1

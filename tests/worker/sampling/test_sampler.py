@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.messages import Sampling
-from worker.engine.penalties import processors
-from worker.engine.sampling import Guard, RowSampler
+from worker.sampling.penalties import processors
+from worker.sampling.sampler import Guard, RowSampler
 
 Floats = npt.NDArray[np.float64]
 VOCAB = 24

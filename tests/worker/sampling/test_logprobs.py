@@ -13,7 +13,7 @@ import pytest
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
-from worker.engine.logprobs import LogprobReader
+from worker.sampling.logprobs import LogprobReader
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 rids = itertools.count(1)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from protocol.messages import Sampling
-from worker.engine.penalties import DRY_LONGEST, Words, processors
+from worker.sampling.penalties import DRY_LONGEST, Words, processors
 
 VOCAB = 16
 
