@@ -8,9 +8,12 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from worker.cache.kv import Layout
+from worker.cache.quantized import KvForm, QuantizedKV, quantized
 
 WINDOW = 8
 HEADS, DIM = 2, 3
+# As wide as a group of quantized KV.
+GROUP = 32
 
 KINDS: dict[str, Callable[[], list[Any]]] = {
     "plain": lambda: [KVCache(), KVCache()],
@@ -19,6 +22,7 @@ KINDS: dict[str, Callable[[], list[Any]]] = {
     "lists": lambda: [CacheList(ArraysCache(2), KVCache()), CacheList(KVCache(), KVCache())],
     "only sliding": lambda: [RotatingKVCache(WINDOW), RotatingKVCache(WINDOW)],
     "two windows": lambda: [RotatingKVCache(WINDOW), KVCache(), RotatingKVCache(WINDOW // 2), ArraysCache(2)],
+    "quantized": lambda: quantized([KVCache(), KVCache()], KvForm(8, GROUP)),
     "only recurrent": lambda: [ArraysCache(2), ArraysCache(2)],
 }
 
@@ -59,7 +63,8 @@ def _grow(cache: Any, layer: int, prefix: Sequence[int], tokens: Sequence[int]) 
     else:
         begin = len(prefix)
         values = np.array([token * 1000.0 + begin + at for at, token in enumerate(tokens)], dtype=np.float32) + layer
-        keys = np.broadcast_to(values[None, None, :, None], (1, HEADS, len(tokens), DIM))
+        width = GROUP if isinstance(cache, QuantizedKV) else DIM
+        keys = np.broadcast_to(values[None, None, :, None], (1, HEADS, len(tokens), width))
         cache.update_and_fetch(mx.array(keys), mx.array(-keys))
 
 
@@ -68,6 +73,9 @@ def _contents(cache: Any) -> Any:
         return [_contents(child) for child in cache.caches]
     if isinstance(cache, ArraysCache):
         return [None if array is None else array.tolist() for array in cache.cache]
+    if isinstance(cache, QuantizedKV):
+        length = cache.size()
+        return length, *(array[..., :length, :].tolist() for array in cache.arrays)
     if cache.keys is None:
         return 0, [], []
     if isinstance(cache, RotatingKVCache):

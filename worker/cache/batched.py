@@ -7,7 +7,8 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
-from worker.cache.kv import leaves
+from worker.cache.kv import is_sliceable, leaves
+from worker.cache.quantized import QuantizedKV
 from worker.cache.ragged import Lengths, RaggedKVCache, RaggedWindowCache
 
 # What holds a sequence in the lane of one row; elsewhere these are merged into a batch's form of them.
@@ -24,9 +25,10 @@ def merge(rows: Sequence[Sequence[Any]]) -> list[Any]:
         if isinstance(first, CacheList):
             children = [cache.caches for cache in column]
             return CacheList(*(layer(same) for same in zip(*children, strict=True)))
-        if type(first) is KVCache:
-            lengths = tuple(cache.offset for cache in column)
-            return RaggedKVCache.merge(column, shared.setdefault(lengths, Lengths(lengths)))
+        if is_sliceable(first):
+            kind = QuantizedKV if isinstance(first, QuantizedKV) else RaggedKVCache
+            lengths = tuple(cache.size() for cache in column)
+            return kind.merge(column, shared.setdefault(lengths, Lengths(lengths)))
         return RaggedWindowCache.merge(column) if type(first) is RotatingKVCache else type(first).merge(column)
 
     return [layer(column) for column in zip(*rows, strict=True)]
@@ -109,7 +111,8 @@ def can_rewind(caches: Sequence[Any]) -> bool:
     flat = leaves(caches)
     kinds = {type(leaf) for leaf in flat}
     has_sinks = any(type(leaf) is RotatingKVCache and leaf.keep for leaf in flat)
-    return kinds <= {KVCache, RotatingKVCache, ArraysCache} and len(kinds - {KVCache}) < 2 and not has_sinks
+    rewound = {KVCache, QuantizedKV}
+    return kinds <= {*rewound, RotatingKVCache, ArraysCache} and len(kinds - rewound) < 2 and not has_sinks
 
 
 def states(caches: Sequence[Any]) -> list[list[Any]]:

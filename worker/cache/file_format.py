@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models import cache as kinds
 
-from worker.cache.kv import Span
+from worker.cache.kv import Span, has_kv
 
 Tokens = npt.NDArray[np.int32]
 
@@ -31,6 +32,8 @@ _SEAL: Final = b'"seal":"'
 _SEAL_DIGITS: Final = 16
 _MAX_HEADER: Final = 64 << 20
 _BLOCK: Final = 1 << 20
+# Arrays of a layer whose KV is not quantized.
+_PAIR: Final = 2
 # https://github.com/huggingface/safetensors#format
 _DTYPES: Final = {
     mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16", mx.uint32: "U32",
@@ -84,6 +87,8 @@ class Record(msgspec.Struct, frozen=True):
     kv_crc: int
     state_crc: int
     state: list[Leaf] | None
+    # Arrays of each layer; empty for keys and values of all of them.
+    parts: list[int] = []
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -129,8 +134,8 @@ def file_key(parent: str, salt: str, begin: int, tokens: Tokens, has_kv: bool) -
 
 
 def is_known(leaf: Any) -> bool:
-    """Whether a layer's cache can be written: its class must be one of mlx-lm's own."""
-    return getattr(kinds, type(leaf).__name__, None) is type(leaf)
+    """Whether a layer's cache can be written: the class of one that is not kept by tokens must be mlx-lm's own."""
+    return has_kv(leaf) or getattr(kinds, type(leaf).__name__, None) is type(leaf)
 
 
 def encode(record: Record, tokens: Tokens, span: Span, state: Sequence[Any] | None) -> Encoded:
@@ -138,11 +143,15 @@ def encode(record: Record, tokens: Tokens, span: Span, state: Sequence[Any] | No
     a state that has no form in a file."""
     states: list[mx.array] = []
     trees = None if state is None else [Leaf(type(leaf).__name__, _flatten(leaf.state, states)) for leaf in state]
-    names = [f"kv.{at}" for at in range(2 * len(span))] + [f"state.{at}" for at in range(len(states))]
-    arrays = [array for pair in span for array in pair] + states
+    kv = [array for layer in span for array in layer]
+    names = [f"kv.{at}" for at in range(len(kv))] + [f"state.{at}" for at in range(len(states))]
+    arrays = kv + states
     views = [memoryview(array) for array in arrays]  # type: ignore[arg-type]  # mlx arrays export buffers
-    crcs = [_crc(views[: 2 * len(span)]), _crc(views[2 * len(span) :])]
-    record = msgspec.structs.replace(record, layers=len(span), kv_crc=crcs[0], state_crc=crcs[1], state=trees)
+    crcs = [_crc(views[: len(kv)]), _crc(views[len(kv) :])]
+    parts = [len(layer) for layer in span] if any(len(layer) != _PAIR for layer in span) else []
+    record = msgspec.structs.replace(
+        record, layers=len(span), kv_crc=crcs[0], state_crc=crcs[1], state=trees, parts=parts
+    )
     described = [_describe("tokens", "I32", tokens.shape)] if len(tokens) else []
     described += [_describe(name, _DTYPES[a.dtype], a.shape) for name, a in zip(names, arrays, strict=True)]
     ids = memoryview(tokens.astype("<i4").tobytes())
@@ -201,7 +210,9 @@ def load(path: Path, key: str, *, with_state: bool) -> tuple[Span, list[Any] | N
         if with_state:
             _verify(file, opened.state, record.state_crc)
     arrays: Any = mx.load(str(path), format="safetensors")
-    span: Span = [(arrays[f"kv.{2 * at}"], arrays[f"kv.{2 * at + 1}"]) for at in range(record.layers)]
+    parts = record.parts or [_PAIR] * record.layers
+    kv = iter([arrays[f"kv.{at}"] for at in range(sum(parts))])
+    span: Span = [tuple(islice(kv, size)) for size in parts]
     state = None
     if with_state and record.state is not None:
         state = [getattr(kinds, leaf.kind).from_state(_unflatten(leaf.state, arrays)) for leaf in record.state]

@@ -20,7 +20,7 @@ from protocol.spec import WorkerSpec
 from worker.cache.directory import LABEL, Claim, Form
 from worker.cache.disk import CacheDisk
 from worker.cache.file_format import FORMAT, is_known
-from worker.cache.kv import Layout, leaves
+from worker.cache.kv import Layout, kind_of_leaf, leaves
 from worker.errors import LoadFailed
 from worker.model.lanes import Lane
 from worker.model.loader import Loaded
@@ -41,7 +41,7 @@ def open_disk(spec: WorkerSpec, loaded: Loaded, layout: Layout, wake: Callable[[
     if unknown:
         log.warning("disk cache is off for this model: %s cannot be written to disk", ", ".join(unknown))
         return None
-    kinds = [type(leaf).__name__ for leaf in leaves(caches)]
+    kinds = [kind_of_leaf(leaf) for leaf in leaves(caches)]
     form = model_form(loaded, kinds, runs_code=spec.trust_remote_code)
     claim = Claim(spec.name, spec.disk_cache_dir, spec.path, form)
     return CacheDisk(Path(spec.disk_cache_dir), form.key, spec.disk_cache_bytes, wake, claim=claim)

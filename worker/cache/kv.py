@@ -1,7 +1,7 @@
 """mlx-lm caches of one sequence, taken apart for keeping and put together for use.
 
-A layer's cache is one of three kinds. *Sliceable*: plain KV, where the entry of a token does not depend on what
-follows, so any prefix is a slice. *Windowed*: the same of the newest tokens only, which is enough to go on at a
+A layer's cache is one of three kinds. *Sliceable*: plain or quantized KV, where the entry of a token does not depend on
+what follows, so any prefix is a slice. *Windowed*: the same of the newest tokens only, which is enough to go on at a
 position where the whole window before it is known. *Stateful*: everything else (recurrent state), which is valid only
 at the exact position where it was copied. Where there is any of the last two, a sequence can go on at checkpoints only.
 """
@@ -9,15 +9,19 @@ at the exact position where it was copied. Where there is any of the last two, a
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-Span = list[tuple[mx.array, mx.array]]
-"""Keys and values `[1, heads, tokens, dim]` of each sliceable and each windowed layer over an edge of tokens. Windowed
-layers have those of its last tokens only: no more than a window."""
+from worker.cache.quantized import QuantizedKV
+from worker.cache.ragged import Lengths
+
+Span = list[tuple[mx.array, ...]]
+"""Arrays `[1, heads, tokens, dim]` of each sliceable and each windowed layer over an edge of tokens: keys and values,
+or the six of quantized KV. Windowed layers have those of its last tokens only: no more than a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +63,10 @@ def slice_span(caches: Sequence[Any], begin: int, end: int) -> Span:
     return _pack([_slice(leaf, begin, end) for leaf in leaves(caches) if has_kv(leaf)])
 
 
-def _slice(leaf: Any, begin: int, end: int) -> tuple[mx.array, mx.array]:
+def _slice(leaf: Any, begin: int, end: int) -> tuple[mx.array, ...]:
     if is_sliceable(leaf):
-        return leaf.keys[..., begin:end, :], leaf.values[..., begin:end, :]
+        arrays = leaf.arrays if isinstance(leaf, QuantizedKV) else (leaf.keys, leaf.values)
+        return tuple(array[..., begin:end, :] for array in arrays)
     keys, values = (leaf._temporal_order(array) for array in (leaf.keys, leaf.values))
     first = leaf.offset - keys.shape[2]
     begin = min(max(begin, end - leaf.max_size, first), end) - first
@@ -70,12 +75,12 @@ def _slice(leaf: Any, begin: int, end: int) -> tuple[mx.array, mx.array]:
 
 def view_span(span: Span, begin: int, end: int) -> Span:
     """A part of a span without windows, to be read at once: it keeps the memory of the whole."""
-    return [(keys[..., begin:end, :], values[..., begin:end, :]) for keys, values in span]
+    return [tuple(array[..., begin:end, :] for array in arrays) for arrays in span]
 
 
 def part_span(span: Span, size: int, begin: int, end: int) -> Span:
     """Tokens [begin, end) of an edge of `size` tokens, with memory of their own."""
-    return _pack([(_part(keys, size, begin, end), _part(values, size, begin, end)) for keys, values in span])
+    return _pack([tuple(_part(array, size, begin, end) for array in arrays) for arrays in span])
 
 
 def _part(array: mx.array, size: int, begin: int, end: int) -> mx.array:
@@ -91,21 +96,21 @@ def cut_span(span: Span, size: int, at: int) -> tuple[Span, Span]:
 def extend_windows(span: Span, caches: Sequence[Any], begin: int, end: int) -> Span:
     """The span of an edge that ends at `end`, its windowed layers with tokens from `begin` on where they had fewer."""
     held = [leaf for leaf in leaves(caches) if has_kv(leaf)]
-    is_short = [is_windowed(leaf) and pair[0].shape[2] < end - begin for leaf, pair in zip(held, span, strict=True)]
+    is_short = [is_windowed(leaf) and has[0].shape[2] < end - begin for leaf, has in zip(held, span, strict=True)]
     longer = iter(_pack([_slice(leaf, begin, end) for leaf, short in zip(held, is_short, strict=True) if short]))
-    return [next(longer) if short else pair for pair, short in zip(span, is_short, strict=True)]
+    return [next(longer) if short else arrays for arrays, short in zip(span, is_short, strict=True)]
 
 
 def _pack(span: Span) -> Span:
     """A copy in memory of its own, in one piece for all arrays of a shape: an allocation costs more than a copy."""
     groups: dict[tuple[tuple[int, ...], mx.Dtype], list[mx.array]] = {}
-    flat = [array for pair in span for array in pair]
+    flat = [array for arrays in span for array in arrays]
     for array in flat:
         groups.setdefault((array.shape, array.dtype), []).append(array)
     # `contiguous` is what copies a group of one.
     packed = {kind: iter(mx.split(mx.contiguous(mx.concatenate(same)), len(same))) for kind, same in groups.items()}
     copies = iter([next(packed[array.shape, array.dtype]) for array in flat])
-    return list(zip(copies, copies, strict=True))
+    return [tuple(islice(copies, len(arrays))) for arrays in span]
 
 
 def copy_state(caches: Sequence[Any]) -> list[Any]:
@@ -116,7 +121,7 @@ def copy_state(caches: Sequence[Any]) -> list[Any]:
 def assemble(layout: Layout, spans: Sequence[Span], state: Sequence[Any], tokens: int) -> list[Any]:
     """A cache of one sequence of `tokens` tokens from consecutive spans and the checkpoint at their end. Shares nothing
     with either."""
-    columns, stateful = iter(list(zip(*spans, strict=True))), iter(state)
+    columns, stateful, lengths = iter(list(zip(*spans, strict=True))), iter(state), Lengths((tokens,))
 
     def fill(cache: Any) -> Any:
         if isinstance(cache, CacheList):
@@ -126,15 +131,16 @@ def assemble(layout: Layout, spans: Sequence[Span], state: Sequence[Any], tokens
         parts = next(columns)
         if is_windowed(cache):
             return _assemble_window(parts, cache.max_size, tokens)
-        cache.keys = mx.concatenate([keys for keys, _ in parts], axis=2)
-        cache.values = mx.concatenate([values for _, values in parts], axis=2)
-        cache.offset = int(cache.keys.shape[2])
-        return cache
+        arrays = tuple(mx.concatenate(list(same), axis=2) for same in zip(*parts, strict=True))
+        if isinstance(cache, QuantizedKV):
+            cache.arrays, cache.lengths = arrays, lengths
+            return cache
+        return KVCache.from_state((*arrays, tokens))
 
     return [fill(cache) for cache in layout.make()]
 
 
-def _assemble_window(parts: Sequence[tuple[mx.array, mx.array]], window: int, tokens: int) -> Any:
+def _assemble_window(parts: Sequence[tuple[mx.array, ...]], window: int, tokens: int) -> Any:
     size, count, first = min(window, tokens), 0, len(parts)
     while count < size:
         first -= 1
@@ -146,7 +152,7 @@ def _assemble_window(parts: Sequence[tuple[mx.array, mx.array]], window: int, to
 
 def arrays_of(span: Span, state: Sequence[Any]) -> list[mx.array]:
     """Every array of a span and a checkpoint."""
-    arrays = [array for pair in span for array in pair]
+    arrays = [array for layer in span for array in layer]
     for leaf in state:
         flat: Any = tree_flatten(leaf.state)
         arrays.extend(array for _, array in flat if isinstance(array, mx.array))
@@ -169,7 +175,7 @@ def _own(leaf: Any) -> Any:
 
 def is_sliceable(leaf: Any) -> bool:
     """Whether any prefix of this layer's cache is a slice of it."""
-    return type(leaf) is KVCache
+    return type(leaf) in (KVCache, QuantizedKV)
 
 
 def is_windowed(leaf: Any) -> bool:
@@ -180,3 +186,9 @@ def is_windowed(leaf: Any) -> bool:
 def has_kv(leaf: Any) -> bool:
     """Whether this layer's cache is kept by tokens, in spans."""
     return is_sliceable(leaf) or is_windowed(leaf)
+
+
+def kind_of_leaf(leaf: Any) -> str:
+    """The kind of a layer's cache, with the form of its KV: what one holds means nothing in another."""
+    name = type(leaf).__name__
+    return f"{name}({leaf.form.bits}, {leaf.form.group})" if isinstance(leaf, QuantizedKV) else name

@@ -7,7 +7,7 @@ giving back is a subtraction, and rows of equal length need no mask.
 
 from collections.abc import Callable, Sequence
 from operator import add
-from typing import Final, Self, cast
+from typing import Any, Final, Self, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchRotatingKVCache, KVCache, RotatingKVCache
@@ -109,49 +109,66 @@ class Lengths:
 
 
 class RaggedKVCache:
-    """KV of several rows, each from slot 0 on. A batch's layers share `lengths` as long as they change alike."""
+    """KV of several rows, each from slot 0 on. A batch's layers share `lengths` as long as they change alike.
+
+    `arrays` are keys and values, `[rows, heads, slots, dim]`, or what another form keeps of them; none before the first
+    tokens.
+    """
 
     def __init__(self, lengths: Lengths) -> None:
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.arrays: tuple[mx.array, ...] = ()
         self.lengths = lengths
         # Slots that the newest pass has seen.
         self._seen = 0
 
     @classmethod
-    def merge(cls, caches: Sequence[KVCache], lengths: Lengths) -> Self:
+    def merge(cls, caches: Sequence[Any], lengths: Lengths) -> Self:
         """One row of each cache of one sequence; `lengths` are theirs."""
         merged = cls(lengths)
-        held = next((cache for cache in caches if cache.offset), None)
-        if held is not None:
-            size, keys, values = room(lengths.longest), cast(mx.array, held.keys), cast(mx.array, held.values)
-            merged.keys = mx.concatenate([_row(cache.keys, cache.offset, keys, size) for cache in caches])
-            merged.values = mx.concatenate([_row(cache.values, cache.offset, values, size) for cache in caches])
+        merged._fill([(cache.keys, cache.values) if cache.offset else () for cache in caches])
         return merged
 
     @property
     def offset(self) -> mx.array:
         return self.lengths.offset
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    @property
+    def keys(self) -> mx.array | None:
+        """The first of the arrays: models over several machines make it wait for what they have sent."""
+        return self.arrays[0] if self.arrays else None
+
+    @keys.setter
+    def keys(self, array: mx.array) -> None:
+        self.arrays = (array, *self.arrays[1:])
+
+    @property
+    def values(self) -> mx.array | None:
+        return self.arrays[len(self.arrays) // 2] if self.arrays else None
+
+    @values.setter
+    def values(self, array: mx.array) -> None:
+        half = len(self.arrays) // 2
+        self.arrays = (*self.arrays[:half], array, *self.arrays[half + 1 :])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         before, count = self.lengths, keys.shape[2]
         end = before.end(count)
-        held_keys, held_values = self._grown(end, keys, values)
+        entries = self._entries(keys, values)
+        arrays = self._grown(end, entries)
         if before.is_level and before.has_slots(count):
-            held_keys[..., before.longest : end, :] = keys
-            held_values[..., before.longest : end, :] = values
+            for array, new in zip(arrays, entries, strict=True):
+                array[..., before.longest : end, :] = new
         else:
             slots = before.slots(count)
-            held_keys, held_values = _scatter(held_keys, slots, keys), _scatter(held_values, slots, values)
-        self.keys, self.values, self.lengths = held_keys, held_values, before.grown(count)
+            arrays = tuple(_scatter(array, slots, new) for array, new in zip(arrays, entries, strict=True))
+        self.arrays, self.lengths = arrays, before.grown(count)
         self._seen = before.seen(count)
         return self.keys_and_values()
 
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+    def keys_and_values(self) -> tuple[Any, Any]:
         """Those that the newest pass has seen. Models whose layers share KV read it so."""
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys[..., : self._seen, :], self.values[..., : self._seen, :]
+        keys, values = (array[..., : self._seen, :] for array in self.arrays)
+        return keys, values
 
     def make_mask(
         self,
@@ -178,58 +195,74 @@ class RaggedKVCache:
         self.lengths = self.lengths.shortened(drop)
 
     def filter(self, rows: Sequence[int]) -> None:
-        if self.keys is not None and self.values is not None:
+        if self.arrays:
             size, index = room(max(self.lengths.of[row] for row in rows)), mx.array(list(rows))
-            self.keys, self.values = self.keys[:, :, :size][index], self.values[:, :, :size][index]
+            self.arrays = tuple(array[:, :, :size][index] for array in self.arrays)
         self.lengths = self.lengths.kept(rows)
 
     def extend(self, other: Self) -> None:
         size = room(max(self.lengths.longest, other.lengths.longest))
         mine, theirs = len(self.lengths.of), len(other.lengths.of)
-        if self.keys is not None or other.keys is not None:
-            self.keys, self.values = (
-                mx.concatenate([_padded(mine, own, like, size), _padded(theirs, others, like, size)])
-                for own, others in ((self.keys, other.keys), (self.values, other.values))
-                for like in [own if own is not None else cast(mx.array, others)]
-            )
+        like = self.arrays or other.arrays
+        self.arrays = tuple(
+            mx.concatenate([_padded(mine, own, each, size), _padded(theirs, others, each, size)])
+            for own, others, each in zip(_or_none(self.arrays, like), _or_none(other.arrays, like), like, strict=True)
+        )
         self.lengths = self.lengths.joined(other.lengths)
 
-    def extract(self, row: int) -> KVCache:
-        """The row as views of this cache."""
-        if self.keys is None or self.values is None:
+    def extract(self, row: int) -> Any:
+        """The row as views of this cache, in its form of one sequence."""
+        if not self.arrays:
             return KVCache()
-        end = self.lengths.of[row]
-        views = self.keys[row : row + 1, :, :end], self.values[row : row + 1, :, :end]
-        return KVCache.from_state((*views, end))
+        return KVCache.from_state((*self._views(row), self.lengths.of[row]))
 
     def size(self) -> int:
         return self.lengths.longest
 
     def empty(self) -> bool:
-        return self.keys is None
+        return not self.arrays
 
     def is_trimmable(self) -> bool:
         """Rows are, by `rewind`; mlx-lm's `trim` of all of them is not needed."""
         return False
 
     @property
-    def state(self) -> tuple[mx.array | None, mx.array | None]:
-        return self.keys, self.values
+    def state(self) -> tuple[mx.array, ...]:
+        return self.arrays
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
+        return sum(array.nbytes for array in self.arrays)
 
-    def _grown(self, end: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys and values with room up to slot `end`."""
-        if self.keys is None or self.values is None:
-            rows, heads, _, _ = keys.shape
-            empty = (rows, heads, room(end))
-            return mx.zeros((*empty, keys.shape[3]), keys.dtype), mx.zeros((*empty, values.shape[3]), values.dtype)
-        if end <= self.keys.shape[2]:
-            return self.keys, self.values
-        rows = keys.shape[0]
-        return _padded(rows, self.keys, keys, room(end)), _padded(rows, self.values, values, room(end))
+    def _entries(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
+        """New tokens in the form that is kept of them."""
+        return keys, values
+
+    def _fill(self, rows: Sequence[tuple[mx.array, ...]]) -> None:
+        """Take the arrays of one sequence each, whose lengths are ours; none of one without tokens."""
+        like, size = next((arrays for arrays in rows if arrays), ()), room(self.lengths.longest)
+        self.arrays = tuple(
+            mx.concatenate(
+                [
+                    _padded(1, arrays[at][..., :length, :] if arrays else None, each, size)
+                    for arrays, length in zip(rows, self.lengths.of, strict=True)
+                ]
+            )
+            for at, each in enumerate(like)
+        )
+
+    def _views(self, row: int) -> list[mx.array]:
+        end = self.lengths.of[row]
+        return [array[row : row + 1, :, :end] for array in self.arrays]
+
+    def _grown(self, end: int, like: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+        """The arrays with room up to slot `end`."""
+        if self.arrays and end <= self.arrays[0].shape[2]:
+            return self.arrays
+        rows, size = like[0].shape[0], room(end)
+        return tuple(
+            _padded(rows, array, new, size) for array, new in zip(_or_none(self.arrays, like), like, strict=True)
+        )
 
 
 class RaggedWindowCache(BatchRotatingKVCache):
@@ -317,15 +350,12 @@ def room(tokens: int) -> int:
     return -(-tokens // STEP) * STEP
 
 
-def _row(array: mx.array | None, length: int, like: mx.array, size: int) -> mx.array:
-    """One sequence's keys or values with room for `size` tokens; `like` has the shape where there are none."""
-    if array is None:
-        return mx.zeros((1, like.shape[1], size, like.shape[3]), like.dtype)
-    return _padded(1, array[..., :length, :], like, size)
+def _or_none(arrays: tuple[mx.array, ...], like: tuple[mx.array, ...]) -> Sequence[mx.array | None]:
+    return arrays or (None,) * len(like)
 
 
 def _padded(rows: int, array: mx.array | None, like: mx.array, size: int) -> mx.array:
-    """Keys or values with room for `size` tokens, no more and no less."""
+    """An array with room for `size` tokens, no more and no less; `like` has the shape where there is none."""
     if array is None:
         return mx.zeros((rows, like.shape[1], size, like.shape[3]), like.dtype)
     held = array.shape[2]

@@ -8,10 +8,10 @@ from typing import Any, Final
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import StopSequences
-from mlx_lm.models.cache import make_prompt_cache
 
 from worker.cache import batched
 from worker.cache.prefix import PrefixCache
+from worker.cache.quantized import make_caches
 from worker.cache.radix_tree import common_prefix
 from worker.engine.decode_batch import PAIR, REFEED, Timed
 from worker.engine.generator import Generator
@@ -99,7 +99,7 @@ class Batch:
         # Rows that have ended, with all tokens and their KV, until `settle`.
         self._ended: list[tuple[Row, list[int], list[Any]]] = []
         self._eos_ids = tuple(eos_ids)
-        can_verify = lane is Lane.TOGETHER and batched.can_rewind(make_prompt_cache(model))
+        can_verify = lane is Lane.TOGETHER and batched.can_rewind(make_caches(model))
         self._drafter: Drafter = drafter if drafter is not None and can_verify else NoDrafts()
         self._drafter.begin(self._sampler.guess)
         self._generator = Generator(model, self._sampler, lane, self._drafter)

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences, generation_stream
-from mlx_lm.models.cache import make_prompt_cache
 
 from worker.cache import batched, ragged
+from worker.cache.quantized import make_caches
 from worker.engine.decode_batch import DecodeBatch, Sampled, Timed
 from worker.engine.forward import Part, can_pack, forward
 from worker.engine.member import Member, Members
@@ -93,7 +93,7 @@ class Generator:
         One with `scores` holds nothing yet: they become those of its whole prompt.
         """
         uid, self._count = self._count, self._count + 1
-        caches = caches or make_prompt_cache(self._model)
+        caches = caches or make_caches(self._model)
         member = Member(uid, segments, max_tokens, caches, tokens, processors, stops.matcher(), scores=scores)
         self._waiting.append(member)
         return uid

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, assert_never
 
-from mlx_lm.models.cache import make_prompt_cache
-
 from protocol.failures import Code, Failure
 from protocol.messages import (
     Abort,
@@ -25,6 +23,7 @@ from protocol.messages import (
 from protocol.spec import WorkerSpec
 from worker.cache import batched
 from worker.cache.prefix import PrefixCache
+from worker.cache.quantized import make_caches
 from worker.engine.batch import Batch
 from worker.engine.chunking import ChunkPolicy
 from worker.engine.drain_order import DrainOrder
@@ -415,7 +414,7 @@ def _speculation(loaded: Loaded, spec: WorkerSpec) -> tuple[str, bool]:
         return "off", False
     if loaded.plan.lane is not Lane.TOGETHER:
         return f"off, because rows run in the lane {loaded.plan.lane}", False
-    if not batched.can_rewind(make_prompt_cache(loaded.model)):
+    if not batched.can_rewind(make_caches(loaded.model)):
         return "off, because the caches of this architecture cannot go back to before a block", False
     if spec.draft:
         return f"auto, with drafts by {spec.draft}", True

@@ -6,12 +6,11 @@ import traceback
 from collections.abc import Callable
 from typing import Final
 
-from mlx_lm.models.cache import make_prompt_cache
-
 from protocol.spec import WorkerSpec
 from worker.cache.fingerprint import open_disk
 from worker.cache.kv import Layout
 from worker.cache.prefix import PrefixCache
+from worker.cache.quantized import make_caches
 from worker.engine.gauges import Gauges
 from worker.engine.kv_budget import KvBudget, KvCost
 from worker.errors import is_allocation_failure
@@ -33,7 +32,7 @@ class MemoryLimits:
     def __init__(self, loaded: Loaded, spec: WorkerSpec, gauges: Gauges, wake: Callable[[], None]) -> None:
         self._gauges = gauges
         self._reuses_prefixes = loaded.plan.reuses_prefixes
-        layout = Layout.of(lambda: make_prompt_cache(loaded.model))
+        layout = Layout.of(lambda: make_caches(loaded.model))
         disk = open_disk(spec, loaded, layout, wake) if self._reuses_prefixes else None
         self.share = memory.Share(spec, loaded.weights_bytes)
         limits = self.share.limits()

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.failures import Code
 from protocol.messages import Sampling
 from worker.cache.kv import Layout
 from worker.cache.prefix import PrefixCache
+from worker.cache.quantized import make_caches
 from worker.engine.batch import Batch
 from worker.engine.row import Row
 from worker.errors import LoadFailed, is_allocation_failure, is_gpu_fault
@@ -86,7 +86,7 @@ def choose(model: Any, ids: Sequence[int], batching: str) -> Plan:
 
     `batching` is `auto`, or the lane that the operator wants: such a one is taken as it is, without packed passes.
     """
-    mergeable = all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
+    mergeable = all(hasattr(cache, "merge") for cache in make_caches(model))
     if batching != "auto":
         give_up(model)
         return _asked(Lane(batching), mergeable)
@@ -120,7 +120,7 @@ class _Check:
     def __init__(self, model: Any, ids: Sequence[int]) -> None:
         self._model = model
         self._prompts = [list(ids[:SHORT]), list(ids[SHORT : SHORT + LONG])]
-        self._layout = Layout.of(lambda: make_prompt_cache(model))
+        self._layout = Layout.of(lambda: make_caches(model))
         # Set by the reference.
         self._limit = 0.0
 

@@ -62,6 +62,6 @@ def test_a_layout_counts_layers_inside_of_lists() -> None:
     layouts = {kind: Layout.of(make) for kind, make in KINDS.items()}
     assert {kind: (made.sliceable, made.windowed, made.stateful) for kind, made in layouts.items()} == {
         "plain": (2, 0, 0), "sliding": (1, 1, 0), "recurrent": (1, 0, 2), "lists": (3, 0, 1),
-        "only recurrent": (0, 0, 2), "only sliding": (0, 2, 0), "two windows": (1, 2, 1),
+        "quantized": (2, 0, 0), "only recurrent": (0, 0, 2), "only sliding": (0, 2, 0), "two windows": (1, 2, 1),
     }  # fmt: skip
     assert layouts["two windows"].windows == ((WINDOW, 0), (WINDOW // 2, 2))
