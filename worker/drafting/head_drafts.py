@@ -64,6 +64,8 @@ class HeadDrafts:
 
     # The head was trained for one token, and feeds on its own draft for more.
     longest = 7
+    # It sees no more of a prompt than what was tapped, which one pass takes in.
+    unread = 0
 
     def __init__(self, head: Feeding, taps: Taps, dtype: mx.Dtype, source: str = Source.HEAD) -> None:
         self.source = source
@@ -87,6 +89,12 @@ class HeadDrafts:
     @property
     def nbytes(self) -> int:
         return self.taps.nbytes + self._rows.nbytes
+
+    def is_reading(self, uid: int) -> bool:
+        return False
+
+    def read(self, count: int) -> int:
+        return 0
 
     def discard(self, uid: int) -> None:
         self._rows.discard(uid)

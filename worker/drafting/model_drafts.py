@@ -1,10 +1,11 @@
 """Drafts by a second, smaller model with the same tokens, for the rows of a batch.
 
-It reads the rows' texts with KV of its own: a chunk of a prompt each time that it is asked, until it has read all of
-it, and from then on what was accepted since. A row has drafts once its text has been read.
+It reads the rows' texts with KV of its own: those that it was asked for in slices between the steps of the target, one
+row after the other, and from then on what was accepted since. A row has drafts once its text has been read.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
@@ -14,9 +15,23 @@ from worker.drafting.row_caches import RowCaches
 from worker.speculation.drafter import Draw, Tokens
 from worker.speculation.lookup import Source
 
-# Tokens of a text that are read each time, by a row alone; fewer are read by all rows together.
-CHUNK: Final = 512
-_TOGETHER: Final = 16
+# Unread tokens of a text that are read together with the newest tokens of the other rows: so many, or as many as make
+# up this number of tokens of all rows.
+TOGETHER: Final = 16
+PADDED: Final = 64
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A row that is read alone: its caches, and its text as it was when it was asked for."""
+
+    text: Tokens
+    caches: list[Any]
+    done: int = 0
+
+    @property
+    def left(self) -> int:
+        return len(self.text) - self.done
 
 
 class ModelDrafts:
@@ -32,8 +47,8 @@ class ModelDrafts:
         self._vocab = vocab
         self._draw: Draw | None = None
         self._rows = RowCaches()
-        # Caches of rows that are still being read, and how far.
-        self._reading: dict[int, tuple[list[Any], int]] = {}
+        # Rows whose texts are being read, in the order in which they were asked for.
+        self._reading: dict[int, _Reading] = {}
         self.token_bytes = self._probe()
 
     def begin(self, draw: Draw) -> None:
@@ -45,8 +60,26 @@ class ModelDrafts:
 
     @property
     def nbytes(self) -> int:
-        reading = sum(cache.nbytes for caches, _ in self._reading.values() for cache in caches)
+        reading = sum(cache.nbytes for row in self._reading.values() for cache in row.caches)
         return self._rows.nbytes + reading
+
+    @property
+    def unread(self) -> int:
+        return sum(row.left for row in self._reading.values())
+
+    def is_reading(self, uid: int) -> bool:
+        row = self._reading.get(uid)
+        return row is not None and row.left > 0
+
+    def read(self, count: int) -> int:
+        row = next((row for row in self._reading.values() if row.left), None)
+        if row is None:
+            return 0
+        ids = row.text[row.done : row.done + count].tolist()
+        self._model(self._known([ids]), cache=row.caches)
+        mx.eval([cache.state for cache in row.caches])
+        row.done += len(ids)
+        return len(ids)
 
     def discard(self, uid: int) -> None:
         self._reading.pop(uid, None)
@@ -58,7 +91,7 @@ class ModelDrafts:
         assert self._draw is not None
         known = {uid: (text, token) for uid, text, token in zip(uids, texts, newest, strict=True)}
         for uid, text in zip(uids, texts, strict=True):
-            self._read(uid, text)
+            self._place(uid, text)
         ready = [uid for uid in self._rows.uids if uid in known]
         if not ready:
             return [[] for _ in uids]
@@ -94,22 +127,20 @@ class ModelDrafts:
     def _unread(self, uid: int, text: Tokens, newest: int) -> list[int]:
         return [*text[self._rows.done[uid] :].tolist(), newest]
 
-    def _read(self, uid: int, text: Tokens) -> None:
-        """A chunk of a text that is not read yet; a row whose text is goes to the others."""
+    def _place(self, uid: int, text: Tokens) -> None:
+        """A row with little to read goes to the others; one with much is read alone first."""
+        together = max(TOGETHER, PADDED // max(1, len(self._rows.uids)))
         if uid in self._rows.done:
-            if len(text) - self._rows.done[uid] <= CHUNK:
-                return
-            self._reading[uid] = self._rows.take(uid)
-        caches, done = self._reading.pop(uid, None) or (make_prompt_cache(self._model), 0)
-        chunk = text[done : min(len(text), done + CHUNK)].tolist()
-        if chunk:
-            self._model(self._known([chunk]), cache=caches)
-            mx.eval([cache.state for cache in caches])
-        done += len(chunk)
-        if len(text) - done > _TOGETHER:
-            self._reading[uid] = caches, done
+            if len(text) - self._rows.done[uid] > together:
+                self._reading[uid] = _Reading(text, *self._rows.take(uid))
+            return
+        row = self._reading.get(uid) or _Reading(text, make_prompt_cache(self._model))
+        row.text = text
+        if row.left > together:
+            self._reading[uid] = row
         else:
-            self._rows.join(uid, caches, done)
+            self._reading.pop(uid, None)
+            self._rows.join(uid, row.caches, row.done)
 
     def _known(self, ids: list[list[int]]) -> mx.array:
         """Ids that there are embeddings of: the target may have more, and the placeholder of a medium lie beyond."""

@@ -127,6 +127,11 @@ class Batch:
         return len(self._rows) - len(self._prefilling)
 
     @property
+    def unread(self) -> int:
+        """Tokens that a model that drafts has yet to read."""
+        return self._drafter.unread
+
+    @property
     def widest_step(self) -> int:
         """Tokens that a row may bring to the next step."""
         return max(self._drafter.widest, REFEED) if self._drafter.widest > 1 else PAIR
@@ -265,12 +270,15 @@ class Batch:
                 self._cache.clear()
         return tokens
 
-    def tick(self, chunk: int, *, rides: bool = True) -> Tick:
-        """One decode step, and at most `chunk` prompt tokens of each prefilling row, which may ride on it."""
+    def tick(self, chunk: int, *, rides: bool = True, reads: int = 0) -> Tick:
+        """One decode step, and at most `chunk` prompt tokens of each prefilling row, which may ride on it.
+
+        Then a model that drafts reads at most `reads` tokens.
+        """
         self.settle()
         returned = self._unpark()
         most = self._media.widened(chunk, (self._rows[uid] for uid in self._prefilling))
-        prompted, generated = self._generator.next(most, rides=rides)
+        prompted, generated = self._generator.next(most, rides=rides, reads=reads)
         progress: list[tuple[Row, int, int]] = []
         scored: list[tuple[Row, Scores]] = []
         prefilled = 0

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import mlx.core as mx
-from mlx_lm.models.cache import TokenBuffer
 
 from worker.cache import batched, ragged
 from worker.engine.forward import Part, forward
-from worker.engine.member import Member, Members
+from worker.engine.member import Context, Member, Members
 from worker.sampling.sampler import RowSampler
 from worker.speculation.costs import Quicker
 from worker.speculation.drafter import Drafter
@@ -43,12 +42,16 @@ class Sampled:
 
 @dataclass(slots=True, frozen=True)
 class Timed:
-    """Seconds of a forward pass of `rows` that generate and `prompted` tokens of prompts, which rode on it or not."""
+    """Seconds of a forward pass of `rows` that generate and `prompted` tokens of prompts, which rode on it or not.
+
+    Where `is_reading` is set, a model that drafts has read these tokens.
+    """
 
     seconds: float
     rows: int
     prompted: int
     rode: bool
+    is_reading: bool = False
 
 
 @dataclass(slots=True)
@@ -91,6 +94,10 @@ class _Block:
         """Positions at which rows sample."""
         return max(len(draft) for draft in self.drafts) + 1
 
+    def drafted(self, at: int) -> int:
+        """Tokens that follow a row's newest one."""
+        return self.lengths[at] - self.begins[at] - 1
+
     def kept(self, at: int) -> int:
         """Tokens of a row that stay."""
         return self.begins[at] + 1 + self.accepted[at]
@@ -129,7 +136,7 @@ class DecodeBatch(Members):
         last = mx.array([member.segments[0][0] for member in rows.members], dtype=mx.uint32)
         for member in rows.members:
             member.segments = []
-            member.context = TokenBuffer(member.tokens) if member.processors else None
+            member.context = Context(member.tokens) if member.processors else None
         self.extend(rows)
         self._is_recurrent = batched.is_recurrent(self.caches)
         self._is_plain = batched.is_plain(self.caches)
@@ -248,8 +255,8 @@ class DecodeBatch(Members):
         return _Block.of(self.members, ids, drafts) if owes or any(drafts) else None
 
     def _most(self, member: Member) -> int:
-        """Tokens of a draft that a row can take: none where processors are given each token before the next."""
-        if not member.has_begun or member.context is not None:
+        """Tokens of a draft that a row can take."""
+        if not member.has_begun:
             return 0
         left = max(0, member.max_tokens - member.generated - 1)
         most = self._sampler.masks.most_drafted(member.uid)
@@ -277,6 +284,8 @@ class DecodeBatch(Members):
                     break
             if member.has_begun:
                 self._drafter.note(member.uid, block.said(at))
+            if member.context is not None:
+                member.context.shorten(block.drafted(at) - block.accepted[at])
             member.has_begun = True
         self._settle(block, before)
         with self._sampler.rows([member.uid for member in self.members]):
@@ -321,12 +330,7 @@ class DecodeBatch(Members):
         if block is not None and any(block.begins):
             at = mx.minimum(mx.array(block.begins)[:, None] + mx.arange(steps), logits.shape[1] - 1)
             logits = mx.take_along_axis(logits, at[..., None], axis=1)
-        logits = logits[:, :steps]
-        first, contexts = self._process(inputs, logits[:, 0])
-        if steps == 1:
-            logits = first[:, None]
-        elif contexts:
-            logits = mx.concatenate([first[:, None], logits[:, 1:]], axis=1)
+        logits, contexts = self._process(block, inputs, logits[:, :steps])
         if masks.constrains(uids):
             mx.async_eval(logits, contexts)
             self._take_masks(uids, self._read(inputs), block.drafts if block is not None else ())
@@ -355,17 +359,31 @@ class DecodeBatch(Members):
         ids: Any = inputs.tolist()
         return ids
 
-    def _process(self, inputs: mx.array, logits: mx.array) -> tuple[mx.array, list[mx.array]]:
-        """Logits after the processors of each row, and the contexts that they were given."""
+    def _process(self, block: "_Block | None", inputs: mx.array, logits: mx.array) -> tuple[mx.array, list[mx.array]]:
+        """Logits `[rows, steps, vocab]` after the processors of each row, and the contexts that they were given.
+
+        Behind each token of a draft they are given the text that it would be the end of. One that fails there has not
+        failed yet: the draft ends before it.
+        """
         contexts: list[mx.array] = []
         for at, member in enumerate(self.members):
-            if member.context is not None:
-                context = member.context.update_and_fetch(inputs[at : at + 1])
-                contexts.append(context)
-                row = logits[at : at + 1]
+            if member.context is None:
+                continue
+            newest, draft = inputs[at : at + 1], block.drafts[at] if block is not None else []
+            if draft:
+                newest = mx.concatenate([newest, mx.array(draft, dtype=newest.dtype)])
+            context = member.context.update_and_fetch(newest)
+            contexts.append(context)
+            for step in range(len(draft) + 1):
+                seen, row = context[: context.size - len(draft) + step], logits[at : at + 1, step]
                 for processor in member.processors:
-                    row = processor(context, row)
-                logits[at : at + 1] = row
+                    row = processor(seen, row)
+                if step and block is not None and any(processor.error for processor in member.processors):
+                    block.drafts[at] = draft[: step - 1]
+                    for processor in member.processors:
+                        processor.error = None
+                    break
+                logits[at : at + 1, step] = row
         return logits, contexts
 
 

@@ -19,9 +19,8 @@ from worker.engine.forward import Part, can_pack, forward
 from worker.engine.member import Member, Members
 from worker.engine.scoring import ScoredRows
 from worker.model.lanes import Lane
-from worker.sampling.penalties import Processor
 from worker.sampling.prompt_scores import Scores
-from worker.sampling.sampler import RowSampler
+from worker.sampling.sampler import Guard, RowSampler
 from worker.speculation.drafter import Drafter
 
 # Free buffers go back to the system after this many tokens of prefill, or this many steps, as with mlx-lm's.
@@ -57,6 +56,7 @@ class Generator:
         self._waiting: deque[Member] = deque()
         self._prefill = Members()
         self._scored = ScoredRows(model)
+        self._drafter = drafter
         self._decode = DecodeBatch(model, sampler, drafter)
         self._uncleared_tokens = 0
         self._uncleared_steps = 0
@@ -84,7 +84,7 @@ class Generator:
         max_tokens: int,
         caches: list[Any],
         tokens: list[int],
-        processors: Sequence[Processor],
+        processors: Sequence[Guard],
         stops: StopSequences,
         scores: Scores | None = None,
     ) -> int:
@@ -118,8 +118,11 @@ class Generator:
         self._scored.discard(uid)
         return extracted
 
-    def next(self, chunk: int, *, rides: bool = True) -> tuple[list[Prompted], list[Sampled]]:
-        """One tick, with at most `chunk` tokens of each prompt; these ride on the step if they may and can."""
+    def next(self, chunk: int, *, rides: bool = True, reads: int = 0) -> tuple[list[Prompted], list[Sampled]]:
+        """One tick, with at most `chunk` tokens of each prompt; these ride on the step if they may and can.
+
+        A model that drafts then reads at most `reads` tokens.
+        """
         with mx.stream(self._stream):
             self._admit()
             prompted = self._join()
@@ -131,6 +134,8 @@ class Generator:
             if prompts is not None:
                 self._run_prompts(prompts, rider is not None, began)
                 prompted += [self._advance(*each) for each in zip(prompts.members, prompts.lengths, strict=True)]
+            if reads:
+                self._read(reads)
             self._uncleared_steps += bool(sampled)
             self._clear()
             return prompted + self._run_scored(chunk), sampled
@@ -206,6 +211,12 @@ class Generator:
         rows = self._decode.running
         seconds = self._decode.waited() if len(self._decode) else time.perf_counter() - began
         self.timed.append(Timed(seconds, rows, sum(prompts.lengths), False))
+
+    def _read(self, count: int) -> None:
+        rows = self._decode.running
+        if read := self._drafter.read(count):
+            self._uncleared_tokens += read
+            self.timed.append(Timed(self._decode.waited(), rows, read, False, is_reading=True))
 
     def _advance(self, member: Member, count: int) -> Prompted:
         segment = member.segments[0]

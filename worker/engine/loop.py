@@ -88,6 +88,8 @@ class Engine:
         self._batch = self._new_batch()
         self._queue = Queue()
         self._policy = ChunkPolicy(spec.prefill_chunk, is_fixed=spec.deterministic)
+        # Of what a model that drafts reads.
+        self._reading = ChunkPolicy(spec.prefill_chunk, can_ride=False)
         self._emitter = Emitter(writer, self._outbox, self._finish)
         self._rows: dict[int, Row] = {}
         self._tombstones: dict[int, None] = {}
@@ -303,10 +305,16 @@ class Engine:
     def _tick(self) -> None:
         prefilling, decoding = self._batch.prefilling, self._batch.decoding
         chunk = self._policy.chunk(prefilling, decoding, self._batch.longest_prefill)
-        tick = self._batch.tick(chunk.tokens, rides=chunk.rides)
+        # Prompts come first: a tick has a chunk of them, or a slice of what a model that drafts has to read.
+        unread = 0 if prefilling else self._batch.unread
+        reads = self._reading.chunk(1, decoding, unread).tokens if unread else 0
+        tick = self._batch.tick(chunk.tokens, rides=chunk.rides, reads=reads)
         now = time.monotonic()
         for timed in tick.timed:
-            self._policy.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode)
+            if not timed.is_reading:
+                self._policy.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode)
+            if timed.is_reading or not timed.prompted:
+                self._reading.observe(timed.seconds, timed.prompted, timed.rows)
         self._gauges.step_seq += 1
         self._gauges.prompt_tokens += tick.prefilled
         self._gauges.generation_tokens += len(tick.tokens)

@@ -10,8 +10,16 @@ from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import TokenBuffer
 
 from worker.cache import batched
-from worker.sampling.penalties import Processor
 from worker.sampling.prompt_scores import Scores
+from worker.sampling.sampler import Guard
+
+
+class Context(TokenBuffer):
+    """Tokens of a row that its processors are given, those of a draft among them until it is verified."""
+
+    def shorten(self, count: int) -> None:
+        """Take the newest tokens back."""
+        self._size -= count
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +35,7 @@ class Member:
     max_tokens: int
     caches: list[Any]
     tokens: list[int]
-    processors: Sequence[Processor]
+    processors: Sequence[Guard]
     stops: StopSequences.Matcher
     total: int = 0
     # Of its prompt, has run.
@@ -38,7 +46,7 @@ class Member:
     has_begun: bool = False
     # Generated, but not in its caches: recurrent layers went back to before a block that was rejected in part.
     owed: list[int] = field(default_factory=list[int])
-    context: TokenBuffer | None = None
+    context: Context | None = None
     # Of its prompt, where they are wanted; and whether they were given out.
     scores: Scores | None = None
     is_told: bool = False

@@ -52,6 +52,15 @@ class Drafter(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def unread(self) -> int:
+        """Tokens that a model that drafts has yet to read before rows that it was asked for have drafts."""
+        ...
+
+    def read(self, count: int) -> int:
+        """Have it read at most so many of them, of one row; returns how many it has read."""
+        ...
+
     def begin(self, draw: Draw) -> None:
         """A batch begins, without rows."""
         ...
@@ -108,6 +117,19 @@ class Proposer(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def unread(self) -> int:
+        """Tokens of texts that have to be read, slice by slice, before the rows that were asked for have drafts."""
+        ...
+
+    def is_reading(self, uid: int) -> bool:
+        """Whether this row is one of them: asking for it is of no use yet."""
+        ...
+
+    def read(self, count: int) -> int:
+        """Read at most so many tokens of one row; returns how many."""
+        ...
+
     def begin(self, draw: Draw) -> None:
         """A batch begins, without rows; drafts are drawn by `draw`."""
         ...
@@ -123,7 +145,7 @@ class Proposer(Protocol):
     ) -> list[list[int]]:
         """So many tokens that may follow each row's newest, which its text lacks; none where it cannot say.
 
-        Only rows that have generated a token are asked for.
+        Only rows that have generated a token are asked for. No long text is read here: a tick waits for it.
         """
         ...
 
@@ -134,6 +156,10 @@ class NoDrafts:
     widest = 1
     token_bytes = 0
     nbytes = 0
+    unread = 0
+
+    def read(self, count: int) -> int:
+        return 0
 
     def begin(self, draw: Draw) -> None:
         pass

@@ -18,6 +18,13 @@ class EagerDrafts(NoDrafts):
         self.drafted = 0
         self.accepted = 0
 
+    @property
+    def unread(self) -> int:
+        return self._proposer.unread
+
+    def read(self, count: int) -> int:
+        return self._proposer.read(count)
+
     def begin(self, draw: Draw) -> None:
         self._proposer.begin(draw)
 

@@ -95,6 +95,19 @@ class Speculator:
     def nbytes(self) -> int:
         return self._proposals.proposer.nbytes if self._proposals is not None else 0
 
+    @property
+    def unread(self) -> int:
+        return self._proposals.proposer.unread if self._proposals is not None else 0
+
+    def read(self, count: int) -> int:
+        if self._proposals is None:
+            return 0
+        try:
+            return self._proposals.proposer.read(count)
+        except Exception as error:  # the boundary to the model that drafts: without it the rows have all that they need
+            self._give_up(self._proposals, error)
+            return 0
+
     def begin(self, draw: Draw) -> None:
         if self._proposals is not None:
             self._proposals.proposer.begin(draw)
@@ -155,7 +168,7 @@ class Speculator:
             odds.append(own)
             if self._proposals is not None:
                 row.model_rate += _FORGIVE_MODEL * (PRIOR - row.model_rate)
-                models.append(max(self._model_odds(row, limit), own, key=sum))
+                models.append(max(self._model_odds(uid, row, limit), own, key=sum))
         if any(odds) and self.costs.width(len(uids), odds) > 1:
             return True
         for row in asking:
@@ -192,7 +205,8 @@ class Speculator:
         assert self._proposals is not None
         rows = [self._rows.get(uid) for uid in uids]
         models = [
-            self._model_odds(row, limit) if row is not None else [] for row, limit in zip(rows, most, strict=True)
+            self._model_odds(uid, row, limit) if row is not None else []
+            for uid, row, limit in zip(uids, rows, most, strict=True)
         ]
         mixed = [max(model, own, key=sum) for model, own in zip(models, odds, strict=True)]
         asked, asked_rate = self._best_with_model(len(uids), mixed)
@@ -211,11 +225,7 @@ class Speculator:
                 len(uids), known, [text for _, text, _ in followed], [token for _, _, token in followed], asked
             )
         except Exception as error:  # the boundary to the model that drafts: without it the rows have all that they need
-            if is_allocation_failure(error) or is_gpu_fault(error):
-                raise  # of the device, not of the drafts
-            log.exception("the drafts of the model failed; from now on there are none until it is loaded again")
-            self._proposals.proposer.end()
-            self._proposals = None
+            self._give_up(self._proposals, error)
             return width
         drafted = dict(zip(known, drafts, strict=True))
         for at, (uid, model) in enumerate(zip(uids, models, strict=True)):
@@ -228,9 +238,19 @@ class Speculator:
         assert proposals is not None
         return self.costs.best(rows, odds, lambda width, plain: proposals.seconds(rows, width, plain))
 
-    def _model_odds(self, row: _Followed, limit: int) -> list[float]:
+    def _model_odds(self, uid: int, row: _Followed, limit: int) -> list[float]:
         assert self._proposals is not None
-        return self._proposals.odds(row.model_rate, min(limit, row.drafting.most)) if limit > 0 else []
+        if limit <= 0 or self._proposals.proposer.is_reading(uid):
+            return []
+        return self._proposals.odds(row.model_rate, min(limit, row.drafting.most))
+
+    def _give_up(self, proposals: Proposals, error: Exception) -> None:
+        """Go on without the model that drafts. Raises an error of the device, which is not of the drafts."""
+        if is_allocation_failure(error) or is_gpu_fault(error):
+            raise error
+        log.exception("the drafts of the model failed; from now on there are none until it is loaded again")
+        self._proposals = None
+        proposals.proposer.end()
 
     def verified(self, uids: Sequence[int], drafts: Sequence[Sequence[int]], accepted: Sequence[int]) -> None:
         self._tokens = len(uids) + sum(accepted)

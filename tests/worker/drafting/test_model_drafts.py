@@ -2,18 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.utils import load_model, save_model
 
-from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.messages import Abort, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.heads import damp
-from tests.support.models import build
+from tests.support.models import VOCAB, build
 from tests.worker.engine.test_exact import requests, tokens
 from worker.checked_model import load_checked
+from worker.drafting.model_drafts import PADDED, TOGETHER, ModelDrafts
 from worker.errors import LoadFailed
 from worker.model.loader import Loaded
 from worker.speculation.eager import EagerDrafts
@@ -68,15 +70,88 @@ def test_its_weights_and_kv_count_as_those_of_the_target(pair: tuple[Path, Path]
         assert engine.kv_cost.token_bytes == 2 * own.token_bytes
 
 
-def test_a_model_that_is_asked_no_more_holds_nothing(pair: tuple[Path, Path]) -> None:
-    proposer = load_checked(spec(pair[0], draft=str(pair[1])), lambda *_: None).proposer
-    assert proposer is not None
+class Counting:
+    """A draft model that adds up the tokens that it is given between two looks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: Any = load_model(folder)[0]
+        self.layers = self.model.layers
+        self.fed = 0
+        self.by_tick: dict[int, int] = {}
+        self.now: Callable[[], int] = lambda: 0
+
+    def __call__(self, tokens: mx.array, cache: Any) -> Any:
+        self.fed += tokens.size
+        self.by_tick[self.now()] = self.by_tick.get(self.now(), 0) + tokens.size
+        return self.model(tokens, cache=cache)
+
+
+def proposer_of(model: Counting) -> ModelDrafts:
+    proposer = ModelDrafts(model, VOCAB, VOCAB)
     proposer.begin(lambda uids, *_: mx.zeros((len(uids),), dtype=mx.uint32))
-    texts = [np.arange(20, 20 + length, dtype=np.int32) for length in (8, 600)]  # the longer is not read at once
-    proposer.propose([1, 2], texts, [5, 5], 2)
+    model.fed = 0
+    return proposer
+
+
+def text(length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.arange(20, 20 + length, dtype=np.int32) % VOCAB
+
+
+def test_a_long_prompt_takes_no_more_of_a_tick_than_a_slice(pair: tuple[Path, Path]) -> None:
+    """One stream runs; beside it a prompt of 800 tokens is answered, and another leaves while it is read."""
+    target, draft = pair
+    ids = tuple(20 + at * 7 % 400 for at in range(800))
+    greedy = Sampling(temperature=0.0, ignore_eos=True)
+    stream = Generate(1, TokensPrompt((20, 21, 22)), greedy, 300)
+    long = Generate(2, TokensPrompt(ids), greedy, 80)
+    leaving = Generate(3, TokensPrompt(ids[::-1]), greedy, 300)
+    with EngineHarness(spec(target, speculate="off")) as engine:
+        alone = [result.ids for result in (engine.run([stream])[0], engine.run([long])[0])]
+    model = Counting(draft)
+    drafter = EagerDrafts(ModelDrafts(model, VOCAB, VOCAB), 3)
+    with EngineHarness(spec(target, prefill_chunk=64), drafter=drafter) as engine:
+        model.now = lambda: engine.gauges.step_seq
+        running = engine.submit(stream)
+        engine.wait(lambda: len(running.ids) > 4)
+        model.by_tick.clear()
+        left, answered = engine.submit(leaving), engine.submit(long)
+        engine.wait(lambda: len(left.ids) > 2)
+        engine.command(Abort((3,)))
+        engine.wait(lambda: all(result.terminals for result in (running, answered)))
+        assert drafter.unread == 0
+    assert [running.ids, answered.ids] == alone
+    assert sum(model.by_tick.values()) > 800, "it was read"
+    assert max(model.by_tick.values()) <= 64 + PADDED + 3 * TOGETHER
+    assert drafter.accepted > 100
+
+
+def test_rows_are_read_one_after_the_other_and_draft_once_they_have_been(pair: tuple[Path, Path]) -> None:
+    model = Counting(pair[1])
+    proposer = proposer_of(model)
+    assert proposer.propose([1, 2], [text(600), text(300)], [5, 5], 2) == [[], []]
+    assert (model.fed, proposer.unread) == (0, 900)
+    assert proposer.is_reading(1)
+    assert proposer.read(64) == 64
+    assert (model.fed, proposer.unread) == (64, 836)
+    proposer.discard(1)
+    assert proposer.unread == 300
+    while proposer.is_reading(2):
+        proposer.read(128)
+    assert model.fed == 364
+    # Meanwhile it has said more than the others would wait for.
+    assert proposer.propose([2], [text(400)], [5], 2) == [[]]
+    assert proposer.read(512) == 100
+    assert [len(draft) for draft in proposer.propose([2], [text(402)], [5], 2)] == [2]
+    assert proposer.read(512) == 0
+
+
+def test_a_model_that_is_asked_no_more_holds_nothing(pair: tuple[Path, Path]) -> None:
+    proposer = proposer_of(Counting(pair[1]))
+    proposer.propose([1, 2], [text(8), text(600)], [5, 5], 2)
+    proposer.read(64)
     assert proposer.nbytes > 0
     proposer.end()
-    assert proposer.nbytes == 0
+    assert (proposer.nbytes, proposer.unread) == (0, 0)
 
 
 def test_a_model_of_other_tokens_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

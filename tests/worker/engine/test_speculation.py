@@ -59,6 +59,74 @@ def test_rows_with_drafts_of_any_length_equal_each_alone(
     assert drafter.accepted < drafter.drafted
 
 
+# What is computed of a row's own text, or bounds what it may say.
+PROCESSED: list[dict[str, Any]] = [
+    {"logit_bias": {30: 3.0, 40: -100.0}},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.6, "frequency_penalty": 0.5},
+    {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "penalty_window": 7},
+    {"dry_multiplier": 0.8, "dry_allowed_length": 1},
+    {"allowed_ids": tuple(range(20, 60)), "frequency_penalty": 1.0},
+    {"bad_words": ("a", "th"), "repetition_penalty": 1.1},
+    {"min_tokens": 12, "stop_ids": tuple(range(10, 250)), "frequency_penalty": 0.3},
+]
+
+
+@pytest.mark.parametrize("architecture", VERIFIED)
+def test_rows_whose_text_changes_their_logits_keep_drafts_and_tokens(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    """Penalties, bias and limits: each position of a block has the logits that its own text gives it."""
+    batch = [
+        Generate(
+            rid,
+            TokensPrompt((20, 21, 22 + rid, *range(30, 30 + 3 * rid))),
+            Sampling(temperature=0.0 if rid % 2 else 0.9, seed=rid, **settings),
+            max_tokens=30,
+            top_logprobs=2 if rid == 4 else None,
+        )
+        for rid, settings in enumerate(PROCESSED)
+    ]
+    drafter = NoisyDrafts(VOCAB)
+    with EngineHarness(spec(model_folder(architecture)), drafter=drafter) as engine:
+        alone = learned(engine, drafter, batch)
+        results = engine.run(batch)
+    assert [tokens(result) for result in results] == [tokens(result) for result in alone]
+    for result, other in zip(results, alone, strict=True):
+        assert [entry.logprob for entry in result.logprobs] == pytest.approx(
+            [entry.logprob for entry in other.logprobs], abs=1e-4
+        )
+    assert 40 < drafter.accepted < drafter.drafted
+
+
+def test_a_processor_that_fails_behind_a_wrong_draft_has_not_failed(model_folder: Callable[[str], Path]) -> None:
+    """It does where its row comes to that text, and not before."""
+    prompt, drafter, unknown = (20, 21, 22), NoisyDrafts(VOCAB), list[list[int]]()
+
+    def only(text: list[int]) -> Callable[[mx.array, mx.array], mx.array]:
+        def look(context: mx.array, logits: mx.array) -> mx.array:
+            seen: Any = context.tolist()
+            if seen == text[: len(seen)]:
+                return logits
+            unknown.append(seen)
+            raise RuntimeError("a text that it does not know")
+
+        return look
+
+    with EngineHarness(spec(model_folder("qwen3")), drafter=drafter) as engine:
+        whole = learned(engine, drafter, [Generate(1, TokensPrompt(prompt), ENDLESS, 30)])[0].ids
+        known = engine.submit(Generate(2, TokensPrompt(prompt), ENDLESS, 30), [only([*prompt, *whole])])
+        engine.wait(lambda: known.terminals)
+        assert unknown
+        failing = engine.submit(Generate(3, TokensPrompt(prompt), ENDLESS, 30), [only([*prompt, *whole[:10]])])
+        engine.wait(lambda: failing.terminals)
+    assert known.ids == whole
+    assert drafter.accepted
+    assert failing.failure is not None
+    assert failing.ids == whole[: len(failing.ids)]
+    assert len(failing.ids) <= 11
+
+
 @pytest.mark.parametrize("architecture", LANES)
 def test_rows_of_lanes_that_cannot_verify_are_never_given_drafts(
     architecture: str, model_folder: Callable[[str], Path]

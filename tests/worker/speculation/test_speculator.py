@@ -122,6 +122,7 @@ class Failing:
     longest = 7
     token_bytes = 0
     nbytes = 0
+    unread = 0
 
     def __init__(self, *, fails: bool, error: str = "a head failed") -> None:
         self.fails = fails
@@ -131,6 +132,17 @@ class Failing:
         self.uids: list[int] = []
         self.count = 0
         self.has_ended = False
+        # Those whose texts it has not read.
+        self.reading: set[int] = set()
+
+    def is_reading(self, uid: int) -> bool:
+        return uid in self.reading
+
+    def read(self, count: int) -> int:
+        if self.fails:
+            raise RuntimeError(self.error)
+        self.reading.clear()
+        return count
 
     def begin(self, draw: Draw) -> None:
         pass
@@ -174,6 +186,23 @@ def test_a_failure_of_the_device_while_a_model_drafts_is_the_step_s_own(error: s
         with pytest.raises(RuntimeError, match=r"bytes|CUDA"):
             speculator.drafts([1], [20], [8])
     assert not proposer.has_ended
+
+
+def test_a_model_is_not_asked_for_a_row_that_it_reads_and_is_given_up_when_reading_fails() -> None:
+    proposer = Failing(fails=False)
+    speculator = Speculator(proposer)
+    speculator.add(1, np.array([1, 2, 3], dtype=np.int32), Drafting())
+    speculator.timed(1, 1, 0.01)
+    proposer.reading.add(1)
+    assert not speculator.is_ready([1], [8])
+    assert speculator.drafts([1], [20], [8]) == [[]]
+    assert (proposer.asked, speculator.read(5)) == (0, 5)
+    assert speculator.is_ready([1], [8])
+    assert speculator.drafts([1], [20], [8])[0][:1] == [21]
+    proposer.fails = True
+    assert speculator.read(5) == 0
+    assert proposer.has_ended
+    assert (speculator.unread, speculator.read(5)) == (0, 0)
 
 
 def test_a_model_is_asked_for_the_rows_that_have_no_better_draft_and_for_no_more_than_it_can() -> None:
