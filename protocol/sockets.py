@@ -1,8 +1,11 @@
-"""The four sockets, and the only place that sets a ZeroMQ option.
+"""The sockets, and the only place that sets a ZeroMQ option.
 
 The gateway binds a ROUTER (down) and a PULL (up); each worker connects a DEALER and a PUSH. The DEALER sends one empty
 frame, which makes its identity routable; everything else a worker says goes over PUSH and is totally ordered.
 Flow control is by admission, so high-water marks are off. A socket belongs to the thread that made it.
+
+Sockets to other machines are TCP with CURVE, which both encrypts and tells the two ends by their keys. They have a
+high-water mark and a smaller bound of frames: the other end is another daemon, which may have lost its mind.
 """
 
 import os
@@ -13,6 +16,7 @@ from typing import Any, Final
 import zmq
 
 from protocol.codec import MAX_FRAME_BYTES
+from protocol.curve import KeyPair, encoded
 
 # `sun_path` holds 108 bytes on Linux and 104 on macOS, each with its terminator.
 IPC_PATH_MAX: Final = 107 if sys.platform == "linux" else 103
@@ -20,6 +24,15 @@ IPC_PATH_MAX: Final = 107 if sys.platform == "linux" else 103
 GOODBYE_LINGER_MS: Final = 2000
 # A worker without a gateway looks up this often from a send that cannot proceed.
 SEND_TIMEOUT_MS: Final = 500
+# Of sockets to other machines: how long a handshake may take, how often libzmq asks whether the other end still is
+# there, for how long it waits, the pauses between attempts to connect, and the frames that may wait.
+HANDSHAKE_MS: Final = 5000
+HEARTBEAT_MS: Final = 1000
+HEARTBEAT_TIMEOUT_MS: Final = 5000
+RECONNECT_MS: Final = 100
+RECONNECT_MAX_MS: Final = 2000
+REMOTE_FRAMES: Final = 1000
+REMOTE_FRAME_BYTES: Final = 1 << 20
 
 
 class PathTooLong(ValueError):
@@ -70,6 +83,31 @@ def connect_push(context: zmq.Context[Any], address: str) -> Any:
     return socket
 
 
+def bind_secure_router(context: zmq.Context[Any], address: str, own: KeyPair) -> Any:
+    """A ROUTER for other machines. Which keys it admits is up to `curve.guard`, which must watch its context."""
+    socket = _make_remote(context, zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, encoded(own.secret))
+    socket.bind(address)
+    return socket
+
+
+def connect_secure_dealer(
+    context: zmq.Context[Any], address: str, identity: bytes, server_public: str, own: KeyPair
+) -> Any:
+    """A DEALER to a ROUTER that must have the key `server_public`."""
+    socket = _make_remote(context, zmq.DEALER)
+    socket.setsockopt(zmq.ROUTING_ID, identity)
+    # What was meant for a connection that is gone is not sent to the next one.
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, encoded(server_public))
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, encoded(own.public))
+    socket.setsockopt(zmq.CURVE_SECRETKEY, encoded(own.secret))
+    socket.connect(address)
+    return socket
+
+
 def receive_now(socket: "zmq.Socket[bytes]") -> bytes | None:
     """A frame that is there already, or None."""
     try:
@@ -84,4 +122,17 @@ def _make(context: zmq.Context[Any], kind: int) -> Any:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    return socket
+
+
+def _make_remote(context: zmq.Context[Any], kind: int) -> Any:
+    socket = _make(context, kind)
+    socket.setsockopt(zmq.SNDHWM, REMOTE_FRAMES)
+    socket.setsockopt(zmq.RCVHWM, REMOTE_FRAMES)
+    socket.setsockopt(zmq.MAXMSGSIZE, REMOTE_FRAME_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     return socket
