@@ -1,0 +1,135 @@
+"""Environments of MLX's distributed backends: the variables and files that each rank of a group needs before `init`.
+
+MLX has them from its own launcher, whose names these are. JACCL and NCCL were not run here but for their forms: the
+tests hold these against what mlx.launch sets.
+"""
+
+import ipaddress
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+# All that the backends read. What a rank's process was started with must not decide: JACCL_* even wins over MLX_*.
+VARIABLES: Final = (
+    "MLX_RANK",
+    "MLX_HOSTFILE",
+    "MLX_WORLD_SIZE",
+    "MLX_IBV_DEVICES",
+    "MLX_JACCL_COORDINATOR",
+    "MLX_JACCL_RING",
+    "JACCL_RANK",
+    "JACCL_IBV_DEVICES",
+    "JACCL_COORDINATOR",
+    "JACCL_RING",
+    "NCCL_HOST_IP",
+    "NCCL_PORT",
+)
+BACKENDS: Final = ("ring", "jaccl", "nccl")
+# Machines that are all cabled to each other, at most.
+MESH_MAX: Final = 8
+# Between several devices of one link.
+SEPARATOR: Final = ","
+
+
+class CannotConnect(ValueError):
+    """The ranks cannot be connected as they are described; the reason, for an operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """`files` are contents by the variable that has the path of the file. All other `VARIABLES` are to be unset."""
+
+    variables: dict[str, str]
+    files: dict[str, str] = field(default_factory=dict[str, str])
+
+
+def environment(
+    backend: str,
+    rank: int,
+    size: int,
+    *,
+    links: Sequence[Sequence[str]] = (),
+    devices: Sequence[Sequence[str]] = (),
+    coordinator: str = "",
+    gpu: int | None = None,
+) -> Environment:
+    """The environment of one rank. Raises `CannotConnect`.
+
+    `links` are addresses `ip:port` by rank, several of a rank for links in parallel; `devices` has for each rank its
+    RDMA device towards each, empty for none and for itself; `coordinator` is `ip:port` of rank 0.
+    """
+    if not 0 <= rank < size:
+        raise CannotConnect(f"rank {rank} of {size}")
+    own = {"MLX_RANK": str(rank)}
+    match backend:
+        case "ring":
+            _check_links(links, size)
+            return Environment(own, {"MLX_HOSTFILE": json.dumps([list(each) for each in links])})
+        case "jaccl":
+            _check_address(coordinator, "the coordinator")
+            variables = own | {"MLX_JACCL_COORDINATOR": coordinator}
+            if not has_mesh(devices, size):
+                if problem := ring_problem(devices, size):
+                    raise CannotConnect(problem)
+                variables |= {"MLX_JACCL_RING": "1"}
+            return Environment(variables, {"MLX_IBV_DEVICES": json.dumps(_matrix(devices))})
+        case "nccl":
+            ip, port = _check_address(coordinator, "the coordinator")
+            variables = own | {"MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": ip, "NCCL_PORT": str(port)}
+            return Environment(variables if gpu is None else variables | {"CUDA_VISIBLE_DEVICES": str(gpu)})
+        case _:
+            raise CannotConnect(f"backend '{backend}' is none of {', '.join(BACKENDS)}")
+
+
+def has_mesh(devices: Sequence[Sequence[str]], size: int) -> bool:
+    """Whether every pair is cabled, in both directions."""
+    pairs = [(one, other) for one in range(size) for other in range(size) if one != other]
+    return 1 < size <= MESH_MAX and _is_square(devices, size) and all(devices[one][other] for one, other in pairs)
+
+
+def ring_problem(devices: Sequence[Sequence[str]], size: int) -> str:
+    """The reason why JACCL cannot even make a ring of these; empty where it can."""
+    if not _is_square(devices, size) or size < 2:
+        return f"JACCL needs the devices of {size} ranks towards {size}"
+    for rank in range(size):
+        for other in {(rank + 1) % size, (rank - 1) % size}:
+            if not devices[rank][other]:
+                return f"JACCL: rank {rank} has no device towards rank {other}"
+    return ""
+
+
+def _matrix(devices: Sequence[Sequence[str]]) -> list[list[str | list[str] | None]]:
+    """As MLX reads it: null where there is no device, a list where there are several."""
+    return [[_device(name) if at != rank else None for at, name in enumerate(row)] for rank, row in enumerate(devices)]
+
+
+def _device(name: str) -> str | list[str] | None:
+    names = [each for each in name.split(SEPARATOR) if each]
+    return names if len(names) > 1 else names[0] if names else None
+
+
+def _is_square(devices: Sequence[Sequence[str]], size: int) -> bool:
+    return len(devices) == size and all(len(row) == size for row in devices)
+
+
+def _check_links(links: Sequence[Sequence[str]], size: int) -> None:
+    if len(links) != size or size < 2:
+        raise CannotConnect(f"a ring of {size} ranks has the links of {len(links)}")
+    if len({len(each) for each in links}) != 1 or not links[0]:
+        raise CannotConnect("each rank of a ring has as many links as every other, and one at least")
+    addresses = [_check_address(link, "a link") for each in links for link in each]
+    if len(set(addresses)) != len(addresses):
+        raise CannotConnect("two links of a ring have one address")
+
+
+def _check_address(address: str, owner: str) -> tuple[str, int]:
+    """Its IP address and port. MLX's backends take no names and no IPv6. Raises `CannotConnect`."""
+    ip, _, port = address.rpartition(":")
+    try:
+        number = int(port) if port.isascii() and port.isdecimal() else 0
+        if not 0 < number < 1 << 16:
+            raise ValueError
+        return str(ipaddress.IPv4Address(ip)), number
+    except ValueError:
+        raise CannotConnect(f"{owner} is at {address!r}, which is not IPV4:PORT") from None
