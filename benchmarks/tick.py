@@ -134,7 +134,7 @@ class _Loop:
         from worker.cache.kv import Layout
         from worker.cache.prefix import PrefixCache
         from worker.engine.batch import Batch
-        from worker.engine.chunking import ChunkPolicy
+        from worker.pacing.chunking import ChunkPolicy
 
         self.batch = Batch(model, (), PrefixCache(Layout.of(lambda: make_prompt_cache(model)), 0))
         self._policy = ChunkPolicy(512, can_ride=way == AFTER)

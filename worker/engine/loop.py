@@ -25,7 +25,7 @@ from worker.cache import batched
 from worker.cache.prefix import PrefixCache
 from worker.cache.quantized import make_caches
 from worker.engine.batch import Batch
-from worker.engine.chunking import ChunkPolicy
+from worker.pacing.chunking import ChunkPolicy
 from worker.engine.drain_order import DrainOrder
 from worker.engine.emitter import Emitter
 from worker.engine.gauges import Gauges

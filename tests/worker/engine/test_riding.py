@@ -140,7 +140,7 @@ def test_a_tick_with_a_prompt_is_one_pass_of_its_tokens_and_one_of_each_row(
 def test_grammars_penalties_and_logprobs_are_right_beside_prompts_that_ride_and_leave(
     architecture: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.engine.chunking._MARGIN", 0.0)  # whichever way is quicker here
+    monkeypatch.setattr("worker.pacing.chunking._MARGIN", 0.0)  # whichever way is quicker here
     batch = [structs.replace(request, top_logprobs=2) for request in requests(output=30)]
     batch[0] = structs.replace(batch[0], constraint=Constraint(ConstraintKind.REGEX, "[a-z ]+"))
     batch[1] = structs.replace(batch[1], sampling=structs.replace(batch[1].sampling, repetition_penalty=1.3))

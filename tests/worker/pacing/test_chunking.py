@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from worker.engine.chunking import (
+from worker.pacing.chunking import (
     ENOUGH,
     FIRST_CHUNK,
     GENTLE_RATIO,
