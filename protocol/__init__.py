@@ -15,6 +15,7 @@ __all__ = [
     "stats",
     "towers",
     "verify",
+    "wisdom",
 ]
 
 __version__ = "0.1.0"

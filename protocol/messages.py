@@ -303,7 +303,32 @@ class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=16):
     level: str
 
 
-Down = Welcome | Generate | Abort | Detokenize | Tokenize | Ping | Drain | Shutdown | Dump | SetMemory | SetLogLevel
+class SetPace(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """Leave a display its part of the GPU from now on, for workers of minor 1 and up. No token depends on it.
+
+    `duty` is the part of the time in which the model computes. A tick that prefills takes at most `tick_ms`, and
+    `chunk` prompt tokens of a row; 0 is as without.
+    """
+
+    duty: float = 1.0
+    tick_ms: int = 0
+    chunk: int = 0
+
+
+Down = (
+    Welcome
+    | Generate
+    | Abort
+    | Detokenize
+    | Tokenize
+    | Ping
+    | Drain
+    | Shutdown
+    | Dump
+    | SetMemory
+    | SetLogLevel
+    | SetPace
+)
 
 
 # -- upstream --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import msgspec
 
 # In place of JSON in a worker's arguments: the specification is what its standard input holds.
 STDIN: Final = "-"
+# Rows that may run together where neither the configuration nor a calibration says.
+USUAL_RUNNING: Final = 16
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -18,6 +20,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     `path` is a folder, a Hugging Face repository in the local cache, or `demo` for the embedded model.
     `dtype` is `auto` (float32 on CPU, else as stored), `float32`, `float16` or `bfloat16`.
     `context` caps the model's own window (0: the model's); `prefill_chunk` is the longest prompt chunk in tokens.
+    `max_running` 0 is as many as a calibration has found to be of use.
     """
 
     name: str

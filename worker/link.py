@@ -31,6 +31,7 @@ from protocol.messages import (
     Rejected,
     SetLogLevel,
     SetMemory,
+    SetPace,
     Shutdown,
     Tokenize,
     Up,
@@ -45,7 +46,7 @@ log = logging.getLogger("mlxd.worker")
 _POLL_MS: Final = 250
 
 Question = Generate | Tokenize | Detokenize
-Control = Abort | Drain | Shutdown | SetMemory
+Control = Abort | Drain | Shutdown | SetMemory | SetPace
 
 
 class Link:
@@ -128,7 +129,7 @@ class Link:
                 self.send(Pong(message.seq, message.t_ns, self._gauges.snapshot()))
             case Generate() | Tokenize() | Detokenize():
                 self.on_question(message)
-            case Abort() | Drain() | Shutdown() | SetMemory():
+            case Abort() | Drain() | Shutdown() | SetMemory() | SetPace():
                 self.on_control(message)
             case SetLogLevel(level):
                 self._set_level(level)
@@ -168,8 +169,8 @@ class Link:
                 os._exit(Exit.OK)  # the main thread may be deep in native code
             case Drain():
                 self.send(Drained(self._spec.epoch, 0))  # nothing has been accepted yet
-            case Abort() | SetMemory():
-                pass  # the gateway divides memory again among those that are ready
+            case Abort() | SetMemory() | SetPace():
+                pass  # the gateway divides memory again among those that are ready, and tells them the pace
 
     # -- sending -----------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from protocol.failures import Code, Exit, Failure
 from protocol.kinds import TEXT
 from protocol.messages import Abort, Generate, Goodbye, Loading, MediaInfo, Ready, Rejected, Shutdown
 from protocol.spec import WorkerSpec, read_spec
+from protocol.wisdom import FOLDER_ENV, LoadFacts
 from worker.engine.gauges import Gauges
 from worker.link import Control, Link, Question
 
@@ -70,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _check(spec: WorkerSpec) -> None:
     """Check constraints that the types do not express. Raises ValueError."""
-    if spec.max_running < 1 or spec.prefill_chunk < 1:
-        raise ValueError("max_running and prefill_chunk are at least 1")
+    if spec.max_running < 0 or spec.prefill_chunk < 1:
+        raise ValueError("max_running is at least 0, prefill_chunk 1")
     if spec.log_level.upper() not in logging.getLevelNamesMapping():
         raise ValueError(f"unknown log_level '{spec.log_level}'")
 
@@ -94,6 +95,14 @@ def _media_info(loaded: "Loaded", intake: "Intake") -> MediaInfo | None:
     if processor is None:
         return MediaInfo(tower_bytes, reason=intake.no_media) if intake.no_media else None
     return MediaInfo(tower_bytes, processor.image_tokens, processor.max_pixels)
+
+
+def _keep_load(engine: "Engine", loaded: "Loaded", gauges: Gauges, seconds: float, warm_up_s: float) -> None:
+    """Keep what the load has shown, for estimates of the next one."""
+    if engine.kept is not None:
+        cost = engine.kv_cost
+        memory_facts = loaded.weights_bytes, gauges.footprint, cost.token_bytes, cost.bytes(1, 0)
+        engine.kept.loaded(LoadFacts(seconds, warm_up_s, *memory_facts))
 
 
 class Process:
@@ -165,7 +174,9 @@ class Process:
         inbox = Inbox()
         limits = Limits(self._spec.media_bytes, self._spec.media_count, self._spec.media_pixels)
         intake = Intake(loaded, self._spec.parser, limits, memory.allowed(self._spec))
-        engine = Engine(loaded, self._spec, inbox, self._link.send, self._gauges, intake.writer)
+        keeps = os.environ.get(FOLDER_ENV, "")
+        engine = Engine(loaded, self._spec, inbox, self._link.send, self._gauges, intake.writer, keeps=keeps)
+        warmed = time.monotonic()
         self._link.send(Loading(self._spec.epoch, "warmup", loaded.weights_bytes, loaded.weights_bytes))
         # A GPU compiles kernels for a whole chunk; a CPU has nothing to compile.
         length = min(_WARM_UP + (self._spec.prefill_chunk if memory.has_gpu() else 0), loaded.max_context - 4)
@@ -176,6 +187,7 @@ class Process:
             )
         intake.limit_context(fitting)
         self._gauges.measure_memory()
+        _keep_load(engine, loaded, self._gauges, time.monotonic() - started, time.monotonic() - warmed)
 
         self._take_requests(intake, inbox)
         ready = Ready(

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 
 from protocol.messages import Abort, Generate, Ready
-from protocol.spec import WorkerSpec
+from protocol.spec import USUAL_RUNNING, WorkerSpec
 from worker.embedding.job_loop import Command, JobLoop
 from worker.embedding.load_model import Reader, load_reader
 from worker.embedding.prepare import Preparer
@@ -76,7 +76,7 @@ def _ready(spec: WorkerSpec, reader: Reader, load_s: float) -> Ready:
         epoch=spec.epoch,
         model_path=str(reader.path),
         max_context=reader.max_context,
-        max_running=spec.max_running,
+        max_running=spec.max_running or USUAL_RUNNING,
         vocab_size=reader.vocab_size,
         weights_bytes=reader.weights_bytes,
         load_s=load_s,

@@ -19,6 +19,7 @@ from gateway.supervisor.exit_watch import wait_exit
 from gateway.supervisor.os_process import start_ticks
 from gateway.supervisor.registry import Registry, Survivor, WorkerProcess, WorkerRecord
 from protocol.spec import STDIN, WorkerSpec
+from protocol.wisdom import FOLDER_ENV, wisdom_dir
 
 worker_log = logging.getLogger("worker")
 
@@ -62,7 +63,13 @@ class Spawner:
         try:
             with _input(msgspec.json.encode(spec), down.parent) as stdin:
                 popen = subprocess.Popen(
-                    argv, stdin=stdin, stdout=write_fd, stderr=write_fd, cwd=self._home, start_new_session=True
+                    argv,
+                    stdin=stdin,
+                    stdout=write_fd,
+                    stderr=write_fd,
+                    cwd=self._home,
+                    env={**os.environ, FOLDER_ENV: str(wisdom_dir(self._home))},
+                    start_new_session=True,
                 )
         except BaseException:  # Re-raised: only this function knows of this end of the pipe.
             os.close(read_fd)

@@ -64,6 +64,7 @@ def down() -> list[m.Down]:
         m.SetLogLevel("debug"),
         m.Generate(6, m.EmbedPrompt(("né", (1, 2)), "query", True, False, 256, -1), m.Sampling()),
         m.Generate(7, m.ScorePrompt(("né",), ("a", "b"), "judge", 512, 64, ("text_1", "text_2")), m.Sampling()),
+        m.SetPace(0.75, 60, 256),
     ]
 
 

@@ -70,8 +70,10 @@ class EngineHarness:
         spec: WorkerSpec,
         wrap: Callable[[Any], Any] = lambda model: model,
         drafter: Drafter | Callable[[Loaded], Drafter] | None = None,
+        keeps: str = "",
     ) -> None:
         self.spec = spec
+        self._keeps = keeps
         self._wrap = wrap
         self._drafter = drafter
         self.gauges = Gauges()
@@ -103,7 +105,14 @@ class EngineHarness:
             self.intake = Intake(self.loaded, self.spec.parser)
             drafter = self.drafter = self._drafter(self.loaded) if callable(self._drafter) else self._drafter
             self.engine = Engine(
-                self.loaded, self.spec, self._inbox, self._receive, self.gauges, self.intake.writer, drafter
+                self.loaded,
+                self.spec,
+                self._inbox,
+                self._receive,
+                self.gauges,
+                self.intake.writer,
+                drafter,
+                keeps=self._keeps,
             )
             self.engine.warm_up(list(range(8)))
             self.kv_cost = self.engine.kv_cost

@@ -392,7 +392,7 @@ def test_a_model_that_cannot_be_loaded_is_told_and_not_worth_another_start(run_d
         '{"name": 5}',
         '{"name": "m", "path": "p", "epoch": 1, "down": "ipc://d", "up": "ipc://u", "no_such_key": 1}',
         '{"name": "m", "path": "p", "epoch": 1, "down": "ipc://d", "up": "ipc://u", "log_level": "loud"}',
-        '{"name": "m", "path": "p", "epoch": 1, "down": "ipc://d", "up": "ipc://u", "max_running": 0}',
+        '{"name": "m", "path": "p", "epoch": 1, "down": "ipc://d", "up": "ipc://u", "max_running": -1}',
         '{"name": "m", "path": "p", "epoch": 1, "down": "ipc://d", "up": "ipc://u", "prefill_chunk": 0}',
     ],
 )

@@ -40,6 +40,7 @@ from protocol.messages import (
     Rejected,
     SetLogLevel,
     SetMemory,
+    SetPace,
     Shutdown,
     Step,
     TextPrompt,
@@ -158,6 +159,8 @@ class Scripted:
                     print(f"logs from {level} on", flush=True)
             case SetMemory():
                 self.orders.append(message)
+                print(f"told {message}", flush=True)
+            case SetPace():
                 print(f"told {message}", flush=True)
 
     def generate(self, request: Generate) -> None:

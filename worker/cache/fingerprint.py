@@ -25,13 +25,16 @@ from worker.errors import LoadFailed
 from worker.model.lanes import Lane
 from worker.model.loader import Loaded
 
-__all__ = ["LABEL", "model_form", "open_disk"]
+__all__ = ["LABEL", "form_of", "model_form", "open_disk"]
 
 log = logging.getLogger("mlxd.worker")
 
 
-def open_disk(spec: WorkerSpec, loaded: Loaded, layout: Layout, wake: Callable[[], None]) -> CacheDisk | None:
-    """The disk cache that `spec` asks for; None if it asks for none. Raises `LoadFailed` if it cannot be had."""
+def open_disk(spec: WorkerSpec, form: Callable[[], Form], layout: Layout, wake: Callable[[], None]) -> CacheDisk | None:
+    """The disk cache that `spec` asks for; None if it asks for none. `form` is that of the KV.
+
+    Raises `LoadFailed` if it cannot be had.
+    """
     if not spec.disk_cache_dir:
         return None
     if spec.disk_cache_bytes <= 0 or spec.cache_bytes == 0:
@@ -41,10 +44,14 @@ def open_disk(spec: WorkerSpec, loaded: Loaded, layout: Layout, wake: Callable[[
     if unknown:
         log.warning("disk cache is off for this model: %s cannot be written to disk", ", ".join(unknown))
         return None
-    kinds = [kind_of_leaf(leaf) for leaf in leaves(caches)]
-    form = model_form(loaded, kinds, runs_code=spec.trust_remote_code)
-    claim = Claim(spec.name, spec.disk_cache_dir, spec.path, form)
-    return CacheDisk(Path(spec.disk_cache_dir), form.key, spec.disk_cache_bytes, wake, claim=claim)
+    claim = Claim(spec.name, spec.disk_cache_dir, spec.path, form())
+    return CacheDisk(Path(spec.disk_cache_dir), claim.form.key, spec.disk_cache_bytes, wake, claim=claim)
+
+
+def form_of(spec: WorkerSpec, loaded: Loaded, layout: Layout) -> Form:
+    """Form of the KV of a loaded model in caches of this layout."""
+    kinds = [kind_of_leaf(leaf) for leaf in leaves(layout.make())]
+    return model_form(loaded, kinds, runs_code=spec.trust_remote_code)
 
 
 def model_form(loaded: Loaded, kinds: list[str], *, runs_code: bool = False) -> Form:

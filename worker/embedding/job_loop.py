@@ -25,21 +25,23 @@ from protocol.messages import (
     Progress,
     Rejected,
     SetMemory,
+    SetPace,
     Shutdown,
     Step,
     Up,
 )
-from protocol.spec import WorkerSpec
+from protocol.spec import USUAL_RUNNING, WorkerSpec
 from worker.embedding.groups import Place, take_group
 from worker.embedding.job import Item, Job, Numbers
 from worker.embedding.load_model import Reader
 from worker.engine.gauges import Gauges
 from worker.errors import LoadFailed, StepFailed, is_allocation_failure, is_gpu_fault
 from worker.model import memory
+from worker.pacing.rests import Rests
 
 log = logging.getLogger("mlxd.worker")
 
-Command = Job | Abort | Drain | Shutdown | SetMemory
+Command = Job | Abort | Drain | Shutdown | SetMemory | SetPace
 
 # Tokens of one forward pass with its padding. A CPU gains nothing by more, and an abort waits for the pass.
 _GPU_TOKENS: Final = 16_384
@@ -90,6 +92,7 @@ class JobLoop:
         self._drained_at = float("-inf")
         self._is_stopping = False
         self._stats_due = self._memory_due = 0.0
+        self._rests = Rests()
 
     def warm_up(self) -> None:
         """Compute once, and keep the memory limits. Raises `LoadFailed`."""
@@ -107,8 +110,10 @@ class JobLoop:
         while not self._is_stopping:
             self._take_commands()
             self._enforce_deadlines()
-            if self._jobs and not self._is_stopping:
+            if self._jobs and not self._is_stopping and not self._rests.left_s(time.monotonic()):
+                began = time.monotonic()
                 self._pass()
+                self._rests.worked(began, time.monotonic())
             self._flush()
             self._share.check()
         self.fail_all(_STOPPING)
@@ -127,6 +132,9 @@ class JobLoop:
         if not self._jobs and self._drain_until is None:
             self._idle()
             commands.append(self._inbox.get())
+        elif rest_s := self._rests.left_s(time.monotonic()):
+            with suppress(Empty):
+                commands.append(self._inbox.get(timeout=rest_s))
         with suppress(Empty):
             while True:
                 commands.append(self._inbox.get_nowait())
@@ -147,6 +155,8 @@ class JobLoop:
                 self._is_stopping = True
             case SetMemory():
                 self._apply(self._share.change(command))
+            case SetPace():
+                self._rests.set_duty(command.duty)
             case _:
                 assert_never(command)
 
@@ -178,7 +188,7 @@ class JobLoop:
         if self._drain_until is not None or job.arrived <= self._drained_at:
             self._send(Rejected(job.rid, _STOPPING))
             return
-        if len(self._jobs) >= self._spec.max_running + self._spec.max_waiting:
+        if len(self._jobs) >= (self._spec.max_running or USUAL_RUNNING) + self._spec.max_waiting:
             self._send(Rejected(job.rid, Failure(Code.BUSY, "the model's queue is full; try again")))
             return
         self._send(Accepted(job.rid, job.tokens))

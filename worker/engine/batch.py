@@ -123,6 +123,13 @@ class Batch:
         return max((len(row.prompt) + len(row.output) - row.reused for row in rows), default=0)
 
     @property
+    def context(self) -> int:
+        """The most tokens that a row in prefill has computed; of rows that generate, where none is in prefill."""
+        if self._prefilling:
+            return max(self._rows[uid].prefilled for uid in self._prefilling)
+        return max((len(row.prompt) + len(row.output) for row in self._rows.values()), default=0)
+
+    @property
     def decoding(self) -> int:
         return len(self._rows) - len(self._prefilling)
 
@@ -308,6 +315,10 @@ class Batch:
                 self._forget(row)
         self._park()
         return Tick(tokens, progress, broken, prefilled, self._generator.timed, returned, scored)
+
+    def wait(self) -> None:
+        """Return when nothing of what was launched is running any more."""
+        self._generator.wait()
 
     def account(self, row: Row) -> None:
         """Bring the row's counts up to date."""

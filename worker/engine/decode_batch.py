@@ -63,6 +63,8 @@ class _Flight:
     launched: float
     # Whether it had a second token a row, where rows are of unequal length.
     is_pair: bool | None
+    # Seen before it is read, as the loop rests; 0 if it does not.
+    ended: float = 0.0
 
 
 @dataclass(slots=True)
@@ -160,6 +162,12 @@ class DecodeBatch(Members):
         self.ended, self._flight = time.perf_counter(), None
         return self.ended - began
 
+    def rest(self) -> None:
+        """Nothing runs any more, and the loop rests: that is no part of a step's time."""
+        if self._flight is not None and not self._flight.ended:
+            self._flight.ended = time.perf_counter()
+        self._block_rows = 0
+
     def next(self, rider: Part | None = None) -> list[Sampled]:
         """One step, with a chunk of prompts that rides on it."""
         self.timed = None
@@ -195,7 +203,7 @@ class DecodeBatch(Members):
         self._block_rows, self.ended = 0, time.perf_counter()
         if before is None:
             return
-        seconds = self.ended - max(last, before.launched)
+        seconds = (before.ended or self.ended) - max(last, before.launched)
         self.timed = Timed(seconds, before.rows, before.prompted, before.prompted > 0)
         if not before.prompted:
             self._drafter.timed(before.rows, 1, seconds)

@@ -140,6 +140,11 @@ class Generator:
             self._clear()
             return prompted + self._run_scored(chunk), sampled
 
+    def wait(self) -> None:
+        """Return when nothing of what was launched is running any more."""
+        mx.synchronize(self._stream)
+        self._decode.rest()
+
     def _admit(self) -> None:
         if not self._waiting:
             return

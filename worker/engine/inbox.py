@@ -7,7 +7,7 @@ from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from protocol.messages import Abort, Drain, SetMemory, Shutdown
+from protocol.messages import Abort, Drain, SetMemory, SetPace, Shutdown
 from worker.engine.row import Row
 
 # How long an engine whose rows all wait for something looks for commands.
@@ -29,7 +29,7 @@ class Wake(Enum):
     UP = auto()
 
 
-Command = Row | Abort | Drain | Shutdown | SetMemory | Wake
+Command = Row | Abort | Drain | Shutdown | SetMemory | SetPace | Wake
 
 
 class Inbox:
@@ -50,15 +50,16 @@ class Inbox:
         """A client has its answer and may be about to ask again."""
         self._answered.append(now)
 
-    def take(self, *, is_idle: bool, is_waiting: bool) -> list[Command]:
-        """All that is there. Blocks for a first command when there is nothing else to do, briefly when rows wait."""
+    def take(self, *, is_idle: bool, is_waiting: bool, rest_s: float = 0.0) -> list[Command]:
+        """All that is there. Blocks for a first command when there is nothing else to do, briefly when rows wait, and
+        for as long as the loop rests."""
         commands: list[Command] = []
         if is_idle:
             commands.append(self._queue.get())
             self._gather(commands)
-        elif is_waiting:
+        elif is_waiting or rest_s:
             with suppress(Empty):
-                commands.append(self._queue.get(timeout=WAIT_S))
+                commands.append(self._queue.get(timeout=max(rest_s, WAIT_S if is_waiting else 0.0)))
         with suppress(Empty):
             while True:
                 commands.append(self._queue.get_nowait())

@@ -17,17 +17,18 @@ from protocol.messages import (
     Finish,
     Rejected,
     SetMemory,
+    SetPace,
     Shutdown,
     Up,
 )
-from protocol.spec import WorkerSpec
+from protocol.spec import USUAL_RUNNING, WorkerSpec
 from worker.cache import batched
 from worker.cache.prefix import PrefixCache
 from worker.cache.quantized import make_caches
 from worker.engine.batch import Batch
-from worker.pacing.chunking import ChunkPolicy
 from worker.engine.drain_order import DrainOrder
 from worker.engine.emitter import Emitter
+from worker.engine.forward import can_pack
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Command, Inbox, Wake
 from worker.engine.kv_budget import KvCost
@@ -38,8 +39,11 @@ from worker.engine.queue import Queue
 from worker.engine.row import Row
 from worker.engine.self_check import refusal
 from worker.errors import RequestInvalid, StepFailed, is_allocation_failure, is_gpu_fault
+from worker.model.device import has_watchdog
 from worker.model.lanes import Lane
 from worker.model.loader import Loaded
+from worker.pacing.kept_file import KeptFile
+from worker.pacing.pacer import Pacer
 from worker.speculation.drafter import Drafter
 from worker.speculation.speculator import Speculator
 from worker.vision.encoder import Encoder
@@ -54,10 +58,15 @@ _MOST_TOMBSTONES: Final = 1 << 16
 _RECOVERY_S: Final = 60.0
 # Rows that may wait, at a time, for another row to prefill what they share.
 _MAX_HELD: Final = 64
+# How often the longest row is looked for, in ticks.
+_CONTEXT_EVERY: Final = 32
 
 
 class Engine:
-    """Owns the rows and the batch. Commands come in by `inbox`, messages leave by `send`."""
+    """Owns the rows and the batch. Commands come in by `inbox`, messages leave by `send`.
+
+    `keeps` is the folder of measured times that are kept from start to start; empty is none.
+    """
 
     def __init__(
         self,
@@ -68,6 +77,7 @@ class Engine:
         gauges: Gauges,
         writer: Writer,
         drafter: Drafter | None = None,
+        keeps: str = "",
     ) -> None:
         self._loaded = loaded
         self.speculation, drafts = _speculation(loaded, spec)
@@ -79,17 +89,20 @@ class Engine:
         self._gauges = gauges
         self._writer = writer
         self._plan = loaded.plan
-        self.max_running = 1 if self._plan.lane is Lane.SINGLE else spec.max_running
-        self._memory = MemoryLimits(loaded, spec, gauges, lambda: inbox.put(Wake.UP))
+        self._memory = MemoryLimits(loaded, spec, gauges, lambda: inbox.put(Wake.UP), keeps)
+        self.kept = kept = self._memory.kept
+        self.max_running = _max_running(spec, kept, self._plan.lane)
         self._encoder: Encoder | None = None
         if loaded.vision is not None and self._memory.features is not None:
             self._encoder = Encoder(loaded.vision.tower, self._memory.features, lambda: inbox.put(Wake.UP))
         self._is_waiting = False
         self._batch = self._new_batch()
         self._queue = Queue()
-        self._policy = ChunkPolicy(spec.prefill_chunk, is_fixed=spec.deterministic)
-        # Of what a model that drafts reads.
-        self._reading = ChunkPolicy(spec.prefill_chunk, can_ride=False)
+        costs = gauges.speculator.costs if gauges.speculator is not None else None
+        can_ride = can_pack(loaded.model)
+        self._pacer = Pacer(spec, costs, kept, can_ride=can_ride, has_watchdog=has_watchdog())
+        self._context = 0
+        self._woke = 0.0
         self._emitter = Emitter(writer, self._outbox, self._finish)
         self._rows: dict[int, Row] = {}
         self._tombstones: dict[int, None] = {}
@@ -120,14 +133,17 @@ class Engine:
             self._recovering(self._admit)
             self._recovering(self._encode)
             self._recovering(self._make_room)
-            if self._batch:
+            if self._batch and not self._pacer.left_s():
                 self._recovering(self._tick)
             self._flush()
             self._recovering(self._batch.settle)
             self._recovering(self._memory.cache.hand_over)
             self._recovering(self._tend_memory)
+            if self._pacer.rests:
+                self._recovering(self._rest)
         self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
         self._flush()
+        self._pacer.close()
         self._memory.cache.close()
         self._batch.close()
         if self._encoder is not None:
@@ -172,8 +188,8 @@ class Engine:
         is_idle = not self._rows and not self._drain.is_on
         if is_idle:
             self._idle()
-        commands = self._inbox.take(is_idle=is_idle, is_waiting=self._is_waiting)
-        self._gauges.busy_since = time.monotonic()
+        commands = self._inbox.take(is_idle=is_idle, is_waiting=self._is_waiting, rest_s=self._pacer.left_s())
+        self._gauges.busy_since = self._woke = time.monotonic()
         for command in sorted(commands, key=lambda command: not isinstance(command, Abort)):
             self._recovering(partial(self._obey, command))
 
@@ -191,6 +207,8 @@ class Engine:
             case SetMemory():
                 self._memory.share.change(command)
                 self._apply_limits()
+            case SetPace():
+                self._pacer.change(command)
             case Wake.UP:
                 pass
             case _:
@@ -203,6 +221,12 @@ class Engine:
         self._gauges.measure_memory()
         self._memory.observe()
         self._recovering(self._memory.cache.flush)
+        self._pacer.tend()
+
+    def _rest(self) -> None:
+        """Leave the GPU to others for a while. Nothing that was launched may run on into the rest."""
+        self._batch.wait()
+        self._pacer.worked(self._woke)
 
     def _abort(self, rid: int) -> None:
         row = self._rows.get(rid)
@@ -304,17 +328,16 @@ class Engine:
 
     def _tick(self) -> None:
         prefilling, decoding = self._batch.prefilling, self._batch.decoding
-        chunk = self._policy.chunk(prefilling, decoding, self._batch.longest_prefill)
+        if prefilling or self._gauges.step_seq % _CONTEXT_EVERY == 0:
+            self._context = self._batch.context
+        chunk = self._pacer.chunk(prefilling, decoding, self._batch.longest_prefill, self._context)
         # Prompts come first: a tick has a chunk of them, or a slice of what a model that drafts has to read.
         unread = 0 if prefilling else self._batch.unread
-        reads = self._reading.chunk(1, decoding, unread).tokens if unread else 0
+        reads = self._pacer.reads(decoding, unread, self._context) if unread else 0
         tick = self._batch.tick(chunk.tokens, rides=chunk.rides, reads=reads)
         now = time.monotonic()
         for timed in tick.timed:
-            if not timed.is_reading:
-                self._policy.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode)
-            if timed.is_reading or not timed.prompted:
-                self._reading.observe(timed.seconds, timed.prompted, timed.rows)
+            self._pacer.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode, is_reading=timed.is_reading)
         self._gauges.step_seq += 1
         self._gauges.prompt_tokens += tick.prefilled
         self._gauges.generation_tokens += len(tick.tokens)
@@ -414,6 +437,15 @@ class Engine:
             self._loaded.vision,
             self._encoder,
         )
+
+
+def _max_running(spec: WorkerSpec, kept: KeptFile | None, lane: Lane) -> int:
+    """Rows that may run together: as configured, or as a calibration has found."""
+    if lane is Lane.SINGLE:
+        return 1
+    if spec.max_running:
+        return spec.max_running
+    return kept.calibration.max_running if kept is not None and kept.calibration is not None else USUAL_RUNNING
 
 
 def _speculation(loaded: Loaded, spec: WorkerSpec) -> tuple[str, bool]:

@@ -1,5 +1,6 @@
 """Memory of the engine beside the weights, within the share of this process: caches, and the KV of running rows."""
 
+import functools
 import logging
 import time
 import traceback
@@ -7,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.spec import WorkerSpec
-from worker.cache.fingerprint import open_disk
+from worker.cache.fingerprint import form_of, open_disk
 from worker.cache.kv import Layout
 from worker.cache.prefix import PrefixCache
 from worker.cache.quantized import make_caches
@@ -16,6 +17,7 @@ from worker.engine.kv_budget import KvBudget, KvCost
 from worker.errors import is_allocation_failure
 from worker.model import memory
 from worker.model.loader import Loaded
+from worker.pacing.kept_file import open_kept
 from worker.vision.features import FeatureCache
 
 log = logging.getLogger("mlxd.worker")
@@ -26,15 +28,28 @@ _TEND_EVERY_S: Final = 1.0
 class MemoryLimits:
     """The caches and the KV budget of one engine, and their limits. Owned by the engine thread.
 
-    `wake` is called by other threads when a read from disk has ended.
+    `wake` is called by other threads when a read from disk has ended. `keeps` is the folder of times that are kept from
+    start to start; empty is none.
     """
 
-    def __init__(self, loaded: Loaded, spec: WorkerSpec, gauges: Gauges, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        spec: WorkerSpec,
+        gauges: Gauges,
+        wake: Callable[[], None],
+        keeps: str = "",
+    ) -> None:
         self._gauges = gauges
         self._reuses_prefixes = loaded.plan.reuses_prefixes
         layout = Layout.of(lambda: make_caches(loaded.model))
-        disk = open_disk(spec, loaded, layout, wake) if self._reuses_prefixes else None
-        self.share = memory.Share(spec, loaded.weights_bytes)
+        form = functools.cache(lambda: form_of(spec, loaded, layout))
+        disk = open_disk(spec, form, layout, wake) if self._reuses_prefixes else None
+        self.kept = open_kept(keeps, form().key, spec) if keeps else None
+        calibration = self.kept.calibration if self.kept is not None else None
+        self.share = memory.Share(
+            spec, loaded.weights_bytes, most_buffers=calibration.buffer_bytes if calibration is not None else 0
+        )
         limits = self.share.limits()
         self.share.enforce(limits)
         # Of images, video and audio; None for a model of text.

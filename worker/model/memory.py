@@ -72,10 +72,15 @@ class Limits:
         return max(self.prefixes // _FEATURE_PART, min(_FEATURES_MIN, self.prefixes // 2))
 
 
-def divide(order: SetMemory, weights: int, host: int, *, kv: int = -1, prefixes: int = -1) -> Limits:
-    """A share among its uses. `kv` and `prefixes` are the operator's word where they are not negative."""
+def divide(
+    order: SetMemory, weights: int, host: int, *, kv: int = -1, prefixes: int = -1, most_buffers: int = 0
+) -> Limits:
+    """A share among its uses. `kv` and `prefixes` are the operator's word where they are not negative.
+
+    `most_buffers` is the limit of free buffers; 0 is the usual one.
+    """
     left = max(0, order.share_bytes - weights - host - _HOST_SLACK)
-    buffers = min(_most_buffers(), max(_BUFFER_MIN, left // _BUFFER_PART))
+    buffers = min(most_buffers or usual_buffers(), max(_BUFFER_MIN, left // _BUFFER_PART))
     rest = max(0, left - buffers)
     own_kv = kv if kv >= 0 else int(rest * _KV_PART) if prefixes < 0 else max(0, rest - prefixes)
     own_prefixes = prefixes if prefixes >= 0 else max(0, rest - own_kv)
@@ -142,8 +147,10 @@ class Share:
     lowered only to what is held already, and else by a later `check`.
     """
 
-    def __init__(self, spec: WorkerSpec, weights: int, device: Device | None = None) -> None:
+    def __init__(self, spec: WorkerSpec, weights: int, device: Device | None = None, most_buffers: int = 0) -> None:
+        """`most_buffers` is a limit of free buffers that was measured to be the quickest; 0 for the usual one."""
         self._spec = spec
+        self._most_buffers = most_buffers
         self._weights = weights
         self._device = device or MlxDevice()
         self._order = SetMemory(spec.memory_bytes)
@@ -190,12 +197,13 @@ class Share:
     def _divide(self) -> Limits:
         spec, order = self._spec, self._order
         if order.share_bytes:
-            return divide(order, self._weights, measure().host, kv=spec.kv_bytes, prefixes=spec.cache_bytes)
+            host, most = measure().host, self._most_buffers
+            return divide(order, self._weights, host, kv=spec.kv_bytes, prefixes=spec.cache_bytes, most_buffers=most)
         machine = psutil.virtual_memory()
         # Half of what is free now, with the weights loaded, and an eighth of all there is.
         kv = spec.kv_bytes if spec.kv_bytes >= 0 else machine.available // 2
         prefixes = spec.cache_bytes if spec.cache_bytes >= 0 else machine.total // 8
-        return Limits(kv, prefixes, _most_buffers())
+        return Limits(kv, prefixes, self._most_buffers or usual_buffers())
 
     def enforce(self, limits: Limits) -> None:
         """Give MLX its limits, and the system the unused buffers.
@@ -266,7 +274,8 @@ def footprint() -> int:
     return _darwin_footprint() if sys.platform == "darwin" else _linux_footprint()
 
 
-def _most_buffers() -> int:
+def usual_buffers() -> int:
+    """Bytes of free buffers that MLX may keep where nothing else was measured."""
     return max(_CACHE_BYTES, psutil.virtual_memory().total // _CACHE_PART)
 
 

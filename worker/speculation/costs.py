@@ -1,7 +1,7 @@
 """Costs of steps by their width, measured, and the width that pays."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -20,6 +20,9 @@ _SLOWER: Final = 0.2
 # a few times, as that may have been an accident.
 _MEMORY: Final = 512
 _MEMORY_OF_ONE: Final = 128
+# What was known from before counts no more once a step took this many times less, or two in a row so many times more:
+# the first of a width may have compiled kernels.
+_DOUBT: Final = 1.5
 # Of two ways to run a step, each is tried so often, and again after so many steps.
 _TRIALS: Final = 6
 _AGAIN: Final = 2048
@@ -33,16 +36,42 @@ class StepCosts:
         # The newest step of each width, and how many there were.
         self._used: dict[tuple[int, int], tuple[int, int]] = {}
         self._steps = 0
+        # Those of an earlier start that were not confirmed in this one, and whether a step has spoken against it.
+        self._recalled: dict[tuple[int, int], bool] = {}
+
+    @property
+    def times(self) -> dict[tuple[int, int], float]:
+        """Seconds by rows and width."""
+        return dict(self._times)
+
+    @property
+    def steps(self) -> int:
+        """Steps that were measured."""
+        return self._steps
+
+    def recall(self, times: Mapping[tuple[int, int], float]) -> None:
+        """Begin with the times of an earlier start, until steps are measured."""
+        for key in times.keys() - self._times.keys():
+            if key[1] in WIDTHS and key[0] == _bucket(key[0]):
+                self._times[key] = times[key]
+                self._used[key] = self._steps, _MEMORY // _MEMORY_OF_ONE
+                self._recalled[key] = False
 
     def observe(self, rows: int, width: int, seconds: float) -> None:
         key = _bucket(rows), _width(width)
         old = self._times.get(key)
+        if old is not None and (is_doubted := self._recalled.pop(key, None)) is not None:
+            if seconds > _DOUBT * old and not is_doubted:
+                self._recalled[key], seconds = True, old
+            elif not old / _DOUBT <= seconds <= old * _DOUBT:
+                old = None
         rate = 0.0 if old is None else _QUICKER if seconds < old else _SLOWER
         self._times[key] = seconds if old is None else old + rate * (seconds - old)
         self._steps += 1
         self._used[key] = self._steps, self._used.get(key, (0, 0))[1] + 1
         for stale in [each for each in self._used if each[1] > 1 and self._is_stale(each)]:
             del self._times[stale], self._used[stale]
+            self._recalled.pop(stale, None)
 
     def _is_stale(self, key: tuple[int, int]) -> bool:
         newest, count = self._used[key]

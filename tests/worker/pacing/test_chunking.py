@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from protocol.wisdom import FORMAT, ChunkTime, StepTime, Wisdom
 from worker.pacing.chunking import (
     ENOUGH,
     FIRST_CHUNK,
@@ -14,8 +15,12 @@ from worker.pacing.chunking import (
     SHORT_PROMPT,
     SHORT_PROMPT_FACTOR,
     STALL_RATIO,
+    WATCHDOG,
+    WATCHDOG_LEAST,
     ChunkPolicy,
+    Pace,
 )
+from worker.pacing.learned import Learned
 
 
 def learned(step_s: float, token_s: float, max_chunk: int = 512) -> ChunkPolicy:
@@ -166,3 +171,83 @@ def test_where_enough_tokens_cost_little_a_long_prompt_stalls_streams_little() -
         policy.observe(step_s + chunk_s + chunk * token_s, chunk, 4, rode=True)
     assert chunk >= ENOUGH
     assert chunk_s + chunk * token_s <= (GENTLE_RATIO - 1) * step_s * 1.25
+
+
+def recalled(chunk_s: float, step_s: float = 0.02) -> ChunkPolicy:
+    """A policy that has the times of an earlier start: a chunk of 512 tokens has added so much to a step."""
+    chunks = tuple(
+        ChunkTime(0, rode, tokens, chunk_s * tokens / 512) for rode in (True, False) for tokens in (32, 128, 512)
+    )
+    steps = (StepTime(0, 4, 1, step_s),)
+    kept = Wisdom(format=FORMAT, key="", model="m", path="", machine="", written=0, chunks=chunks, steps=steps)
+    return ChunkPolicy(512, learned=Learned(kept))
+
+
+def test_with_times_of_an_earlier_start_the_first_prompt_has_the_right_chunk_at_once() -> None:
+    assert recalled(chunk_s=0.007).chunk(1, 4).tokens == 512
+    assert recalled(chunk_s=0.100).chunk(1, 4).tokens == 64
+    assert recalled(chunk_s=2.0).chunk(1, 0).tokens == 64, "and no first tick of seconds"
+    assert ChunkPolicy(512).chunk(1, 4).tokens == FIRST_CHUNK
+
+
+@pytest.mark.parametrize("claimed_s", [1e-6, 50.0])
+def test_times_that_lie_are_found_out_within_a_few_chunks(claimed_s: float) -> None:
+    policy, honest = recalled(chunk_s=claimed_s), ChunkPolicy(512)
+    assert settle(policy, 0.02, 0.001, 0.0001) == settle(honest, 0.02, 0.001, 0.0001)
+
+
+def test_a_first_chunk_that_compiled_kernels_does_not_cost_the_times_of_an_earlier_start() -> None:
+    policy = recalled(chunk_s=0.007)
+    policy.observe(3.0, 512, 4, rode=True)
+    for _ in range(4):
+        policy.observe(0.02, 0, 4)
+        policy.observe(0.027, policy.chunk(1, 4).tokens, 4, rode=True)
+    assert policy.chunk(1, 4).tokens >= 256
+
+
+def test_each_band_of_contexts_has_times_of_its_own() -> None:
+    policy = ChunkPolicy(512)
+    for _ in range(30):
+        policy.observe(0.02, 0, 4)
+        chunk = policy.chunk(1, 4, 50_000, context=1000).tokens
+        policy.observe(0.021 + chunk * 0.00001, chunk, 4, rode=True)
+    assert policy.chunk(1, 4, 50_000, context=20_000).tokens == 512, "nothing else is known there yet"
+    for _ in range(60):
+        policy.observe(0.02, 0, 4)
+        chunk = policy.chunk(1, 4, 50_000, context=20_000).tokens
+        policy.observe(0.021 + chunk * 0.0005, chunk, 4, rode=True)
+    assert policy.chunk(1, 4, 50_000, context=20_000).tokens <= 32
+    assert policy.chunk(1, 4, 50_000, context=1000).tokens == 512, "the next prompt begins where the first one did"
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_with_a_watchdog_a_chunk_gets_smaller_as_its_context_grows(is_fixed: bool) -> None:
+    policy = ChunkPolicy(2048, has_watchdog=True, is_fixed=is_fixed)
+    sizes = {context: policy.chunk(1, 0, context=context).tokens for context in (0, 8192, 32_768, 65_536, 131_072)}
+    assert sizes == {0: 2048, 8192: 2048, 32_768: 1024, 65_536: 512, 131_072: 256}
+    for context in range(1, 2_000_000, 9973):
+        tokens = policy.chunk(1, 0, context=context).tokens
+        assert tokens == WATCHDOG_LEAST or tokens * context <= WATCHDOG
+    assert policy.chunk(4, 0, context=65_536).tokens == 128, "rows share one dispatch"
+    assert policy.chunk(64, 0, context=1 << 20).tokens == MIN_CHUNK
+    assert ChunkPolicy(2048).chunk(1, 0, context=1 << 20).tokens == 2048
+
+
+def test_a_desktop_has_short_ticks_and_small_chunks() -> None:
+    token_s = 0.0005
+    policy = learned(0.02, token_s)
+    full = policy.chunk(1, 0).tokens
+    policy.pace = Pace(tick_s=0.06, tokens=256)
+    short = policy.chunk(1, 0).tokens
+    assert short < full
+    assert short * token_s <= 1.25 * 0.06
+    policy.pace = Pace(tokens=64)
+    assert policy.chunk(1, 0).tokens == policy.chunk(1, 0, longest=SHORT_PROMPT).tokens == 64
+    policy.pace = Pace()
+    assert policy.chunk(1, 0).tokens == full
+
+
+def test_a_fixed_policy_has_the_same_chunks_beside_a_display() -> None:
+    policy = ChunkPolicy(512, is_fixed=True)
+    policy.pace = Pace(0.06, 64)
+    assert policy.chunk(1, 0).tokens == 512

@@ -100,3 +100,29 @@ def test_of_two_ways_the_quicker_is_taken_whatever_its_first_steps_compiled() ->
     again = taken(2048, {False: 0.02, True: 0.04})
     assert sum(again) < 20, "both are measured again"
     assert ways.choose(1) is False, "other numbers of rows are measured for themselves"
+
+
+def test_times_of_an_earlier_start_let_drafts_begin_at_once() -> None:
+    _, before = run(flat)
+    costs = StepCosts()
+    assert costs.width(1, [SURE]) == 1
+    costs.recall(before.times)
+    assert costs.width(1, [SURE]) == before.width(1, [SURE]) == 16
+
+
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_times_of_an_earlier_start_that_lie_do_not_last(factor: float) -> None:
+    _, before = run(flat)
+    costs = StepCosts()
+    costs.recall({key: seconds * factor for key, seconds in before.times.items()})
+    for width in (1, 16, 1, 16, 1, 16):
+        costs.observe(1, width, flat(width))
+    assert costs.known(1, 1) == costs.known(1, 16) == flat(1)
+
+
+def test_one_step_that_compiled_kernels_does_not_speak_against_an_earlier_start() -> None:
+    costs = StepCosts()
+    costs.recall({(1, 1): 0.01, (1, 8): 0.012, (3, 8): 9.0, (1, 7): 9.0})
+    costs.observe(1, 8, 1.0)
+    assert costs.known(1, 8) == 0.012
+    assert costs.times.keys() == {(1, 1), (1, 8)}, "what is no size of ours is not taken"
