@@ -347,7 +347,9 @@ class RaggedWindowCache(BatchRotatingKVCache):
 
 
 def room(tokens: int) -> int:
-    return -(-tokens // STEP) * STEP
+    """Slots for so many tokens. On CUDA it grows by a quarter or more at once, so that few sizes are ever compiled."""
+    step = max(STEP, 1 << max(0, (tokens - 1).bit_length() - 3)) if sees_room else STEP
+    return -(-tokens // step) * step
 
 
 def _or_none(arrays: tuple[mx.array, ...], like: tuple[mx.array, ...]) -> Sequence[mx.array | None]:

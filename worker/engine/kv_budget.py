@@ -10,7 +10,7 @@ from typing import Any, Final
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from worker.cache.kv import arrays_of, is_sliceable, leaves
-from worker.cache.ragged import STEP
+from worker.cache.ragged import STEP, room
 from worker.engine.row import Row
 
 # KV grows in steps of this many tokens, in a batch and in mlx-lm's caches of one sequence.
@@ -51,14 +51,14 @@ class KvCost:
 
     def bytes(self, rows: int, tokens: int) -> int:
         """Of `rows` sequences padded to `tokens` tokens."""
-        padded = -(-tokens // STEP_TOKENS) * STEP_TOKENS
+        padded = room(tokens)
         windows = sum(each * min(padded, size) for each, size in self.windows)
         return rows * (self.token_bytes * padded + windows + self.fixed_bytes)
 
     def transient(self, rows: int, tokens: int) -> int:
         """Bytes that a join, or growth by a step, takes beside `bytes` for a moment: the KV of all rows is made
         again, layer by layer, and a layer's old KV is freed once its new one exists."""
-        return rows * self.widest * (-(-tokens // STEP_TOKENS) * STEP_TOKENS)
+        return rows * self.widest * room(tokens)
 
     def stored(self, tokens: int, checkpoints: int) -> int:
         """Of a prefix in the prefix cache, at most: its tokens' ids and KV, and its checkpoints."""

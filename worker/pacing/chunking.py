@@ -27,10 +27,11 @@ SHORT_PROMPT_FACTOR: Final = 2.5
 IDLE_TICK_S: Final = 0.25
 # Several prompts and a long one among them: the short ones should not wait long for it.
 SHARED_TICK_S: Final = 0.1
-# What twice the tokens are hoped to cost before it was tried: large chunks are the more efficient ones.
-_HOPE: Final = 1.6
 # Leave the one forward pass for two only where these take this part of its time.
 _MARGIN: Final = 0.9
+# Where the least chunk takes longer than it may, one that takes this many times as long at most is no worse, and fewer
+# of them are needed.
+_NO_DEARER: Final = 1.25
 # Times follow what gets quicker at once and what gets slower slowly: the first of a size may have compiled kernels.
 _QUICKER: Final = 0.7
 _SLOWER: Final = 0.4
@@ -64,9 +65,17 @@ class Chunk:
 
 @dataclass(slots=True)
 class _Times:
-    """Seconds that a number of prompt tokens, a power of two, adds to a tick."""
+    """Seconds that a number of prompt tokens, a power of two, adds to a tick.
+
+    The first chunk of a shape may compile kernels, which takes as long as many steps. So a time counts as the smaller
+    of the two newest, and one that was seen once only where no other is known.
+    """
 
     seconds: dict[int, float] = field(default_factory=dict[int, float])
+    _newest: dict[int, float] = field(default_factory=dict[int, float])
+    _once: set[int] = field(default_factory=set[int])
+    # What a size took, of the time of half of it; kept when times are forgotten.
+    _ratios: dict[int, float] = field(default_factory=dict[int, float])
     # The newest chunk of each size, counted over both ways.
     _used: dict[int, int] = field(default_factory=dict[int, int])
     # Sizes whose times are of earlier starts, and chunks in a row that took much longer.
@@ -76,6 +85,7 @@ class _Times:
     def recall(self, kept: dict[int, float]) -> None:
         """Take times of earlier starts, for as long as nothing speaks against them."""
         self.seconds.update(kept)
+        self._newest.update(kept)
         self._used.update(dict.fromkeys(kept, 0))
         self._kept.update(kept)
 
@@ -85,8 +95,17 @@ class _Times:
         time = seconds * size / tokens
         if self._kept:
             self._doubt(size, time)
-        self.seconds[size] = _smooth(self.seconds.get(size, 0.0), time)
-        self._used[size] = chunk
+        before = self._newest.get(size)
+        self._newest[size], self._used[size] = time, chunk
+        if before is None:
+            self.seconds[size] = time
+            self._once.add(size)
+            return time
+        less = min(time, before)
+        self.seconds[size] = less if size in self._once else _smooth(self.seconds[size], less)
+        self._once.discard(size)
+        if size // 2 in self._known():
+            self._ratios[size] = min(max(1.0, self.seconds[size] / self.seconds[size // 2]), 2.0)
         return time
 
     def _doubt(self, size: int, time: float) -> None:
@@ -94,26 +113,41 @@ class _Times:
         self._kept.discard(size)
         if self._doubts >= _DOUBTS:
             for kept in self._kept:
-                del self.seconds[kept], self._used[kept]
+                self._drop(kept)
             self._kept.clear()
 
     def forget(self, chunk: int) -> None:
         for stale in [at for at, used in self._used.items() if chunk - used > _MEMORY]:
-            del self.seconds[stale], self._used[stale]
+            self._drop(stale)
             self._kept.discard(stale)
 
+    def _drop(self, size: int) -> None:
+        del self.seconds[size], self._newest[size], self._used[size]
+        self._once.discard(size)
+
     def predict(self, tokens: int) -> float:
-        """Seconds for that many tokens, from the nearest size that is known."""
+        """Seconds for that many tokens, from the nearest size that is known.
+
+        Twice the tokens are hoped to cost no more until it was tried: a chunk has a cost of its own.
+        """
         size = bucket(tokens)
-        nearest = min(self.seconds, key=lambda known: (abs(math.log2(known / size)), -known))
-        time, doublings = self.seconds[nearest], math.log2(size / nearest)
+        known = self._known() or self.seconds.keys()
+        nearest = min(known, key=lambda at: (abs(math.log2(at / size)), -at))
+        time, doublings = self.seconds[nearest], round(math.log2(size / nearest))
         if doublings <= 0:
             return time * 2.0**doublings
-        half = self.seconds.get(nearest // 2)
-        if half is None:  # hope for one step at a time
-            return time * (_HOPE if doublings <= 1 else 2.0**doublings)
-        # The next size by the line through the two before it; sizes beyond that in proportion.
-        return min(max(time, 3 * time - 2 * half), 2 * time) * 2.0 ** (doublings - 1)
+        half, ratio = nearest // 2, self._ratios.get(2 * nearest, 1.0)
+        if half in known:  # the line through the two
+            ratio = max(ratio, min(2.0, 3 - 2 * self.seconds[half] / time))
+        return time * ratio * 2.0 ** (doublings - 1)
+
+    def certain(self, tokens: int) -> float:
+        """Seconds for that many tokens if their size is known, else 0."""
+        size = bucket(tokens)
+        return self.seconds[size] if size in self._known() else 0.0
+
+    def _known(self) -> set[int]:
+        return self.seconds.keys() - self._once
 
 
 @dataclass(slots=True)
@@ -229,6 +263,7 @@ class ChunkPolicy:
         return self._fitting(times, prefilling, limit_s)
 
     def _fitting(self, times: _Times, prefilling: int, limit_s: float) -> int:
+        limit_s = max(limit_s, _NO_DEARER * times.certain(MIN_CHUNK * prefilling))
         size = MIN_CHUNK
         while size < self._max and times.predict(2 * size * prefilling) <= limit_s:
             size *= 2

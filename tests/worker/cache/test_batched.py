@@ -185,6 +185,15 @@ def test_attention_over_all_of_the_room_has_the_same_shape_for_many_steps(monkey
     assert [ragged.wide(count) for count in (1, 2, 3, 8, 69)] == [1, 2, 4, 8, 128]
 
 
+def test_room_grows_by_a_quarter_at_once_where_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [ragged.room(tokens) for tokens in (1, 257, 5000)] == [256, 512, 5120]
+    monkeypatch.setattr(ragged, "sees_room", True)
+    sizes = sorted({ragged.room(tokens) for tokens in range(1, 16385)})
+    assert sizes[:4] == [256, 512, 768, 1024]
+    assert len(sizes) == 20
+    assert all(tokens <= ragged.room(tokens) <= max(256, 1.25 * tokens + 256) for tokens in range(1, 16385))
+
+
 @pytest.mark.parametrize("kind", ["plain", "sliding", "recurrent", "lists"])
 def test_one_row_of_a_batch_is_what_the_row_was(kind: str) -> None:
     rows = [filled(kind, TOKENS[:5]), filled(kind, TOKENS)]

@@ -28,7 +28,8 @@ def learned(step_s: float, token_s: float, max_chunk: int = 512) -> ChunkPolicy:
     policy = ChunkPolicy(max_chunk)
     for _ in range(60):
         policy.observe(step_s, 0, 4)
-        policy.observe(step_s + 64 * token_s, 64, 4)
+        for chunk in (32, 64, 128):
+            policy.observe(step_s + chunk * token_s, chunk, 4)
     return policy
 
 
@@ -100,6 +101,25 @@ def test_where_tokens_cost_the_chunk_settles_within_the_stall() -> None:
     assert 0.001 + chunk * token_s <= 1.25 * (STALL_RATIO - 1) * step_s
 
 
+def test_one_chunk_that_compiled_kernels_does_not_make_its_size_slow() -> None:
+    step_s, chunk_s, token_s, compile_s = 0.010, 0.008, 0.00002, 0.08
+    policy, compiled, chunks = ChunkPolicy(512), set[int](), list[int]()
+    for _ in range(40):
+        policy.observe(step_s, 0, 4)
+        chunk = policy.chunk(1, 4).tokens
+        seconds = chunk_s + chunk * token_s + (0 if chunk in compiled else compile_s)
+        compiled.add(chunk)
+        policy.observe(step_s + seconds, chunk, 4, rode=True)
+        chunks.append(chunk)
+    assert min(chunks[20:]) >= 128
+
+
+def test_where_the_least_chunk_takes_too_long_one_that_takes_little_more_is_taken() -> None:
+    chunk = settle(ChunkPolicy(512), step_s=0.010, chunk_s=0.02, token_s=0.00002)
+    assert 64 <= chunk <= 512
+    assert chunk * 0.00002 <= 0.3 * 0.02
+
+
 def test_a_growing_context_makes_chunks_smaller() -> None:
     policy = ChunkPolicy(512)
     before = settle(policy, 0.02, 0.001, 0.0001)
@@ -107,7 +127,7 @@ def test_a_growing_context_makes_chunks_smaller() -> None:
 
 
 def test_a_short_prompt_may_stall_longer_once() -> None:
-    policy = learned(0.02, 0.0004)
+    policy = learned(0.02, 0.0003)
     long, short = policy.chunk(1, 4, longest=5000).tokens, policy.chunk(1, 4, longest=SHORT_PROMPT).tokens
     assert long < short <= long * 2 * SHORT_PROMPT_FACTOR
 
