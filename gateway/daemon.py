@@ -208,10 +208,15 @@ class Daemon:
         self._app.drain()
         self._app.leave()
         impatience = asyncio.create_task(self._next_end())
+        services = self._app.services
+        # What runs elsewhere is told to clients by this process alone.
+        elsewhere = asyncio.gather(services.fleet.drain(drain_s), services.upstreams.drain(drain_s))
         try:
             await self._pool.release(drain_s, impatience)
+            await asyncio.wait({impatience, elsewhere}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             impatience.cancel()
+            elsewhere.cancel()
         for server in self._servers:
             server.should_exit = True
         log.info("mlxd has handed over")

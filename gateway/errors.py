@@ -73,6 +73,13 @@ class Unsupported(BadRequest):
         super().__init__(message, param, "unsupported_parameter")
 
 
+class InternalError(ApiError):
+    """Of a request that failed by a fault of ours; the log has it."""
+
+    def __init__(self) -> None:
+        super().__init__(500, "Internal error.", type=SERVER, code="internal")
+
+
 class Unauthorized(ApiError):
     def __init__(self, message: str, code: str | None) -> None:
         super().__init__(401, message, code=code)

@@ -10,7 +10,7 @@ from typing import Final, Self
 
 from starlette.types import Receive, Send
 
-from gateway.errors import ApiError
+from gateway.errors import ApiError, InternalError
 from gateway.http.encoder import Fold, StreamEncoder
 from gateway.http.exchange import CLIENT_CLOSED, Answer, send_body
 from gateway.request.generation import Generation
@@ -134,7 +134,10 @@ class _Stream:
         self._is_started = False
 
     async def run(self) -> ApiError | None:
-        """Write all of it. Raises `ApiError` when nothing was written; returns the one that went in-band."""
+        """Write all of it. Raises `ApiError` when nothing was written; returns the one that went in-band.
+
+        A fault of ours is raised too, after an event that says so: an end without one could be taken for the answer's.
+        """
         try:
             while not self._generation.is_done:
                 if not self._generation.is_open:
@@ -145,6 +148,10 @@ class _Stream:
                 raise
             await self._write(self._encoder.error(error), more=False)
             return error
+        except Exception:
+            if self._is_started and not self._watch.is_over:
+                await self._write(self._encoder.error(InternalError()), more=False)
+            raise
         return None
 
     async def _open(self) -> None:

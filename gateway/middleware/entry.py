@@ -13,7 +13,7 @@ from gateway.access.caller import NOBODY
 from gateway.api.anthropic.response import anthropic_body
 from gateway.api.ollama.response import ollama_body
 from gateway.config.address import UNIX
-from gateway.errors import ApiError, error_headers, openai_body
+from gateway.errors import ApiError, InternalError, error_headers, openai_body
 from gateway.http.capture import Tape
 from gateway.http.direct_write import outlet_of
 from gateway.http.exchange import CLIENT_CLOSED, Answer, send_body
@@ -80,7 +80,7 @@ class Entry:
         except Exception as error:  # The root of a request's task.
             self._services.metrics.unhandled_errors += 1
             log.error("request failed", exc_info=error, extra={"fields": {"request": record.id, "path": record.path}})
-            await self._refuse(answer, record, ApiError(500, "Internal error.", type="server_error", code="internal"))
+            await self._refuse(answer, record, InternalError())
         finally:
             record.lease.close()
             record.media_lease.close()

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -96,6 +97,35 @@ def test_a_hand_over_finishes_what_runs_and_keeps_the_models_loaded(home: Path) 
         with DaemonProcess(home) as second:
             assert second.complete().status_code == 200
             assert second.worker_pids() == [pid]
+
+
+def test_a_hand_over_finishes_what_runs_at_an_upstream(home: Path) -> None:
+    may_end = threading.Event()
+
+    class Far(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write(b'data: {"choices":[{"text":"far"}]}\n\n' * 3)
+            may_end.wait(DEADLINE_S)
+            self.wfile.write(b'data: {"choices":[{"text":" away"}]}\n\ndata: [DONE]\n\n')
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Far) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        with (home / "mlxd.toml").open("a") as file:
+            file.write(f'[upstreams.cloud]\nurl = "{url}"\nmodels = {{ far = "far" }}\n')
+        with DaemonProcess(home) as daemon:
+            stream = Stream(daemon.url, model="far")
+            daemon.process.send_signal(signal.SIGUSR2)
+            wait_until(lambda: "handing over" in daemon.new_log())
+            assert daemon.complete().status_code == 503
+            may_end.set()
+            assert stream_text(stream.finish()) == "farfarfar away"
+            assert daemon.wait() == 0
+        server.shutdown()
 
 
 def test_a_hand_over_in_a_hurry_ends_what_runs_and_says_so(home: Path) -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from gateway.http.direct_write import Outlet
 from gateway.http.sse import Pace, Watch, respond_stream
 from gateway.request.generation import Generation
 from gateway.request.record import Record
-from protocol.messages import Generate, Sampling, TextPrompt
+from protocol.messages import Delta, Generate, Sampling, TextPrompt
 from tests.gateway.harness import Gateway, events, running, until
 from tests.support.scale import patient
 
@@ -133,11 +134,16 @@ class Shortcut(Outlet):
 
 
 async def respond(
-    gateway: Gateway, client: Client, said: str, max_tokens: int = 3, outlet: Outlet | None = None
+    gateway: Gateway,
+    client: Client,
+    said: str,
+    max_tokens: int = 3,
+    outlet: Outlet | None = None,
+    stream: type[ChatStream] = ChatStream,
 ) -> Record:
     """Answer one request of the text prompt `said`."""
     record = Record("id", "POST", "/v1/chat/completions", writer=outlet)
-    encoder = ChatStream(Heading("id", 0, "m", 1), False)
+    encoder = stream(Heading("id", 0, "m", 1), False)
     generate = Generate(
         gateway.link.next_rid(), TextPrompt(said), Sampling(), max_tokens=max_tokens, want_progress=True
     )
@@ -278,3 +284,23 @@ async def test_text_before_a_failure_is_delivered_before_the_error(tmp_path: Pat
         text = "".join(event["choices"][0]["delta"]["content"] for event in told[:-1])
         assert text == "ab"
         assert told[-1]["error"]["code"] == "aborted"
+
+
+async def test_a_fault_after_the_first_byte_is_an_error_event_and_no_end(tmp_path: Path) -> None:
+    class Faulty(ChatStream):
+        def encode(self, deltas: Sequence[Delta]) -> bytes:
+            if any(delta.text == "b" for delta in deltas):
+                raise ZeroDivisionError
+            return super().encode(deltas)
+
+    async with running(tmp_path, worker="talkative") as gateway:
+        await warm(gateway)
+        client = Client()
+        with pytest.raises(ZeroDivisionError):
+            await respond(
+                gateway, client, script(["text", "a"], ["wait"], ["text", "b"], ["finish", "stop"]), stream=Faulty
+            )
+
+        assert "[DONE]" not in client.text
+        assert events(client.text)[-1]["error"]["code"] == "internal"
+        assert client.messages[-1]["more_body"] is False
