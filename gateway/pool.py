@@ -407,8 +407,9 @@ def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
     """Whether a worker of one configuration serves the other without a restart.
 
     How much it logs is no reason, nor is the cap of the cache folder that all share: that counts from its next start.
+    Adapters are loaded and unloaded while it runs.
     """
-    changes = {"epoch": 0, "log_level": "", "disk_cache_bytes": 0, "memory_bytes": 0}
+    changes = {"epoch": 0, "log_level": "", "disk_cache_bytes": 0, "memory_bytes": 0, "adapters": ()}
     return msgspec.structs.replace(one, **changes) == msgspec.structs.replace(other, **changes)
 
 

@@ -236,6 +236,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     prediction: str = ""
     # Whether the stop string, or the text of the stop id, that ends the output is part of it.
     includes_stop: bool = False
+    # The name of the adapter that it is generated with; empty is the base model.
+    adapter: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -315,6 +317,14 @@ class SetPace(msgspec.Struct, frozen=True, array_like=True, tag=17):
     chunk: int = 0
 
 
+class SetAdapters(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """Have these adapters, by name and folder, and no others: new ones are loaded, and what runs with one that goes
+    finishes with it. Answered by `AdaptersSet` of the same `call_id`."""
+
+    call_id: int
+    adapters: tuple[tuple[str, str], ...] = ()
+
+
 Down = (
     Welcome
     | Generate
@@ -328,6 +338,7 @@ Down = (
     | SetMemory
     | SetLogLevel
     | SetPace
+    | SetAdapters
 )
 
 
@@ -397,6 +408,22 @@ class EmbeddingInfo(msgspec.Struct, frozen=True, array_like=True):
     prompts: tuple[str, ...] = ()
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter of a loaded model: where it is, and what it takes, or why it cannot be served.
+
+    `base` is what its files say that it was trained on.
+    """
+
+    name: str
+    path: str
+    rank: int = 0
+    is_dora: bool = False
+    nbytes: int = 0
+    digest: str = ""
+    base: str = ""
+    failure: Failure | None = None
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     """The model is loaded and warm. `modalities` are those of a prompt beside text: `image`, `video`, `audio`.
 
@@ -424,6 +451,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     kind: str = ""
     # Of a model of embeddings.
     embedding: EmbeddingInfo | None = None
+    # Those of its specification, be they served or not.
+    adapters: tuple[AdapterInfo, ...] = ()
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
@@ -553,4 +582,15 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=42):
     failure: Failure | None = None
 
 
-Up = Hello | Loading | Ready | Accepted | Rejected | Step | Progress | Tokenized | Pong | Drained | Goodbye
+class AdaptersSet(msgspec.Struct, frozen=True, array_like=True, tag=45):
+    """The adapters from now on, in place of those of `Ready`, and the bytes of all weights with them."""
+
+    epoch: int
+    call_id: int
+    adapters: tuple[AdapterInfo, ...] = ()
+    weights_bytes: int = 0
+
+
+Up = (
+    Hello | Loading | Ready | Accepted | Rejected | Step | Progress | Tokenized | Pong | Drained | Goodbye | AdaptersSet
+)

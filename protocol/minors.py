@@ -11,7 +11,7 @@ from protocol.messages import ChatPrompt, Generate, Sampling, TextPrompt
 
 # Of fields that change the output. Embeddings and scores are asked of workers only that say they are for these.
 SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {
-    Generate: {"includes_stop": 1},
+    Generate: {"includes_stop": 1, "adapter": 1},
     ChatPrompt: {"media": 1},
     TextPrompt: {"infill": 1},
     Sampling: dict.fromkeys(
@@ -44,6 +44,8 @@ IGNORABLE: Final = frozenset(
 )
 # Of `echo` together with `top_logprobs`, both of which are older.
 PROMPT_LOGPROBS: Final = 1
+# Of `SetAdapters`.
+ADAPTERS: Final = 1
 
 _DEFAULTS: Final[dict[type[msgspec.Struct], dict[str, Any]]] = {
     struct: {field.name: field.default for field in msgspec.structs.fields(struct)} for struct in SINCE

@@ -69,6 +69,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     kind: str = ""
     # Embeddings may be cut, also where the model's files do not declare it.
     matryoshka: bool = False
+    # Names and folders of adapters that rows may have.
+    adapters: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         # msgspec leaves a default out only where it is the very object: a number beyond 256 that was computed is not.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from protocol.spec import WorkerSpec
+from worker.adapters.adapters import attach
 from worker.drafting.proposers import attach_draft, attach_head
 from worker.drafting.stored_head import NoHead
 from worker.engine.self_check import choose, sample
@@ -22,12 +23,21 @@ def load_checked(spec: WorkerSpec, progress: Callable[[str, int, int], None]) ->
     if not spec.chat_template:
         adopt_template(loaded.tokenizer, loaded.path)
     if spec.deterministic:
-        return replace(loaded, plan=DETERMINISTIC)
+        return _with_adapters(replace(loaded, plan=DETERMINISTIC), spec)
     plan = choose(loaded.model, sample(loaded.tokenizer, loaded.vocab_size), spec.batching)
     if plan.lane is Lane.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
         # Chunks of equal length would cut media whose tokens must run together.
         plan = replace(plan, lane=Lane.SINGLE)
-    return _with_drafts(replace(loaded, plan=plan), spec)
+    return _with_adapters(_with_drafts(replace(loaded, plan=plan), spec), spec)
+
+
+def _with_adapters(loaded: Loaded, spec: WorkerSpec) -> Loaded:
+    """The adapters that are configured; one that cannot be served fails alone."""
+    assert loaded.linears is not None, "of a model that was loaded"
+    adapters = attach(loaded.model, loaded.linears, loaded.plan.lane)
+    for name, path in spec.adapters:
+        adapters.install(name, path, adapters.read(name, path))
+    return replace(loaded, weights_bytes=loaded.weights_bytes + adapters.nbytes)
 
 
 def _with_drafts(loaded: Loaded, spec: WorkerSpec) -> Loaded:

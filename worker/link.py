@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Final, assert_never
 
 import zmq
+from msgspec.structs import replace
 
 from protocol import __version__, codec, sockets
 from protocol.failures import Code, Exit, Failure
@@ -18,6 +19,7 @@ from protocol.messages import (
     MAJOR,
     MINOR,
     Abort,
+    AdaptersSet,
     Detokenize,
     Down,
     Drain,
@@ -29,6 +31,7 @@ from protocol.messages import (
     Pong,
     Ready,
     Rejected,
+    SetAdapters,
     SetLogLevel,
     SetMemory,
     SetPace,
@@ -46,7 +49,7 @@ log = logging.getLogger("mlxd.worker")
 _POLL_MS: Final = 250
 
 Question = Generate | Tokenize | Detokenize
-Control = Abort | Drain | Shutdown | SetMemory | SetPace
+Control = Abort | Drain | Shutdown | SetMemory | SetPace | SetAdapters
 
 
 class Link:
@@ -89,6 +92,12 @@ class Link:
         self._ready = ready
         self.send(ready)
 
+    def announce_adapters(self, change: AdaptersSet) -> None:
+        """Tell the gateway, and a later one in `Ready`, which adapters there are now."""
+        if self._ready is not None:
+            self._ready = replace(self._ready, adapters=change.adapters, weights_bytes=change.weights_bytes)
+        self.send(change)
+
     def close(self) -> None:
         """Send what is queued, then stop both threads."""
         self._is_closing.set()
@@ -129,7 +138,7 @@ class Link:
                 self.send(Pong(message.seq, message.t_ns, self._gauges.snapshot()))
             case Generate() | Tokenize() | Detokenize():
                 self.on_question(message)
-            case Abort() | Drain() | Shutdown() | SetMemory() | SetPace():
+            case Abort() | Drain() | Shutdown() | SetMemory() | SetPace() | SetAdapters():
                 self.on_control(message)
             case SetLogLevel(level):
                 self._set_level(level)
@@ -169,8 +178,8 @@ class Link:
                 os._exit(Exit.OK)  # the main thread may be deep in native code
             case Drain():
                 self.send(Drained(self._spec.epoch, 0))  # nothing has been accepted yet
-            case Abort() | SetMemory() | SetPace():
-                pass  # the gateway divides memory again among those that are ready, and tells them the pace
+            case Abort() | SetMemory() | SetPace() | SetAdapters():
+                pass  # the gateway tells those that are ready what they may take, their pace and their adapters
 
     # -- sending -----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from msgspec import structs
 
 from protocol.failures import Code, Exit, Failure
 from protocol.kinds import TEXT
-from protocol.messages import Abort, Generate, Goodbye, Loading, MediaInfo, Ready, Rejected, Shutdown
+from protocol.messages import Abort, Generate, Goodbye, Loading, MediaInfo, Ready, Rejected, SetAdapters, Shutdown
 from protocol.spec import WorkerSpec, read_spec
 from protocol.wisdom import FOLDER_ENV, LoadFacts
 from worker.engine.gauges import Gauges
@@ -160,6 +160,7 @@ class Process:
         return start_reader(self._spec, kind, self._link, self._gauges, self._refusing, self._report_progress)
 
     def _start_text(self) -> "tuple[Engine, Ready]":
+        from worker.adapters.adapters import adapters_of
         from worker.checked_model import load_checked
         from worker.engine.inbox import Inbox
         from worker.engine.loop import Engine
@@ -189,7 +190,8 @@ class Process:
         self._gauges.measure_memory()
         _keep_load(engine, loaded, self._gauges, time.monotonic() - started, time.monotonic() - warmed)
 
-        self._take_requests(intake, inbox)
+        adapters = adapters_of(loaded.model)
+        self._take_requests(loaded, intake, inbox)
         ready = Ready(
             epoch=self._spec.epoch,
             model_path=str(loaded.path),
@@ -206,10 +208,11 @@ class Process:
             media=_media_info(loaded, intake),
             speculation=engine.speculation,
             kind=TEXT,
+            adapters=adapters.infos if adapters is not None else (),
         )
         return engine, ready
 
-    def _take_requests(self, intake: "Intake", inbox: "Inbox") -> None:
+    def _take_requests(self, loaded: "Loaded", intake: "Intake", inbox: "Inbox") -> None:
         """From here on, what the link receives goes to the thread that it is for."""
         from worker.prompt.questions import Questions
 
@@ -222,15 +225,33 @@ class Process:
             else:
                 questions.put(request)
 
+        orders: SimpleQueue[SetAdapters] = SimpleQueue()
+
         def control(command: Control) -> None:
+            if isinstance(command, SetAdapters):
+                orders.put(command)
+                return
             if isinstance(command, Abort):
                 command = structs.replace(command, rids=tuple(questions.abort(command.rids)))
             inbox.put(command)
 
         questions.start()
+        threading.Thread(target=self._read_adapters, args=(loaded, orders, inbox), name="adapters", daemon=True).start()
         threading.Thread(target=self._tokenize, args=(intake, requests, inbox), name="intake", daemon=True).start()
         self._link.on_control = control
         self._link.on_question = take
+
+    def _read_adapters(self, loaded: "Loaded", orders: "SimpleQueue[SetAdapters]", inbox: "Inbox") -> None:
+        """Files of adapters are read and checked here, where they hold up no row."""
+        from worker.adapters.adapters import adapters_of, read_all
+        from worker.engine.inbox import AdapterOrder
+
+        adapters = adapters_of(loaded.model)
+        assert adapters is not None, "load_checked attaches them"
+        while True:
+            order = orders.get()
+            read = read_all(adapters, order.adapters)
+            inbox.put(AdapterOrder(order.call_id, order.adapters, read, self._link.announce_adapters))
 
     def _tokenize(
         self,

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
 
-from protocol.messages import Abort, Generate, Ready
+from protocol.failures import Code, Failure
+from protocol.messages import Abort, AdapterInfo, AdaptersSet, Generate, Ready, SetAdapters
 from protocol.spec import USUAL_RUNNING, WorkerSpec
 from worker.embedding.job_loop import Command, JobLoop
 from worker.embedding.load_model import Reader, load_reader
@@ -39,14 +40,20 @@ def start_reader(
     progress("warmup", reader.weights_bytes, reader.weights_bytes)
     loop.warm_up()
     gauges.measure_memory()
-    _take_requests(Preparer(reader), inbox, link, gauges, refusing)
+    _take_requests(spec, reader, inbox, link, gauges, refusing)
     return loop, _ready(spec, reader, time.monotonic() - started)
 
 
 def _take_requests(
-    preparer: Preparer, inbox: "SimpleQueue[Command]", link: Link, gauges: Gauges, refusing: Refusing
+    spec: WorkerSpec,
+    reader: Reader,
+    inbox: "SimpleQueue[Command]",
+    link: Link,
+    gauges: Gauges,
+    refusing: Refusing,
 ) -> None:
     """From here on, what the link receives goes to the thread that it is for."""
+    preparer, weights_bytes = Preparer(reader), reader.weights_bytes
     requests: SimpleQueue[tuple[Generate, float]] = SimpleQueue()
     questions = Questions(preparer, link.send, refusing, gauges)
 
@@ -63,6 +70,10 @@ def _take_requests(
             questions.put(request)
 
     def control(command: Control) -> None:
+        if isinstance(command, SetAdapters):
+            refused = _refused(command.adapters)
+            link.announce_adapters(AdaptersSet(spec.epoch, command.call_id, refused, weights_bytes))
+            return
         inbox.put(Abort(tuple(questions.abort(command.rids))) if isinstance(command, Abort) else command)
 
     questions.start()
@@ -84,4 +95,11 @@ def _ready(spec: WorkerSpec, reader: Reader, load_s: float) -> Ready:
         has_chat_template=False,
         kind=reader.kind,
         embedding=reader.embedding,
+        adapters=_refused(spec.adapters),
     )
+
+
+def _refused(adapters: tuple[tuple[str, str], ...]) -> tuple[AdapterInfo, ...]:
+    why = "cannot be served: adapters are for models that generate text"
+    failures = {name: Failure(Code.UNSUPPORTED, f"the adapter {name!r} {why}") for name, _ in adapters}
+    return tuple(AdapterInfo(name, path, failure=failures[name]) for name, path in adapters)

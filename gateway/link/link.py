@@ -21,6 +21,7 @@ from protocol.failures import Code, Failure
 from protocol.messages import (
     Abort,
     Accepted,
+    AdaptersSet,
     Delta,
     Detokenize,
     Down,
@@ -341,7 +342,7 @@ class Link:
                 self._on_pong(message)
             case Hello():
                 self._on_hello(message)
-            case Loading() | Ready() | Drained() | Goodbye():
+            case Loading() | Ready() | Drained() | Goodbye() | AdaptersSet():
                 if connection := self._connections.get(message.epoch):
                     connection.runner.post(message)
                 else:

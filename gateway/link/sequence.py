@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from gateway.link.collector import Collector
 from protocol.failures import Failure
-from protocol.messages import Drained, Generate, Goodbye, Hello, Loading, Pong, Ready
+from protocol.messages import AdaptersSet, Drained, Generate, Goodbye, Hello, Loading, Pong, Ready
 from protocol.stats import Stats
 
 # The epoch of a sequence that no worker has: real ones begin at 1.
@@ -99,7 +99,7 @@ class Runner(Protocol):
         """It is loaded and was not told to end."""
         ...
 
-    def post(self, message: Hello | Loading | Ready | Pong | Drained | Goodbye) -> None: ...
+    def post(self, message: Hello | Loading | Ready | Pong | Drained | Goodbye | AdaptersSet) -> None: ...
     def suspect(self) -> None:
         """It could not be reached."""
         ...

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from gateway.supervisor.ports import Process
 from gateway.supervisor.waiters import Waiter
 from protocol.failures import Failure
-from protocol.messages import Drained, Goodbye, Hello, Loading, Pong, Ready
+from protocol.messages import AdaptersSet, Drained, Goodbye, Hello, Loading, Pong, Ready
 from protocol.spec import WorkerSpec
 
 
@@ -101,7 +101,7 @@ class Beat:
     pass
 
 
-Message = Hello | Loading | Ready | Pong | Drained | Goodbye
+Message = Hello | Loading | Ready | Pong | Drained | Goodbye | AdaptersSet
 Mail = Ask | Stop | Change | Adopt | About | Admitted | Denied | Exited | Alarm | Beat | Message
 
 

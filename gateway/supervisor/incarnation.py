@@ -3,14 +3,28 @@
 import signal
 import time
 
+from msgspec.structs import replace
+
 from gateway.link.sequence import Connection, Runner, Sequence
 from gateway.link.transport import WorkerGone
 from gateway.supervisor.ports import Effects, Process, Wire
 from gateway.supervisor.state import Limits
 from gateway.supervisor.timers import Watchers
 from protocol.failures import Code, Failure
-from protocol.messages import MINOR, Down, Dump, Generate, Goodbye, Loading, Ready, Shutdown, Welcome
-from protocol.minors import unknown_field
+from protocol.messages import (
+    MINOR,
+    AdaptersSet,
+    Down,
+    Dump,
+    Generate,
+    Goodbye,
+    Loading,
+    Ready,
+    SetAdapters,
+    Shutdown,
+    Welcome,
+)
+from protocol.minors import ADAPTERS, unknown_field
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 
@@ -111,6 +125,15 @@ class Incarnation:
 
     def ping(self) -> None:
         self._wire.ping(self._runner, time.monotonic_ns())
+
+    def set_adapters(self, adapters: tuple[tuple[str, str], ...]) -> None:
+        """Let a worker have these and no others; one that is too old is replaced once a request names one."""
+        if self.ready is not None and self.minor >= ADAPTERS:
+            self.send(SetAdapters(0, adapters))
+
+    def note_adapters(self, change: AdaptersSet) -> None:
+        if self.ready is not None:
+            self.ready = replace(self.ready, adapters=change.adapters, weights_bytes=change.weights_bytes)
 
     def detach(self) -> list[Sequence]:
         """Drop what it says from now on. Returns its unfinished sequences."""

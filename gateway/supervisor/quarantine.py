@@ -32,6 +32,7 @@ def fingerprint(request: Generate) -> bytes:
         request.top_logprobs,
         thinking_budget=request.thinking_budget,
         constraint=request.constraint,
+        adapter=request.adapter,
     )
     return hashlib.blake2b(_encoder.encode(same), digest_size=16).digest()
 

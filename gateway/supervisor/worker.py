@@ -15,6 +15,7 @@ from protocol.failures import Code, Failure
 from protocol.messages import (
     MAJOR,
     MINOR,
+    AdaptersSet,
     Drain,
     Drained,
     Dump,
@@ -88,7 +89,7 @@ class Worker:
                 self._on_pong(item)
             case inbox.Beat():
                 self._on_beat()
-            case Hello() | Loading() | Ready() | Drained() | Goodbye():
+            case Hello() | Loading() | Ready() | Drained() | Goodbye() | AdaptersSet():
                 # Fenced by the link already; this drops what was queued while the epoch changed.
                 if item.epoch == incarnation.epoch and incarnation.process is not None:
                     self._on_message(item, incarnation.process)
@@ -202,9 +203,12 @@ class Worker:
     def _on_change(self, command: inbox.Change) -> None:
         if command.spec.log_level != self.lifecycle.spec.log_level and self._incarnation.process is not None:
             self._incarnation.send(SetLogLevel(command.spec.log_level))
+        is_other = command.spec.adapters != self.lifecycle.spec.adapters
         self.lifecycle.spec, self.lifecycle.is_preload = command.spec, command.is_preload
         self.lifecycle.load_timeout_s = command.load_timeout_s
         if not command.is_reload:
+            if is_other:
+                self._incarnation.set_adapters(command.spec.adapters)
             return
         match self.lifecycle.state:
             case State.READY | State.STARTING | State.LOADING:
@@ -226,7 +230,7 @@ class Worker:
 
     # -- messages of the worker --------------------------------------------------------------------------------------
 
-    def _on_message(self, message: Hello | Loading | Ready | Drained | Goodbye, process: Process) -> None:
+    def _on_message(self, message: Hello | Loading | Ready | Drained | Goodbye | AdaptersSet, process: Process) -> None:
         match message:
             case Hello():
                 self._on_hello(message, process)
@@ -241,6 +245,8 @@ class Worker:
                     self.lifecycle.begin()
             case Goodbye():
                 self._incarnation.goodbye = message
+            case AdaptersSet():
+                self._incarnation.note_adapters(message)
 
     def _on_hello(self, hello: Hello, process: Process) -> None:
         if hello.pid != process.pid:
@@ -272,6 +278,9 @@ class Worker:
             self._incarnation.send(Drain(0.0))
             self.lifecycle.timers.arm(self._limits.adopt_s)
         self._incarnation.ready = ready
+        if {(info.name, info.path) for info in ready.adapters} != set(self.lifecycle.spec.adapters):
+            # They have changed while it loaded, or before this gateway was started.
+            self._incarnation.set_adapters(self.lifecycle.spec.adapters)
         self._events.lane(self.name, ready.lane)
         if ready.lane_reason:
             log.warning("%s: %s", self.name, ready.lane_reason)

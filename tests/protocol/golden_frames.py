@@ -20,6 +20,10 @@ _MEDIA = (
     m.Media("video", bytes(32), b"\x00\x00\x00\x01\xff", {"frames": 1, "fps": 2.5}),
     m.Media("audio", bytes(32), b"RIFF"),
 )
+_ADAPTERS = (
+    m.AdapterInfo("sql", "/adapters/sql", 16, True, 2**20, "0f", "Qwen/Qwen3-8B"),
+    m.AdapterInfo("né", "/adapters/né", failure=_FAILURE),
+)
 _STATS = Stats(
     *(1, 2, 3, 4, 5, 6, 7, 2**40, 9, 10, 11),
     drafted=(Drafted("lookup", 4, 9, 7, (4, 3)),),
@@ -51,6 +55,7 @@ def down() -> list[m.Down]:
             most_drafted=3,
             prediction="né",
             includes_stop=True,
+            adapter="sql",
         ),
         m.Generate(3, m.TokensPrompt((0, 1, 151_935)), m.Sampling(), 0, top_logprobs=0),
         m.Abort((1, 1 << 62), "client"),
@@ -63,6 +68,7 @@ def down() -> list[m.Down]:
         m.SetMemory(2**40, 0.5, 0.25),
         m.SetLogLevel("debug"),
         m.Generate(6, m.EmbedPrompt(("né", (1, 2)), "query", True, False, 256, -1), m.Sampling()),
+        m.SetAdapters(8, (("sql", "/adapters/sql"),)),
         m.Generate(7, m.ScorePrompt(("né",), ("a", "b"), "judge", 512, 64, ("text_1", "text_2")), m.Sampling()),
         m.SetPace(0.75, 60, 256),
     ]
@@ -92,6 +98,7 @@ def up() -> list[m.Up]:
             speculation="auto",
             kind="embed",
             embedding=m.EmbeddingInfo(768, True, ("query", "document")),
+            adapters=_ADAPTERS,
         ),
         m.Accepted(1, 12),
         m.Tokenized(4, 2, (1, 2), "né"),
@@ -102,6 +109,7 @@ def up() -> list[m.Up]:
         m.Pong(7, 123_456_789_012, _STATS),
         m.Drained(3, 2),
         m.Goodbye(3, "load failed", _FAILURE),
+        m.AdaptersSet(3, 8, _ADAPTERS, 2**33),
     ]
 
 

@@ -65,17 +65,18 @@ WORKER: Final = {
     "model": "errors vision speculation",
     "structured": "text errors parsers",
     "cache": "errors vision model",
+    "adapters": "errors model cache",
     "sampling": "structured",
     "drafting": "errors vision model speculation cache",
     "pacing": "model speculation",
-    "engine": "text errors parsers vision model speculation structured cache sampling drafting pacing",
+    "engine": "text errors parsers vision model speculation structured cache sampling drafting pacing adapters",
     "frames": "text engine",
-    "prompt": "text errors parsers vision model speculation structured sampling engine",
+    "prompt": "text errors parsers vision model speculation structured sampling adapters engine",
     "embedding": "errors vision model engine pacing",
     "link": "engine frames",
     "start_reader": "embedding engine link model prompt",
-    "checked_model": "model drafting engine prompt",
-    "main": "errors vision model embedding engine prompt link start_reader checked_model",
+    "checked_model": "model adapters drafting engine prompt",
+    "main": "errors vision model adapters embedding engine prompt link start_reader checked_model",
     "verify": "errors vision model engine prompt checked_model speculation embedding verify_reader",
     "verify_reader": "embedding",
     "__main__": "main",
@@ -199,7 +200,7 @@ def test_supervision_knows_neither_http_nor_the_configuration_file(here: str) ->
 
 
 def test_only_a_few_folders_import_mlx() -> None:
-    allowed = {"engine", "cache", "model", "vision", "drafting", "embedding", "sampling"}
+    allowed = {"engine", "cache", "model", "vision", "drafting", "embedding", "sampling", "adapters"}
     importers = {
         module for module in modules() if any(name.split(".")[0].startswith("mlx") for name in imports(module))
     }

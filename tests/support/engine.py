@@ -26,6 +26,7 @@ from protocol.messages import (
 )
 from protocol.spec import WorkerSpec
 from tests.support.scale import patient
+from worker.adapters.adapters import adapters_of
 from worker.checked_model import load_checked
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Command, Inbox
@@ -82,7 +83,7 @@ class EngineHarness:
         self.drained: list[int] = []  # how many rows each drain aborted
         self.error: Exception | None = None
         self._inbox = Inbox()
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._is_loaded = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
 
@@ -102,6 +103,7 @@ class EngineHarness:
         try:
             loaded = load_checked(self.spec, lambda *_: None)
             self.loaded = replace(loaded, model=self._wrap(loaded.model))
+            self.adapters = adapters_of(loaded.model)
             self.intake = Intake(self.loaded, self.spec.parser)
             drafter = self.drafter = self._drafter(self.loaded) if callable(self._drafter) else self._drafter
             self.engine = Engine(
@@ -126,7 +128,7 @@ class EngineHarness:
 
     def _receive(self, message: Up) -> None:
         codec.encode(message)
-        with self._changed:
+        with self.changed:
             match message:
                 case Accepted():
                     self.results[message.rid].accepted = message.prompt_tokens
@@ -145,7 +147,7 @@ class EngineHarness:
                         result.steps.append((len(result.ids), result.text))
                 case _:
                     pass
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _take(self, delta: Delta) -> None:
         result = self.results[delta.rid]
@@ -185,9 +187,9 @@ class EngineHarness:
     def wait(self, condition: Any, what: str = "the condition") -> None:
         """Until `condition()` holds; messages wake it."""
         deadline = time.monotonic() + TIMEOUT_S
-        with self._changed:
+        with self.changed:
             while not condition():
-                assert self._changed.wait(deadline - time.monotonic()), f"timed out waiting for {what}"
+                assert self.changed.wait(deadline - time.monotonic()), f"timed out waiting for {what}"
 
     def run(self, requests: Iterable[Generate]) -> list[Result]:
         """Submit all at once and wait for every terminal event."""

@@ -215,6 +215,7 @@ class Batch:
             guards,
             self._stops(row),
             scores,
+            row.adapter_slot,
         )
         row.uid = uid
         self._media.place(uid, placement)

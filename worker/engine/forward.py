@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from worker.adapters.adapters import adapted
 from worker.cache.batched import begin_block, end_block
 from worker.drafting.taps import taps_of
 from worker.engine.member import Member
@@ -53,7 +54,11 @@ def forward(model: Any, part: Part, rider: Part | None = None) -> mx.array:
     tokens, caches = (part.inputs, part.caches) if rider is None else _packed(parts)
     packing, wanted = packing_of(model), max(part.lengths)
     shapes = [(len(each.members), each.width) for each in parts]
-    with _placed(model, part), packing.first(shapes, wanted) if packing is not None else nullcontext():
+    with (
+        _placed(model, part),
+        packing.first(shapes, wanted) if packing is not None else nullcontext(),
+        adapted(model, lambda: [[member.adapter for member in each.members] for each in parts], shapes),
+    ):
         logits: mx.array = model(tokens, cache=caches)
     _tap(model, parts, shapes)
     for each in parts:

@@ -87,6 +87,7 @@ class Generator:
         processors: Sequence[Guard],
         stops: StopSequences,
         scores: Scores | None = None,
+        adapter: int = 0,
     ) -> int:
         """Queue a sequence whose `caches` hold `tokens`; returns its number here. Its segments are not empty.
 
@@ -94,7 +95,8 @@ class Generator:
         """
         uid, self._count = self._count, self._count + 1
         caches = caches or make_caches(self._model)
-        member = Member(uid, segments, max_tokens, caches, tokens, processors, stops.matcher(), scores=scores)
+        match = stops.matcher()
+        member = Member(uid, segments, max_tokens, caches, tokens, processors, match, scores=scores, adapter=adapter)
         self._waiting.append(member)
         return uid
 

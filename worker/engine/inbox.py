@@ -2,12 +2,16 @@
 
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from protocol.messages import Abort, Drain, SetMemory, SetPace, Shutdown
+from protocol.failures import Failure
+from protocol.messages import Abort, AdaptersSet, Drain, SetMemory, SetPace, Shutdown
+from worker.adapters.adapter_files import Files
 from worker.engine.row import Row
 
 # How long an engine whose rows all wait for something looks for commands.
@@ -29,7 +33,17 @@ class Wake(Enum):
     UP = auto()
 
 
-Command = Row | Abort | Drain | Shutdown | SetMemory | SetPace | Wake
+@dataclass(frozen=True, slots=True)
+class AdapterOrder:
+    """The adapters to have from now on, by name and folder; of those that are new, what was read of them."""
+
+    call_id: int
+    wanted: tuple[tuple[str, str], ...]
+    read: Mapping[tuple[str, str], Files | Failure]
+    reply: Callable[[AdaptersSet], None]
+
+
+Command = Row | Abort | Drain | Shutdown | SetMemory | SetPace | AdapterOrder | Wake
 
 
 class Inbox:

@@ -25,12 +25,13 @@ from protocol.spec import USUAL_RUNNING, WorkerSpec
 from worker.cache import batched
 from worker.cache.prefix import PrefixCache
 from worker.cache.quantized import make_caches
+from worker.engine.adapter_orders import AdapterOrders
 from worker.engine.batch import Batch
 from worker.engine.drain_order import DrainOrder
 from worker.engine.emitter import Emitter
 from worker.engine.forward import can_pack
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import Command, Inbox, Wake
+from worker.engine.inbox import AdapterOrder, Command, Inbox, Wake
 from worker.engine.kv_budget import KvCost
 from worker.engine.memory_limits import MemoryLimits
 from worker.engine.outbox import Outbox
@@ -105,6 +106,7 @@ class Engine:
         self._woke = 0.0
         self._emitter = Emitter(writer, self._outbox, self._finish)
         self._rows: dict[int, Row] = {}
+        self._adapters = AdapterOrders(loaded, spec.epoch, self._memory, self._slots, self._apply_limits)
         self._tombstones: dict[int, None] = {}
         self._drain = DrainOrder()
         self._is_stopping = False
@@ -139,6 +141,7 @@ class Engine:
             self._recovering(self._batch.settle)
             self._recovering(self._memory.cache.hand_over)
             self._recovering(self._tend_memory)
+            self._recovering(self._adapters.tend)
             if self._pacer.rests:
                 self._recovering(self._rest)
         self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
@@ -170,6 +173,10 @@ class Engine:
 
     def _apply_limits(self) -> None:
         self._memory.apply(self._batch.widest_step, self._make_room)
+
+    def _slots(self) -> set[int]:
+        """Slots of the adapters that rows have."""
+        return {row.adapter_slot for row in self._rows.values()}
 
     def _tend_memory(self) -> None:
         if self._memory.relax():
@@ -209,6 +216,8 @@ class Engine:
                 self._apply_limits()
             case SetPace():
                 self._pacer.change(command)
+            case AdapterOrder():
+                self._adapters.obey(command)
             case Wake.UP:
                 pass
             case _:
@@ -238,6 +247,9 @@ class Engine:
             del self._tombstones[next(iter(self._tombstones))]
 
     def _enqueue(self, row: Row) -> None:
+        if (refusal := self._adapters.refusal(row)) is not None:
+            self._outbox.send(Rejected(row.rid, refusal))
+            return
         if row.rid in self._rows:  # its one terminal event belongs to the row that is already here
             log.error("request %d arrived twice; the second was dropped", row.rid)
             return

@@ -50,6 +50,8 @@ class Member:
     # Of its prompt, where they are wanted; and whether they were given out.
     scores: Scores | None = None
     is_told: bool = False
+    # The slot of its adapter; 0 is the base model.
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         last = self.segments[-1]

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import Sampling, TokenLogprob, Usage
+from worker.adapters.adapters import Adapter
 from worker.cache.prefix import Ticket
 from worker.parsers import Parser
 from worker.sampling.penalties import NO_WORDS, Words
@@ -54,6 +55,8 @@ class Row:
     # What the output must match.
     rule: Rule | None = None
     drafting: Drafting = field(default_factory=Drafting)
+    # That the request names; None is the base model.
+    adapter: Adapter | None = None
     # Media in the order of the prompt, and positions `[3, prompt]` for models that have them in space.
     media: list[Span] = field(default_factory=list)
     positions: npt.NDArray[np.int32] | None = None
@@ -111,6 +114,11 @@ class Row:
     def whole(self, at: int) -> int:
         """The last position up to `at` that cuts no medium."""
         return before_media(self.media, at) if self.media else at
+
+    @property
+    def adapter_slot(self) -> int:
+        """Slot of its adapter; 0 is the base model."""
+        return self.adapter.slot if self.adapter is not None else 0
 
     @property
     def has_thought_enough(self) -> bool:

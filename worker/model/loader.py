@@ -26,6 +26,7 @@ from protocol.towers import has_media
 from worker.errors import LoadFailed, is_allocation_failure
 from worker.model import packing
 from worker.model.lanes import Plan
+from worker.model.linears import Linears
 from worker.speculation.drafter import Proposer
 from worker.vision.attach import Vision, attach
 from worker.vision.checkpoint import fold
@@ -65,6 +66,8 @@ class Loaded:
     # A model or head that drafts for it, or why a head of the checkpoint does not.
     proposer: Proposer | None = None
     no_head: str = ""
+    # Where adapters may be put.
+    linears: Linears | None = None
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
@@ -90,6 +93,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
         raise LoadFailed(Code.MODEL_MISSING, f"{path} holds no tokenizer that can encode text")
     if spec.chat_template:
         tokenizer.chat_template, tokenizer.has_chat_template = spec.chat_template, True
+    linears = Linears(model)
     vision, no_vision = _load_vision(path, config, model, spec)
     packing.prepare(model)
     weights_bytes = nbytes(model) + (vision.tower.nbytes if vision is not None else 0)
@@ -109,6 +113,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
         weights_bytes=weights_bytes,
         vision=vision,
         no_vision=no_vision,
+        linears=linears,
     )
 
 

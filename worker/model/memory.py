@@ -175,6 +175,11 @@ class Share:
         self._order = order
         return self.limits()
 
+    def weigh(self, weights: int) -> Limits:
+        """Other weights beside what is to be held: the limits to keep before `enforce`."""
+        self._weights = weights
+        return self.limits()
+
     def shrink(self, now: float) -> bool:
         """Half of KV and prefixes for a while, because an allocation has failed; False where that was done before and
         is of no help."""

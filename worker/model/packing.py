@@ -9,6 +9,7 @@ are wrapped once, when the model is loaded, and are the modules that they wrap i
 import inspect
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -52,6 +53,13 @@ class _Masks:
         self.of = of
 
 
+@dataclass(slots=True)
+class Turn:
+    """The part whose tokens a mixing module is given now, for the modules inside of it; None outside of all."""
+
+    at: int | None = None
+
+
 class _Wrapped(nn.Module):
     """A module around another, whose attributes it shows as its own."""
 
@@ -69,15 +77,23 @@ class _Wrapped(nn.Module):
 class Mixing(_Wrapped):
     """A module that looks at other tokens: it is given the tokens of one part after the other."""
 
+    def __init__(self, module: Any, turn: Turn) -> None:
+        super().__init__(module)
+        self._turn = turn
+
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         packed = kwargs.get("cache", args[-1] if args else None)
         if not isinstance(packed, Packed):
             return self.module(x, *args, **kwargs)
         mixed: list[mx.array] = []
-        for at, (part, (rows, width)) in enumerate(zip(split(x, packed.shapes), packed.shapes, strict=True)):
-            own = [_own(value, at) for value in args]
-            named = {name: _own(value, at) for name, value in kwargs.items()}
-            mixed.append(self.module(part, *own, **named).reshape(1, rows * width, -1))
+        try:
+            for at, (part, (rows, width)) in enumerate(zip(split(x, packed.shapes), packed.shapes, strict=True)):
+                self._turn.at = at
+                own = [_own(value, at) for value in args]
+                named = {name: _own(value, at) for name, value in kwargs.items()}
+                mixed.append(self.module(part, *own, **named).reshape(1, rows * width, -1))
+        finally:
+            self._turn.at = None
         return mx.concatenate(mixed, axis=1)
 
 
@@ -98,8 +114,9 @@ class LastNorm(_Wrapped):
 class Packing:
     """Packed passes of one model. Owned by the engine thread."""
 
-    def __init__(self, norm: LastNorm) -> None:
+    def __init__(self, norm: LastNorm, turn: Turn) -> None:
         self._norm = norm
+        self.turn = turn
 
     @contextmanager
     def first(self, shapes: Sequence[Shape], count: int) -> Generator[None]:
@@ -133,10 +150,11 @@ def prepare(model: Any) -> None:
     name = next((name for name in _NORMS if isinstance(core.get(name), nn.Module)), None)
     if name is None or isinstance(core[name], LastNorm) or not isinstance(core.get("layers"), list):
         return
+    turn = Turn()
     for at, layer in enumerate(core.layers):
-        core.layers[at] = _with_mixing(layer)
+        core.layers[at] = _with_mixing(layer, turn)
     core[name] = LastNorm(core[name])
-    model.packing = Packing(core[name])
+    model.packing = Packing(core[name], turn)
 
 
 def packing_of(model: Any) -> Packing | None:
@@ -150,14 +168,14 @@ def give_up(model: Any) -> None:
     model.packing = None
 
 
-def _with_mixing(module: Any) -> Any:
+def _with_mixing(module: Any, turn: Turn) -> Any:
     """The innermost modules with a cache wrapped, be it the module itself."""
     if not isinstance(module, nn.Module) or not _has_mixing(module):
         return module
     inner = {name: child for name, child in module.children().items() if _has_mixing(child)}
     for name, child in inner.items():
-        module[name] = _with_mixing(child)
-    return module if inner else Mixing(module)
+        module[name] = _with_mixing(child, turn)
+    return module if inner else Mixing(module, turn)
 
 
 def _has_mixing(module: Any) -> bool:

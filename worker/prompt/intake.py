@@ -25,6 +25,7 @@ from protocol.messages import (
     Tokenized,
     TokensPrompt,
 )
+from worker.adapters.adapters import Adapter, adapters_of
 from worker.engine.output import Writer
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
@@ -76,6 +77,7 @@ class Intake:
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
         self._infill = InfillPrompts(loaded.tokenizer, self._encoder, loaded.vocab_size)
+        self._adapters = adapters_of(loaded.model)
         self._words = WordIds(self._encoder, self.vocabulary, loaded.vocab_size)
         self.writer = Writer(self.vocabulary, self._dialect.controls)
         self._rules = Rules(
@@ -108,6 +110,7 @@ class Intake:
     def row(self, request: Generate, arrived: float) -> Row:
         """A row that is safe to run, but for its rule: see `restrict`. Raises `RequestInvalid`."""
         self._check_sampling(request)
+        adapter = self._adapter(request.adapter)
         encoded = self._encode(request.prompt, request.cache_salt)
         ids, text = encoded.ids, encoded.text
         self._check_ids(request.resume, "resume")
@@ -128,7 +131,8 @@ class Intake:
             priority=request.priority,
             deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
             want_progress=request.want_progress,
-            cache_salt=request.cache_salt,
+            cache_salt=request.cache_salt if adapter is None else adapter.salt + request.cache_salt,
+            adapter=adapter,
             tenant=request.tenant,
             boundaries=self._boundaries(ids) if is_chat else [],
             media=encoded.spans,
@@ -250,6 +254,14 @@ class Intake:
         # A tokenizer may know more tokens than the model: no draft may hold those, nor go on behind them.
         known = tuple(token if token < self._vocab_size else BREAK for token in ids)
         return Drafting(most, known, request.cache_salt)
+
+    def _adapter(self, name: str) -> Adapter | None:
+        """The adapter that a request names. Raises `RequestInvalid`."""
+        if not name:
+            return None
+        if self._adapters is None:
+            raise RequestInvalid(Code.UNSUPPORTED, "This model is served without adapters.", param="model")
+        return self._adapters.find(name)
 
     def _encode(self, prompt: Prompt, salt: str) -> Encoded:
         match prompt:

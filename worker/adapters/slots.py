@@ -1,0 +1,197 @@
+"""Linear layers with adapters: each row of a forward pass gets the update of its own adapter, or none.
+
+An adapter has a slot, the same in all layers; slot 0 is the base model. Of each layer that some adapter changes, the
+matrices of all slots lie in one array, zeros where a slot changes nothing, so that rows of different adapters are one
+multiplication. `Slots` says which row has which, and is set around each forward pass.
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from worker.model.linears import Place
+from worker.model.packing import Shape, Turn, split
+
+BASE: Final = 0
+
+
+class Choice:
+    """Slots of the rows of one part of a pass, of which some are not the base's."""
+
+    __slots__ = ("_arrays", "_slots", "rows", "single", "used")
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        self.rows = len(slots)
+        self.used = frozenset(slots) - {BASE}
+        # The slot that all rows have.
+        self.single = slots[0] if len(set(slots)) == 1 else None
+        self._slots = slots
+        self._arrays: dict[int, mx.array] = {}
+
+    def within(self, count: int) -> mx.array:
+        """`[rows]`, as an index of the first `count` slots: MLX checks no bounds, and beyond them nothing changes."""
+        array = self._arrays.get(count)
+        if array is None:
+            within = [slot if slot < count else BASE for slot in self._slots]
+            array = self._arrays[count] = mx.array(within, dtype=mx.uint32)
+        return array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrices:
+    """The update of one layer by one adapter: `[inputs, rank]` and, with its scale, `[rank, outputs]`.
+
+    With DoRA what the layer makes is multiplied by `gain` `[outputs]`, which `b` has been already.
+    """
+
+    a: mx.array
+    b: mx.array
+    gain: mx.array | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.a, self.b, *([self.gain] if self.gain is not None else [])]
+
+
+class Slots:
+    """The slots of the rows of the pass that is being built. Owned by the engine thread."""
+
+    def __init__(self, turn: Turn | None) -> None:
+        self.turn = turn or Turn()
+        # A row of the CPU's or CUDA's multiplications has a matrix of its own: only Metal gathers as it multiplies.
+        self.gathers = mx.metal.is_available()
+        # None where all rows are of the base.
+        self.choices: Sequence[Choice | None] | None = None
+        self.shapes: Sequence[Shape] = ()
+
+    @contextmanager
+    def rows(self, slots: Sequence[Sequence[int]], shapes: Sequence[Shape]) -> Generator[None]:
+        """A pass in which the rows of each part have these slots."""
+        choices = [Choice(part) if any(part) else None for part in slots]
+        if any(choice is not None for choice in choices):
+            self.choices, self.shapes = choices, shapes
+        try:
+            yield
+        finally:
+            self.choices = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bank:
+    """The updates of one layer by slot, and the same as one array of all slots each, evaluated.
+
+    These are `[slots, inputs, rank]`, `[slots, rank, outputs]` and, where some have a gain, `[slots, outputs]`.
+    """
+
+    updates: dict[int, Matrices]
+    a: mx.array
+    b: mx.array
+    gain: mx.array | None
+
+    @classmethod
+    def of(cls, updates: dict[int, Matrices]) -> "Bank":
+        """Of at least one update. They become views of the arrays: nothing is kept twice."""
+        first = next(iter(updates.values()))
+        rank = max(each.rank for each in updates.values())
+        every = [updates.get(slot) for slot in range(max(updates) + 1)]
+        shapes = (first.a.shape[0], rank), (rank, first.b.shape[1])
+        a = mx.stack([_padded(None if each is None else each.a, shapes[0], first.a.dtype) for each in every])
+        b = mx.stack([_padded(None if each is None else each.b, shapes[1], first.b.dtype) for each in every])
+        gain = None
+        if any(each.gain is not None for each in updates.values()):
+            ones = mx.ones((first.b.shape[1],), dtype=first.b.dtype)
+            gain = mx.stack([ones if each is None or each.gain is None else each.gain for each in every])
+        own = {
+            slot: Matrices(
+                a[slot, :, : each.rank], b[slot, : each.rank], None if gain is None or each.gain is None else gain[slot]
+            )
+            for slot, each in updates.items()
+        }
+        mx.eval(a, b, *([gain] if gain is not None else []), [array for each in own.values() for array in each.arrays])
+        return cls(own, a, b, gain)
+
+    @property
+    def slots(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes + (self.gain.nbytes if self.gain is not None else 0)
+
+    def changed(self, slot: int, matrices: Matrices | None) -> "Bank | None":
+        """The bank with another update, or none, in a slot; None if that leaves no update."""
+        updates = {at: each for at, each in self.updates.items() if at != slot}
+        if matrices is not None:
+            updates[slot] = matrices
+        return Bank.of(updates) if updates else None
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer with the updates of adapters.
+
+    It shows nothing of the layer but its call: code that reads the weights past it would leave the adapter out.
+    """
+
+    def __init__(self, linear: Any, place: Place, slots: Slots, bank: Bank) -> None:
+        super().__init__()
+        self.linear = linear
+        self._place = place
+        self._slots = slots
+        # No parameter of the model.
+        self.bank = bank
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y: mx.array = self.linear(x)
+        choices = self._slots.choices
+        return y if choices is None else self._updated(x, y, choices)
+
+    def _updated(self, x: mx.array, y: mx.array, choices: Sequence[Choice | None]) -> mx.array:
+        turn = self._slots.turn.at
+        if len(choices) == 1 or self._place.is_head or turn is not None:
+            # The head is given tokens of the first part only.
+            return self._add(x, y, choices[0 if self._place.is_head else turn or 0])
+        shapes = self._slots.shapes
+        flat_x, flat_y = x.reshape(1, -1, x.shape[-1]), y.reshape(1, -1, y.shape[-1])
+        if flat_x.shape[1] != sum(rows * width for rows, width in shapes):
+            raise ValueError(f"{self._place.path} is given other tokens than those of the pass")
+        parts = zip(split(flat_x, shapes), split(flat_y, shapes), choices, strict=True)
+        added = [self._add(own_x, own_y, choice).reshape(1, -1, y.shape[-1]) for own_x, own_y, choice in parts]
+        return mx.concatenate(added, axis=1).reshape(y.shape)
+
+    def _add(self, x: mx.array, y: mx.array, choice: Choice | None) -> mx.array:
+        """`y` with the updates of a part's rows, whose tokens follow one another in `x`."""
+        bank = self.bank
+        if choice is None or choice.used.isdisjoint(bank.updates):
+            return y
+        if choice.single is not None:
+            own = bank.updates[choice.single]
+            return self._scaled(y, own.gain) + ((x @ own.a) @ own.b).astype(y.dtype)
+        slots = choice.within(bank.slots)
+        rows, by_row = x.reshape(choice.rows, -1, x.shape[-1]), y.reshape(choice.rows, -1, y.shape[-1])
+        if self._slots.gathers:
+            z = mx.gather_mm(mx.gather_mm(rows, bank.a, rhs_indices=slots), bank.b, rhs_indices=slots)
+        else:
+            z = (rows @ bank.a[slots]) @ bank.b[slots]
+        gain = None if bank.gain is None else bank.gain[slots][:, None]
+        return (self._scaled(by_row, gain) + z.astype(y.dtype)).reshape(y.shape)
+
+    def _scaled(self, y: mx.array, gain: mx.array | None) -> mx.array:
+        """The layer's own part. A gain of 1 leaves it as it is, to the last bit."""
+        if gain is None:
+            return y
+        return y * gain + self.linear.bias * (1 - gain) if "bias" in self.linear else y * gain
+
+
+def _padded(matrix: mx.array | None, shape: tuple[int, int], dtype: Any) -> mx.array:
+    """A matrix of a smaller rank, or none, with zeros up to a shape."""
+    if matrix is None:
+        return mx.zeros(shape, dtype=dtype)
+    return mx.pad(matrix, [(0, want - have) for want, have in zip(shape, matrix.shape, strict=True)])

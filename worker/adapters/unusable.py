@@ -1,0 +1,5 @@
+"""The refusal of an adapter."""
+
+
+class Unusable(Exception):
+    """An adapter cannot be served; the reason, for the operator."""
