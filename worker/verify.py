@@ -247,12 +247,13 @@ class Verifier:
         return self._compare("speculated", outputs)
 
     def _drafted(self, proposer: Proposer) -> Check:
-        """With the drafts of the model's own head, at each step."""
+        """With the drafts of the head, drafter or model that the worker has, at each step."""
+        name = f"drafted by {proposer.source}"
         drafter = EagerDrafts(proposer, DRAFTED)
         outputs = Session(self._loaded, self._intake, self._spec, drafter).run([self._requests])
         if not drafter.drafted:
-            return Check("drafted", note="the head drafted nothing", is_skipped=True)
-        return self._compare("drafted", outputs)
+            return Check(name, note="it drafted nothing", is_skipped=True)
+        return self._compare(name, outputs)
 
     def _session(self, spec: WorkerSpec) -> Session:
         return Session(self._loaded, self._intake, spec)

@@ -180,7 +180,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     deterministic: bool = False
     # Drafts of next tokens, from text that is known already, where they are measured to pay.
     speculate: Literal["auto", "off"] = "auto"
-    # A smaller model of the same tokens that drafts, as a folder or repository; empty is none.
+    # A smaller model of the same tokens, or a drafter made for this one, as a folder or repository; empty is none.
     draft: str = ""
     # What it is for: text that it generates, embeddings, or scores of pairs; `auto` is as its files say.
     kind: Literal["auto", "text", "embed", "rerank"] = "auto"

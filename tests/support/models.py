@@ -136,6 +136,13 @@ def build(architecture: str, folder: Path, *, seed: int = 0, markers: Sequence[s
     `markers` become control tokens.
     """
     module, base = (ARCHITECTURES | _LANED)[architecture]
+    return write(module, base, folder, seed=seed, markers=markers, **overrides)
+
+
+def write(
+    module: Any, base: dict[str, Any], folder: Path, *, seed: int = 0, markers: Sequence[str] = (), **overrides: Any
+) -> Path:
+    """A random model of a module of mlx-lm; see `build`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tiny_tokenizer(markers)
     overrides = {"vocab_size": max(VOCAB, len(tokenizer)), **overrides}

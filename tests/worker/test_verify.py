@@ -11,6 +11,7 @@ import pytest
 
 from protocol.kinds import EMBED
 from protocol.verify import Check
+from tests.support.drafters import copying_assistant, copying_block, damped, eagle, gemma4
 from tests.support.engine import spec
 from tests.support.reading_models import build_embedder, build_reranker
 from tests.support.scale import scaled
@@ -36,6 +37,37 @@ def test_every_way_of_running_a_request_gives_its_own_tokens(
     assert [check.name for check in checks] == NAMES
     assert all(check.is_good and check.tokens for check in checks)
     assert [check.name for check in checks if check.cached] == ["cache in memory", "cache on disk"]
+
+
+def drafted_by(kind: str, folder: Path) -> tuple[Path, Path]:
+    """A model and what drafts for it."""
+    match kind:
+        case "assistant":
+            target = gemma4(folder / "target")
+            return target, copying_assistant(folder / "drafter", target)
+        case "eagle3":
+            return damped(folder / "target"), eagle(folder / "drafter")
+        case "draft_model":
+            return damped(folder / "target"), damped(folder / "drafter", 0.0)
+        case _:
+            target = damped(folder / "target")
+            return target, copying_block(folder / "drafter", target, "dspark")
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "dflash", "assistant"])
+def test_drafts_of_each_kind_are_verified(kind: str, tmp_path: Path) -> None:
+    target, drafter = drafted_by(kind, tmp_path)
+    wanted = spec(target, draft=str(drafter))
+    loaded = load_checked(wanted, lambda *_: None)
+    assert loaded.proposer is not None
+    assert loaded.proposer.source == kind
+    verifier = Verifier(loaded, wanted, 8, 16)
+    assert next(verifier.checks()).is_good
+    check = verifier._drafted(loaded.proposer)  # pyright: ignore[reportPrivateUsage]
+    assert check.name == f"drafted by {kind}"
+    assert check.is_good
+    assert check.tokens
+    assert not check.note
 
 
 def test_pictures_are_verified_of_a_model_that_takes_them() -> None:

@@ -234,6 +234,16 @@ class RaggedKVCache:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
+    def contents(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Keys and values of all rows, and the position of the token in each of their slots, `[rows, slots]`: -1 where
+        there is none, and None where each row has one in each slot."""
+        end = self.lengths.longest
+        keys, values = (array[..., :end, :] for array in self.arrays)
+        if self.lengths.is_level:
+            return keys, values, None
+        slots = mx.arange(end, dtype=mx.int32)
+        return keys, values, mx.where(slots < mx.array(list(self.lengths.of))[:, None], slots, -1)
+
     def _entries(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
         """New tokens in the form that is kept of them."""
         return keys, values
@@ -324,6 +334,16 @@ class RaggedWindowCache(BatchRotatingKVCache):
             self.left_padding = self.left_padding + roll
             self.offset = self.offset - roll
         self.held = [length - less for length, less in zip(self.held, drop, strict=True)]
+
+    def contents(self) -> tuple[mx.array, mx.array, mx.array]:
+        """As those of `RaggedKVCache`, in the order of the buffer."""
+        slots, end = mx.arange(self.keys.shape[2], dtype=mx.int32), self._idx
+        if self.rotated:
+            slots, end = (slots - end) % self.max_size, self.max_size
+        held = mx.array(self.held)[:, None]
+        positions = held - end + slots
+        is_held = (slots < end) & (positions >= mx.maximum(held - self.max_size, 0))
+        return self.keys, self.values, mx.where(is_held, positions, -1)
 
     def filter(self, batch_indices: Sequence[int]) -> None:
         super().filter(mx.array(list(batch_indices)))

@@ -11,8 +11,9 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from worker.drafting.logits import as_wide
 from worker.drafting.row_caches import RowCaches
-from worker.speculation.drafter import Draw, Tokens
+from worker.speculation.drafter import Draw, Rows, Tokens
 from worker.speculation.lookup import Source
 
 # Unread tokens of a text that are read together with the newest tokens of the other rows: so many, or as many as make
@@ -51,7 +52,7 @@ class ModelDrafts:
         self._reading: dict[int, _Reading] = {}
         self.token_bytes = self._probe()
 
-    def begin(self, draw: Draw) -> None:
+    def begin(self, draw: Draw, rows: Rows) -> None:
         self._draw = draw
         self.end()
 
@@ -117,12 +118,8 @@ class ModelDrafts:
         return columns
 
     def _next(self, logits: mx.array, ahead: int) -> mx.array:
-        """The next token of each row, of logits over as many tokens as the target's: noise depends on their number."""
         assert self._draw is not None
-        logits = logits[:, 0, : self._vocab]
-        if (missing := self._vocab - logits.shape[-1]) > 0:
-            logits = mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
-        return self._draw(self._rows.uids, logits, ahead)
+        return self._draw(self._rows.uids, as_wide(logits[:, 0], self._vocab), ahead)
 
     def _unread(self, uid: int, text: Tokens, newest: int) -> list[int]:
         return [*text[self._rows.done[uid] :].tolist(), newest]

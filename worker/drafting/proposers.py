@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from protocol.failures import Code
 from worker.cache import batched
 from worker.cache.kv import leaves
+from worker.cache.quantized import make_caches
 from worker.drafting.eagle_head import EagleHead
 from worker.drafting.head_drafts import HeadDrafts
 from worker.drafting.model_drafts import ModelDrafts
 from worker.drafting.stored_head import NoHead, load_head
-from worker.drafting.taps import Tap, Taps
+from worker.drafting.taps import TAIL, Tap, Taps
+from worker.drafting.weights import settle, size_bytes
 from worker.errors import LoadFailed
 from worker.model.lanes import Lane
 from worker.model.loader import Loaded
@@ -37,15 +38,12 @@ def attach_head(path: Path, model: Any, beside: Path | None = None) -> tuple[Hea
     head = load_head(path, _config(path), model, beside)
     core = text_core(model)
     dtype = core.norm.weight.dtype
-    if dtype == mx.float32:
-        head.apply(_to_float32)
-    mx.eval(head.parameters())
-    taps = _tapped(model, [len(core.layers)])
-    return HeadDrafts(head, taps, dtype), _nbytes(head.parameters())
+    own_bytes = settle(head, dtype)
+    return HeadDrafts(head, _tapped(model, [len(core.layers)]), dtype), own_bytes
 
 
 def attach_draft(target: Loaded, path: Path, load_draft: Callable[[], Loaded]) -> tuple[Proposer, int]:
-    """Drafts by what the configuration names, a head, EAGLE-3 or a second model, and the bytes of its weights.
+    """Drafts by what the configuration names, a drafter or a second model, and the bytes of its weights.
 
     Raises `LoadFailed` where drafts cannot be verified, or be of use.
     """
@@ -61,32 +59,68 @@ def attach_draft(target: Loaded, path: Path, load_draft: Callable[[], Loaded]) -
                 return attach_head(target.path, target.model, path)
             except NoHead as reason:
                 raise _refused(path, str(reason) or "it holds no head") from reason
-        case "eagle3":
-            return _eagle_drafts(target, path)
         case kind:
-            raise _refused(path, f"drafters of the kind {kind} are not run")
+            attach = next((attach for signs, attach in _ATTACHED.items() if any(sign in kind for sign in signs)), None)
+            if attach is None:
+                raise _refused(path, f"drafters of the kind {kind} are not run")
+            try:
+                return attach(target.model, path)
+            except Exception as error:  # the boundary to code of mlx-vlm, and to any file
+                raise _refused(path, f"{type(error).__name__}: {error}") from error
 
 
 def _kind(config: Mapping[str, Any]) -> str:
     """The kind of a drafter that is no language model; empty for one that is."""
     kind = str(config.get("speculators_model_type") or config.get("model_type", "")).lower()
     names = [kind, *(str(name).lower() for name in config.get("architectures") or ())]
+    if "dflash_config" in config:
+        names.append("dflash")
     return next((name for name in names if any(sign in name for sign in _OTHERS)), "")
 
 
-def _eagle_drafts(target: Loaded, path: Path) -> tuple[HeadDrafts, int]:
-    model, core = target.model, text_core(target.model)
-    try:
-        head = EagleHead.load(path, model, _vocab(model))
-        if not all(0 <= place < len(core.layers) for place in head.places):
-            raise ValueError(f"it needs the layers {head.places} of a target that has {len(core.layers)}")
-        drafts = HeadDrafts(head, Taps(), core.norm.weight.dtype, Source.EAGLE)
-        width = core.norm.weight.shape[0] * len(head.places)
-        mx.eval(head.hidden(mx.zeros((1, 1, width), core.norm.weight.dtype)), head.parameters)
-    except Exception as error:  # the boundary to code of mlx-vlm, and to any file
-        raise _refused(path, f"{type(error).__name__}: {error}") from error
+def _eagle_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
+    core = text_core(model)
+    head = EagleHead.load(path, model, _vocab(model))
+    if not all(0 <= place < len(core.layers) for place in head.places):
+        raise ValueError(f"it needs the layers {head.places} of a target that has {len(core.layers)}")
+    drafts = HeadDrafts(head, Taps(), core.norm.weight.dtype, Source.EAGLE)
+    width = core.norm.weight.shape[0] * len(head.places)
+    mx.eval(head.hidden(mx.zeros((1, 1, width), core.norm.weight.dtype)), head.parameters)
     drafts.taps = _tapped(model, head.places)
-    return drafts, _nbytes(head.parameters)
+    return drafts, size_bytes(head.parameters)
+
+
+def _block_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
+    from worker.drafting.block_drafts import TAIL as BLOCK_TAIL  # mlx-vlm is loaded for those who need it
+    from worker.drafting.block_drafts import BlockDrafts
+    from worker.drafting.block_head import BlockHead
+
+    core = text_core(model)
+    dtype = core.norm.weight.dtype
+    head, own_bytes = BlockHead.load(path, model, _vocab(model), dtype)
+    drafts = BlockDrafts(head, Taps(), core.norm.weight.shape[0] * len(head.places), dtype)
+    drafts.taps = _tapped(model, head.places, BLOCK_TAIL)
+    return drafts, own_bytes
+
+
+def _assistant_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
+    from worker.drafting.assistant_drafts import Assistant, AssistantDrafts
+
+    core, caches = text_core(model), make_caches(model)
+    if any(type(cache) not in (KVCache, RotatingKVCache) for cache in caches):
+        raise ValueError("it reads the target's KV, which is quantized, or of another kind")
+    # The newest of each kind that has keys and values of its own.
+    layers = {str(layer.layer_type): at for at, layer in enumerate(core.layers[: len(caches)])}
+    assistant, own_bytes = Assistant.load(path, model, layers, _vocab(model), core.norm.weight.dtype)
+    return AssistantDrafts(assistant, _tapped(model, [len(core.layers)])), own_bytes
+
+
+# Drafters by signs in their kinds.
+_ATTACHED: Final[Mapping[tuple[str, ...], Callable[[Any, Path], tuple[Proposer, int]]]] = {
+    ("eagle3",): _eagle_drafts,
+    ("dflash", "dspark"): _block_drafts,
+    ("gemma4_assistant", "gemma4_unified_assistant"): _assistant_drafts,
+}
 
 
 def _model_drafts(target: Loaded, draft: Loaded) -> ModelDrafts:
@@ -103,9 +137,9 @@ def _vocab(model: Any) -> int:
     return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
 
 
-def _tapped(model: Any, places: Sequence[int]) -> Taps:
+def _tapped(model: Any, places: Sequence[int], tail: int = TAIL) -> Taps:
     """Taps of what goes into these layers, of which the one behind the last is the norm."""
-    core, taps = text_core(model), Taps()
+    core, taps = text_core(model), Taps(tail)
     for place in places:
         if place == len(core.layers):
             core.norm = Tap(core.norm, taps, place)
@@ -119,11 +153,6 @@ def _config(path: Path) -> dict[str, Any]:
     return json.loads((path / "config.json").read_text())
 
 
-def _nbytes(parameters: Any) -> int:
-    flat: Any = tree_flatten(parameters)
-    return sum(int(array.nbytes) for _, array in flat)
-
-
 def _check_tokens(target: Loaded, draft: Loaded) -> None:
     """Refuse a draft model whose ids mean other tokens."""
     ours, theirs = ({id: token for token, id in each.tokenizer.get_vocab().items()} for each in (target, draft))
@@ -135,7 +164,3 @@ def _check_tokens(target: Loaded, draft: Loaded) -> None:
 
 def _refused(path: Path, reason: str) -> LoadFailed:
     return LoadFailed(Code.BAD_CONFIG, f"{path} cannot draft for this model: {reason}")
-
-
-def _to_float32(array: mx.array) -> mx.array:
-    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array

@@ -5,6 +5,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import mlx.core as mx
@@ -105,7 +106,7 @@ def _header(file: Path) -> tuple[dict[str, list[int]], str]:
 def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: Stored, model: Any) -> Head:
     if any(name.endswith(".scales") for name in stored.weights):
         raise ValueError("its weights are quantized, which spoils a head")
-    parts, tables = (_NEXTN_PARTS, _NEXTN_TABLES) if stored.is_nextn else (_QWEN_PARTS, dict[str, str]())
+    parts, extra = (_NEXTN_PARTS, _NEXTN_TABLES) if stored.is_nextn else (_QWEN_PARTS, dict[str, str]())
     own: dict[str, mx.array] = {}
     layer: dict[str, mx.array] = {}
     held: dict[str, mx.array] = {}
@@ -115,8 +116,8 @@ def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: Sto
         is_done = kind == "qwen3_next" and name.startswith("layers.")
         if stored.is_zero_centered and weight.ndim == 1 and "norm" in name and not is_done:
             weight = weight + 1.0
-        if name in tables:
-            held[tables[name]] = weight
+        if name in extra:
+            held[extra[name]] = weight
         elif part in parts:
             own[f"{parts[part]}.weight"] = weight
         elif "rotary_emb" not in name:
@@ -126,7 +127,7 @@ def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: Sto
     one = _one_layer(kind, config, sizes, layer)
     head = Head(one, int(sizes["hidden_size"]), float(sizes.get("rms_norm_eps", 1e-6)))
     head.load_weights([*own.items(), *((f"layer.{name}", array) for name, array in _flat(one))])
-    head.bind(*_tables(model, held), text_core(model).norm)
+    head.bind(*tables(model, held), text_core(model).norm)
     return head
 
 
@@ -157,8 +158,8 @@ def _one_layer(kind: str, config: dict[str, Any], sizes: dict[str, Any], weights
     return core.layers[0]
 
 
-def _tables(model: Any, held: Mapping[str, mx.array]) -> tuple[Any, Any]:
-    """The functions of the target, or of tables that the head has for itself."""
+def tables(model: Any, held: Mapping[str, mx.array] = MappingProxyType({})) -> tuple[Any, Any]:
+    """The table of embeddings and the function to logits of the target, or those that a head has for itself."""
     core, holder = text_core(model), model
     if getattr(holder, "lm_head", None) is None:
         holder = getattr(model, "language_model", model)

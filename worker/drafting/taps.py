@@ -12,7 +12,7 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 
-# Of a prompt, states of its last tokens are kept: drafts follow from what is near.
+# Of a prompt, states of its last tokens are kept: so many for a drafter that looks at what is near.
 TAIL: Final = 256
 # Records are forgotten, oldest first, read or not.
 _MOST_RECORDS: Final = 256
@@ -36,9 +36,10 @@ class Record:
 
 
 class Taps:
-    """Records of the newest forward passes. Owned by the engine thread."""
+    """Records of the newest forward passes; of a prompt, of its last `tail` tokens. Owned by the engine thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, tail: int = TAIL) -> None:
+        self._tail = tail
         # Nobody reads: nothing is kept.
         self.is_on = False
         self.records: deque[Record] = deque()
@@ -66,7 +67,7 @@ class Taps:
     ) -> None:
         """Keep states `[rows, width, size]` of a pass, or of its part where it was packed; `left` are the tokens of
         each row's prompt that follow it."""
-        near = [min(length, TAIL - after) for length, after in zip(lengths, left, strict=True)]
+        near = [min(length, self._tail - after) for length, after in zip(lengths, left, strict=True)]
         if max(near) <= 0:
             return
         width, begin = states[0].shape[1], min(length - count for length, count in zip(lengths, near, strict=True))

@@ -101,8 +101,8 @@ class Batch:
         self._eos_ids = tuple(eos_ids)
         can_verify = lane is Lane.TOGETHER and batched.can_rewind(make_caches(model))
         self._drafter: Drafter = drafter if drafter is not None and can_verify else NoDrafts()
-        self._drafter.begin(self._sampler.guess)
         self._generator = Generator(model, self._sampler, lane, self._drafter)
+        self._drafter.begin(self._sampler.guess, self._generator.generating)
         self._prefixes = RowPrefixes(cache, self._generator.stream)
 
     def __len__(self) -> int:

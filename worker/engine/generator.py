@@ -78,6 +78,10 @@ class Generator:
         """Rows that are not waiting, by the caches that they share."""
         return [self._prefill, self._decode, *self._scored.rows]
 
+    def generating(self) -> tuple[list[int], list[Any]]:
+        """The numbers of the sequences past their prompt, in the order of the rows of their caches, and the caches."""
+        return [member.uid for member in self._decode.members], self._decode.caches
+
     def insert(
         self,
         segments: list[list[int]],

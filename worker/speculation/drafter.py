@@ -14,6 +14,8 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 Draw = Callable[[Sequence[int], Any, int], Any]
 """(uids, logits `[rows, vocab]`, positions ahead) -> ids `[rows]`, drawn of them as the rows would draw there."""
+Rows = Callable[[], tuple[list[int], list[Any]]]
+"""() -> uids of the rows that generate, in the order of the rows of their caches, and these caches."""
 # No limit for the tokens of a draft.
 ALL: Final = 1 << 30
 
@@ -61,7 +63,7 @@ class Drafter(Protocol):
         """Have it read at most so many of them, of one row; returns how many it has read."""
         ...
 
-    def begin(self, draw: Draw) -> None:
+    def begin(self, draw: Draw, rows: Rows) -> None:
         """A batch begins, without rows."""
         ...
 
@@ -130,7 +132,7 @@ class Proposer(Protocol):
         """Read at most so many tokens of one row; returns how many."""
         ...
 
-    def begin(self, draw: Draw) -> None:
+    def begin(self, draw: Draw, rows: Rows) -> None:
         """A batch begins, without rows; drafts are drawn by `draw`."""
         ...
 
@@ -161,7 +163,7 @@ class NoDrafts:
     def read(self, count: int) -> int:
         return 0
 
-    def begin(self, draw: Draw) -> None:
+    def begin(self, draw: Draw, rows: Rows) -> None:
         pass
 
     def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from worker.speculation.drafter import Drafting, Draw, NoDrafts, Proposer, Tokens
+from worker.speculation.drafter import Drafting, Draw, NoDrafts, Proposer, Rows, Tokens
 
 
 class EagerDrafts(NoDrafts):
@@ -25,8 +25,8 @@ class EagerDrafts(NoDrafts):
     def read(self, count: int) -> int:
         return self._proposer.read(count)
 
-    def begin(self, draw: Draw) -> None:
-        self._proposer.begin(draw)
+    def begin(self, draw: Draw, rows: Rows) -> None:
+        self._proposer.begin(draw, rows)
 
     def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
         self._texts[uid] = tokens.tolist()

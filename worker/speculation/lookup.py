@@ -32,6 +32,8 @@ class Source(StrEnum):
     HEAD = "mtp"
     EAGLE = "eagle3"
     MODEL = "draft_model"
+    BLOCK = "dflash"
+    ASSISTANT = "assistant"
     GRAMMAR = "grammar"
     TREE = "tree"
 

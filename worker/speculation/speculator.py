@@ -7,7 +7,7 @@ from typing import Final
 
 from worker.errors import is_allocation_failure, is_gpu_fault
 from worker.speculation.costs import WIDTHS, StepCosts
-from worker.speculation.drafter import Branch, Drafting, Draw, Proposer, Tokens
+from worker.speculation.drafter import Branch, Drafting, Draw, Proposer, Rows, Tokens
 from worker.speculation.lookup import Guess, History, Lookup, Source
 from worker.speculation.proposals import PRIOR, Proposals
 from worker.speculation.text import LEAST, REACH
@@ -23,7 +23,7 @@ _LEARN_ROW: Final = 0.15
 _FORGIVE: Final = 0.02
 # … and that of a model, which always has a draft, by less.
 _FORGIVE_MODEL: Final = 0.005
-_MODELS: Final = (Source.HEAD, Source.EAGLE, Source.MODEL)
+_MODELS: Final = (Source.HEAD, Source.EAGLE, Source.MODEL, Source.BLOCK, Source.ASSISTANT)
 # A row whose drafts were wrong to the first token, time after time, rests for 1, 3, 7, 15 steps before it is looked at
 # again; one whose drafts would not pay, for fewer.
 _RESTS: Final = 4
@@ -108,9 +108,9 @@ class Speculator:
             self._give_up(self._proposals, error)
             return 0
 
-    def begin(self, draw: Draw) -> None:
+    def begin(self, draw: Draw, rows: Rows) -> None:
         if self._proposals is not None:
-            self._proposals.proposer.begin(draw)
+            self._proposals.proposer.begin(draw, rows)
 
     def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
         if drafting.most > 0:

@@ -1,15 +1,14 @@
 """Drafters in folders of their own: a head, EAGLE-3, and those that are not run."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 
 from protocol.messages import Generate, Sampling, TokensPrompt
+from tests.support.drafters import eagle, write_config
 from tests.support.engine import EngineHarness, spec
 from tests.support.heads import build_with_head
 from tests.support.models import VOCAB
@@ -24,30 +23,6 @@ from worker.speculation.eager import EagerDrafts
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_with_head("qwen3", tmp_path_factory.mktemp("target") / "model")
-
-
-def write_config(folder: Path, **config: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def eagle(folder: Path, **config: Any) -> Path:
-    """A random drafter of one layer, with 300 tokens of its own: every other one of the target's from 2 on."""
-    from mlx_vlm.speculative.drafters.eagle3 import Model, ModelConfig
-
-    layer = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": VOCAB, "model_type": "llama"}  # fmt: skip
-    whole = {"speculators_model_type": "eagle3", "transformer_layer_config": layer, "draft_vocab_size": 255,
-             "target_hidden_size": 64, "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "model_type": "eagle3",
-             **config}  # fmt: skip
-    write_config(folder, **whole)
-    mx.random.seed(1)
-    model = Model(ModelConfig.from_dict(whole))
-    model.d2t = mx.arange(255) + 2
-    weights: Any = tree_flatten(model.parameters())
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(weights), {"format": "mlx"})
-    return folder
 
 
 def eager(loaded: Loaded) -> EagerDrafts:
@@ -95,21 +70,10 @@ def test_a_head_in_a_folder_of_its_own_drafts(target: Path, tmp_path: Path) -> N
     assert drafter.accepted > 10
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"model_type": "gemma4_assistant"}, "drafters of the kind gemma4_assistant are not run"),
-        (
-            {"model_type": "qwen3", "architectures": ["DFlashDraftModel"]},
-            "drafters of the kind dflashdraftmodel are not run",
-        ),
-    ],
-)
-def test_other_drafters_are_refused_with_the_reason(
-    config: dict[str, Any], reason: str, target: Path, tmp_path: Path
-) -> None:
-    folder = write_config(tmp_path / "other", **config)
-    with pytest.raises(LoadFailed, match=reason):
+@pytest.mark.parametrize("kind", ["nemotron_h_mtp", "muse_assistant", "eagle2"])
+def test_other_drafters_are_refused_with_the_reason(kind: str, target: Path, tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "other", model_type=kind)
+    with pytest.raises(LoadFailed, match=f"drafters of the kind {kind} are not run"):
         load_checked(spec(target, draft=str(folder)), lambda *_: None)
 
 

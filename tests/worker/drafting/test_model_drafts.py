@@ -88,7 +88,7 @@ class Counting:
 
 def proposer_of(model: Counting) -> ModelDrafts:
     proposer = ModelDrafts(model, VOCAB, VOCAB)
-    proposer.begin(lambda uids, *_: mx.zeros((len(uids),), dtype=mx.uint32))
+    proposer.begin(lambda uids, *_: mx.zeros((len(uids),), dtype=mx.uint32), lambda: ([], []))
     model.fed = 0
     return proposer
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from worker.speculation.drafter import Drafting, Draw, Tokens
+from worker.speculation.drafter import Drafting, Draw, Rows, Tokens
 from worker.speculation.lookup import Source
 from worker.speculation.speculator import Speculator
 
@@ -144,7 +144,7 @@ class Failing:
         self.reading.clear()
         return count
 
-    def begin(self, draw: Draw) -> None:
+    def begin(self, draw: Draw, rows: Rows) -> None:
         pass
 
     def end(self) -> None:
