@@ -5,6 +5,19 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 
+class Speeds(Struct, frozen=True):
+    """Speeds of a model on this machine: tokens a second of rows that generate, by how many there are, and of a prompt.
+
+    `calibrated_at` is in seconds since 1970, 0 without a calibration, which alone says `max_running`.
+    """
+
+    load_s: float = 0.0
+    decode: tuple[tuple[int, float], ...] = ()
+    prefill: float = 0.0
+    calibrated_at: float = 0.0
+    max_running: int = 0
+
+
 class ModelStatus(Struct, frozen=True):
     """One model; numbers are 0 and texts empty while its worker does not run."""
 
@@ -62,6 +75,8 @@ class ModelStatus(Struct, frozen=True):
     # Of one that is loaded: `text`, `embed` or `rerank`; and the length of embeddings.
     kind: str = ""
     dimensions: int = 0
+    # Speeds that its workers have measured on this machine, also while it is not loaded.
+    measured: Speeds | None = None
 
 
 class MemoryStatus(Struct, frozen=True):

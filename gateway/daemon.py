@@ -17,6 +17,7 @@ from gateway.access.audit_log import Actor, Fact, entry
 from gateway.app import create_admin_app, create_app
 from gateway.config.address import from_here
 from gateway.config.settings import CAN_HOLD_AWAKE, Config, ConfigError, ServerConfig, url_of
+from gateway.desktop import DesktopWatch, make_senses
 from gateway.errors import Unavailable
 from gateway.http.connection_limits import admin_connections, public_connections
 from gateway.http.handshake import listener_protocol
@@ -126,6 +127,7 @@ class Daemon:
                     services.fleet.run(),
                     *([] if services.tls is None else [services.tls.run()]),
                     *self._wakefulness(),
+                    self._desktop().run(),
                 )
                 chores = [tasks.create_task(chore) for chore in running]
                 _settle_garbage_collector()
@@ -155,6 +157,14 @@ class Daemon:
         if CAN_HOLD_AWAKE:
             services = self._app.services
             yield Awake(lambda: services.config.server.prevent_sleep, self._is_busy).run()
+
+    def _desktop(self) -> DesktopWatch:
+        services = self._app.services
+        watch = DesktopWatch(
+            lambda: services.config.server.desktop, self._pool.handles, services.link, senses=make_senses()
+        )
+        services.metrics.pace_duty = lambda: watch.duty
+        return watch
 
     def _is_busy(self) -> bool:
         services = self._app.services

@@ -17,6 +17,7 @@ from gateway.link.link import Link
 from gateway.memory.broker import Broker
 from gateway.memory.host import Machine, ThisMachine
 from gateway.memory.monitor import MemoryWatch
+from gateway.model_files.known_times import KnownTimes
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.ports import Effects, Process
 from gateway.supervisor.registry import Registry, Survivor
@@ -24,6 +25,7 @@ from gateway.supervisor.spawn import Command, Spawner, default_command
 from gateway.supervisor.state import Events, Limits, MemoryView, ModelUnavailable, State, WorkerView
 from protocol.failures import Code, Failure
 from protocol.spec import WorkerSpec
+from protocol.wisdom import wisdom_dir
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +60,9 @@ class Pool:
         # Those of another version's workers, which are stopped at the start.
         self._reloaded: set[str] = set()
         self._runs: dict[str, asyncio.Task[None]] = {}
+        self.times = KnownTimes(wisdom_dir(config.home))
         self._broker = Broker(
-            config, self._workers, link, events, machine or ThisMachine(), self._limits, time.monotonic
+            config, self._workers, link, events, machine or ThisMachine(), self._limits, time.monotonic, self.times
         )
         self._effects: Effects | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -211,6 +214,19 @@ class Pool:
         """The worker of a configured model, in whatever state it is."""
         return self._workers[model]
 
+    def handles(self) -> list[WorkerHandle]:
+        """Every worker, of models that were removed too until they have stopped."""
+        return list(self._workers.values())
+
+    def load_left_s(self, model: str) -> float:
+        """About how long a model that is not ready takes until it is, by its newest loads; 0 where that is unknown."""
+        worker = self._workers.get(model)
+        if worker is None or worker.is_serving:
+            return 0.0
+        view = worker.view()
+        load_s = self.times.load_s(model, view.path)
+        return max(0.0, load_s - view.since_s) if view.state is State.LOADING else load_s
+
     def find(self, model: str) -> WorkerHandle | None:
         """The worker of a model, None for one that is not configured here."""
         return self._workers.get(model)
@@ -314,7 +330,7 @@ class Pool:
             up=self._link.up,
             dtype=model.dtype,
             context=model.context,
-            max_running=model.max_running,
+            max_running=0 if model.max_running == "auto" else model.max_running,
             # Admission is the bound; a successor is handed at once all that ran and waited, under whatever bound.
             max_waiting=WAITING_MAX,
             prefill_chunk=model.prefill_chunk,

@@ -42,6 +42,8 @@ IGNORABLE: Final = frozenset(
         "dry_breakers",
     }
 )
+# Of the message `SetPace`.
+PACE: Final = 1
 # Of `echo` together with `top_logprobs`, both of which are older.
 PROMPT_LOGPROBS: Final = 1
 # Of `SetAdapters`.

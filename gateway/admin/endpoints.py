@@ -31,6 +31,7 @@ from gateway.admin_types import (
 from gateway.config.settings import ConfigError, url_of
 from gateway.errors import BadRequest, Unavailable, from_failure
 from gateway.http.exchange import read_body, send_body
+from gateway.model_files.known_times import speeds
 from gateway.peers.explanation import explain
 from gateway.reload import Reloader, facts_of
 from gateway.services import Services
@@ -90,8 +91,8 @@ class StatusEndpoint:
             running=stats.running if stats else 0,
             waiting=stats.waiting if stats else 0,
             inside=services.admission.inside(view.name),
-            slots=ready.max_running if ready else model.max_running,
-            queue_bound=model.max_running + model.max_waiting,
+            slots=ready.max_running if ready else model.slots,
+            queue_bound=model.slots + model.max_waiting,
             context=ready.max_context if ready else model.context,
             weights_bytes=ready.weights_bytes if ready else 0,
             memory_bytes=stats.footprint if stats else 0,
@@ -127,6 +128,7 @@ class StatusEndpoint:
             draft_gain=stats.draft_gain if stats else 0.0,
             kind=(ready.kind or TEXT) if ready else "",
             dimensions=ready.embedding.dimensions if ready and ready.embedding else 0,
+            measured=speeds(services.pool.times.of(view.name, view.path)),
         )
 
 

@@ -57,7 +57,7 @@ def _props(entry: Entry) -> Props:
     model, ready = entry.found.model, entry.view.ready
     return Props(
         SlotSettings(entry.context or UNSET),
-        ready.max_running if ready is not None else model.max_running,
+        ready.max_running if ready is not None else model.slots,
         entry.name,
         model.path,
         PropsModalities("image" in entry.modalities, "audio" in entry.modalities),

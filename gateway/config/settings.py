@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from gateway.failed import Failed
+from protocol.spec import USUAL_RUNNING
 
 DEFAULT_HOME: Final = "~/.mlxd"
 CONFIG_NAME: Final = "mlxd.toml"
@@ -24,6 +25,10 @@ Bytes = Annotated[int, Meta(ge=1)] | Literal["auto"]
 Connections = Annotated[int, Meta(ge=1, le=1 << 20)] | Literal["auto"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 PreventSleep = Literal["busy", "always", "never"]
+# Whether workers leave a display its part of the machine; `auto` is while a person is seen at it.
+Desktop = Literal["auto"] | bool
+# By `ioreg` and `pmset`.
+CAN_SEE_DESKTOP: Final = sys.platform == "darwin"
 # By `caffeinate`.
 CAN_HOLD_AWAKE: Final = sys.platform == "darwin"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -64,6 +69,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     drain_s: Seconds = 30.0
     # Whether a Mac is kept awake: while requests run or a model loads, always, or never.
     prevent_sleep: PreventSleep = "busy"
+    # Short submissions and rests of the GPU, for a machine that somebody works at.
+    desktop: Desktop = "auto"
     write_timeout_s: Seconds = 30.0
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 31)] = 32 * 1024 * 1024
     # Of all bodies together, from their first byte to their request's end; `auto` is a part of the machine's memory.
@@ -171,7 +178,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     preload: bool = False
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     context: Annotated[int, Meta(ge=0)] = 0
-    max_running: Annotated[int, Meta(ge=1, le=1024)] = 16
+    # Sequences generated at once; `auto` is as many as a calibration has found to be of use.
+    max_running: Annotated[int, Meta(ge=1, le=1024)] | Literal["auto"] = USUAL_RUNNING
     max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 1024
     prefill_chunk: Annotated[int, Meta(ge=16, le=65536)] = 512
     # How rows share a forward pass; `auto` is as the self-check of the load finds them exact.
@@ -207,6 +215,11 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     # Unloaded after this long without a request; 0 is never.
     ttl_s: Seconds = 0.0
     fallback: FallbackConfig = FallbackConfig()
+
+    @property
+    def slots(self) -> int:
+        """Sequences generated at once, as far as that is known before its worker says."""
+        return USUAL_RUNNING if self.max_running == "auto" else self.max_running
 
 
 class MemoryConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from msgspec import structs
 
-from gateway.config.settings import ModelConfig
+from gateway.admin_types import Speeds
+from gateway.config.settings import Config, ModelConfig
 from gateway.ctl.complete import a_model
 from gateway.ctl.offline import available_bytes, folder_of, model_of, read_config
 from gateway.ctl.printing import Json, print_json
@@ -25,7 +27,9 @@ def info(
 
     Example: mlxctl info mlx-community/Qwen3-4B-4bit
     """
-    info = _look(model)
+    config = read_config()
+    configured = model_of(config, model)
+    info = structs.replace(_look(configured), measured=_measured(config, configured))
     if json:
         print_json(info)
     else:
@@ -36,7 +40,7 @@ def info(
 
 def say(name: str, found: "Info", tell: Callable[[str], None] = typer.echo) -> None:
     """Print it for people, line by line."""
-    from gateway.ctl.tables import MADE, size
+    from gateway.ctl.tables import MADE, measured, size
     from gateway.media.modalities import SETUP, has_towers_library
 
     kv = "not computed for this attention"
@@ -56,17 +60,26 @@ def say(name: str, found: "Info", tell: Callable[[str], None] = typer.echo) -> N
         tell(f"media      {', '.join(found.modalities)}; {size(found.tower_bytes)} of the weights encode them")
         if not has_towers_library():
             tell(typer.style(f"           not served without mlx-vlm: {SETUP}", fg="yellow"))
+    if found.measured is not None:
+        tell(measured("measured  ", found.measured))
     tell(f"available  {size(found.available_bytes)}")
     tell(found.verdict)
     for obstacle in found.obstacles:
         tell(typer.style(f"cannot be loaded: {obstacle}", fg="red"))
 
 
-def _look(name: str) -> "Info":
+def _measured(config: Config, model: ModelConfig) -> Speeds | None:
+    """Speeds that workers have measured of a model on this machine."""
+    from gateway.model_files.known_times import KnownTimes, speeds
+    from protocol.wisdom import wisdom_dir
+
+    return speeds(KnownTimes(wisdom_dir(config.home)).of(model.name, model.path))
+
+
+def _look(model: ModelConfig) -> "Info":
     """Here, or else on the hub. Raises `Failed`."""
     from gateway.model_files.metadata import Unreadable, inspect
 
-    model = model_of(read_config(), name)
     try:
         return inspect(folder_of(model.path), model.dtype, model.context, available_bytes())
     except Unreadable as error:

@@ -6,7 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from gateway.admin_types import ModelStatus, Status
+from gateway.admin_types import ModelStatus, Speeds, Status
 
 # Default time between the two samples.
 SPAN_S: Final = 0.5
@@ -37,6 +37,8 @@ class ModelSample(Struct, frozen=True):
     drafted_tokens: int
     accepted_tokens: int
     draft_gain: float
+    # Speeds that its workers have measured on this machine.
+    measured: Speeds | None = None
 
 
 class Sample(Struct, frozen=True):
@@ -113,6 +115,7 @@ def _model(before: ModelStatus | None, after: ModelStatus, span_s: float) -> Mod
         drafted_tokens=after.drafted_tokens,
         accepted_tokens=after.accepted_tokens,
         draft_gain=after.draft_gain,
+        measured=after.measured,
     )
 
 

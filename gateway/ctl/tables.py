@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.access.key import Key
-from gateway.admin_types import MemoryStatus, ModelStatus, Status, UsageLine, UsageLines, UsageReport
+from gateway.admin_types import MemoryStatus, ModelStatus, Speeds, Status, UsageLine, UsageLines, UsageReport
 from gateway.ctl.prefix_files import Folder
 from gateway.ctl.rates import ModelSample, Sample, waiting
 
@@ -56,6 +56,8 @@ def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None
             console.print(f"{model.name}: {model.lane_reason}", style="yellow", highlight=False, markup=False)
         if model.speculation.startswith(("off, ", "auto, ")):
             console.print(f"{model.name}: speculation is {model.speculation}", highlight=False, markup=False)
+        if model.measured is not None and (model.measured.decode or model.measured.prefill):
+            console.print(measured(model.name, model.measured), highlight=False, markup=False)
         if model.drafted_tokens:
             right = 100 * model.accepted_tokens // model.drafted_tokens
             console.print(
@@ -64,6 +66,18 @@ def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None
                 highlight=False,
                 markup=False,
             )
+
+
+def measured(name: str, speeds: Speeds) -> str:
+    """Speeds that were measured of a model, in one line."""
+    parts = [f"{rate:.0f} tok/s with {rows} row{'' if rows == 1 else 's'}" for rows, rate in speeds.decode]
+    if speeds.prefill:
+        parts.append(f"prompts {speeds.prefill:.0f} tok/s")
+    if speeds.load_s:
+        parts.append(f"load {speeds.load_s:.1f} s")
+    how = "calibrated" if speeds.calibrated_at else "measured"
+    best = f"; max_running = {speeds.max_running} is enough" if speeds.max_running else ""
+    return f"{name}: {how} here: {', '.join(parts)}{best}"
 
 
 def headline(daemon: Status | Sample) -> str:

@@ -19,6 +19,7 @@ from gateway.memory.grants import Asking, Return, Tenancy
 from gateway.memory.host import Machine
 from gateway.memory.policy import Never, Plan, Tenant, Terms
 from gateway.memory.pressure import Pressure
+from gateway.model_files.known_times import KnownTimes
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import Limits, MemoryEvents, MemoryView, ModelMemory, ModelUnavailable, State
 from protocol.failures import Code, Failure
@@ -51,6 +52,7 @@ class Broker:
         machine: Machine,
         limits: Limits,
         clock: Callable[[], float],
+        times: KnownTimes | None = None,
     ) -> None:
         self._workers = workers
         self._link = link
@@ -58,6 +60,8 @@ class Broker:
         self.machine = machine
         self._limits = limits
         self._clock = clock
+        # What loads before have shown; None knows nothing.
+        self._times = times
         self.tenancies: dict[str, Tenancy] = {}
         self._leases: dict[str, int] = {}
         self._asking: dict[str, Asking] = {}
@@ -89,7 +93,7 @@ class Broker:
         model = self._models.get(name)
         if model is None:  # removed, and on its way out
             return 0
-        need = await asyncio.to_thread(estimate, model, self.budget)
+        need = await asyncio.to_thread(self._estimate, model)
         asking = Asking(name, number, since, need, asyncio.get_running_loop().create_future())
         self._asking[name] = asking
         self._poke.set()
@@ -117,9 +121,13 @@ class Broker:
 
     def adopt(self, name: str, share: int) -> None:
         """A worker of an earlier gateway has this share already."""
-        need = estimate(self._models[name], self.budget)
+        need = self._estimate(self._models[name])
         share = share or need.floor
         self.tenancies[name] = self._tenancy(name, share, need)
+
+    def _estimate(self, model: ModelConfig) -> Need:
+        wisdom = self._times.of(model.name, model.path) if self._times is not None else None
+        return estimate(model, self.budget, wisdom.load if wisdom is not None else None)
 
     def overload(self, name: str) -> Failure | None:
         """The reason to refuse new requests of a loaded model, if its memory has grown too far."""

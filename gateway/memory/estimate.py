@@ -6,6 +6,8 @@ from typing import Final
 from gateway.config.settings import ModelConfig
 from gateway.model_files.metadata import Info, Unreadable, find, inspect
 from gateway.model_files.worker_memory import MIB, fixed_bytes
+from protocol.kinds import EMBED, RERANK
+from protocol.wisdom import LoadFacts
 
 # A share is comfortable with KV for a sequence of so many tokens, and of no use with less than so many.
 COMFORT_TOKENS: Final = 32_768
@@ -13,6 +15,12 @@ LEAST_TOKENS: Final = 1024
 # Where the KV of an architecture is not computed: a part of the weights, and at least this.
 UNKNOWN_KV_PART: Final = 8
 UNKNOWN_KV_BYTES: Final = 64 * MIB
+# Of models that read, which keep no KV: what one pass computes, at least this and this part of the weights, and the
+# most of a loan that they have a use for.
+READERS: Final = frozenset({EMBED, RERANK})
+PASS_BYTES: Final = 64 * MIB
+PASS_PART: Final = 8
+PASS_MOST: Final = 2048 * MIB
 # The worker gives KV about this part of what its weights leave of its share (worker/model/memory.py).
 KV_PART: Final = 0.6
 
@@ -31,23 +39,32 @@ class Need:
         return min(self.floor, max(self.least, cap))
 
 
-def estimate(model: ModelConfig, lendable: int) -> Need:
-    """Memory that `model` needs; `lendable` is the largest possible loan. Unreadable files: only the overhead."""
+def estimate(model: ModelConfig, lendable: int, load: LoadFacts | None = None) -> Need:
+    """Memory that `model` needs; `lendable` is the largest possible loan. Unreadable files: only the overhead.
+
+    `load` is what its newest load has shown: the KV of an architecture that is not computed here, and a process that is
+    larger than others.
+    """
     info, draft = _info(model, model.path), _info(model, model.draft) if model.draft else None
     weights = 0 if info is None else info.weights_bytes
     weights += 0 if draft is None else draft.weights_bytes
     fixed = fixed_bytes(weights, has_towers=info is not None and bool(info.tower_bytes))
+    if load is not None and load.weights_bytes:
+        fixed = max(fixed, load.footprint_bytes - load.weights_bytes + weights)
     cache = model.cache.ram_bytes
     if model.memory_bytes != "auto":
         # The operator's word: it is what the worker is told to stay in, whatever we think of it.
         least = max(model.memory_bytes, weights)
         return Need(weights, least, least, least)
+    if _kind(model, info) in READERS:
+        floor = fixed + max(PASS_BYTES, weights // PASS_PART)
+        return Need(weights, floor, floor, floor + min(lendable, PASS_MOST))
     if model.kv_bytes is not None:
         floor = fixed + model.kv_bytes + (cache or 0)
         return Need(weights, floor, floor, floor if cache is not None else floor + lendable)
     infos = [info, *([draft] if draft is not None else ())]
-    floor = fixed + (cache or 0) + sum(_kv_bytes(each, COMFORT_TOKENS) for each in infos)
-    least = fixed + (cache or 0) + sum(_kv_bytes(each, LEAST_TOKENS) for each in infos)
+    floor = fixed + (cache or 0) + sum(_kv_bytes(each, COMFORT_TOKENS, load) for each in infos)
+    least = fixed + (cache or 0) + sum(_kv_bytes(each, LEAST_TOKENS, load) for each in infos)
     return Need(weights, least, floor, floor + lendable)
 
 
@@ -60,7 +77,16 @@ def _info(model: ModelConfig, path: str) -> Info | None:
         return None
 
 
-def _kv_bytes(info: Info | None, tokens: int) -> int:
+def _kind(model: ModelConfig, info: Info | None) -> str:
+    if model.kind != "auto":
+        return model.kind
+    return info.kind if info is not None else ""
+
+
+def _kv_bytes(info: Info | None, tokens: int, load: LoadFacts | None) -> int:
+    if (info is None or info.kv_1k_bytes is None) and load is not None and load.token_bytes:
+        longest = min(tokens, (info.context if info is not None else None) or tokens)
+        return int((load.token_bytes * longest + load.row_bytes) / KV_PART)
     if info is None or info.kv_1k_bytes is None:
         return max(UNKNOWN_KV_BYTES, (info.weights_bytes if info else 0) // UNKNOWN_KV_PART)
     longest = min(tokens, info.context or tokens)

@@ -1,3 +1,14 @@
 """Files of models: the Hugging Face hub, its cache, downloads and metadata."""
 
-__all__ = ["download", "facts", "hub", "hub_cache", "listing", "metadata", "search", "served_form", "worker_memory"]
+__all__ = [
+    "download",
+    "facts",
+    "hub",
+    "hub_cache",
+    "known_times",
+    "listing",
+    "metadata",
+    "search",
+    "served_form",
+    "worker_memory",
+]

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from gateway.admin_types import Speeds
 from gateway.model_files.hub_cache import folder_of
 from gateway.model_files.worker_memory import fixed_bytes
 from protocol.context import context_of
@@ -88,6 +89,8 @@ class Info(Struct, frozen=True):
     tower_bytes: int = 0
     # One of `protocol.kinds`, by its files.
     kind: str = ""
+    # Speeds that workers have measured of it on this machine.
+    measured: Speeds | None = None
 
 
 def find(path: str) -> Path:

@@ -106,7 +106,7 @@ class Admission:
 
     def check(self, model: ModelConfig, sequences: int, share: int = 100) -> None:
         """Raises `BadRequest` for more sequences than the model's queue, or one key's part of it, ever has room for."""
-        most = _part(model.max_running + model.max_waiting, share)
+        most = _part(model.slots + model.max_waiting, share)
         if sequences > most:
             self._reject(model.name, "too_many_sequences")
             whose = model.name if share == 100 else f"{model.name}, for one key,"
@@ -138,7 +138,7 @@ class Admission:
         queue = self._queues.get(model.name)
         if queue is None:
             queue = self._queues[model.name] = _Queue(0, 0)
-        queue.bound, queue.slots = model.max_running + model.max_waiting, model.max_running
+        queue.bound, queue.slots = model.slots + model.max_waiting, model.slots
         self.check_open(model.name)
         self.check(model, sequences, share)
         if queue.inside + sequences > queue.bound:

@@ -18,6 +18,7 @@ from gateway.link.link import LATE
 from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check, likely_tokens
 from gateway.peers.peer_stream import PeerStream
+from gateway.pool import Pool
 from gateway.request.headers import relaxed_header, served_by_header
 from gateway.request.model_kind import check_kind
 from gateway.request.record import Header, Record
@@ -30,6 +31,7 @@ from protocol.kinds import TEXT
 from protocol.messages import Delta, Finish, Generate
 
 QUEUE_RETRY_AFTER_S: Final = 5.0
+QUEUE_RETRY_AFTER_MAX_S: Final = 300.0
 # About what English and code have.
 BYTES_PER_TOKEN: Final = 4
 _LOST: Final = Failure(Code.WORKER_DIED, "The model's worker was lost. Try again.")
@@ -41,6 +43,11 @@ _FINISHES: Final = {
     Finish.ABORT: "abort",
     Finish.ERROR: "error",
 }
+
+
+def retry_after_s(pool: Pool, model: ModelConfig) -> float:
+    """About when a model that was not ready in time will be: by what its loads took, within bounds."""
+    return min(QUEUE_RETRY_AFTER_MAX_S, max(QUEUE_RETRY_AFTER_S, pool.load_left_s(model.name)))
 
 
 class Generation:
@@ -216,7 +223,7 @@ class Generation:
             if time.perf_counter() >= self._deadline:
                 raise from_failure(LATE) from None
             message = f"The model was not ready within {queue_s:g} seconds."
-            raise Unavailable(message, QUEUE_RETRY_AFTER_S, "queue_timeout") from None
+            raise Unavailable(message, retry_after_s(self._runtime.pool, self._model), "queue_timeout") from None
         finally:
             self._patience = None
             self._numbers.opening -= len(self._generates)

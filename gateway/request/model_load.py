@@ -52,14 +52,16 @@ class LoadMeter:
                 backlog += max(0, served.prompt_tokens - served.prefilled_tokens)
         numbers = self._metrics.model(model.name)
         rate = numbers.prefill_rate
+        worker = self._pool.worker(model.name)
+        slots = worker.ready.max_running if worker.ready is not None else model.slots
         # Once all slots are taken the next request waits for one of them to end.
-        beyond = max(0, inside + 1 - model.max_running)
-        wait_s = beyond * self._admission.mean_s(model.name) / model.max_running
+        beyond = max(0, inside + 1 - slots)
+        wait_s = beyond * self._admission.mean_s(model.name) / slots
         if rate > 0:
             wait_s += backlog / rate
-        state = self._pool.worker(model.name).state
+        state = worker.state
         loads = numbers.load
-        load_s = loads.sum / loads.count if loads.count else LOAD_S
+        load_s = loads.sum / loads.count if loads.count else self._pool.times.load_s(model.name, model.path) or LOAD_S
         if state is State.READY:
             load_s = 0.0
         elif state in _FAILED:

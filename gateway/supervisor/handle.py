@@ -14,6 +14,7 @@ from gateway.supervisor.waiters import Waiter
 from gateway.supervisor.worker import Worker
 from protocol.failures import Failure
 from protocol.messages import Generate, Ready
+from protocol.minors import PACE as PACE_MINOR
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 
@@ -76,6 +77,16 @@ class WorkerHandle:
     def is_resident(self) -> bool:
         """Whether the model is in memory, or on its way there."""
         return self._lifecycle.state in (State.STARTING, State.LOADING, State.READY)
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether an earlier gateway started it."""
+        return self._lifecycle.incarnation.is_adopted
+
+    @property
+    def takes_pace(self) -> bool:
+        """Whether it knows `SetPace`."""
+        return self._lifecycle.incarnation.minor >= PACE_MINOR
 
     @property
     def spec(self) -> WorkerSpec:

@@ -177,6 +177,8 @@ class Metrics:
         self.peers: Callable[[], Iterable[tuple[str, bool, dict[str, int]]]] = tuple
         # Of each model of this daemon: its name, tokens of prompts that wait, and seconds until a new one is processed.
         self.loads: Callable[[], Iterable[tuple[str, int, float]]] = tuple
+        # Part of the time in which workers compute; what watches the desktop knows.
+        self.pace_duty: Callable[[], float] = lambda: 1.0
         # Read when scraped; the link knows.
         self.unacked_aborts: Callable[[], int] = int
         self.audit_lines_lost: Callable[[], int] = int

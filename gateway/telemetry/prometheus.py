@@ -236,6 +236,8 @@ def _of_gateway(metrics: Metrics) -> Iterator[Metric]:
         ("audit_lines_lost", "Lines of the audit log that could not be written.", metrics.audit_lines_lost()),
     ):
         yield _counter(name, text, [], [([], value)])
+    text = "Part of the time in which workers compute; below 1 it leaves the rest to this machine's display."
+    yield _gauge("pace_duty", text, [], [([], metrics.pace_duty())])
     unacked = metrics.unacked_aborts()
     yield _gauge("unacked_aborts", "Aborted sequences whose worker has not confirmed the end yet.", [], [([], unacked)])
     failures = [([reason], count) for reason, count in metrics.auth_failures.items()]

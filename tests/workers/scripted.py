@@ -257,7 +257,7 @@ class Scripted:
         return Hello(self.spec.name, self.epoch, os.getpid(), self.options.major, MINOR, __version__, "", state)
 
     def ready(self) -> Ready:
-        return Ready(self.epoch, self.spec.path, 1 << 20, self.spec.max_running, 4096, 0, self.options.load_s)
+        return Ready(self.epoch, self.spec.path, 1 << 20, self.spec.max_running or 16, 4096, 0, self.options.load_s)
 
     def stats(self) -> Stats:
         age_ms = int((time.monotonic() - self.stuck_since) * 1000) if self.stuck_since else 0

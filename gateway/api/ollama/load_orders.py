@@ -14,7 +14,7 @@ from gateway.config.settings import ModelConfig
 from gateway.errors import ModelNotFound, Unavailable, from_failure
 from gateway.http.exchange import JSON, send_body
 from gateway.http.sse import JSON_LINES, cut_off
-from gateway.request.generation import QUEUE_RETRY_AFTER_S
+from gateway.request.generation import retry_after_s
 from gateway.request.record import ClientLeft, Record
 from gateway.services import Services
 from gateway.supervisor.state import ModelUnavailable
@@ -67,7 +67,7 @@ class Loading:
                 raise from_failure(error.failure, error.retry_after_s) from None
             except TimeoutError:
                 message = f"The model was not ready within {queue_s:g} seconds."
-                raise Unavailable(message, QUEUE_RETRY_AFTER_S, "queue_timeout") from None
+                raise Unavailable(message, retry_after_s(services.pool, model), "queue_timeout") from None
         return LOADED
 
     async def _unload(self, record: Record, model: ModelConfig) -> str:

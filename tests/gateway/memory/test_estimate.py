@@ -4,9 +4,19 @@ import json
 from pathlib import Path
 
 from gateway.config.settings import CacheConfig, ModelConfig
-from gateway.memory.estimate import COMFORT_TOKENS, KV_PART, LEAST_TOKENS, UNKNOWN_KV_BYTES, Need, estimate
+from gateway.memory.estimate import (
+    COMFORT_TOKENS,
+    KV_PART,
+    LEAST_TOKENS,
+    PASS_BYTES,
+    PASS_MOST,
+    UNKNOWN_KV_BYTES,
+    Need,
+    estimate,
+)
 from gateway.model_files.metadata import find, inspect
 from gateway.model_files.worker_memory import BUFFER_BYTES, ENCODE_BYTES, FEATURES_BYTES, OVERHEAD_BYTES
+from protocol.wisdom import LoadFacts
 
 LENDABLE = 1 << 40
 FIXED = OVERHEAD_BYTES + BUFFER_BYTES
@@ -83,3 +93,32 @@ def test_a_draft_model_is_counted_with_the_one_that_it_drafts_for() -> None:
     assert both.weights == 2 * own.weights
     assert both.floor - own.floor > own.weights, "its KV as well"
     assert need(draft="/nowhere") == own
+
+
+def test_a_model_that_reads_has_no_kv_and_needs_what_a_pass_computes() -> None:
+    own = need(kind="embed")
+    assert own.least == own.floor == FIXED + own.weights + PASS_BYTES
+    assert own.most == own.floor + PASS_MOST
+    assert own.floor < need().floor
+    assert need(kind="rerank") == own
+    assert need(kind="embed", kv_bytes=1 << 40) == own, "there is no KV to be set aside"
+
+
+def test_what_a_load_has_shown_counts_for_the_next_one() -> None:
+    usual = need()
+    seen = LoadFacts(1.0, 0.1, usual.weights, usual.weights + FIXED + (1 << 30), 1, 0)
+    own = estimate(ModelConfig(name="m", path="demo"), LENDABLE, seen)
+    assert own.floor == usual.floor + (1 << 30), "a process that is larger than others"
+    small = LoadFacts(1.0, 0.1, usual.weights, usual.weights, 1, 0)
+    assert estimate(ModelConfig(name="m", path="demo"), LENDABLE, small) == usual
+
+
+def test_kv_that_is_not_computed_here_is_known_once_a_worker_has_measured_it(tmp_path: Path) -> None:
+    demo = find("demo")
+    config = json.loads((demo / "config.json").read_bytes()) | {"kv_lora_rank": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for file in demo.glob("*.safetensors"):
+        (tmp_path / file.name).symlink_to(file)
+    load = LoadFacts(1.0, 0.1, need().weights, 0, token_bytes=1 << 16, row_bytes=1 << 20)
+    own = estimate(ModelConfig(name="m", path=str(tmp_path), context=2048), LENDABLE, load)
+    assert own.floor == FIXED + own.weights + int(((1 << 16) * 2048 + (1 << 20)) / KV_PART)

@@ -1,0 +1,66 @@
+"""Times that workers have measured of models on this machine, for estimates before a model is loaded."""
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from gateway.admin_types import Speeds
+from protocol.wisdom import Unusable, Wisdom, newest
+
+log = logging.getLogger(__name__)
+
+# How long an answer stands before the folder is looked at again.
+LOOK_S: Final = 5.0
+_SHORT: Final = 0
+
+
+class KnownTimes:
+    """Reads the files of one folder. For the event loop, and for threads: an answer is replaced as a whole.
+
+    A file that cannot be used is logged once, and counts as none.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._answers: dict[tuple[str, str], tuple[float, Wisdom | None]] = {}
+        self._told: set[str] = set()
+
+    def of(self, model: str, path: str) -> Wisdom | None:
+        """Newest times of a model that is loaded from `path`."""
+        now = self._clock()
+        at, answer = self._answers.get((model, path), (0.0, None))
+        if (model, path) in self._answers and now - at < LOOK_S:
+            return answer
+        try:
+            answer = newest(self._folder, model, path)
+        except (Unusable, OSError) as error:
+            answer = None
+            if model not in self._told:
+                self._told.add(model)
+                log.warning("measured times of model %s are not used: %s", model, error)
+        self._answers[model, path] = now, answer
+        return answer
+
+    def load_s(self, model: str, path: str) -> float:
+        """Seconds that the newest load of a model took; 0 where none is known."""
+        wisdom = self.of(model, path)
+        return wisdom.load.seconds if wisdom is not None and wisdom.load is not None else 0.0
+
+
+def speeds(wisdom: Wisdom | None) -> Speeds | None:
+    """Speeds for people: of a calibration, or else of what was seen at short contexts."""
+    if wisdom is None:
+        return None
+    load_s = wisdom.load.seconds if wisdom.load is not None else 0.0
+    calibration = wisdom.calibration
+    if calibration is not None:
+        decode = tuple((each.size, each.tokens_per_s) for each in calibration.decode)
+        prefill = max((each.tokens_per_s for each in calibration.prefill), default=0.0)
+        return Speeds(load_s, decode, prefill, calibration.at, calibration.max_running)
+    plain = {each.rows: each.rows / each.seconds for each in wisdom.steps if each.width == 1 and each.band == _SHORT}
+    chunks = [each for each in wisdom.chunks if not each.is_riding and each.band == _SHORT]
+    prefill = max((each.tokens / each.seconds for each in chunks), default=0.0)
+    return Speeds(load_s, tuple(sorted(plain.items())), prefill)

@@ -1,0 +1,60 @@
+"""Measured times as the gateway reads them: the newest of a model, and nothing of a file that cannot be used."""
+
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gateway.admin_types import Speeds
+from gateway.model_files.known_times import LOOK_S, KnownTimes, speeds
+from protocol import wisdom
+from protocol.wisdom import FORMAT, Calibration, ChunkTime, LoadFacts, Speed, StepTime, Wisdom
+
+KEPT = Wisdom(
+    format=FORMAT,
+    key="a" * 20,
+    model="m",
+    path="org/m",
+    machine="",
+    written=1.0,
+    load=LoadFacts(12.5, 1.0, 100, 300, 8, 0),
+    chunks=(ChunkTime(0, False, 512, 0.5), ChunkTime(0, True, 64, 0.001), ChunkTime(2, False, 512, 0.001)),
+    steps=(StepTime(0, 4, 1, 0.04), StepTime(0, 1, 1, 0.02), StepTime(0, 1, 8, 0.001), StepTime(3, 2, 1, 0.001)),
+)
+
+
+def test_the_file_of_a_model_is_read_once_in_a_while_and_by_its_path(tmp_path: Path) -> None:
+    now = [0.0]
+    times = KnownTimes(tmp_path, lambda: now[0])
+    assert times.of("m", "org/m") is None
+    wisdom.write(tmp_path, KEPT)
+    assert times.of("m", "org/m") is None
+    now[0] = LOOK_S
+    assert times.of("m", "org/m") == KEPT
+    assert times.load_s("m", "org/m") == 12.5
+    assert times.load_s("m", "another/path") == 0.0
+    assert times.load_s("other", "org/m") == 0.0
+
+
+def test_a_file_that_cannot_be_used_is_told_of_once_and_counts_as_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [0.0]
+    times = KnownTimes(tmp_path, lambda: now[0])
+    wisdom.write(tmp_path, KEPT)
+    wisdom.file_of(tmp_path, "m", KEPT.key).write_text('{"format": "one"}')
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            now[0] += LOOK_S
+            assert times.of("m", "org/m") is None
+    assert len(caplog.records) == 1
+
+
+def test_speeds_are_of_short_contexts_and_of_a_calibration_where_there_is_one() -> None:
+    assert speeds(None) is None
+    assert speeds(KEPT) == Speeds(12.5, ((1, 50.0), (4, 100.0)), 1024.0)
+    calibration = Calibration(99.0, (Speed(1, 60.0), Speed(2, 90.0)), (Speed(512, 700.0), Speed(2048, 900.0)), 2, 0)
+    assert speeds(msgspec.structs.replace(KEPT, calibration=calibration)) == Speeds(
+        12.5, ((1, 60.0), (2, 90.0)), 900.0, 99.0, 2
+    )
