@@ -65,6 +65,8 @@ class Exit(IntEnum):
     INCOMPATIBLE = 69
     INTERNAL = 70
     OUT_OF_MEMORY = 71
+    # Of a group: another rank ended, or fell silent or out of step. Starting again helps.
+    PARTNER_LOST = 72
 
 
 # Starting again cannot help until the configuration or the files change.
@@ -77,6 +79,7 @@ EXIT_MEANING = {
     69: "gateway and worker speak different protocol versions",
     70: "a fault in the step loop",
     71: "not enough memory",
+    72: "a partner of its group was lost",
     -6: "SIGABRT: a Metal or C++ abort",
     -9: "SIGKILL: killed, most often for memory",
     -11: "SIGSEGV: an out-of-bounds access in native code",

@@ -424,6 +424,25 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None = None
 
 
+class RankInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One rank of a group, by the node that it runs on; of rank 0 the host and the process are the worker's own."""
+
+    rank: int
+    node: str
+    host: str = ""
+    pid: int = 0
+    device: str = ""
+    shard_bytes: int = 0
+
+
+class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A model that several processes run together: how it is divided, by what they communicate, and its ranks."""
+
+    parallel: str
+    backend: str
+    ranks: tuple[RankInfo, ...]
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     """The model is loaded and warm. `modalities` are those of a prompt beside text: `image`, `video`, `audio`.
 
@@ -453,6 +472,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     embedding: EmbeddingInfo | None = None
     # Those of its specification, be they served or not.
     adapters: tuple[AdapterInfo, ...] = ()
+    # Of a model that several processes run together.
+    group: GroupInfo | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):

@@ -83,9 +83,11 @@ def connect_push(context: zmq.Context[Any], address: str) -> Any:
     return socket
 
 
-def bind_secure_router(context: zmq.Context[Any], address: str, own: KeyPair) -> Any:
+def bind_secure_router(
+    context: zmq.Context[Any], address: str, own: KeyPair, frame_bytes: int = REMOTE_FRAME_BYTES
+) -> Any:
     """A ROUTER for other machines. Which keys it admits is up to `curve.guard`, which must watch its context."""
-    socket = _make_remote(context, zmq.ROUTER)
+    socket = _make_remote(context, zmq.ROUTER, frame_bytes)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, encoded(own.secret))
@@ -94,10 +96,15 @@ def bind_secure_router(context: zmq.Context[Any], address: str, own: KeyPair) ->
 
 
 def connect_secure_dealer(
-    context: zmq.Context[Any], address: str, identity: bytes, server_public: str, own: KeyPair
+    context: zmq.Context[Any],
+    address: str,
+    identity: bytes,
+    server_public: str,
+    own: KeyPair,
+    frame_bytes: int = REMOTE_FRAME_BYTES,
 ) -> Any:
     """A DEALER to a ROUTER that must have the key `server_public`."""
-    socket = _make_remote(context, zmq.DEALER)
+    socket = _make_remote(context, zmq.DEALER, frame_bytes)
     socket.setsockopt(zmq.ROUTING_ID, identity)
     # What was meant for a connection that is gone is not sent to the next one.
     socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -125,11 +132,11 @@ def _make(context: zmq.Context[Any], kind: int) -> Any:
     return socket
 
 
-def _make_remote(context: zmq.Context[Any], kind: int) -> Any:
+def _make_remote(context: zmq.Context[Any], kind: int, frame_bytes: int) -> Any:
     socket = _make(context, kind)
     socket.setsockopt(zmq.SNDHWM, REMOTE_FRAMES)
     socket.setsockopt(zmq.RCVHWM, REMOTE_FRAMES)
-    socket.setsockopt(zmq.MAXMSGSIZE, REMOTE_FRAME_BYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)

@@ -11,6 +11,50 @@ STDIN: Final = "-"
 USUAL_RUNNING: Final = 16
 
 
+class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Group of a model that several processes run together, as it is configured: the node of each rank, this one first.
+
+    `parallel` is `tensor` (each rank has a part of every layer) or `pipeline` (each rank has some layers), `backend` is
+    `ring`, `nccl` or `jaccl`. `split` are layers by rank of a pipeline; empty is as even as can be.
+    """
+
+    nodes: tuple[str, ...]
+    parallel: str
+    backend: str
+    split: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+
+class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One rank of a group at one start; see `protocol.group`. Rank 0 binds the addresses, the others connect.
+
+    Keys are those of `protocol.curve`. `server` is the public one of rank 0, and `members` are all others.
+    """
+
+    rank: int
+    plan: str
+    watch: str
+    server: str
+    public: str
+    secret: str
+    members: tuple[str, ...] = ()
+    # Where this rank listens for a ring; and the devices by which RDMA reaches each rank, its own place empty.
+    ip: str = "127.0.0.1"
+    devices: tuple[str, ...] = ()
+    # CUDA_VISIBLE_DEVICES; empty leaves it.
+    gpu: str = ""
+    # Ranks of the group on this host, which share `memory_bytes`.
+    beside: int = 1
+    # Deadlines: until all have joined; until all are loaded, from then on; silence of a partner; a step at least.
+    join_s: float = 60.0
+    load_s: float = 600.0
+    beat_s: float = 6.0
+    step_s: float = 10.0
+
+
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Specification of a worker: JSON on its standard input. Arguments have too little room, and no secrecy.
 
@@ -71,6 +115,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     matryoshka: bool = False
     # Names and folders of adapters that rows may have.
     adapters: tuple[tuple[str, str], ...] = ()
+    # A model that several processes run together, and which of them this one is.
+    group: GroupSpec | None = None
+    rank: RankSpec | None = None
 
     def __post_init__(self) -> None:
         # msgspec leaves a default out only where it is the very object: a number beyond 256 that was computed is not.

@@ -16,6 +16,13 @@ class Drafted(msgspec.Struct, frozen=True, array_like=True):
     by_position: tuple[int, ...] = ()
 
 
+class RankStats(msgspec.Struct, frozen=True, array_like=True):
+    """One rank of a group: what MLX has allocated there, and the time of its newest step."""
+
+    memory: int
+    step_us: int = 0
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The worker's gauges; byte counts are MLX's own, `footprint` is what the system charges the process with."""
 
@@ -71,3 +78,5 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     media_encoded: int = 0
     media_failed: int = 0
     encode_s: float = 0.0
+    # Of a group, by rank.
+    ranks: tuple[RankStats, ...] = ()

@@ -9,22 +9,29 @@ from protocol.spec import WorkerSpec
 from worker.adapters.adapters import attach
 from worker.drafting.proposers import attach_draft, attach_head
 from worker.drafting.stored_head import NoHead
+from worker.engine.partners import Partners
 from worker.engine.self_check import choose, sample
+from worker.model.division import Division
 from worker.model.lanes import DETERMINISTIC, Lane
 from worker.model.loader import Loaded, load, resolve
 from worker.prompt.templates import adopt_template, check_template
 
 
-def load_checked(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
+def load_checked(
+    spec: WorkerSpec,
+    progress: Callable[[str, int, int], None],
+    division: Division | None = None,
+    partners: Partners | None = None,
+) -> Loaded:
     """Load what `spec` names and choose its lane; `progress` as for `load`. Raises `LoadFailed`."""
     if spec.chat_template:
         check_template(spec.chat_template)
-    loaded = load(spec, progress)
+    loaded = load(spec, progress, division)
     if not spec.chat_template:
         adopt_template(loaded.tokenizer, loaded.path)
     if spec.deterministic:
         return _with_adapters(replace(loaded, plan=DETERMINISTIC), spec)
-    plan = choose(loaded.model, sample(loaded.tokenizer, loaded.vocab_size), spec.batching)
+    plan = choose(loaded.model, sample(loaded.tokenizer, loaded.vocab_size), spec.batching, partners)
     if plan.lane is Lane.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
         # Chunks of equal length would cut media whose tokens must run together.
         plan = replace(plan, lane=Lane.SINGLE)
@@ -45,7 +52,7 @@ def _with_drafts(loaded: Loaded, spec: WorkerSpec) -> Loaded:
     if spec.draft:
         proposer, weights_bytes = attach_draft(loaded, resolve(spec.draft), lambda: _load_draft(spec))
         return replace(loaded, proposer=proposer, weights_bytes=loaded.weights_bytes + weights_bytes)
-    if spec.speculate == "off" or loaded.plan.lane is not Lane.TOGETHER:
+    if spec.group is not None or spec.speculate == "off" or loaded.plan.lane is not Lane.TOGETHER:
         return loaded
     try:
         drafts, weights_bytes = attach_head(loaded.path, loaded.model)

@@ -4,6 +4,7 @@ WorkerError
 ├── LoadFailed        the model cannot be served; ends the process with the status that says why
 ├── RequestInvalid    one request cannot be served; becomes `Rejected`
 └── StepFailed        the step loop cannot go on; ends the process with status 70
+    └── PartnerLost   another rank of its group was lost; ends the process with status 72
 """
 
 from typing import Final
@@ -13,7 +14,9 @@ from worker.text.encodable import encodable
 
 # In the text of an exception of MLX: the device failed, and its state is unknown.
 GPU_FAULTS: Final = ("[METAL]", "Command buffer", "CUDA", "cuda")
-# Likewise: memory could not be had for this, and may be for less.
+# Likewise: a rank of the group was lost, and a second collective would wait forever.
+FABRIC_FAULTS: Final = ("[ring]", "[nccl]", "[jaccl]", "[distributed]")
+# Memory could not be had for this, and may be for less.
 NO_MEMORY: Final = (
     "[metal::malloc]", "Unable to allocate", "Insufficient Memory", "OutOfMemory", "out of memory", "Resource limit",
 )  # fmt: skip
@@ -25,6 +28,10 @@ def is_allocation_failure(error: BaseException) -> bool:
 
 def is_gpu_fault(error: BaseException) -> bool:
     return any(sign in str(error) for sign in GPU_FAULTS)
+
+
+def is_fabric_fault(error: BaseException) -> bool:
+    return any(sign in str(error) for sign in FABRIC_FAULTS)
 
 
 class WorkerError(Exception):
@@ -46,6 +53,8 @@ class LoadFailed(WorkerError):
                 return Exit.OUT_OF_MEMORY
             case Code.BAD_CONFIG:
                 return Exit.BAD_CONFIG
+            case Code.INCOMPATIBLE:
+                return Exit.INCOMPATIBLE
             case _:
                 return Exit.MODEL_UNUSABLE
 
@@ -56,3 +65,8 @@ class RequestInvalid(WorkerError):
 
 class StepFailed(WorkerError):
     pass
+
+
+class PartnerLost(StepFailed):
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(Code.WORKER_DIED, message, detail=detail)

@@ -66,7 +66,20 @@ def main(argv: list[str] | None = None) -> int:
     # Read by MLX at its first attention: plans of cuDNN that are kept, each of which takes some 45 ms to build.
     os.environ.setdefault("MLX_CUDA_SDPA_CACHE_SIZE", "4096")
     _prepare_process(spec)
-    return Process(spec).run()
+    if spec.rank is not None and spec.rank.gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = spec.rank.gpu
+    if spec.rank is not None and spec.rank.rank > 0:
+        from worker.group.follower import follow
+
+        return _end(follow(spec))
+    status = Process(spec).run()
+    return status if spec.group is None else _end(status)
+
+
+def _end(status: int) -> int:
+    """End at once: what is left of a group's steps may wait for another rank forever."""
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _check(spec: WorkerSpec) -> None:
@@ -132,7 +145,7 @@ class Process:
         from worker.embedding.job_loop import JobLoop
         from worker.embedding.load_model import kind_of_spec
         from worker.engine.loop import Engine
-        from worker.errors import LoadFailed, WorkerError
+        from worker.errors import LoadFailed, PartnerLost, WorkerError
         from worker.model import memory
 
         engine: Engine | JobLoop | None = None
@@ -151,7 +164,8 @@ class Process:
             failure = Failure(Code.WORKER_DIED, "the model's worker failed; try again", detail)
             if engine is not None:
                 engine.fail_all(failure)
-            return self._leave("step loop failed", failure, Exit.INTERNAL)
+            status = Exit.PARTNER_LOST if isinstance(error, PartnerLost) else Exit.INTERNAL
+            return self._leave("step loop failed", failure, status)
         return self._leave("asked to stop", None, Exit.OK)
 
     def _start_reader(self, kind: str) -> "tuple[JobLoop, Ready]":
@@ -170,13 +184,21 @@ class Process:
         from worker.vision.images import Limits
 
         started = time.monotonic()
-        loaded = load_checked(self._spec, self._report_progress)
+        lead = division = None
+        if self._spec.group is not None:
+            from worker.group.lead import open_group
+
+            lead, division = open_group(self._spec, self._lose)
+        loaded = load_checked(self._spec, self._report_progress, division, lead)
         memory.give_back()
         inbox = Inbox()
         limits = Limits(self._spec.media_bytes, self._spec.media_count, self._spec.media_pixels)
         intake = Intake(loaded, self._spec.parser, limits, memory.allowed(self._spec))
-        keeps = os.environ.get(FOLDER_ENV, "")
-        engine = Engine(loaded, self._spec, inbox, self._link.send, self._gauges, intake.writer, keeps=keeps)
+        # Ranks of a group do the same, whatever was measured here.
+        keeps = os.environ.get(FOLDER_ENV, "") if lead is None else ""
+        engine = Engine(
+            loaded, self._spec, inbox, self._link.send, self._gauges, intake.writer, keeps=keeps, partners=lead
+        )
         warmed = time.monotonic()
         self._link.send(Loading(self._spec.epoch, "warmup", loaded.weights_bytes, loaded.weights_bytes))
         # A GPU compiles kernels for a whole chunk; a CPU has nothing to compile.
@@ -209,6 +231,7 @@ class Process:
             speculation=engine.speculation,
             kind=TEXT,
             adapters=adapters.infos if adapters is not None else (),
+            group=lead.info(loaded.weights_bytes) if lead is not None else None,
         )
         return engine, ready
 
@@ -291,6 +314,12 @@ class Process:
 
     def _report_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         self._link.send(Loading(self._spec.epoch, stage, done_bytes, total_bytes))
+
+    def _lose(self, failure: Failure, status: int) -> None:
+        """End the process from a thread of its group: the main thread may wait for another rank forever."""
+        self._leave("the group is lost", failure, Exit(status))
+        self._link.close()
+        os._exit(status)
 
     def _leave(self, reason: str, failure: Failure | None, status: Exit) -> int:
         if failure is not None:

@@ -77,7 +77,8 @@ WORKER: Final = {
     "link": "engine frames",
     "start_reader": "embedding engine link model prompt",
     "checked_model": "model adapters drafting engine prompt",
-    "main": "errors vision model adapters embedding engine prompt link start_reader checked_model",
+    "group": "errors model cache engine",
+    "main": "errors vision model adapters embedding engine prompt link start_reader checked_model group",
     "verify": "errors vision model engine prompt checked_model speculation embedding verify_reader",
     "verify_reader": "embedding",
     "__main__": "main",
@@ -201,7 +202,7 @@ def test_supervision_knows_neither_http_nor_the_configuration_file(here: str) ->
 
 
 def test_only_a_few_folders_import_mlx() -> None:
-    allowed = {"engine", "cache", "model", "vision", "drafting", "embedding", "sampling", "adapters"}
+    allowed = {"engine", "cache", "model", "vision", "drafting", "embedding", "sampling", "adapters", "group"}
     importers = {
         module for module in modules() if any(name.split(".")[0].startswith("mlx") for name in imports(module))
     }

@@ -14,6 +14,7 @@ from mlx_lm.models import (
     llama,
     llama4,
     mamba,
+    qwen2,
     qwen3,
     qwen3_5,
     qwen3_moe,
@@ -130,12 +131,16 @@ _LANED: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# Beside these, one that can be divided among ranks in both ways.
+_DIVIDED: dict[str, tuple[Any, dict[str, Any]]] = {"qwen2": (qwen2, {**_COMMON, "model_type": "qwen2"})}
+
+
 def build(architecture: str, folder: Path, *, seed: int = 0, markers: Sequence[str] = (), **overrides: Any) -> Path:
     """A random model of `architecture` with a byte-level tokenizer, in the layout of a Hugging Face repository.
 
     `markers` become control tokens.
     """
-    module, base = (ARCHITECTURES | _LANED)[architecture]
+    module, base = (ARCHITECTURES | _LANED | _DIVIDED)[architecture]
     return write(module, base, folder, seed=seed, markers=markers, **overrides)
 
 

@@ -36,6 +36,8 @@ class Layout:
     windowed: int
     stateful: int
     windows: tuple[tuple[int, int], ...]
+    # Of a group, where layers of another rank need checkpoints.
+    is_checkpointed: bool = False
 
     @classmethod
     def of(cls, make: Callable[[], list[Any]]) -> "Layout":
@@ -47,7 +49,7 @@ class Layout:
 
     @property
     def needs_checkpoints(self) -> bool:
-        return self.windowed + self.stateful > 0
+        return self.is_checkpointed or self.windowed + self.stateful > 0
 
 
 def leaves(caches: Sequence[Any]) -> list[Any]:

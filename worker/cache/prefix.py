@@ -17,7 +17,7 @@ from worker.cache.counts import Counts
 from worker.cache.disk import CacheDisk, Entry, Read
 from worker.cache.file_format import salt_key
 from worker.cache.kv import Layout, Span, arrays_of, assemble, part_span, slice_span, view_span
-from worker.cache.radix_tree import EMPTY, Extent, Node, Path, Tokens, Tree, new_state, span_bytes
+from worker.cache.radix_tree import EMPTY, Extent, Node, Path, Price, Tokens, Tree, new_state
 
 # Metal allows a process 499,000 buffers; many small nodes reach that long before any budget of bytes.
 MAX_ARRAYS: Final = 200_000
@@ -170,9 +170,10 @@ class PrefixCache:
         self._tree.drop_useless(node)
         self._evict()
 
-    def resize(self, budget: int) -> None:
-        """Another budget in bytes; what is too much is evicted at once."""
+    def resize(self, budget: int, price: Price | None = None) -> None:
+        """Another budget in bytes, and what counts as such in a group; what is too much is evicted at once."""
         self._budget = budget
+        self._tree.set_price(price)
         self._evict()
 
     def clear(self) -> None:
@@ -326,7 +327,7 @@ class PrefixCache:
         state = new_state(self._layout, caches)
         span = slice_span(caches, depth, len(tokens))
         room = self._budget - self._tree.path_bytes(parent)
-        size = span_bytes(span, state) + tokens[depth:].nbytes
+        size = self._tree.span_bytes(len(tokens) - depth, span, state) + tokens[depth:].nbytes
         if size > room:
             # Better a part of this prefix, or nothing of it, than everything else evicted and this as well.
             fitting = depth + room * (len(tokens) - depth) // size
@@ -342,7 +343,7 @@ class PrefixCache:
 
     def _add_state(self, node: Node, caches: Sequence[Any]) -> None:
         state = new_state(self._layout, caches)
-        if state is None or self._tree.path_bytes(node) + span_bytes([], state) > self._budget:
+        if state is None or self._tree.path_bytes(node) + self._tree.span_bytes(0, [], state) > self._budget:
             return
         self._tree.set_state(node, state)
         mx.async_eval(arrays_of([], state))

@@ -68,6 +68,15 @@ class Node:
         return self.extent is not None and self.extent.entry.is_readable
 
 
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Size of a node whatever its arrays take: so the ranks of a group, which have other layers, let go of the same."""
+
+    token_bytes: int
+    state_bytes: int
+    arrays: int
+
+
 Path = list[tuple[Node, int]]
 """Edges along some tokens, each with how many of its tokens match; only the last may match in part."""
 
@@ -77,6 +86,7 @@ class Tree:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self.price: Price | None = None
         self.nbytes = 0
         self.arrays = 0
         self._roots: dict[str, Node] = {}
@@ -203,6 +213,18 @@ class Tree:
             self._recency.move_to_end(node)
             node = node.parent
 
+    def span_bytes(self, tokens: int, span: Span, state: Sequence[Any] | None) -> int:
+        """Bytes of so many tokens' KV, and of the checkpoint at their end."""
+        if self.price is not None:
+            return tokens * self.price.token_bytes + (0 if state is None else self.price.state_bytes)
+        return sum(array.nbytes for array in arrays_of(span, state or []))
+
+    def set_price(self, price: Price | None) -> None:
+        if price != self.price:
+            self.price = price
+            for node in self._recency:
+                self._account(node)
+
     def path_bytes(self, node: Node) -> int:
         total = 0
         while node.parent is not None:
@@ -278,7 +300,7 @@ class Tree:
         for node in held:
             assert node.parent is not None
             assert node.parent.parent is None or age[node.parent] > age[node], "the oldest is an end"
-            assert node.nbytes == span_bytes(node.span or [], node.state) + node.tokens.nbytes
+            assert node.nbytes == self.span_bytes(len(node.tokens), node.span or [], node.state) + node.tokens.nbytes
             assert node.state is None or self.covers(node), "a checkpoint has its windows"
             is_of_use = node.state is not None or _has_held_children(node)
             assert is_of_use or not self.layout.needs_checkpoints, "every held path ends in a checkpoint"
@@ -306,8 +328,9 @@ class Tree:
         self.nbytes -= node.nbytes
         self.arrays -= node.arrays
         arrays = arrays_of(node.span or [], node.state or [])
-        node.nbytes = sum(array.nbytes for array in arrays) + (node.tokens.nbytes if node.is_held else 0)
-        node.arrays = len(arrays)
+        size = self.span_bytes(len(node.tokens), node.span or [], node.state) + node.tokens.nbytes
+        node.nbytes = size if node.is_held else 0
+        node.arrays = len(arrays) if self.price is None or not node.is_held else self.price.arrays
         self.nbytes += node.nbytes
         self.arrays += node.arrays
 
@@ -321,10 +344,6 @@ class Tree:
 
 def new_state(layout: Layout, caches: Sequence[Any]) -> list[Any] | None:
     return copy_state(caches) if layout.needs_checkpoints else None
-
-
-def span_bytes(span: Span, state: Sequence[Any] | None) -> int:
-    return sum(array.nbytes for array in arrays_of(span, state or []))
 
 
 def common_prefix(left: Tokens, right: Tokens) -> int:

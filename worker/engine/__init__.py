@@ -1,3 +1,3 @@
 """Engine: the step loop, its batch, queue and self-check."""
 
-__all__ = ["gauges", "inbox", "kv_budget", "loop", "output", "row", "self_check"]
+__all__ = ["batch", "gauges", "inbox", "kv_budget", "loop", "output", "partners", "row", "self_check", "silent_row"]

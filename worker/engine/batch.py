@@ -20,6 +20,7 @@ from worker.engine.row import Row
 from worker.engine.row_media import RowMedia
 from worker.engine.row_prefixes import RowPrefixes
 from worker.errors import is_allocation_failure
+from worker.model.agreement import agreement_of
 from worker.model.lanes import Lane
 from worker.sampling.penalties import processors
 from worker.sampling.prompt_scores import Scores
@@ -87,7 +88,8 @@ class Batch:
         self.kv_cost: KvCost | None = None
         self._cache = cache
         self._masks = Masks()
-        self._sampler = RowSampler(self._masks, vision.needs.suppressed if vision is not None else ())
+        suppressed = vision.needs.suppressed if vision is not None else ()
+        self._sampler = RowSampler(self._masks, suppressed, agreement_of(model))
         self._media = RowMedia(vision, encoder)
         # Rows taken out while their grammar works, by the uid that they had.
         self._parked: dict[int, Row] = {}
@@ -286,6 +288,7 @@ class Batch:
         self.settle()
         returned = self._unpark()
         most = self._media.widened(chunk, (self._rows[uid] for uid in self._prefilling))
+        self._begin(most, rides=rides)
         prompted, generated = self._generator.next(most, rides=rides, reads=reads)
         progress: list[tuple[Row, int, int]] = []
         scored: list[tuple[Row, Scores]] = []
@@ -320,6 +323,9 @@ class Batch:
     def wait(self) -> None:
         """Return when nothing of what was launched is running any more."""
         self._generator.wait()
+
+    def _begin(self, chunk: int, *, rides: bool) -> None:
+        """The forward passes of a tick follow."""
 
     def account(self, row: Row) -> None:
         """Bring the row's counts up to date."""

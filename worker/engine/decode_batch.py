@@ -18,6 +18,7 @@ import mlx.core as mx
 from worker.cache import batched, ragged
 from worker.engine.forward import Part, forward
 from worker.engine.member import Context, Member, Members
+from worker.model.agreement import agreement_of
 from worker.sampling.sampler import RowSampler
 from worker.speculation.costs import Quicker
 from worker.speculation.drafter import Drafter
@@ -123,6 +124,7 @@ class DecodeBatch(Members):
         # Of the inputs; those of prompts have none.
         self._logprobs: list[mx.array] = []
         self._pairs = Quicker()
+        self._is_divided = agreement_of(model) is not None
         # The plain step that the inputs come from, None where no time can be taken from it.
         self._flight: _Flight | None = None
         # The end of the newest forward pass that was waited for.
@@ -245,7 +247,8 @@ class DecodeBatch(Members):
         """Whether a plain step has a second token a row; None where there is no choice."""
         if not ragged.sees_room or not self._is_plain or batched.is_level(self.caches):
             return None
-        return self._pairs.choose(len(self))
+        # Ranks of a group must choose alike, and each measures times of its own.
+        return True if self._is_divided else self._pairs.choose(len(self))
 
     def _draft(self, inputs: mx.array) -> "_Block | None":
         """The next block; None where no row has a draft, or owes tokens."""

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protocol.stats import Drafted, Stats
+from protocol.stats import Drafted, RankStats, Stats
 from worker.cache.counts import Counts, DiskCounts
 from worker.vision.encoded import FeatureCounts
 
@@ -48,6 +48,7 @@ class Gauges:
     speculator: "Speculator | None" = None
     feature_bytes: int = 0
     features: FeatureCounts = field(default_factory=FeatureCounts)
+    ranks: tuple[RankStats, ...] = ()
 
     def observe_cache(self, cache: "PrefixCache") -> None:
         self.cache_bytes, self.cache_nodes, self.cache = cache.nbytes, len(cache), cache.counts
@@ -113,6 +114,7 @@ class Gauges:
             media_encoded=self.features.encoded,
             media_failed=self.features.failed,
             encode_s=self.features.seconds,
+            ranks=self.ranks,
         )
 
     def _drafted(self) -> tuple[Drafted, ...]:

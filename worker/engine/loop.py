@@ -36,6 +36,7 @@ from worker.engine.kv_budget import KvCost
 from worker.engine.memory_limits import MemoryLimits
 from worker.engine.outbox import Outbox
 from worker.engine.output import Piece, Writer
+from worker.engine.partners import Partners
 from worker.engine.queue import Queue
 from worker.engine.row import Row
 from worker.engine.self_check import refusal
@@ -79,8 +80,10 @@ class Engine:
         writer: Writer,
         drafter: Drafter | None = None,
         keeps: str = "",
+        partners: Partners | None = None,
     ) -> None:
         self._loaded = loaded
+        self._partners = partners
         self.speculation, drafts = _speculation(loaded, spec)
         gauges.speculator = Speculator(loaded.proposer) if drafts else None
         self._drafter = drafter or gauges.speculator
@@ -90,7 +93,7 @@ class Engine:
         self._gauges = gauges
         self._writer = writer
         self._plan = loaded.plan
-        self._memory = MemoryLimits(loaded, spec, gauges, lambda: inbox.put(Wake.UP), keeps)
+        self._memory = MemoryLimits(loaded, spec, gauges, lambda: inbox.put(Wake.UP), keeps, partners)
         self.kept = kept = self._memory.kept
         self.max_running = _max_running(spec, kept, self._plan.lane)
         self._encoder: Encoder | None = None
@@ -151,6 +154,8 @@ class Engine:
         self._batch.close()
         if self._encoder is not None:
             self._encoder.close()
+        if self._partners is not None:
+            self._partners.leave()
 
     def warm_up(self, prompt: list[int]) -> int:
         """Compile the kernels of prefill and decode before the first request pays for it.
@@ -383,6 +388,8 @@ class Engine:
 
         Sampling depends on (seed, position) alone, so the rows go on with the tokens they would have had.
         """
+        if self._partners is not None:  # nobody knows what they have done of it
+            raise StepFailed(Code.WORKER_DIED, "the group's step loop failed", detail=repr(error)) from error
         now = time.monotonic()
         if self._memory.shrink(error, f"a step of {len(self._batch)} rows"):
             self._rebuild()
@@ -437,9 +444,13 @@ class Engine:
     def _measure(self) -> None:
         self._gauges.measure_memory()
         self._gauges.kv_bytes = self._batch.kv_bytes
+        if self._partners is not None:
+            self._gauges.ranks = self._partners.stats()
         self._memory.observe()
 
     def _new_batch(self) -> Batch:
+        if self._partners is not None:
+            return self._partners.batch(self._loaded.model, self._loaded.eos_ids, self._memory.cache, self._plan.lane)
         return Batch(
             self._loaded.model,
             self._loaded.eos_ids,
@@ -464,6 +475,8 @@ def _speculation(loaded: Loaded, spec: WorkerSpec) -> tuple[str, bool]:
     """Whether there are drafts, for a person and as such."""
     if spec.speculate == "off":
         return "off", False
+    if spec.group is not None:
+        return "off, because ranks of a group must take the same steps", False
     if loaded.plan.lane is not Lane.TOGETHER:
         return f"off, because rows run in the lane {loaded.plan.lane}", False
     if not batched.can_rewind(make_caches(loaded.model)):

@@ -14,6 +14,7 @@ from worker.cache.prefix import PrefixCache
 from worker.cache.quantized import make_caches
 from worker.engine.gauges import Gauges
 from worker.engine.kv_budget import KvBudget, KvCost
+from worker.engine.partners import Partners
 from worker.errors import is_allocation_failure
 from worker.model import memory
 from worker.model.loader import Loaded
@@ -39,8 +40,10 @@ class MemoryLimits:
         gauges: Gauges,
         wake: Callable[[], None],
         keeps: str = "",
+        partners: Partners | None = None,
     ) -> None:
         self._gauges = gauges
+        self._partners = partners
         self._reuses_prefixes = loaded.plan.reuses_prefixes
         layout = Layout.of(lambda: make_caches(loaded.model))
         form = functools.cache(lambda: form_of(spec, loaded, layout))
@@ -54,7 +57,11 @@ class MemoryLimits:
         self.share.enforce(limits)
         # Of images, video and audio; None for a model of text.
         self.features = FeatureCache(limits.features) if loaded.vision is not None else None
-        self.cache = PrefixCache(layout, self._prefixes(limits), disk=disk, disk_min_tokens=spec.disk_cache_tokens)
+        budget = self._prefixes(limits)
+        if partners is not None:
+            self.cache = partners.cache(layout, budget)
+        else:
+            self.cache = PrefixCache(layout, budget, disk=disk, disk_min_tokens=spec.disk_cache_tokens)
         # Known once the engine is warm.
         self.kv_cost: KvCost
         self.kv: KvBudget
@@ -66,6 +73,8 @@ class MemoryLimits:
         `step` are the most tokens of a row in one step; `make_room` takes out the rows that do not fit the KV budget.
         """
         limits = self.share.limits()
+        if self._partners is not None:
+            self.kv_cost, limits = self._partners.least(self.share.order, self.kv_cost, limits)
         self.cache.resize(self._prefixes(limits))
         if self.features is not None:
             self.features.resize(limits.features)

@@ -15,17 +15,16 @@ from typing import Any, Final, cast
 import mlx.core as mx
 
 from protocol.failures import Code
-from protocol.messages import Sampling
 from worker.cache.kv import Layout
 from worker.cache.prefix import PrefixCache
 from worker.cache.quantized import make_caches
 from worker.engine.batch import Batch
-from worker.engine.row import Row
-from worker.errors import LoadFailed, is_allocation_failure, is_gpu_fault
+from worker.engine.partners import Partners
+from worker.engine.silent_row import silent_row
+from worker.errors import LoadFailed, StepFailed, is_allocation_failure, is_gpu_fault
 from worker.model import memory
 from worker.model.lanes import Lane, Plan
 from worker.model.packing import give_up, packing_of
-from worker.text.stops import StopScanner
 
 log = logging.getLogger("mlxd.worker")
 
@@ -67,21 +66,11 @@ class _Said:
     logprobs: list[mx.array] = field(default_factory=list)
 
 
-class _NoText:
-    """The detokenizer of rows without a reader."""
-
-    def add(self, token: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
-
-
 class Wrong(Exception):
     """A way of running rows that changes what they say; the message says which, and how."""
 
 
-def choose(model: Any, ids: Sequence[int], batching: str) -> Plan:
+def choose(model: Any, ids: Sequence[int], batching: str, partners: Partners | None = None) -> Plan:
     """The first lane that is exact. `ids` are at least `SAMPLE` tokens of text. Raises `LoadFailed`.
 
     `batching` is `auto`, or the lane that the operator wants: such a one is taken as it is, without packed passes.
@@ -91,7 +80,7 @@ def choose(model: Any, ids: Sequence[int], batching: str) -> Plan:
         give_up(model)
         return _asked(Lane(batching), mergeable)
     started = time.monotonic()
-    plan = _Check(model, ids).plan(mergeable)
+    plan = _Check(model, ids, partners).plan(mergeable)
     log.info("self-check: lane %s, in %.0f ms", plan.lane, (time.monotonic() - started) * 1e3)
     if plan.reason:
         log.warning("%s", plan.reason)
@@ -117,8 +106,9 @@ def _asked(lane: Lane, mergeable: bool) -> Plan:
 
 
 class _Check:
-    def __init__(self, model: Any, ids: Sequence[int]) -> None:
+    def __init__(self, model: Any, ids: Sequence[int], partners: Partners | None) -> None:
         self._model = model
+        self._partners = partners
         self._prompts = [list(ids[:SHORT]), list(ids[SHORT : SHORT + LONG])]
         self._layout = Layout.of(lambda: make_caches(model))
         # Set by the reference.
@@ -130,7 +120,7 @@ class _Check:
         for lane in _LANES if mergeable else (Lane.SINGLE,):
             try:
                 return self._plan(lane, expected, [f"{_TOLD[lane]}, because {why}"] if why else [])
-            except LoadFailed:
+            except (LoadFailed, StepFailed):
                 raise
             except Exception as error:  # the boundary to code of every architecture
                 why = _because(error)
@@ -190,8 +180,12 @@ class _Check:
     ) -> list[_Said]:
         """Each wave together, one after the other, through a batch of their own; the first `begun` rows of a wave
         generate when the others come."""
-        cache = PrefixCache(self._layout, cache_bytes)
-        batch = Batch(self._model, (), cache, lane)
+        if self._partners is not None:
+            cache = self._partners.cache(self._layout, cache_bytes)
+            batch = self._partners.batch(self._model, (), cache, lane)
+        else:
+            cache = PrefixCache(self._layout, cache_bytes)
+            batch = Batch(self._model, (), cache, lane)
         said: list[_Said] = []
         try:
             for wave in waves:
@@ -226,7 +220,7 @@ def _drift(said: Sequence[_Said], expected: Sequence[_Said]) -> float:
 
 def _listen(batch: Batch, prompts: Sequence[list[int]], chunk: int, begun: int = 0) -> list[_Said]:
     said = [_Said() for _ in prompts]
-    rows = [_row(rid, prompt) for rid, prompt in enumerate(prompts)]
+    rows = [silent_row(rid, prompt, OUTPUT) for rid, prompt in enumerate(prompts)]
     for row in rows[:begun]:
         batch.insert(row)
     while batch or begun < len(rows):
@@ -240,24 +234,12 @@ def _listen(batch: Batch, prompts: Sequence[list[int]], chunk: int, begun: int =
     return said
 
 
-def _row(rid: int, prompt: list[int]) -> Row:
-    return Row(
-        rid=rid,
-        prompt=prompt,
-        sampling=Sampling(temperature=0.0, ignore_eos=True),
-        max_tokens=OUTPUT,
-        detokenizer=_NoText(),
-        stops=StopScanner(()),
-        arrived=time.monotonic(),
-    )
-
-
 def _because(error: Exception) -> str:
     """The reason for a person. Raises what says nothing of the model."""
     text = str(error)
     if is_allocation_failure(error):
         raise LoadFailed(Code.OUT_OF_MEMORY, "not enough memory to run the model", detail=text) from error
-    if is_gpu_fault(error):
+    if is_gpu_fault(error) or isinstance(error, StepFailed):
         raise error
     if isinstance(error, Wrong):
         return text

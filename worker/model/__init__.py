@@ -1,3 +1,3 @@
 """Model in memory: its load, its lane and the memory that it leaves."""
 
-__all__ = ["device", "lanes", "linears", "loader", "memory", "packing"]
+__all__ = ["agreement", "device", "division", "lanes", "linears", "loader", "memory", "packing"]

@@ -25,6 +25,7 @@ from protocol.spec import WorkerSpec
 from protocol.towers import has_media
 from worker.errors import LoadFailed, is_allocation_failure
 from worker.model import packing
+from worker.model.division import Division
 from worker.model.lanes import Plan
 from worker.model.linears import Linears
 from worker.speculation.drafter import Proposer
@@ -70,14 +71,19 @@ class Loaded:
     linears: Linears | None = None
 
 
-def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
-    """Load what `spec` names. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
+def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: Division | None = None) -> Loaded:
+    """Load what `spec` names, or this rank's part of it. Calls `progress(stage, done_bytes, total_bytes)`.
+
+    Raises `LoadFailed`.
+    """
     path = resolve(spec.path)
     config = read_config(path)
     total = check_weights(path)
     progress("weights", 0, total)
     try:
         model, config = _load_text(path, config, spec)
+        if division is not None:
+            division.take(model, config)
         cast(model, spec.dtype)
         mx.eval(model.parameters())
         tokenizer = load_tokenizer(
@@ -95,7 +101,8 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> Loaded:
         tokenizer.chat_template, tokenizer.has_chat_template = spec.chat_template, True
     linears = Linears(model)
     vision, no_vision = _load_vision(path, config, model, spec)
-    packing.prepare(model)
+    if division is None:
+        packing.prepare(model)
     weights_bytes = nbytes(model) + (vision.tower.nbytes if vision is not None else 0)
     progress("weights", weights_bytes, weights_bytes)
     vocab_size = vocab_size_of(config, tokenizer)
@@ -128,6 +135,8 @@ def _load_vision(path: Path, config: dict[str, Any], model: Any, spec: WorkerSpe
     """Towers of a model beside its text, or the reason for none. Raises `LoadFailed` for a lack of memory."""
     if not has_media(config):
         return None, ""
+    if spec.group is not None:
+        return None, "a group serves text only"
     try:
         return attach(path, config, model, lambda tower: cast(tower, spec.dtype)), ""
     except Unserved as reason:

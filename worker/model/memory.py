@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import mlx.core as mx
 import psutil
 from mlx_lm.generate import generation_stream
+from msgspec import structs
 
 from protocol.messages import SetMemory
 from protocol.spec import WorkerSpec
@@ -153,7 +154,7 @@ class Share:
         self._most_buffers = most_buffers
         self._weights = weights
         self._device = device or MlxDevice()
-        self._order = SetMemory(spec.memory_bytes)
+        self.order = SetMemory(spec.memory_bytes)
         # What may be wired, and what Metal was told of it; 0 leaves it to MLX.
         self._wanted = 0
         self._wired = 0
@@ -163,7 +164,7 @@ class Share:
 
     @property
     def bytes(self) -> int:
-        return self._order.share_bytes
+        return self.order.share_bytes
 
     @property
     def wired_limit(self) -> int:
@@ -172,7 +173,7 @@ class Share:
 
     def change(self, order: SetMemory) -> Limits:
         """Another share, or another part of it: the limits to keep before `enforce`."""
-        self._order = order
+        self.order = order
         return self.limits()
 
     def weigh(self, weights: int) -> Limits:
@@ -200,14 +201,18 @@ class Share:
         return replace(limits, kv=int(limits.kv * self._part), prefixes=int(limits.prefixes * self._part))
 
     def _divide(self) -> Limits:
-        spec, order = self._spec, self._order
+        spec, order = self._spec, self.order
+        # Of a group, each rank has its part of what the operator gives the model, and of the memory of its host.
+        ranks, beside = spec.group.size if spec.group else 1, spec.rank.beside if spec.rank else 1
+        own_kv, own_prefixes = spec.kv_bytes // ranks, spec.cache_bytes // ranks
         if order.share_bytes:
+            order = structs.replace(order, share_bytes=order.share_bytes // beside)
             host, most = measure().host, self._most_buffers
-            return divide(order, self._weights, host, kv=spec.kv_bytes, prefixes=spec.cache_bytes, most_buffers=most)
+            return divide(order, self._weights, host, kv=own_kv, prefixes=own_prefixes, most_buffers=most)
         machine = psutil.virtual_memory()
         # Half of what is free now, with the weights loaded, and an eighth of all there is.
-        kv = spec.kv_bytes if spec.kv_bytes >= 0 else machine.available // 2
-        prefixes = spec.cache_bytes if spec.cache_bytes >= 0 else machine.total // 8
+        kv = own_kv if own_kv >= 0 else machine.available // (2 * beside)
+        prefixes = own_prefixes if own_prefixes >= 0 else machine.total // (8 * beside)
         return Limits(kv, prefixes, self._most_buffers or usual_buffers())
 
     def enforce(self, limits: Limits) -> None:

@@ -6,7 +6,7 @@ its companions in the batch, chunking, preemption and restarts cannot change it.
 """
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,13 @@ _COIN = 0x58544358544358
 class RowSampler:
     """Samples for all rows at once; told by `rows` which requests the next call is for."""
 
-    def __init__(self, masks: Masks | None = None, suppressed: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        masks: Masks | None = None,
+        suppressed: Sequence[int] = (),
+        agree: Callable[[mx.array], mx.array] | None = None,
+    ) -> None:
+        """`agree` makes sampled ids those of all ranks of a group."""
         # What grammars forbid: it goes onto the logits before they become the log-probabilities given to `__call__`.
         self.masks = masks or Masks()
         self._params: dict[int, Sampling] = {}
@@ -42,6 +48,7 @@ class RowSampler:
         # Ids that are never drawn, and by what their log-probabilities are changed.
         self._suppressed = tuple(suppressed)
         self._penalty: mx.array | None = None
+        self._agree = agree
 
     def add(self, uid: int, params: Sampling, position: int) -> None:
         """Start sampling for `uid` at output position `position`."""
@@ -92,7 +99,10 @@ class RowSampler:
             keys = [_key(params.seed, position) for params, position in draws]
             coins = [_excludes(params, position) for params, position in draws] if plan.has_xtc else []
         logprobs = self._suppress(logprobs) if self._suppressed else logprobs
-        return plan.sample(logprobs.reshape(rows * steps, vocab), keys, coins).reshape(rows, steps)
+        ids = plan.sample(logprobs.reshape(rows * steps, vocab), keys, coins)
+        if self._agree is not None:
+            ids = self._agree(ids)
+        return ids.reshape(rows, steps)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Go on by so many positions."""

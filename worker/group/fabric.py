@@ -1,0 +1,76 @@
+"""Fabric of a group: MLX's communication between its ranks."""
+
+import logging
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+
+from protocol import collectives
+from protocol.failures import Code
+from protocol.group import Go
+from protocol.spec import RankSpec
+from worker.errors import LoadFailed, PartnerLost
+
+log = logging.getLogger("mlxd.worker")
+
+# A rank that waits for the others of a ring does so in native code, and rank 0 forever.
+CONNECT_S: Final = 60
+
+
+def own_links(rank: RankSpec) -> tuple[str, ...]:
+    """Addresses where this rank will listen, on a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((rank.ip, 0))
+        return (f"{rank.ip}:{probe.getsockname()[1]}",)
+
+
+def connect(go: Go, rank: RankSpec, timeout_s: int = CONNECT_S) -> Any:
+    """MLX's group of all ranks. Raises `PartnerLost`; ends the process where native code waits for longer."""
+    size = len(go.links)
+    if not mx.distributed.is_available(go.backend):
+        raise LoadFailed(Code.BAD_CONFIG, f"MLX of rank {rank.rank} was built without the backend '{go.backend}'")
+    with tempfile.TemporaryDirectory(prefix="mlxd-group-") as folder, _within(timeout_s):
+        _prepare(go, rank, Path(folder))
+        try:
+            group: Any = mx.distributed.init(strict=True, backend=go.backend)
+        except RuntimeError as error:
+            raise PartnerLost(f"rank {rank.rank} cannot connect by {go.backend}: {error}") from error
+    if (group.rank(), group.size()) != (rank.rank, size):
+        raise PartnerLost(f"{go.backend} made a group of {group.size()} for one of {size}")
+    return group
+
+
+def _prepare(go: Go, rank: RankSpec, folder: Path) -> None:
+    """Set the variables that MLX reads, and write the files that they name. Raises `LoadFailed`."""
+    try:
+        environment = collectives.environment(
+            go.backend, rank.rank, len(go.links), links=go.links, devices=go.devices, coordinator=go.coordinator
+        )
+    except collectives.CannotConnect as reason:
+        raise LoadFailed(Code.BAD_CONFIG, f"the ranks cannot be connected: {reason}") from reason
+    for name in collectives.VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(environment.variables)
+    for name, content in environment.files.items():
+        file = folder / f"{name}.json"
+        file.write_text(content)
+        os.environ[name] = str(file)
+
+
+@contextmanager
+def _within(timeout_s: int) -> Generator[None]:
+    """End the process by SIGALRM when what is inside takes longer: it may hold Python's lock, so no thread can."""
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(timeout_s)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

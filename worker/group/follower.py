@@ -1,0 +1,220 @@
+"""Follower of a group: a rank that replays what rank 0 has planned, on its part of the model."""
+
+import logging
+import os
+import socket
+import time
+from dataclasses import replace
+from typing import Any, Final, assert_never
+
+import mlx.core as mx
+import psutil
+import zmq
+
+from protocol import group
+from protocol.failures import Code, Exit, Failure
+from protocol.group import Begin, Clear, Done, Go, Insert, Join, Leave, Loaded, Op, Plan, Remove, Resize, Settle, Share
+from protocol.messages import SetMemory
+from protocol.spec import RankSpec, WorkerSpec
+from worker.cache.kv import Layout
+from worker.cache.prefix import PrefixCache
+from worker.cache.quantized import make_caches
+from worker.cache.radix_tree import Price
+from worker.engine.batch import Batch
+from worker.engine.row import Row
+from worker.engine.silent_row import silent_row
+from worker.errors import LoadFailed, PartnerLost, WorkerError, is_fabric_fault
+from worker.group import fabric
+from worker.group.measures import measured
+from worker.group.rank_identity import identity_of
+from worker.group.rank_sockets import RankSockets
+from worker.group.tally import tally
+from worker.group.watch import FollowerWatch, Progress
+from worker.model import loader, memory
+from worker.model.division import Division
+from worker.model.lanes import Lane
+
+log = logging.getLogger("mlxd.worker")
+
+_POLL_MS: Final = 250
+_NO_COST: Final = "the group was asked for its memory before a row had run"
+
+
+def follow(spec: WorkerSpec) -> int:
+    """Run one follower to its end; returns its exit status."""
+    assert spec.rank is not None
+    follower = Follower(spec, spec.rank)
+    try:
+        follower.run()
+    except Exception as error:  # the root of the process
+        failure, status = _end(error)
+        log.error("rank %d ends: %s %s", spec.rank.rank, failure.message, failure.detail)
+        follower.watch.fail(failure, status)
+        return status
+    follower.watch.close()
+    return Exit.OK
+
+
+def _end(error: Exception) -> tuple[Failure, int]:
+    match error:
+        case LoadFailed():
+            return error.failure, error.exit_status
+        case PartnerLost():
+            return error.failure, Exit.PARTNER_LOST
+        case WorkerError():
+            return error.failure, Exit.INTERNAL
+        case _ if is_fabric_fault(error):
+            return Failure(Code.WORKER_DIED, "the connection to another rank was lost", repr(error)), Exit.PARTNER_LOST
+        case _:
+            log.exception("the rank failed")
+            return Failure(Code.WORKER_DIED, "the rank failed", repr(error)), Exit.INTERNAL
+
+
+class Follower:
+    """One rank beside rank 0. Everything but its watch runs on the main thread."""
+
+    def __init__(self, spec: WorkerSpec, rank: RankSpec) -> None:
+        self._spec, self._rank = spec, rank
+        self._progress = Progress()
+        self._sockets = RankSockets(rank)
+        self.watch = FollowerWatch(rank, self._sockets, self._progress, _lost)
+        self._socket = self._sockets.connect(rank.plan)
+        self._crc = 0
+        self._is_leaving = False
+        self._rows: dict[int, Row] = {}
+        # All of the model from here on.
+        self._model: Any
+        self._eos_ids: tuple[int, ...] = ()
+        self._layout: Layout
+        self._share: memory.Share
+        self._cache: PrefixCache
+        self._batch: Batch
+
+    def run(self) -> None:
+        """Raises what ends this rank."""
+        self.watch.start()
+        self._load()
+        while not self._is_leaving:
+            message = self._receive()
+            if not isinstance(message, Plan):
+                raise PartnerLost(f"rank 0 said {type(message).__name__} out of turn")
+            self._do(message)
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        spec, rank = self._spec, self._rank
+        memory.prepare_load()
+        identity = identity_of(spec)
+        join = Join(
+            spec.epoch,
+            rank.rank,
+            os.getpid(),
+            socket.gethostname(),
+            identity.versions,
+            identity.form,
+            str(mx.default_device()),
+            psutil.virtual_memory().available,
+            fabric.own_links(rank),
+            rank.devices,
+        )
+        end = time.monotonic() + rank.join_s
+        while not self._socket.poll(_POLL_MS, zmq.POLLOUT):
+            if time.monotonic() > end:
+                raise PartnerLost(f"rank 0 cannot be reached at {rank.plan}")
+        self._socket.send(group.encode(join))
+        go = self._receive()
+        if not isinstance(go, Go):
+            raise PartnerLost(f"rank 0 said {type(go).__name__} out of turn")
+        division = Division(fabric.connect(go, rank), go.parallel, go.split)
+        started = time.monotonic()
+        loaded = loader.load(spec, lambda _stage, _done, _total: None, division)
+        memory.give_back()
+        self._model, self._eos_ids = loaded.model, loaded.eos_ids
+        self._layout = Layout.of(lambda: make_caches(self._model))
+        self._share = memory.Share(spec, loaded.weights_bytes)
+        self._share.enforce(self._share.limits())
+        seconds = time.monotonic() - started
+        answer = Loaded(rank.rank, loaded.weights_bytes, seconds, self._layout.needs_checkpoints)
+        self._socket.send(group.encode(answer))
+
+    def _receive(self) -> group.Down:
+        """The next message. The watch ends the process when rank 0 is gone."""
+        while not self._socket.poll(_POLL_MS):
+            pass
+        return group.decode_down(self._socket.recv())
+
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    def _do(self, plan: Plan) -> None:
+        if plan.crc != self._crc:  # no collective was begun: no token of this plan leaves rank 0
+            raise PartnerLost(f"out of step before plan {plan.seq}")
+        self._progress.begin(plan.seq)
+        began = time.perf_counter()
+        for op in plan.ops:
+            self._act(op)
+        if plan.chunk:
+            self._tick(plan)
+        self._progress.end()
+        if not self._is_leaving:
+            step_us = int((time.perf_counter() - began) * 1e6)
+            done = Done(self._rank.rank, plan.seq, self._crc, step_us, mx.get_active_memory())
+            self._socket.send(group.encode(done))
+
+    def _tick(self, plan: Plan) -> None:
+        tick = self._batch.tick(plan.chunk, rides=plan.rides)
+        self._crc = tally(self._crc, tick.tokens)
+        for token in tick.tokens:
+            if token.ended is not None:
+                del self._rows[token.row.rid]
+            if token.ended != "stop":
+                token.row.output.append(token.id)
+
+    def _act(self, op: Op) -> None:
+        match op:
+            case Begin(lane, cache_bytes, needs_checkpoints):
+                self._layout = replace(self._layout, is_checkpointed=needs_checkpoints)
+                self._cache = PrefixCache(self._layout, cache_bytes)
+                self._batch = Batch(self._model, self._eos_ids, self._cache, Lane(lane))
+                self._rows = {}
+            case Insert():
+                self._insert(op)
+            case Remove(rid):
+                self._batch.remove(self._rows.pop(rid))
+            case Resize(cache_bytes, token_bytes, state_bytes, arrays):
+                price = Price(token_bytes, state_bytes, arrays) if token_bytes or state_bytes else None
+                self._cache.resize(cache_bytes, price)
+            case Clear():
+                self._cache.clear()
+            case Settle():
+                self._batch.settle()
+            case Share():
+                self._measure(op)
+            case Leave():
+                self._is_leaving = True
+                self._batch.close()
+            case _:
+                assert_never(op)
+
+    def _insert(self, op: Insert) -> None:
+        row = silent_row(op.rid, op.prompt, op.max_tokens, ignore_eos=op.ignore_eos, stop_ids=op.stop_ids)
+        row.output, row.boundaries, row.cache_salt = op.output, op.boundaries, op.salt
+        row.scores_prompt, row.top_logprobs = op.top is not None, op.top
+        self._batch.insert(row)
+        if row.reused != op.reused:
+            raise PartnerLost(f"{row.reused} tokens of a prompt are cached here, and {op.reused} on rank 0")
+        self._rows[op.rid] = row
+
+    def _measure(self, order: Share) -> None:
+        cost = self._batch.kv_cost
+        if cost is None:
+            raise PartnerLost(_NO_COST)
+        limits = self._share.change(SetMemory(order.share_bytes, order.kv_part, order.cache_part))
+        self._share.enforce(limits)
+        self._socket.send(group.encode(measured(self._rank.rank, self._layout, cost, limits)))
+
+
+def _lost(failure: Failure, status: int) -> None:
+    """End the process, whose main thread may wait in native code forever."""
+    log.error("the group is lost: %s %s", failure.message, failure.detail)
+    os._exit(status)

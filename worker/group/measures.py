@@ -1,0 +1,52 @@
+"""Measures of memory over all ranks: the most that anything costs, and the least room that any of them has."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from protocol.group import Measured
+from worker.cache.kv import Layout
+from worker.cache.radix_tree import Price
+from worker.engine.kv_budget import KvCost
+from worker.model.memory import Limits
+
+
+def measured(rank: int, layout: Layout, cost: KvCost, limits: Limits) -> Measured:
+    # A cached prefix has keys and values of each layer, and of a recurrent layer up to four arrays.
+    arrays = 2 * (layout.sliceable + layout.windowed) + 4 * layout.stateful
+    return Measured(
+        rank,
+        cost.token_bytes,
+        cost.windows,
+        cost.fixed_bytes,
+        cost.widest,
+        arrays,
+        limits.kv,
+        limits.prefixes,
+        limits.total,
+    )
+
+
+def costliest(ranks: Sequence[Measured]) -> KvCost:
+    windows = max((each.windows for each in ranks), key=lambda windows: sum(size * count for size, count in windows))
+    return KvCost(
+        max(each.token_bytes for each in ranks),
+        windows,
+        max(each.fixed_bytes for each in ranks),
+        max(each.widest for each in ranks),
+    )
+
+
+def price(ranks: Sequence[Measured]) -> Price | None:
+    """None where cached prefixes take the same on all ranks."""
+    costs = {(each.token_bytes, each.windows, each.fixed_bytes) for each in ranks}
+    if len(costs) == 1:
+        return None
+    return Price(
+        max(each.token_bytes + sum(size for size, _ in each.windows) for each in ranks),
+        max(each.fixed_bytes for each in ranks),
+        max(each.arrays for each in ranks),
+    )
+
+
+def tightest(own: Limits, ranks: Sequence[Measured]) -> Limits:
+    return replace(own, kv=min(each.kv_bytes for each in ranks), prefixes=min(each.prefix_bytes for each in ranks))

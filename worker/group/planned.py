@@ -1,0 +1,108 @@
+"""Batch and prefix cache of rank 0: all that is done with them is noted for the followers."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from protocol.failures import Code
+from protocol.group import Begin, Clear, Insert, Op, Remove, Resize, Settle
+from worker.cache.kv import Layout
+from worker.cache.prefix import PrefixCache
+from worker.cache.radix_tree import Price
+from worker.engine.batch import Batch, Tick, Token
+from worker.engine.row import Row
+from worker.errors import PartnerLost, StepFailed, is_fabric_fault
+from worker.model.lanes import Lane
+
+
+class Planner(Protocol):
+    """Plans of rank 0. Owned by the engine thread. `price` is of cached prefixes."""
+
+    price: Price | None
+
+    def note(self, op: Op) -> None:
+        """Note an operation; followers do it with the next plan."""
+        ...
+
+    def begin(self, chunk: int, *, rides: bool) -> None:
+        """Send the next plan, whose tick follows here."""
+        ...
+
+    def confirm(self, tokens: Sequence[Token]) -> None:
+        """Wait for all ranks to have done the plan. Raises `PartnerLost` where one has generated something else."""
+        ...
+
+
+class PlannedCache(PrefixCache):
+    """Prefix cache of rank 0."""
+
+    def __init__(self, layout: Layout, budget: int, planner: Planner) -> None:
+        super().__init__(layout, budget)
+        self._planner = planner
+
+    def resize(self, budget: int, price: Price | None = None) -> None:
+        price = self._planner.price
+        if price is None:
+            self._planner.note(Resize(budget))
+        else:
+            self._planner.note(Resize(budget, price.token_bytes, price.state_bytes, price.arrays))
+        super().resize(budget, price)
+
+    def clear(self) -> None:
+        self._planner.note(Clear())
+        super().clear()
+
+
+class PlannedBatch(Batch):
+    """Batch of rank 0."""
+
+    def __init__(self, model: Any, eos_ids: Sequence[int], cache: PrefixCache, lane: Lane, planner: Planner) -> None:
+        planner.note(Begin(lane, cache.budget, cache.needs_checkpoints))
+        self._planner = planner
+        super().__init__(model, eos_ids, cache, lane)
+
+    def insert(self, row: Row, parked: int | None = None) -> bool:
+        is_in = super().insert(row, parked)
+        if is_in:
+            self._planner.note(_insert(row))
+        return is_in
+
+    def _take_out(self, row: Row) -> list[int]:
+        self._planner.note(Remove(row.rid))
+        return super()._take_out(row)
+
+    def settle(self) -> None:
+        if self._ended:
+            self._planner.note(Settle())
+        super().settle()
+
+    def _begin(self, chunk: int, *, rides: bool) -> None:
+        self._planner.begin(chunk, rides=rides)
+
+    def tick(self, chunk: int, *, rides: bool = True, reads: int = 0) -> Tick:
+        """As for a batch alone. No token leaves before all ranks have generated it."""
+        try:
+            tick = super().tick(chunk, rides=rides, reads=reads)
+        except StepFailed:
+            raise
+        except Exception as error:  # the boundary to MLX; whatever it is, the ranks are not in step any more
+            if is_fabric_fault(error):
+                raise PartnerLost("the connection between the ranks of the group was lost", repr(error)) from error
+            raise StepFailed(Code.WORKER_DIED, "the group's step failed", detail=repr(error)) from error
+        self._planner.confirm(tick.tokens)
+        return tick
+
+
+def _insert(row: Row) -> Insert:
+    scored = (row.top_logprobs or 0) if row.scores_prompt else None
+    return Insert(
+        row.rid,
+        row.prompt,
+        row.output,
+        row.max_tokens,
+        row.reused,
+        row.sampling.ignore_eos and row.rule is None,
+        row.sampling.stop_ids,
+        row.boundaries,
+        row.cache_salt,
+        scored,
+    )

@@ -1,0 +1,59 @@
+"""Sockets between the ranks of a group, with CURVE: only the ranks of one start are heard."""
+
+import logging
+from typing import Final
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from protocol import group, sockets
+from protocol.codec import MAX_FRAME_BYTES
+from protocol.curve import KeyPair
+from protocol.key_guard import Admitted
+from protocol.spec import RankSpec
+from worker.errors import PartnerLost
+
+log = logging.getLogger("mlxd.worker")
+
+Socket = zmq.Socket[bytes]
+# Long enough for the last message of a rank that ends.
+LINGER_MS: Final = 1000
+
+
+class RankSockets:
+    """Sockets of one rank. Each belongs to the thread that asked for it."""
+
+    def __init__(self, rank: RankSpec) -> None:
+        self._rank = rank
+        self._keys = KeyPair(rank.public, rank.secret)
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        if rank.rank == 0:
+            # Must run before a socket is bound.
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback("*", Admitted(lambda: rank.members, _refused))
+
+    def bind(self, address: str) -> Socket:
+        """Rank 0's end. Raises `PartnerLost` where the port is taken: the next start has another one."""
+        try:
+            return sockets.bind_secure_router(self._context, address, self._keys, MAX_FRAME_BYTES)
+        except zmq.ZMQError as error:
+            raise PartnerLost(f"rank 0 cannot listen on {address}: {error}") from error
+
+    def connect(self, address: str) -> Socket:
+        """A follower's end."""
+        identity = group.identity(self._rank.rank)
+        return sockets.connect_secure_dealer(
+            self._context, address, identity, self._rank.server, self._keys, MAX_FRAME_BYTES
+        )
+
+    def close(self) -> None:
+        """After all sockets were closed."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+
+def _refused(key: str) -> None:
+    log.warning("refused a connection to the group by a key that is none of its ranks': %s", key)

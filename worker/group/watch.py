@@ -1,0 +1,191 @@
+"""Watch of a group: threads that no engine can block tell the ranks of each other's life.
+
+A rank whose partner is gone waits in a collective forever: it is ended from here, by the end of its process.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Final
+
+import zmq
+
+from protocol import group
+from protocol.codec import MalformedFrame
+from protocol.failures import FINAL_EXITS, Code, Exit, Failure
+from protocol.group import Beat, Failed
+from protocol.spec import RankSpec
+from worker.group.rank_sockets import LINGER_MS, RankSockets, Socket
+
+log = logging.getLogger("mlxd.worker")
+
+BEAT_S: Final = 0.25
+_BEAT_MS: Final = int(BEAT_S * 1e3)
+# A watch that did not run for so long, as when the machine slept, blames nobody for the silence.
+BLACKOUT_S: Final = 2.0
+# A tick may take so many times as long as the ones before it.
+SLOWER: Final = 4.0
+
+Lost = Callable[[Failure, int], None]
+"""Ends the process: the reason, and the exit status."""
+
+
+class Progress:
+    """Plans of this rank: the newest that it has begun and done, and since when it runs. Written by the engine."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.done = 0
+        self.began_at = 0.0
+        # The longest of the newest ones, which decays.
+        self.longest_s = 0.0
+
+    def begin(self, seq: int) -> None:
+        self.begun, self.began_at = seq, time.monotonic()
+
+    def end(self) -> None:
+        seconds = time.monotonic() - self.began_at
+        self.longest_s = max(seconds, 0.95 * self.longest_s)
+        self.done, self.began_at = self.begun, 0.0
+
+
+class _Watch:
+    """One rank's thread, with a socket of its own."""
+
+    def __init__(self, rank: RankSpec, sockets: RankSockets, progress: Progress, lost: Lost) -> None:
+        self.rank = rank
+        self.progress = progress
+        self._sockets = sockets
+        self._lost = lost
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # the root of the thread
+            log.exception("the watch of the group failed")
+            self._lost(Failure(Code.INTERNAL, "the watch of the group failed", repr(error)), Exit.INTERNAL)
+
+    def _watch(self) -> None:
+        raise NotImplementedError
+
+    def _beat(self) -> bytes:
+        return group.encode(Beat(self.rank.rank, self.progress.begun, self.progress.done))
+
+    def lose(self, why: str, status: int = Exit.PARTNER_LOST, code: Code = Code.WORKER_DIED) -> None:
+        if not self._is_closing.is_set():
+            self._lost(Failure(code, why), status)
+
+
+class LeadWatch(_Watch):
+    """Rank 0's: hears all followers. `names` are those of the nodes, by rank."""
+
+    def __init__(
+        self, rank: RankSpec, names: tuple[str, ...], sockets: RankSockets, progress: Progress, lost: Lost
+    ) -> None:
+        super().__init__(rank, sockets, progress, lost)
+        self._names = names
+        self._heard: dict[int, float] = {}
+        self._beats: dict[int, Beat] = {}
+        self._socket = sockets.bind(rank.watch)
+
+    def _watch(self) -> None:
+        socket, looked, said = self._socket, time.monotonic(), 0.0
+        while not self._is_closing.is_set():
+            if socket.poll(_BEAT_MS):
+                self._hear(socket)
+            now = time.monotonic()
+            if now - looked > BLACKOUT_S:
+                self._heard = dict.fromkeys(self._heard, now)
+            looked = now
+            if now - said >= BEAT_S:
+                said = now
+                self._say(socket)
+                self._check(now)
+        socket.close()
+
+    def _hear(self, socket: Socket) -> None:
+        frames = socket.recv_multipart()
+        try:
+            message = group.decode_watch(frames[-1])
+        except MalformedFrame as error:
+            log.warning("dropped a malformed frame of the group: %s", error)
+            return
+        rank = int.from_bytes(frames[0], "big")
+        match message:
+            case Beat():
+                self._heard[rank], self._beats[rank] = time.monotonic(), message
+            case Failed(status=status, failure=failure):
+                why = f"rank {rank} ({self._name(rank)}): {failure.message}"
+                if status in FINAL_EXITS:
+                    self.lose(why, status, failure.code)
+                else:
+                    self.lose(f"{why} {failure.detail}".strip())
+
+    def _say(self, socket: Socket) -> None:
+        frame = self._beat()
+        for rank in list(self._heard):
+            try:
+                socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
+            except zmq.ZMQError:
+                self.lose(f"rank {rank} ({self._name(rank)}) is gone")
+
+    def _check(self, now: float) -> None:
+        for rank, heard in self._heard.items():
+            if now - heard > self.rank.beat_s:
+                self.lose(f"rank {rank} ({self._name(rank)}) has been silent for {now - heard:.0f} s")
+        began_at, limit_s = self.progress.began_at, max(self.rank.step_s, SLOWER * self.progress.longest_s)
+        if began_at and now - began_at > limit_s:
+            behind = [rank for rank, beat in self._beats.items() if beat.done < self.progress.begun]
+            who = ", ".join(f"rank {rank} ({self._name(rank)})" for rank in behind) or "no other rank"
+            self.lose(f"plan {self.progress.begun} has taken {now - began_at:.0f} s; {who} has not done it either")
+
+    def _name(self, rank: int) -> str:
+        return self._names[rank] if rank < len(self._names) else "unknown"
+
+
+class FollowerWatch(_Watch):
+    """A follower's: hears rank 0."""
+
+    def __init__(self, rank: RankSpec, sockets: RankSockets, progress: Progress, lost: Lost) -> None:
+        super().__init__(rank, sockets, progress, lost)
+        self._words: SimpleQueue[Failed] = SimpleQueue()
+
+    def fail(self, failure: Failure, status: int) -> None:
+        """Say why this rank ends, and close."""
+        self._words.put(Failed(self.rank.rank, status, failure))
+        self.close()
+
+    def _watch(self) -> None:
+        socket = self._sockets.connect(self.rank.watch)
+        heard = looked = time.monotonic()
+        patience_s = self.rank.join_s
+        while not self._is_closing.is_set():
+            with suppress(zmq.Again):  # until rank 0 is there
+                socket.send(self._beat(), zmq.NOBLOCK)
+            if socket.poll(_BEAT_MS):
+                while socket.poll(0):
+                    socket.recv()
+                heard, patience_s = time.monotonic(), self.rank.beat_s
+                self._is_closing.wait(BEAT_S)
+            now = time.monotonic()
+            if now - looked > BLACKOUT_S:
+                heard = now
+            looked = now
+            if now - heard > patience_s:
+                self.lose(f"rank 0 has been silent for {now - heard:.0f} s")
+        with suppress(Empty, zmq.Again):
+            while True:
+                socket.send(group.encode(self._words.get_nowait()), zmq.NOBLOCK)
+        socket.close(LINGER_MS)

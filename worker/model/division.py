@@ -1,0 +1,58 @@
+"""Division of a model that was loaded lazily: what another rank of its group has is never read."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from protocol.failures import Code
+from protocol.sharding import PIPELINE, refusal
+from worker.errors import LoadFailed
+from worker.model.agreement import Agreement
+
+log = logging.getLogger("mlxd.worker")
+
+
+class Division:
+    """The part of a model that one rank of a group has."""
+
+    def __init__(self, group: Any, parallel: str, split: Sequence[int] = ()) -> None:
+        self._group = group
+        self.parallel = parallel
+        self._split = list(split) or None
+
+    def take(self, model: Any, config: dict[str, Any]) -> None:
+        """Keep this rank's part. Raises `LoadFailed`."""
+        if reason := refusal(config, self.parallel, self._group.size(), self._split or ()):
+            raise LoadFailed(Code.BAD_CONFIG, reason)
+        loaded = _shapes(model)
+        try:
+            if self.parallel == PIPELINE:
+                model.model.pipeline(self._group, split=self._split)
+            else:
+                model.shard(self._group)
+        except Exception as error:  # the boundary to code of every architecture
+            kind = config.get("model_type")
+            message = f"mlx-lm cannot divide '{kind}' as {self.parallel} by {self._group.size()}: {error}"
+            raise LoadFailed(Code.MODEL_UNSUPPORTED, message) from error
+        _check(loaded, _shapes(model))
+        model.agreement = Agreement(self._group)
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    flat: Any = tree_flatten(model.parameters())
+    return {name: tuple(array.shape) for name, array in flat if isinstance(array, mx.array)}
+
+
+def _check(loaded: dict[str, tuple[int, ...]], kept: dict[str, tuple[int, ...]]) -> None:
+    """Layers are made again for a part, with random weights that those of the model replace: each must have been one
+    of the model's. Raises `LoadFailed`."""
+    unknown = sorted(kept.keys() - loaded.keys())
+    if unknown:
+        message = f"{len(unknown)} tensors of the divided model are none of its files', such as {unknown[0]}"
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
+    empty = sorted(name for name, shape in kept.items() if 0 in shape)
+    if empty:
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, f"nothing of {empty[0]} is left for each rank; use fewer")
