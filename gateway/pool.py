@@ -340,6 +340,7 @@ class Pool:
             draft=model.draft,
             kind="" if model.kind == "auto" else model.kind,
             matryoshka=model.matryoshka,
+            kv_bits=model.kv_bits or 0,
             trust_remote_code=model.trust_remote_code,
             log_level=model.log_level or config.server.log_level,
             parser=model.parser,

@@ -14,6 +14,7 @@ __all__ = [
     "minors",
     "model_digest",
     "peering",
+    "quantized_kv",
     "sharding",
     "sockets",
     "spec",

@@ -474,11 +474,13 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     adapters: tuple[AdapterInfo, ...] = ()
     # Of a model that several processes run together.
     group: GroupInfo | None = None
+    # Bits of a number of its KV; 0 is as the model computes it.
+    kv_bits: int = 0
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
-    """The prompt was tokenized and queued. `relaxed` names what the grammar of its answer leaves out of a schema, and
-    what is done in another way than the request says."""
+    """The prompt was tokenized and queued. `relaxed` names what the grammar of its answer leaves out of a schema, what
+    is done in another way than the request says, and what the model does not compute exactly, such as `kv-bits-8`."""
 
     rid: int
     prompt_tokens: int

@@ -118,6 +118,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     # A model that several processes run together, and which of them this one is.
     group: GroupSpec | None = None
     rank: RankSpec | None = None
+    # Bits of a number of the KV of running rows and cached prefixes, 8 or 4; 0 is as the model computes it.
+    kv_bits: int = 0
 
     def __post_init__(self) -> None:
         # msgspec leaves a default out only where it is the very object: a number beyond 256 that was computed is not.

@@ -80,3 +80,5 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     encode_s: float = 0.0
     # Of a group, by rank.
     ranks: tuple[RankStats, ...] = ()
+    # Bits of a number of the KV; 0 is as the model computes it.
+    kv_bits: int = 0

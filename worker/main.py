@@ -86,6 +86,8 @@ def _check(spec: WorkerSpec) -> None:
     """Check constraints that the types do not express. Raises ValueError."""
     if spec.max_running < 0 or spec.prefill_chunk < 1:
         raise ValueError("max_running is at least 0, prefill_chunk 1")
+    if spec.kv_bits not in (0, 4, 8):
+        raise ValueError("kv_bits is 8 or 4, or 0 for none")
     if spec.log_level.upper() not in logging.getLevelNamesMapping():
         raise ValueError(f"unknown log_level '{spec.log_level}'")
 
@@ -211,6 +213,7 @@ class Process:
         intake.limit_context(fitting)
         self._gauges.measure_memory()
         _keep_load(engine, loaded, self._gauges, time.monotonic() - started, time.monotonic() - warmed)
+        self._gauges.kv_bits = self._spec.kv_bits
 
         adapters = adapters_of(loaded.model)
         self._take_requests(loaded, intake, inbox)
@@ -232,6 +235,7 @@ class Process:
             kind=TEXT,
             adapters=adapters.infos if adapters is not None else (),
             group=lead.info(loaded.weights_bytes) if lead is not None else None,
+            kv_bits=self._spec.kv_bits,
         )
         return engine, ready
 

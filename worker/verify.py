@@ -42,6 +42,7 @@ from worker.embedding.load_model import kind_of_spec, load_reader
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Inbox
 from worker.engine.kv_budget import KvCost
+from worker.engine.kv_check import without_codes
 from worker.engine.loop import Engine
 from worker.errors import LoadFailed, RequestInvalid
 from worker.model import memory
@@ -196,6 +197,8 @@ class Verifier:
         yield self._speculated()
         if self._loaded.proposer is not None:
             yield self._drafted(self._loaded.proposer)
+        if self._spec.kv_bits:
+            yield self._dequantized()
 
     def _told_apart(self) -> Check:
         """Of two pictures under the same text the model must not say the same with the same certainty."""
@@ -254,6 +257,13 @@ class Verifier:
         if not drafter.drafted:
             return Check(name, note="it drafted nothing", is_skipped=True)
         return self._compare(name, outputs)
+
+    def _dequantized(self) -> Check:
+        """With quantized KV dequantized for each step, where steps read its codes: they stand for the same numbers."""
+        with without_codes(self._loaded.model) as is_other:
+            if is_other:
+                return self._compare("dequantized", self._session(self._spec).run([self._requests]))
+        return Check("dequantized", note="no step reads codes on this machine", is_skipped=True)
 
     def _session(self, spec: WorkerSpec) -> Session:
         return Session(self._loaded, self._intake, spec)

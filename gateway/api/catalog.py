@@ -54,6 +54,11 @@ class Entry:
         return min(limits, default=None)
 
     @property
+    def kv_bits(self) -> int:
+        """Bits of a number of its KV: of its worker, or before a load as configured; 0 where it is not quantized."""
+        return self.view.ready.kv_bits if self.view.ready is not None else self.found.model.kv_bits or 0
+
+    @property
     def chat_template(self) -> str:
         return self.found.model.chat_template or self.facts.chat_template
 

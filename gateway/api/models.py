@@ -76,6 +76,8 @@ class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
     input_modalities: tuple[str, ...] = (TEXT,)
     # What it makes: `text`, `embed` for embeddings, or `rerank` for scores of pairs.
     kind: str = TEXT
+    # Bits of a number of its KV; left out where it is as the model computes it.
+    kv_bits: int | UnsetType = UNSET
     meta: ModelMeta = ModelMeta()
     default_sampling: DefaultSampling = DefaultSampling()
     # While it loads.
@@ -120,6 +122,7 @@ class Models:
             max_input_tokens=context,
             input_modalities=entry.modalities,
             kind=entry.kind,
+            kv_bits=entry.kv_bits or UNSET,
             meta=ModelMeta(context, facts.context or UNSET, facts.parameters or UNSET, facts.size_bytes or UNSET),
             default_sampling=DefaultSampling.of(entry.sampling),
             load=_load(entry.view),

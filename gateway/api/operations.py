@@ -41,7 +41,8 @@ _KEPT: Final = (*_ALWAYS, 400, 404, 503)
 _IGNORED: Final = {"x-mlxd-ignored": "Unknown fields of the request, ignored."}
 _SEED: Final = {
     "x-mlxd-seed": "The seed that reproduces this answer.",
-    "x-mlxd-relaxed": "Keywords of a schema that were not enforced on the answer; a video that was shown as images.",
+    "x-mlxd-relaxed": "Keywords of a schema that were not enforced on the answer; a video that was shown as images; "
+    "`kv-bits-8` or `kv-bits-4` of a model with quantized KV.",
 } | _IGNORED
 _RESPONSE_ID: Final = Parameter("id", "path", {"type": "string", "minLength": 1}, "The id of a response.")
 _MODEL_ID: Final = Parameter(

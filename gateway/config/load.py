@@ -179,6 +179,8 @@ def _models(source: Source, raw: Any) -> dict[str, ModelConfig]:
             raise source.error(f"draft: with {other} nothing is drafted", (*where, "draft"))
         if model.deterministic and model.batching not in ("auto", "single"):
             raise source.error("deterministic runs one request at a time: batching is 'single'", (*where, "batching"))
+        if model.kv_bits and model.kind not in ("auto", "text"):
+            raise source.error("kv_bits is for models that generate text", (*where, "kv_bits"))
         if reason := bad_parser(model.parser):
             raise source.error(reason, (*where, "parser"))
         for alias in model.aliases:

@@ -206,6 +206,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     cache: CacheConfig = CacheConfig()
     # Bytes of KV for running requests; None is most of what the weights leave of its share of memory.
     kv_bytes: Annotated[int, Meta(ge=1)] | None = None
+    # Bits of a number of KV; None is as the model computes it. Fewer change answers, which name them.
+    kv_bits: Literal[8, 4] | None = None
     # Of its worker; None is the server's.
     log_level: LogLevel | None = None
     # Its share of the memory budget.

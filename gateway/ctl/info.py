@@ -45,7 +45,7 @@ def say(name: str, found: "Info", tell: Callable[[str], None] = typer.echo) -> N
 
     kv = "not computed for this attention"
     if found.kv_1k_bytes is not None:
-        kv = f"{size(found.kv_1k_bytes)} per 1,000 tokens"
+        kv = f"{size(found.kv_1k_bytes)} per 1,000 tokens" + (f", in {found.kv_bits} bits" if found.kv_bits else "")
     place = found.path if found.is_downloaded else f"not downloaded (mlxctl pull {found.path})"
     context = f"{found.context or '?'} tokens"
     if found.tokens_max is not None and found.context and found.tokens_max < found.context:
@@ -81,7 +81,7 @@ def _look(model: ModelConfig) -> "Info":
     from gateway.model_files.metadata import Unreadable, inspect
 
     try:
-        return inspect(folder_of(model.path), model.dtype, model.context, available_bytes())
+        return inspect(folder_of(model.path), model.dtype, model.context, available_bytes(), model.kv_bits or 0)
     except Unreadable as error:
         if not is_repository(model.path):
             raise Failed(str(error)) from None
@@ -93,7 +93,7 @@ def _on_hub(model: ModelConfig, here: Exception) -> "Info":
 
     try:
         repository = hub.look(*hub.split(model.path))
-        info = hub.inspect(repository, model.dtype, model.context, available_bytes())
+        info = hub.inspect(repository, model.dtype, model.context, available_bytes(), model.kv_bits or 0)
         if info is None:
             raise Failed(f"{repository.id} cannot be loaded: {'; '.join(hub.obstacles(repository))}")
     except hub.HubFailed as error:

@@ -50,6 +50,7 @@ def in_process(model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
         parser=model.parser,
         chat_template=model.chat_template,
         kind="" if model.kind == "auto" else model.kind,
+        kv_bits=model.kv_bits or 0,
     )
     argv = [sys.executable, "-P", "-m", "worker.verify", "--spec", STDIN, "--tokens", str(tokens)]
     with tempfile.TemporaryFile() as stdin:

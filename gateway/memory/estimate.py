@@ -71,7 +71,7 @@ def estimate(model: ModelConfig, lendable: int, load: LoadFacts | None = None) -
 def _info(model: ModelConfig, path: str) -> Info | None:
     """The files of a model, or of the one that drafts for it, with its settings."""
     try:
-        return inspect(find(path), model.dtype, model.context, 0)
+        return inspect(find(path), model.dtype, model.context, 0, (model.kv_bits or 0) if path == model.path else 0)
     except (Unreadable, OSError, ValueError, TypeError, KeyError, ArithmeticError):
         # Its worker says what is wrong with it; nothing that is in a file may harm the others.
         return None

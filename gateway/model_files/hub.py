@@ -133,15 +133,16 @@ def read_weights(repository: Repository, dtype: str) -> Weights:
         return measure((tensor for part in readers.map(tensors, names) for tensor in part), dtype)
 
 
-def inspect(repository: Repository, dtype: str, context: int, available_bytes: int) -> Info | None:
+def inspect(repository: Repository, dtype: str, context: int, available_bytes: int, kv_bits: int = 0) -> Info | None:
     """Memory that a model needs, and whether it fits; None if unknown: see `obstacles`. Raises `HubFailed`."""
     config = read_config(repository)
     if config is None or not any(is_weights(file.name) for file in repository.files):
         return None
     weights = read_weights(repository, dtype)
     names = [file.name for file in repository.files]
-    info = estimate(repository.id, config, weights, context, available_bytes, names)
-    return msgspec.structs.replace(info, is_downloaded=False, obstacles=tuple(_obstacles(repository, config)))
+    info = estimate(repository.id, config, weights, context, available_bytes, names, kv_bits)
+    every = (*_obstacles(repository, config), *info.obstacles)
+    return msgspec.structs.replace(info, is_downloaded=False, obstacles=every)
 
 
 def obstacles(repository: Repository) -> list[str]:

@@ -19,6 +19,7 @@ from gateway.model_files.hub_cache import folder_of
 from gateway.model_files.worker_memory import fixed_bytes
 from protocol.context import context_of
 from protocol.kinds import kind_of
+from protocol.quantized_kv import group_of, number_bits, obstacle
 from protocol.towers import AUDIO_SECTIONS, VISION_SECTIONS, has_section, is_tower
 
 # As the loader takes them.
@@ -91,6 +92,8 @@ class Info(Struct, frozen=True):
     kind: str = ""
     # Speeds that workers have measured of it on this machine.
     measured: Speeds | None = None
+    # Of a number of KV, as configured; 0 is as the model computes it.
+    kv_bits: int = 0
 
 
 def find(path: str) -> Path:
@@ -122,10 +125,11 @@ def kind_of_files(path: str) -> str:
         return ""
 
 
-def inspect(folder: Path, dtype: str, context: int, available_bytes: int) -> Info:
-    """Raises `Unreadable`. `dtype` and `context` as configured."""
+def inspect(folder: Path, dtype: str, context: int, available_bytes: int, kv_bits: int = 0) -> Info:
+    """Raises `Unreadable`. `dtype`, `context` and `kv_bits` as configured."""
     config, weights = read_config(folder), read_weights(folder, dtype)
-    return estimate(str(folder), config, weights, context, available_bytes, [file.name for file in folder.iterdir()])
+    files = [file.name for file in folder.iterdir()]
+    return estimate(str(folder), config, weights, context, available_bytes, files, kv_bits)
 
 
 def estimate(
@@ -135,9 +139,10 @@ def estimate(
     context: int,
     available_bytes: int,
     files: Container[str] = (),
+    kv_bits: int = 0,
 ) -> Info:
     """From what was read, here or elsewhere; `files` are the names of those beside config.json."""
-    kv = attention(config, weights.number_bytes)
+    kv = attention(config, weights.number_bytes, kv_bits)
     own = own_context(config)
     longest = min(own, context) if own and context else own or context or None
     fixed = fixed_bytes(weights.loaded_bytes, has_towers=bool(weights.tower_bytes))
@@ -159,6 +164,8 @@ def estimate(
         modalities=promised(config),
         tower_bytes=weights.tower_bytes,
         kind=kind_of(config, files, path),
+        kv_bits=kv_bits,
+        obstacles=_kv_obstacles(config, kv_bits),
     )
 
 
@@ -200,24 +207,35 @@ def measure(tensors: Iterable[Tensor], dtype: str) -> Weights:
     return Weights(disk, loaded, number, tower)
 
 
-def attention(config: dict[str, Any], number_bytes: int) -> Attention | None:
-    """Layers of full attention grow, those with a window do not beyond it; None for what is neither."""
+def attention(config: dict[str, Any], number_bytes: int, kv_bits: int = 0) -> Attention | None:
+    """Layers of full attention grow, those with a window do not beyond it; None for what is neither.
+
+    Quantized are only layers that grow.
+    """
     text = _text(config)
     layers, heads = _first(text, ("num_hidden_layers", "n_layer")), _first(text, ("num_attention_heads", "n_head"))
     if not layers or not heads or "kv_lora_rank" in text:
         return None
     width = _first(text, ("head_dim",)) or (_first(text, ("hidden_size", "n_embd")) or 0) // heads
-    each = 2 * (_first(text, ("num_key_value_heads",)) or heads) * width * number_bytes
+    numbers = 2 * (_first(text, ("num_key_value_heads",)) or heads) * width
+    each = whole = numbers * number_bytes
+    if kv_bits and (group := group_of(width)):
+        whole = int(numbers * number_bits(kv_bits, group, number_bytes) / 8)
     kinds: list[str] = text.get("layer_types") or []
     window = _first(text, ("sliding_window",))
     if not kinds:
         # Without a list, a window may be of all layers, of some, or switched off.
         if window and text.get("use_sliding_window") is not False:
             return None
-        return Attention(layers * each)
+        return Attention(layers * whole)
     if not set(kinds) <= {"full_attention", "sliding_attention"}:
         return None
-    return Attention(kinds.count("full_attention") * each, kinds.count("sliding_attention") * each * (window or 0))
+    return Attention(kinds.count("full_attention") * whole, kinds.count("sliding_attention") * each * (window or 0))
+
+
+def _kv_obstacles(config: dict[str, Any], kv_bits: int) -> tuple[str, ...]:
+    why = obstacle(config, kv_bits) if kv_bits else ""
+    return (f"kv_bits = {kv_bits}: {why}",) if why else ()
 
 
 def _judge(fixed: int, available: int, tokens: int | None, context: int | None) -> tuple[bool, str]:

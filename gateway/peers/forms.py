@@ -40,4 +40,5 @@ class Forms:
 def _settings(model: ModelConfig) -> tuple[str, ...]:
     """Settings on which the tokens and the events of an answer depend."""
     code = "code" if model.trust_remote_code else ""
-    return model.dtype, model.parser, model.chat_template, code
+    kv = (f"kv_bits {model.kv_bits}",) if model.kv_bits else ()
+    return (model.dtype, model.parser, model.chat_template, code, *kv)

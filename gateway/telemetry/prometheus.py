@@ -147,6 +147,7 @@ _GAUGES: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], float]"], ...]] =
 )
 _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] = (
     ("kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1.", lambda s: s.kv_bytes / max(s.kv_limit, 1)),
+    ("kv_cache_bits", "Bits of a number of the KV; 0 is as the model computes it.", lambda s: s.kv_bits),
     ("spec_width", "Tokens of a sequence in the newest step; 1 is a step without drafts.", lambda s: s.draft_width),
     ("spec_gain_ratio", "Tokens a second of steps with drafts, divided by steps without.", lambda s: s.draft_gain),
     ("prefix_cache_disk_bytes", "Size of the prefix cache on disk, as this worker sees it.", lambda s: s.disk_bytes),

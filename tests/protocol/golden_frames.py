@@ -29,6 +29,7 @@ _STATS = Stats(
     drafted=(Drafted("lookup", 4, 9, 7, (4, 3)),),
     draft_width=4,
     draft_gain=1.5,
+    kv_bits=8,
 )
 
 
@@ -99,6 +100,7 @@ def up() -> list[m.Up]:
             kind="embed",
             embedding=m.EmbeddingInfo(768, True, ("query", "document")),
             adapters=_ADAPTERS,
+            kv_bits=8,
         ),
         m.Accepted(1, 12),
         m.Tokenized(4, 2, (1, 2), "né"),

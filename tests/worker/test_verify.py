@@ -13,6 +13,7 @@ from protocol.kinds import EMBED
 from protocol.verify import Check
 from tests.support.drafters import copying_assistant, copying_block, damped, eagle, gemma4
 from tests.support.engine import spec
+from tests.support.models import ARCHITECTURES, build
 from tests.support.reading_models import build_embedder, build_reranker
 from tests.support.scale import scaled
 from worker.checked_model import load_checked
@@ -68,6 +69,26 @@ def test_drafts_of_each_kind_are_verified(kind: str, tmp_path: Path) -> None:
     assert check.is_good
     assert check.tokens
     assert not check.note
+
+
+FURTHER_QUANTIZED = [("qwen3", 8), ("gemma3_text", 4), ("gpt_oss", 8), ("qwen3_5", 4)]
+
+
+@pytest.mark.parametrize(("architecture", "bits"), [("qwen3", 4), *scaled(FURTHER_QUANTIZED, [])])
+def test_quantized_kv_gives_a_request_the_same_tokens_in_every_way_of_running_it(
+    architecture: str, bits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"head_dim": 64, "num_hidden_layers": 2} if architecture == "qwen3" else {"head_dim": 64}
+    if architecture == "qwen3_5":
+        sizes = {"text_config": {**ARCHITECTURES[architecture][1]["text_config"], **sizes}}
+    wanted = spec(build(architecture, tmp_path / "model", **sizes), kv_bits=bits)
+    assert main(["--spec", msgspec.json.encode(wanted).decode(), "--tokens", "8", "--words", "16"]) == 0
+    checks = [msgspec.json.decode(line, type=Check) for line in capsys.readouterr().out.splitlines()]
+    assert [check.name for check in checks] == [*NAMES, "dequantized"]
+    assert all(check.is_good for check in checks)
+    assert [check.name for check in checks if check.is_skipped] == (
+        ["dequantized"] if architecture == "gpt_oss" else []
+    )
 
 
 def test_pictures_are_verified_of_a_model_that_takes_them() -> None:

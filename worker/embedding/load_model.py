@@ -68,6 +68,9 @@ def kind_of_spec(spec: WorkerSpec) -> str:
 def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int], None]) -> Reader:
     """Load what `spec` names. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
     assert kind != TEXT
+    if spec.kv_bits:
+        message = "kv_bits is for models that generate text: this one keeps no KV between its passes"
+        raise LoadFailed(Code.BAD_CONFIG, message)
     folder = resolve(spec.path)
     config = _folded(folder)
     is_encoder = config["model_type"] in ENCODERS

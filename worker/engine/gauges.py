@@ -46,6 +46,7 @@ class Gauges:
     cache: Counts = field(default_factory=Counts)
     disk: DiskCounts = field(default_factory=DiskCounts)
     speculator: "Speculator | None" = None
+    kv_bits: int = 0
     feature_bytes: int = 0
     features: FeatureCounts = field(default_factory=FeatureCounts)
     ranks: tuple[RankStats, ...] = ()
@@ -115,6 +116,7 @@ class Gauges:
             media_failed=self.features.failed,
             encode_s=self.features.seconds,
             ranks=self.ranks,
+            kv_bits=self.kv_bits,
         )
 
     def _drafted(self) -> tuple[Drafted, ...]:

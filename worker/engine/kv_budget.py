@@ -10,6 +10,7 @@ from typing import Any, Final
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from worker.cache.kv import arrays_of, is_sliceable, leaves
+from worker.cache.quantized import QuantizedKV
 from worker.cache.ragged import STEP, room
 from worker.engine.row import Row
 
@@ -25,7 +26,7 @@ RESERVED_OUTPUT: Final = 256
 class KvCost:
     """Bytes of KV by sequence length: per token, per token up to a window, and per sequence.
 
-    `widest` are the bytes per token of the layer that has the most.
+    `widest` are the bytes per token of the layer that has the most, dequantized as attention is given it.
     """
 
     token_bytes: int
@@ -36,17 +37,18 @@ class KvCost:
     @classmethod
     def of(cls, caches: Sequence[Any], tokens: int, drafter_bytes: int = 0) -> "KvCost":
         """Measured on the caches of one sequence of `tokens` tokens; a model that drafts adds so much for each."""
-        layers, fixed_bytes, windows = list[int](), 0, list[tuple[int, int]]()
+        layers, passing, fixed_bytes, windows = list[int](), list[int](), 0, list[tuple[int, int]]()
         for leaf in leaves(caches):
             if is_sliceable(leaf):
                 layers.append(leaf.nbytes // tokens)
+                passing.append(leaf.whole_bytes // tokens if isinstance(leaf, QuantizedKV) else layers[-1])
             elif isinstance(leaf, RotatingKVCache):
                 windows.append((leaf.nbytes // min(tokens, leaf.max_size), leaf.max_size))
             elif isinstance(leaf, ChunkedKVCache):
                 windows.append((leaf.nbytes // min(tokens, leaf.chunk_size), leaf.chunk_size))
             else:
                 fixed_bytes += sum(array.nbytes for array in arrays_of([], [leaf]))
-        widest = max([*layers, *(each for each, _ in windows)], default=0)
+        widest = max([*passing, *(each for each, _ in windows)], default=0)
         return cls(sum(layers) + drafter_bytes, tuple(windows), fixed_bytes, widest)
 
     def bytes(self, rows: int, tokens: int) -> int:

@@ -69,6 +69,8 @@ class Loaded:
     no_head: str = ""
     # Where adapters may be put.
     linears: Linears | None = None
+    # What of its answers is not as the model would compute it, as each of them names it.
+    relaxed: tuple[str, ...] = ()
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: Division | None = None) -> Loaded:

@@ -86,6 +86,7 @@ class Intake:
         self._tool_rules = ToolRules(self._rules, loaded.tokenizer, self._dialect.tool_family, loaded.eos_ids)
         self._eos_ids = tuple(loaded.eos_ids)
         self._suppressed = tuple(loaded.vision.needs.suppressed) if loaded.vision is not None else ()
+        self._relaxed = loaded.relaxed
         self._turn_starts = self._find_turn_starts(opened[len(closed) :]) - set(self._suppressed)
 
     @property
@@ -137,7 +138,7 @@ class Intake:
             boundaries=self._boundaries(ids) if is_chat else [],
             media=encoded.spans,
             positions=encoded.positions,
-            relaxed=encoded.relaxed,
+            relaxed=(*self._relaxed, *encoded.relaxed),
             drafting=self._drafting(request),
         )
         check_limits(row.sampling, row.words, self._eos_ids, self._suppressed, self._vocab_size)
