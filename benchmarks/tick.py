@@ -45,7 +45,7 @@ WAYS: Final = {
 
 def main() -> None:
     args = _arguments()
-    model, vocab = _model(args.geometry, args.dtype)
+    model, vocab = random_model(args.geometry, args.dtype)
     print(f"tick · {args.geometry} {args.dtype}", flush=True)
     for name in args.what:
         began = time.perf_counter()
@@ -315,7 +315,7 @@ def _seeing(sees_room: bool) -> Iterator[None]:
         ragged.sees_room = before
 
 
-def _model(name: str, dtype: str) -> tuple[Any, int]:
+def random_model(name: str, dtype: str) -> tuple[Any, int]:
     """A model of random weights."""
     import mlx.core as mx
     from mlx_lm.models import qwen3

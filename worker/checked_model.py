@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from worker.adapters.adapters import attach
 from worker.drafting.proposers import attach_draft, attach_head
@@ -13,7 +12,6 @@ from worker.drafting.stored_head import NoHead
 from worker.engine.kv_check import quantize_kv
 from worker.engine.partners import Partners
 from worker.engine.self_check import choose, sample
-from worker.errors import LoadFailed
 from worker.model.division import Division
 from worker.model.lanes import DETERMINISTIC, Lane
 from worker.model.loader import Loaded, load, read_config, resolve
@@ -33,10 +31,8 @@ def load_checked(
     if not spec.chat_template:
         adopt_template(loaded.tokenizer, loaded.path)
     ids = sample(loaded.tokenizer, loaded.vocab_size)
-    if spec.kv_bits and spec.group is not None:
-        raise LoadFailed(Code.BAD_CONFIG, "kv_bits is not served of a model that several processes run together")
     if spec.kv_bits:
-        quantize_kv(loaded.model, read_config(loaded.path), spec.kv_bits, ids)
+        quantize_kv(loaded.model, read_config(loaded.path), spec.kv_bits, ids, in_group=spec.group is not None)
         loaded = replace(loaded, relaxed=(f"kv-bits-{spec.kv_bits}",))
     if spec.deterministic:
         return _with_adapters(replace(loaded, plan=DETERMINISTIC), spec)

@@ -93,12 +93,12 @@ class QuantizedKV(RaggedKVCache):
         return (*self.form.quantize(keys), *self.form.quantize(values))
 
 
-def set_form(model: Any, form: KvForm | None) -> None:
+def set_kv_form(model: Any, form: KvForm | None) -> None:
     """Keep the KV of this model's rows in a form from now on."""
     model.kv_form = form
 
 
-def form_of(model: Any) -> KvForm | None:
+def kv_form_of(model: Any) -> KvForm | None:
     """The form of the KV of this model's rows; None for numbers as the model computes them."""
     form: KvForm | None = getattr(model, "kv_form", None)
     return form
@@ -107,7 +107,7 @@ def form_of(model: Any) -> KvForm | None:
 def make_caches(model: Any) -> list[Any]:
     """Empty caches of one sequence: mlx-lm's, with KV that is kept whole in the model's form."""
     caches: list[Any] = make_prompt_cache(model)
-    form = form_of(model)
+    form = kv_form_of(model)
     return caches if form is None else quantized(caches, form)
 
 

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from protocol.failures import Code
 from protocol.quantized_kv import ALL_WHOLE, group_of_all, obstacle
 from worker.cache.kv import leaves
-from worker.cache.quantized import KvForm, QuantizedKV, form_of, quantized, set_form
+from worker.cache.quantized import KvForm, QuantizedKV, kv_form_of, quantized, set_kv_form
 from worker.cache.ragged import Lengths
 from worker.engine.self_check import Wrong, reason_of, refusal
 from worker.errors import LoadFailed
@@ -48,23 +48,25 @@ class Heads:
     dtype: mx.Dtype
 
 
-def quantize_kv(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int]) -> None:
+def quantize_kv(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int], *, in_group: bool) -> None:
     """Keep the KV of the model's rows in `bits` bits from now on; as `choose_form`."""
-    set_form(model, choose_form(model, config, bits, ids))
+    if in_group:
+        raise _refused(bits, "several processes run it together")
+    set_kv_form(model, choose_form(model, config, bits, ids))
 
 
 @contextmanager
 def without_codes(model: Any) -> Generator[bool]:
     """Passes that dequantize KV where they would read its codes; False where none would."""
-    form = form_of(model)
+    form = kv_form_of(model)
     if form is None or not form.reads_codes:
         yield False
         return
-    set_form(model, KvForm(form.bits, form.group, reads_codes=False))
+    set_kv_form(model, KvForm(form.bits, form.group, reads_codes=False))
     try:
         yield True
     finally:
-        set_form(model, form)
+        set_kv_form(model, form)
 
 
 def choose_form(model: Any, config: dict[str, Any], bits: int, ids: Sequence[int]) -> KvForm:

@@ -17,7 +17,7 @@ import mlx.core as mx
 from protocol.failures import Code
 from worker.cache.kv import Layout
 from worker.cache.prefix import PrefixCache
-from worker.cache.quantized import form_of, make_caches
+from worker.cache.quantized import kv_form_of, make_caches
 from worker.engine.batch import Batch
 from worker.engine.partners import Partners
 from worker.engine.silent_row import silent_row
@@ -137,7 +137,7 @@ class _Check:
         if not all(bool(mx.isfinite(mx.max(step))) for step in steps):
             raise LoadFailed(Code.MODEL_CORRUPT, "the model's log-probabilities are not finite: its weights are broken")
         # A rounding error may move a number to the next code.
-        is_exact = steps[0].dtype == mx.float32 and not memory.has_gpu() and form_of(self._model) is None
+        is_exact = steps[0].dtype == mx.float32 and not memory.has_gpu() and kv_form_of(self._model) is None
         drift = _drift([chunked], expected[1:])
         if not drift <= (EXACT if is_exact else ROUNDED_REFUSED):
             why = f"in chunks, a prompt's log-probabilities are off by {drift:.2g}"

@@ -11,7 +11,7 @@ from protocol.failures import Code, Exit
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
-from worker.cache.quantized import KvForm, form_of
+from worker.cache.quantized import KvForm, kv_form_of
 from worker.checked_model import load_checked
 from worker.engine import kv_check
 from worker.engine.kv_check import choose_form
@@ -44,7 +44,7 @@ def test_attention_reads_codes_where_they_give_what_their_numbers_give(
     bits: int, wide_folder: Callable[[str], Path]
 ) -> None:
     loaded = load_checked(spec(wide_folder("qwen3"), kv_bits=bits), nothing)
-    assert form_of(loaded.model) == KvForm(bits, 64)
+    assert kv_form_of(loaded.model) == KvForm(bits, 64)
     assert loaded.plan.reuses_prefixes
     assert loaded.plan.reason == ""
 
@@ -72,7 +72,7 @@ def test_attention_that_cannot_read_codes_is_given_numbers(
 ) -> None:
     caplog.set_level("WARNING", "mlxd.worker")
     loaded = load_checked(spec(wide_folder("gpt_oss"), kv_bits=8), nothing)
-    assert form_of(loaded.model) == KvForm(8, 64, reads_codes=False)
+    assert kv_form_of(loaded.model) == KvForm(8, 64, reads_codes=False)
     told = [record.getMessage() for record in caplog.records]
     assert [line for line in told if "does not support attention sinks" in line] == told
 
