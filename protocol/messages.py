@@ -238,6 +238,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     includes_stop: bool = False
     # The name of the adapter that it is generated with; empty is the base model.
     adapter: str = ""
+    # A sparse prefill: the part of the prompt's tokens to keep, 0 for the model's setting; None is to run them all.
+    sparse_keep: float | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -522,6 +524,8 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # Tokens of the request's `prediction` that were tried, and of these the ones that were right.
     predicted: int = 0
     accepted: int = 0
+    # Tokens of the prompt that a sparse prefill kept; 0 is that there was none.
+    kept: int = 0
 
 
 class Tool(msgspec.Struct, frozen=True, array_like=True, gc=False):

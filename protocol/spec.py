@@ -120,6 +120,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     rank: RankSpec | None = None
     # Bits of a number of the KV of running rows and cached prefixes, 8 or 4; 0 is as the model computes it.
     kv_bits: int = 0
+    # Of a sparse prefill, the part of a prompt that is kept where the request names none, 0 for no sparse prefill, and
+    # the tokens from which on a prompt has one.
+    sparse_keep: float = 0.0
+    sparse_from: int = 0
 
     def __post_init__(self) -> None:
         # msgspec leaves a default out only where it is the very object: a number beyond 256 that was computed is not.

@@ -82,3 +82,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     ranks: tuple[RankStats, ...] = ()
     # Bits of a number of the KV; 0 is as the model computes it.
     kv_bits: int = 0
+    # Sparse prefills: prompts, their tokens and the kept ones, and seconds in which the draft model read prompts.
+    sparse_prompts: int = 0
+    sparse_prompt_tokens: int = 0
+    sparse_kept_tokens: int = 0
+    sparse_read_s: float = 0.0

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from worker.adapters.adapters import attach
 from worker.drafting.proposers import attach_draft, attach_head
@@ -12,10 +13,13 @@ from worker.drafting.stored_head import NoHead
 from worker.engine.kv_check import quantize_kv
 from worker.engine.partners import Partners
 from worker.engine.self_check import choose, sample
+from worker.errors import LoadFailed
 from worker.model.division import Division
 from worker.model.lanes import DETERMINISTIC, Lane
 from worker.model.loader import Loaded, load, read_config, resolve
 from worker.prompt.templates import adopt_template, check_template
+from worker.sparse.gap_check import gap_problem
+from worker.sparse.importance import Reader
 
 
 def load_checked(
@@ -35,12 +39,17 @@ def load_checked(
         quantize_kv(loaded.model, read_config(loaded.path), spec.kv_bits, ids, in_group=spec.group is not None)
         loaded = replace(loaded, relaxed=(f"kv-bits-{spec.kv_bits}",))
     if spec.deterministic:
+        if spec.sparse_keep:
+            raise _no_sparse("deterministic = true")
         return _with_adapters(replace(loaded, plan=DETERMINISTIC), spec)
     plan = choose(loaded.model, ids, spec.batching, partners)
     if plan.lane is Lane.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
         # Chunks of equal length would cut media whose tokens must run together.
         plan = replace(plan, lane=Lane.SINGLE)
-    return _with_adapters(_with_drafts(replace(loaded, plan=plan), spec), spec)
+    loaded = _with_drafts(replace(loaded, plan=plan), spec)
+    if spec.sparse_keep:
+        _check_sparse(loaded, spec)
+    return _with_adapters(loaded, spec)
 
 
 def _with_adapters(loaded: Loaded, spec: WorkerSpec) -> Loaded:
@@ -55,8 +64,15 @@ def _with_adapters(loaded: Loaded, spec: WorkerSpec) -> Loaded:
 def _with_drafts(loaded: Loaded, spec: WorkerSpec) -> Loaded:
     """A draft model that is configured, or else the head of its checkpoint, where drafts can be verified."""
     if spec.draft:
-        proposer, weights_bytes = attach_draft(loaded, resolve(spec.draft), lambda: _load_draft(spec))
-        return replace(loaded, proposer=proposer, weights_bytes=loaded.weights_bytes + weights_bytes)
+        opened: list[Loaded] = []
+
+        def load_draft() -> Loaded:
+            opened.append(_load_draft(spec))
+            return opened[0]
+
+        proposer, weights_bytes = attach_draft(loaded, resolve(spec.draft), load_draft)
+        draft = opened[0] if opened else None
+        return replace(loaded, proposer=proposer, weights_bytes=loaded.weights_bytes + weights_bytes, draft=draft)
     if spec.group is not None or spec.speculate == "off" or loaded.plan.lane is not Lane.TOGETHER:
         return loaded
     try:
@@ -64,6 +80,21 @@ def _with_drafts(loaded: Loaded, spec: WorkerSpec) -> Loaded:
     except NoHead as reason:
         return replace(loaded, no_head=str(reason))
     return replace(loaded, proposer=drafts, weights_bytes=loaded.weights_bytes + weights_bytes)
+
+
+def _check_sparse(loaded: Loaded, spec: WorkerSpec) -> None:
+    """Refuse a sparse prefill that the model, or what drafts for it, cannot do. Raises `LoadFailed`."""
+    if spec.group is not None:
+        raise _no_sparse("several machines run this model together")
+    if loaded.draft is None:
+        raise _no_sparse("it takes a draft model, which chooses the tokens, and a head is none")
+    Reader(loaded.draft)
+    if reason := gap_problem(loaded.model, loaded.vocab_size):
+        raise _no_sparse(f"{loaded.path.name} cannot leave tokens out: {reason}")
+
+
+def _no_sparse(reason: str) -> LoadFailed:
+    return LoadFailed(Code.BAD_CONFIG, f"sparse_prefill is not possible: {reason}")
 
 
 def _load_draft(spec: WorkerSpec) -> Loaded:

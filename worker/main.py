@@ -183,6 +183,7 @@ class Process:
         from worker.errors import LoadFailed
         from worker.model import memory
         from worker.prompt.intake import Intake
+        from worker.prompt.sparse_limits import SparseLimits
         from worker.vision.images import Limits
 
         started = time.monotonic()
@@ -195,7 +196,8 @@ class Process:
         memory.give_back()
         inbox = Inbox()
         limits = Limits(self._spec.media_bytes, self._spec.media_count, self._spec.media_pixels)
-        intake = Intake(loaded, self._spec.parser, limits, memory.allowed(self._spec))
+        sparse = SparseLimits(self._spec.sparse_keep, self._spec.sparse_from)
+        intake = Intake(loaded, self._spec.parser, limits, memory.allowed(self._spec), sparse)
         # Ranks of a group do the same, whatever was measured here.
         keeps = os.environ.get(FOLDER_ENV, "") if lead is None else ""
         engine = Engine(

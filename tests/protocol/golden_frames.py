@@ -14,7 +14,7 @@ from protocol.stats import Drafted, Stats
 
 FOLDER = Path(__file__).parent / "golden"
 _FAILURE = Failure(Code.ROW_FAILED, "failed", "détail", "top_k")
-_USAGE = m.Usage(12, 4, 7, 3, 1.5, 2.25, 3.125, 6, 5, 4, 9, 8)
+_USAGE = m.Usage(12, 4, 7, 3, 1.5, 2.25, 3.125, 6, 5, 4, 9, 8, kept=11)
 _MEDIA = (
     m.Media("image", b"\x00\xff" * 16, b"\x89PNG", {"max_pixels": 262_144}, "messages[0].content[1]"),
     m.Media("video", bytes(32), b"\x00\x00\x00\x01\xff", {"frames": 1, "fps": 2.5}),
@@ -30,6 +30,10 @@ _STATS = Stats(
     draft_width=4,
     draft_gain=1.5,
     kv_bits=8,
+    sparse_prompts=2,
+    sparse_prompt_tokens=9000,
+    sparse_kept_tokens=2300,
+    sparse_read_s=0.5,
 )
 
 
@@ -57,6 +61,7 @@ def down() -> list[m.Down]:
             prediction="né",
             includes_stop=True,
             adapter="sql",
+            sparse_keep=0.25,
         ),
         m.Generate(3, m.TokensPrompt((0, 1, 151_935)), m.Sampling(), 0, top_logprobs=0),
         m.Abort((1, 1 << 62), "client"),

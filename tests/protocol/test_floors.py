@@ -70,13 +70,14 @@ WORKER: Final = {
     "sampling": "structured",
     "drafting": "errors vision model speculation cache",
     "pacing": "model speculation",
-    "engine": "text errors parsers vision model speculation structured cache sampling drafting pacing adapters",
+    "sparse": "errors vision model cache",
+    "engine": "text errors parsers vision model speculation structured cache sampling sparse drafting pacing adapters",
     "frames": "text engine",
-    "prompt": "text errors parsers vision model speculation structured sampling adapters engine",
+    "prompt": "text errors parsers vision model speculation structured sampling sparse adapters engine",
     "embedding": "errors vision model engine pacing",
     "link": "engine frames",
     "start_reader": "embedding engine link model prompt",
-    "checked_model": "model adapters drafting engine prompt",
+    "checked_model": "errors model adapters sparse drafting engine prompt",
     "group": "errors model cache engine",
     "main": "errors vision model adapters embedding engine prompt link start_reader checked_model group",
     "verify": "errors vision model engine prompt checked_model speculation embedding verify_reader",
@@ -202,7 +203,7 @@ def test_supervision_knows_neither_http_nor_the_configuration_file(here: str) ->
 
 
 def test_only_a_few_folders_import_mlx() -> None:
-    allowed = {"engine", "cache", "model", "vision", "drafting", "embedding", "sampling", "adapters", "group"}
+    allowed = {"engine", "cache", "model", "vision", "drafting", "embedding", "sampling", "adapters", "group", "sparse"}
     importers = {
         module for module in modules() if any(name.split(".")[0].startswith("mlx") for name in imports(module))
     }

@@ -35,6 +35,7 @@ from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.model.loader import Loaded
 from worker.prompt.intake import Intake
+from worker.prompt.sparse_limits import SparseLimits
 from worker.speculation.drafter import Drafter
 
 TIMEOUT_S = patient(60)
@@ -104,7 +105,8 @@ class EngineHarness:
             loaded = load_checked(self.spec, lambda *_: None)
             self.loaded = replace(loaded, model=self._wrap(loaded.model))
             self.adapters = adapters_of(loaded.model)
-            self.intake = Intake(self.loaded, self.spec.parser)
+            limits = SparseLimits(self.spec.sparse_keep, self.spec.sparse_from)
+            self.intake = Intake(self.loaded, self.spec.parser, sparse=limits)
             drafter = self.drafter = self._drafter(self.loaded) if callable(self._drafter) else self._drafter
             self.engine = Engine(
                 self.loaded,

@@ -60,6 +60,12 @@ def extract(caches: Sequence[Any], row: int) -> list[Any]:
     return [take(cache) for cache in caches]
 
 
+def place(caches: Sequence[Any], ahead: Sequence[int]) -> None:
+    """Before a forward pass: the next token of row i is so many positions ahead of its slot. Plain caches only."""
+    for leaf in leaves(caches):
+        leaf.place(tuple(ahead))
+
+
 def begin_block(caches: Sequence[Any], lengths: Sequence[int], width: int) -> None:
     """Before a forward pass of `width` tokens a row, of which `lengths[i]` are row i's and the rest padding."""
     if width == 1:

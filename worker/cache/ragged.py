@@ -28,16 +28,19 @@ def wide(count: int) -> int:
 class Lengths:
     """The rows' lengths, and the arrays that follow from them.
 
-    All layers of a batch go from one object to the next together, so that an array is made once for all of them.
+    All layers of a batch go from one object to the next together, so that an array is made once for all of them. The
+    next token of row i is at position `of[i] + ahead[i]`; `ahead` is empty where all tokens of all rows are held.
     """
 
-    __slots__ = ("_end", "_mask", "_next", "_offset", "_slots", "is_level", "longest", "of")
+    __slots__ = ("_begins", "_end", "_mask", "_next", "_offset", "_slots", "ahead", "is_level", "longest", "of")
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], ahead: Sequence[int] = ()) -> None:
         self.of = tuple(lengths)
+        self.ahead = tuple(ahead) if any(ahead) else ()
         self.longest = max(self.of, default=0)
         self.is_level = min(self.of, default=0) == self.longest
         self._offset: mx.array | None = None
+        self._begins: mx.array | None = None
         # Of the next forward pass, if its padding does not all have slots of its own.
         self._end: tuple[int, int] | None = None
         self._slots: tuple[int, mx.array] | None = None
@@ -48,9 +51,18 @@ class Lengths:
     @property
     def offset(self) -> mx.array:
         """`[rows]`: the position of each row's next token."""
+        if not self.ahead:
+            return self.begins
         if self._offset is None:
-            self._offset = mx.array(list(self.of), dtype=mx.int32)
+            self._offset = mx.array(list(map(add, self.of, self.ahead)), dtype=mx.int32)
         return self._offset
+
+    @property
+    def begins(self) -> mx.array:
+        """`[rows]`: the slot of each row's next token."""
+        if self._begins is None:
+            self._begins = mx.array(list(self.of), dtype=mx.int32)
+        return self._begins
 
     def begin(self, lengths: Sequence[int], count: int) -> None:
         """Of the next `count` tokens of each row only `lengths[i]` are its own: the padding behind the longest row
@@ -76,7 +88,7 @@ class Lengths:
     def slots(self, count: int) -> mx.array:
         """`[rows, 1, count, 1]`: the slots of each row's next tokens."""
         if self._slots is None or self._slots[0] != count:
-            slots = self.offset[:, None] + mx.arange(count, dtype=mx.int32)
+            slots = self.begins[:, None] + mx.arange(count, dtype=mx.int32)
             if not self.has_slots(count):
                 slots = mx.minimum(slots, self.end(count) - 1)
             self._slots = count, slots[:, None, :, None]
@@ -90,21 +102,37 @@ class Lengths:
             self._mask = (count, window), mask & (slots > own - window) if window else mask
         return self._mask[1]
 
+    def placed(self, ahead: tuple[int, ...]) -> "Lengths":
+        """The same slots, with next tokens at other positions."""
+        if self.ahead == ahead or not (self.ahead or any(ahead)):
+            return self
+        return self._derive(("ahead", *ahead), lambda: Lengths(self.of, ahead))
+
     def grown(self, count: int) -> "Lengths":
-        return self._derive(count, lambda: [length + count for length in self.of])
+        return self._derive(count, lambda: Lengths([length + count for length in self.of], self.ahead))
 
     def shortened(self, drop: tuple[int, ...]) -> "Lengths":
-        return self._derive(drop, lambda: [length - less for length, less in zip(self.of, drop, strict=True)])
+        def shorten() -> Lengths:
+            return Lengths([length - less for length, less in zip(self.of, drop, strict=True)], self.ahead)
+
+        return self._derive(drop, shorten)
 
     def kept(self, rows: Sequence[int]) -> "Lengths":
-        return self._derive(("rows", *rows), lambda: [self.of[row] for row in rows])
+        def keep() -> Lengths:
+            return Lengths([self.of[row] for row in rows], [self.ahead[row] for row in rows] if self.ahead else ())
+
+        return self._derive(("rows", *rows), keep)
 
     def joined(self, other: "Lengths") -> "Lengths":
-        return self._derive(("join", other.of), lambda: [*self.of, *other.of])
+        ahead = (*self._all_ahead(), *other._all_ahead())
+        return self._derive(("join", other.of, other.ahead), lambda: Lengths([*self.of, *other.of], ahead))
 
-    def _derive(self, change: object, lengths: Callable[[], list[int]]) -> "Lengths":
+    def _all_ahead(self) -> tuple[int, ...]:
+        return self.ahead or (0,) * len(self.of)
+
+    def _derive(self, change: object, make: Callable[[], "Lengths"]) -> "Lengths":
         if self._next is None or self._next[0] != change:
-            self._next = change, Lengths(lengths())
+            self._next = change, make()
         return self._next[1]
 
 
@@ -185,6 +213,10 @@ class RaggedKVCache:
             if not return_array and lengths.seen(N) == lengths.longest + N:
                 return "causal"
         return lengths.mask(N, window)
+
+    def place(self, ahead: tuple[int, ...]) -> None:
+        """The next token of row i is so many positions ahead of its slot: tokens before it are not held."""
+        self.lengths = self.lengths.placed(ahead)
 
     def begin(self, lengths: Sequence[int], count: int) -> None:
         """The next pass has `count` tokens of each row, of which `lengths[i]` are row i's."""

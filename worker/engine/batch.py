@@ -122,14 +122,14 @@ class Batch:
     def longest_prefill(self) -> int:
         """Tokens that the longest prefill takes from its beginning to its end."""
         rows = (self._rows[uid] for uid in self._prefilling)
-        return max((len(row.prompt) + len(row.output) - row.reused for row in rows), default=0)
+        return max((row.slots - row.reused for row in rows), default=0)
 
     @property
     def context(self) -> int:
         """The most tokens that a row in prefill has computed; of rows that generate, where none is in prefill."""
         if self._prefilling:
             return max(self._rows[uid].prefilled for uid in self._prefilling)
-        return max((len(row.prompt) + len(row.output) for row in self._rows.values()), default=0)
+        return max((row.slots for row in self._rows.values()), default=0)
 
     @property
     def decoding(self) -> int:
@@ -158,7 +158,7 @@ class Batch:
             return False  # it computes all of its prompt
         if self.is_prefilling_prefix_of(row):
             return True
-        row.ticket = row.ticket or self._cache.restore(row.keys()[:-1], row.cache_salt)
+        row.ticket = row.ticket or self._cache.restore(row.reusable, row.cache_salt)
         if row.ticket is not None and not row.ticket.is_settled:
             return True
         if not row.media:
@@ -172,7 +172,7 @@ class Batch:
         """Whether a row in prefill will soon have cached much more of this prompt than is cached now."""
         if not self._prefilling or not self._cache.is_on:
             return False
-        tokens = row.keys()[:-1]
+        tokens = row.reusable
         cached: int | None = None
         for uid in self._prefilling:
             other = self._rows[uid]
@@ -200,7 +200,9 @@ class Batch:
         if scores is None:
             self._store_running(keys, row.cache_salt)
             with mx.stream(self._generator.stream):
-                reused, caches = self._cache.fetch(keys[:-1], row.cache_salt, ticket, row.whole if row.media else None)
+                reused, caches = self._cache.fetch(
+                    row.reusable, row.cache_salt, ticket, row.whole if row.media else None
+                )
         if not self._media.is_ready(row, reused):
             return False
         placement = self._media.placement(row, reused)
@@ -218,6 +220,8 @@ class Batch:
             self._stops(row),
             scores,
             row.adapter_slot,
+            row.kept,
+            tokens[:-1].tolist() if row.kept is not None and guards else (),
         )
         row.uid = uid
         self._media.place(uid, placement)
@@ -396,6 +400,8 @@ class Batch:
         can be cut, a short prompt is stored when a request needs it.
         """
         assert row.uid is not None
+        if row.kept is not None:
+            return
         is_lazy = not self._cache.needs_checkpoints and len(row.tokens()) <= EARLY_TOKENS
         if is_prompt_end:
             if is_lazy:

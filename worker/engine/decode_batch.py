@@ -140,7 +140,8 @@ class DecodeBatch(Members):
         last = mx.array([member.segments[0][0] for member in rows.members], dtype=mx.uint32)
         for member in rows.members:
             member.segments = []
-            member.context = Context(member.tokens) if member.processors else None
+            known = member.tokens if member.kept is None else list(member.text)
+            member.context = Context(known) if member.processors else None
         self.extend(rows)
         self._is_recurrent = batched.is_recurrent(self.caches)
         self._is_plain = batched.is_plain(self.caches)

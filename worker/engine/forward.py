@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from worker.adapters.adapters import adapted
-from worker.cache.batched import begin_block, end_block
+from worker.cache.batched import begin_block, end_block, place
 from worker.drafting.taps import taps_of
 from worker.engine.member import Member
 from worker.model.packing import Packed, Shape, packing_of, split
@@ -19,8 +19,8 @@ from worker.vision.graft import graft_of
 class Part:
     """Rows of a forward pass with their next tokens `[rows, width]`, which their caches then hold.
 
-    Row i begins at position `len(members[i].tokens)`. It has `lengths[i]` tokens; what follows is padding, which caches
-    that keep tokens one by one hold until they are rewound.
+    Row i begins in slot `len(members[i].tokens)`, which is its position as well unless its prompt is sparse. It has
+    `lengths[i]` tokens; what follows is padding, which caches that keep tokens one by one hold until they are rewound.
     """
 
     members: Sequence[Member]
@@ -50,6 +50,8 @@ def forward(model: Any, part: Part, rider: Part | None = None) -> mx.array:
     """
     parts = [part] if rider is None else [part, rider]
     for each in parts:
+        if any(member.kept is not None for member in each.members):
+            place(each.caches, [member.ahead for member in each.members])
         begin_block(each.caches, each.lengths, each.width)
     tokens, caches = (part.inputs, part.caches) if rider is None else _packed(parts)
     packing, wanted = packing_of(model), max(part.lengths)

@@ -10,6 +10,7 @@ from worker.vision.encoded import FeatureCounts
 
 if TYPE_CHECKING:
     from worker.cache.prefix import PrefixCache
+    from worker.sparse.chooser import Counts as ChoiceCounts
     from worker.speculation.speculator import Speculator
     from worker.vision.features import FeatureCache
 
@@ -47,6 +48,7 @@ class Gauges:
     disk: DiskCounts = field(default_factory=DiskCounts)
     speculator: "Speculator | None" = None
     kv_bits: int = 0
+    choices: "ChoiceCounts | None" = None
     feature_bytes: int = 0
     features: FeatureCounts = field(default_factory=FeatureCounts)
     ranks: tuple[RankStats, ...] = ()
@@ -117,6 +119,10 @@ class Gauges:
             encode_s=self.features.seconds,
             ranks=self.ranks,
             kv_bits=self.kv_bits,
+            sparse_prompts=self.choices.prompts if self.choices is not None else 0,
+            sparse_prompt_tokens=self.choices.tokens if self.choices is not None else 0,
+            sparse_kept_tokens=self.choices.kept if self.choices is not None else 0,
+            sparse_read_s=self.choices.seconds if self.choices is not None else 0.0,
         )
 
     def _drafted(self) -> tuple[Drafted, ...]:

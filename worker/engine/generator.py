@@ -21,6 +21,7 @@ from worker.engine.scoring import ScoredRows
 from worker.model.lanes import Lane
 from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import Guard, RowSampler
+from worker.sparse.kept import Kept
 from worker.speculation.drafter import Drafter
 
 # Free buffers go back to the system after this many tokens of prefill, or this many steps, as with mlx-lm's.
@@ -92,15 +93,19 @@ class Generator:
         stops: StopSequences,
         scores: Scores | None = None,
         adapter: int = 0,
+        kept: Kept | None = None,
+        text: Sequence[int] = (),
     ) -> int:
         """Queue a sequence whose `caches` hold `tokens`; returns its number here. Its segments are not empty.
 
-        One with `scores` holds nothing yet: they become those of its whole prompt.
+        One with `scores` holds nothing yet: they become those of its whole prompt. One with `kept` has each run of
+        these in a segment of its own; `text` is all that comes before the last of its tokens.
         """
         uid, self._count = self._count, self._count + 1
         caches = caches or make_caches(self._model)
         match = stops.matcher()
         member = Member(uid, segments, max_tokens, caches, tokens, processors, match, scores=scores, adapter=adapter)
+        member.kept, member.text = kept, text
         self._waiting.append(member)
         return uid
 

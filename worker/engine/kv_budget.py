@@ -92,24 +92,27 @@ class KvBudget:
     spare: int = 0
     step: int = 1
 
-    def admits(self, running: Iterable[Row], row: Row) -> bool:
-        """Whether `row` may join, each row counted with the output it will probably have. Alone, it always may."""
-        lengths = [self._expected(other) for other in running]
-        return not lengths or self._fits(len(lengths) + 1, max(*lengths, self._expected(row)))
+    def admits(self, running: Iterable[Row], row: Row, beside: int = 0) -> bool:
+        """Whether `row` may join, each row counted with the output it will probably have. Alone, it always may.
 
-    def surplus(self, running: Sequence[Row]) -> Row | None:
+        `beside` are bytes of what else is held meanwhile.
+        """
+        lengths = [self._expected(other) for other in running]
+        return not lengths or self._fits(len(lengths) + 1, max(*lengths, self._expected(row)), beside)
+
+    def surplus(self, running: Sequence[Row], beside: int = 0) -> Row | None:
         """The row to take out before the next step, if memory would not last: the least urgent, last admitted one."""
         if len(running) < 2:
             return None
-        if self._fits(len(running), max(len(row.prompt) + len(row.output) for row in running) + self.step):
+        if self._fits(len(running), max(row.slots for row in running) + self.step, beside):
             return None
         return max(running, key=lambda row: (row.priority, row.admitted, row.arrival))
 
-    def _fits(self, rows: int, tokens: int) -> bool:
+    def _fits(self, rows: int, tokens: int, beside: int) -> bool:
         passing = max(0, self.cost.transient(rows, tokens) - self.spare)
-        return self.cost.bytes(rows, tokens) + passing <= self.limit
+        return self.cost.bytes(rows, tokens) + passing + beside <= self.limit
 
     def _expected(self, row: Row) -> int:
         """Tokens of a row at its probable end; at least what the next step needs, so that no row is admitted for
         `surplus` to take it out again."""
-        return len(row.prompt) + max(len(row.output) + self.step, min(row.max_tokens, RESERVED_OUTPUT))
+        return row.prompt_slots + max(len(row.output) + self.step, min(row.max_tokens, RESERVED_OUTPUT))

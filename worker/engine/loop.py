@@ -40,12 +40,14 @@ from worker.engine.partners import Partners
 from worker.engine.queue import Queue
 from worker.engine.row import Row
 from worker.engine.self_check import refusal
+from worker.engine.sparse_rows import SparseRows
 from worker.errors import RequestInvalid, StepFailed, is_allocation_failure, is_gpu_fault
 from worker.model.device import has_watchdog
 from worker.model.lanes import Lane
 from worker.model.loader import Loaded
 from worker.pacing.kept_file import KeptFile
 from worker.pacing.pacer import Pacer
+from worker.sparse.importance import Reader
 from worker.speculation.drafter import Drafter
 from worker.speculation.speculator import Speculator
 from worker.vision.encoder import Encoder
@@ -99,6 +101,8 @@ class Engine:
         self._encoder: Encoder | None = None
         if loaded.vision is not None and self._memory.features is not None:
             self._encoder = Encoder(loaded.vision.tower, self._memory.features, lambda: inbox.put(Wake.UP))
+        self._sparse = SparseRows(_reader(loaded, spec))
+        gauges.choices = self._sparse.counts
         self._is_waiting = False
         self._batch = self._new_batch()
         self._queue = Queue()
@@ -126,6 +130,11 @@ class Engine:
         return self._memory.features
 
     @property
+    def sparse(self) -> SparseRows:
+        """Likewise."""
+        return self._sparse
+
+    @property
     def kv_cost(self) -> KvCost:
         """Known once the engine is warm."""
         return self._memory.kv_cost
@@ -138,8 +147,10 @@ class Engine:
             self._recovering(self._admit)
             self._recovering(self._encode)
             self._recovering(self._make_room)
-            if self._batch and not self._pacer.left_s():
-                self._recovering(self._tick)
+            if not self._pacer.left_s():
+                self._recovering(self._choose)
+                if self._batch:
+                    self._recovering(self._tick)
             self._flush()
             self._recovering(self._batch.settle)
             self._recovering(self._memory.cache.hand_over)
@@ -174,7 +185,8 @@ class Engine:
         assert self._batch.kv_cost is not None
         self._memory.kv_cost = self._batch.kv_cost
         self._apply_limits()
-        return self.kv_cost.longest(self._memory.kv.limit)
+        limit = self._memory.kv.limit
+        return self._sparse.longest(self.kv_cost.longest(limit), limit)
 
     def _apply_limits(self) -> None:
         self._memory.apply(self._batch.widest_step, self._make_room)
@@ -295,10 +307,10 @@ class Engine:
         held: list[Row] = []
         while len(self._queue) and len(self._batch) < self.max_running and len(held) < _MAX_HELD:
             row = self._queue.pop()
-            if not self._memory.kv.admits(self._batch.rows, row):
+            if not self._memory.kv.admits(self._batch.rows, row, self._sparse.needs(row)):
                 held.append(row)
                 break  # a smaller one behind it must not starve it
-            if self._batch.must_wait(row, is_first=not held):
+            if self._sparse.must_wait(row) or self._batch.must_wait(row, is_first=not held):
                 held.append(row)
                 continue
             row.admitted = row.admitted or time.monotonic()
@@ -329,6 +341,25 @@ class Engine:
         # What there is to do for the tower, or was done for a row, is not waited for.
         self._is_waiting = self._is_waiting and not self._encoder.is_busy
 
+    def _choose(self) -> None:
+        """Read on in a prompt whose kept tokens are being chosen, for as long as a tick may take."""
+        if not self._sparse.is_busy:
+            self._pacer.chosen()
+            return
+        self._is_waiting = False
+        self._batch.wait()
+        try:
+            self._sparse.step(self._pacer.choosing_s(self._batch.prefilling, self._batch.decoding))
+        except Exception as error:
+            rid = self._sparse.drop()
+            if is_gpu_fault(error):
+                raise
+            # It is read once more where memory can be had for it; else its request fails alone.
+            if self._memory.shrink(error, "the reading of a prompt by the draft model"):
+                self._apply_limits()
+            elif rid is not None and (row := self._rows.get(rid)) is not None:
+                self._emitter.fail(row, f"its prompt was read by the draft model: {type(error).__name__}: {error}")
+
     def _fail_medium(self, row: Row, error: Exception) -> None:
         if isinstance(error, RequestInvalid):
             self._finish(row, Finish.ERROR, error.failure)
@@ -337,7 +368,7 @@ class Engine:
 
     def _make_room(self) -> None:
         """Put rows back into the queue, their KV into the prefix cache, while the next step would not fit."""
-        while (row := self._memory.kv.surplus(self._batch.rows)) is not None:
+        while (row := self._memory.kv.surplus(self._batch.rows, self._sparse.nbytes)) is not None:
             log.info("row %d is preempted for older ones", row.rid)
             self._batch.remove(row)
             self._queue.push(row)
@@ -349,7 +380,7 @@ class Engine:
             self._context = self._batch.context
         chunk = self._pacer.chunk(prefilling, decoding, self._batch.longest_prefill, self._context)
         # Prompts come first: a tick has a chunk of them, or a slice of what a model that drafts has to read.
-        unread = 0 if prefilling else self._batch.unread
+        unread = 0 if prefilling or self._sparse.is_busy else self._batch.unread
         reads = self._pacer.reads(decoding, unread, self._context) if unread else 0
         tick = self._batch.tick(chunk.tokens, rides=chunk.rides, reads=reads)
         now = time.monotonic()
@@ -405,6 +436,7 @@ class Engine:
         and told nobody."""
         self._batch.abandon()
         self._batch.close()
+        self._sparse.drop()
         self._batch = self._new_batch()
         self._apply_limits()
         for row in self._rows.values():
@@ -428,6 +460,7 @@ class Engine:
         self._outbox.say(row, piece, row.usage(time.monotonic()), failure)
         if self._encoder is not None:
             self._encoder.forget(row.rid)
+        self._sparse.forget(row)
         # Last: it may find no memory for the KV that it keeps, and the row has ended all the same.
         self._batch.remove(row)
 
@@ -443,7 +476,7 @@ class Engine:
 
     def _measure(self) -> None:
         self._gauges.measure_memory()
-        self._gauges.kv_bytes = self._batch.kv_bytes
+        self._gauges.kv_bytes = self._batch.kv_bytes + self._sparse.nbytes
         if self._partners is not None:
             self._gauges.ranks = self._partners.stats()
         self._memory.observe()
@@ -469,6 +502,11 @@ def _max_running(spec: WorkerSpec, kept: KeptFile | None, lane: Lane) -> int:
     if spec.max_running:
         return spec.max_running
     return kept.calibration.max_running if kept is not None and kept.calibration is not None else USUAL_RUNNING
+
+
+def _reader(loaded: Loaded, spec: WorkerSpec) -> Reader | None:
+    """The model that chooses for sparse prefills, where there are any."""
+    return Reader(loaded.draft) if spec.sparse_keep and loaded.draft is not None else None
 
 
 def _speculation(loaded: Loaded, spec: WorkerSpec) -> tuple[str, bool]:

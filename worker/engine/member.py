@@ -12,6 +12,7 @@ from mlx_lm.models.cache import TokenBuffer
 from worker.cache import batched
 from worker.sampling.prompt_scores import Scores
 from worker.sampling.sampler import Guard
+from worker.sparse.kept import Kept
 
 
 class Context(TokenBuffer):
@@ -52,12 +53,20 @@ class Member:
     is_told: bool = False
     # The slot of its adapter; 0 is the base model.
     adapter: int = 0
+    # Of its prompt, the tokens that run, if not all do; and all but the last, with what was generated before.
+    kept: Kept | None = None
+    text: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         last = self.segments[-1]
         if len(last) > 1:
             self.segments[-1:] = [last[:-1], last[-1:]]
         self.total = sum(len(segment) for segment in self.segments)
+
+    @property
+    def ahead(self) -> int:
+        """Positions by which its next token is ahead of its slot."""
+        return self.kept.ahead(len(self.tokens)) if self.kept is not None else 0
 
     @property
     def is_prefilled(self) -> bool:

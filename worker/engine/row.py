@@ -12,6 +12,7 @@ from worker.adapters.adapters import Adapter
 from worker.cache.prefix import Ticket
 from worker.parsers import Parser
 from worker.sampling.penalties import NO_WORDS, Words
+from worker.sparse.kept import Kept, count_kept
 from worker.speculation.drafter import Drafting
 from worker.structured.guides import Rule
 from worker.text.detokenize import Detokenizer
@@ -60,6 +61,9 @@ class Row:
     # Media in the order of the prompt, and positions `[3, prompt]` for models that have them in space.
     media: list[Span] = field(default_factory=list)
     positions: npt.NDArray[np.int32] | None = None
+    # Of a sparse prefill, the part of the prompt that runs, and once it is chosen, which; 0 is all of it.
+    keep: float = 0.0
+    kept: Kept | None = None
     # What is done in another way than the request says, beside what the rule leaves out.
     relaxed: tuple[str, ...] = ()
 
@@ -111,6 +115,22 @@ class Row:
             self._keys = media_keys(tokens, self.media)
         return self._keys
 
+    @property
+    def slots(self) -> int:
+        """Tokens of KV of prompt and output so far."""
+        return self.prompt_slots + len(self.output)
+
+    @property
+    def prompt_slots(self) -> int:
+        return count_kept(len(self.prompt), self.keep) if self.keep else len(self.prompt)
+
+    @property
+    def reusable(self) -> npt.NDArray[np.int32]:
+        """The keys that the prefix cache may have KV for: the last token always runs, and behind the first gap of a
+        sparse prompt KV is another than that of the whole text."""
+        keys = self.keys()[:-1]
+        return keys if self.kept is None else keys[: self.kept.leading]
+
     def whole(self, at: int) -> int:
         """The last position up to `at` that cuts no medium."""
         return before_media(self.media, at) if self.media else at
@@ -140,6 +160,7 @@ class Row:
             audio_tokens=self._media_tokens("audio"),
             predicted=self.predicted,
             accepted=self.accepted,
+            kept=self.prompt_slots if self.keep else 0,
         )
 
     def _media_tokens(self, kind: str) -> int:

@@ -34,6 +34,8 @@ class RowPrefixes:
             chunks = (row.whole(at) for at in range(reused + CHECKPOINT_TOKENS, last, CHECKPOINT_TOKENS))
             cuts = {*messages[:1], *messages[-NEWEST_BOUNDARIES:], *chunks} - {reused}
         row.marks = None
+        if row.kept is not None:
+            return row.kept.segments(tokens, reused)
         if row.media:
             edges = {at for span in row.media for at in (span.begin, span.end) if reused < at < last}
             # Of many media, only behind the newest: the edges before it are of use to nobody.
@@ -46,6 +48,8 @@ class RowPrefixes:
     def shareable(self, other: Row, common: int, cost: KvCost | None) -> int:
         """Number of `common` leading tokens that `other` will leave in the cache: all, or up to its last checkpoint, as
         far as there is room."""
+        if other.kept is not None:
+            return 0
         if not self._cache.needs_checkpoints:
             return min(common, cost.storable(self._cache.budget)) if cost is not None else common
         marks = (*other.boundaries, len(other.prompt) - 1, *range(CHECKPOINT_TOKENS, common + 1, CHECKPOINT_TOKENS))
@@ -55,11 +59,16 @@ class RowPrefixes:
         return cuts[-1] if cuts else 0
 
     def keep(self, row: Row, tokens: Sequence[int], caches: Sequence[Any]) -> None:
+        """In memory; nothing of a sparse prompt, whose KV is no other request's."""
+        if row.kept is not None:
+            return
         with mx.stream(self._stream):
             self._cache.store(media_keys(np.array(tokens, dtype=np.int32), row.media), caches, row.cache_salt)
 
     def persist(self, row: Row, tokens: Sequence[int]) -> None:
         """To disk: all KV, and the checkpoints that the next turn or a resumed request will ask for."""
+        if row.kept is not None:
+            return
         starts = row.boundaries or [len(row.prompt) - 1]
         keys = media_keys(np.array(tokens, dtype=np.int32), row.media)
         self._cache.persist(keys, {starts[0], starts[-1], len(tokens)}, row.cache_salt)

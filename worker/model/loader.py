@@ -71,6 +71,8 @@ class Loaded:
     linears: Linears | None = None
     # What of its answers is not as the model would compute it, as each of them names it.
     relaxed: tuple[str, ...] = ()
+    # The model that drafts for it, where it is a language model too.
+    draft: "Loaded | None" = None
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: Division | None = None) -> Loaded:

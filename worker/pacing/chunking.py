@@ -192,6 +192,8 @@ class ChunkPolicy:
         self._step_s = 0.0
         self._band = 0
         self._bands = [_Band() for _ in range(len(CONTEXTS) + 1)]
+        # Half of what a tick may take beside its step is for a prompt that a draft model reads.
+        self.is_shared = False
         for band, times in enumerate(self._bands):
             times.riding.recall(self._learned.chunks(band, is_riding=True))
             times.apart.recall(self._learned.chunks(band, is_riding=False))
@@ -217,6 +219,11 @@ class ChunkPolicy:
         )
         rides = next(paces) >= _MARGIN * next(paces)
         return Chunk(min(most, riding if rides else apart), rides=rides)
+
+    def choosing_s(self, prefilling: int, decoding: int) -> float:
+        """Seconds of the next tick for a prompt that a draft model reads to choose of it, beside others in prefill."""
+        self.is_shared = prefilling > 0
+        return self._limit_s(1 if decoding else prefilling + 1, decoding, SHORT_PROMPT + 1)
 
     def observe(self, seconds: float, prefilled: int, decoding: int, *, rode: bool = False) -> None:
         """Learn from a forward pass, or two: the time with so many prompt tokens, beside so many decoding rows."""
@@ -279,7 +286,7 @@ class ChunkPolicy:
         if not decoding:
             return factor * (IDLE_TICK_S if prefilling == 1 or is_short else SHARED_TICK_S)
         step_s = self._step_s or self._learned.step(self._band, decoding)
-        limit_s = max((STALL_RATIO - 1) * step_s, MIN_STALL_S)
+        limit_s = max((STALL_RATIO - 1) * step_s, MIN_STALL_S) / (2 if self.is_shared else 1)
         # Many waiting prompts gain more from full batches than a few streams lose by a longer stall.
         return factor * limit_s * max(1.0, prefilling / decoding)
 

@@ -44,6 +44,14 @@ class Pacer:
         """Tokens that a model that drafts reads in the next tick, of so many."""
         return self._reading.chunk(1, decoding, unread, context).tokens
 
+    def choosing_s(self, prefilling: int, decoding: int) -> float:
+        """Seconds of the next tick for a prompt that a draft model reads to choose of it."""
+        return self._policy.choosing_s(prefilling, decoding)
+
+    def chosen(self) -> None:
+        """Nothing is chosen any more: what a tick may take is all for its chunk again."""
+        self._policy.is_shared = False
+
     def observe(self, seconds: float, prefilled: int, decoding: int, *, rode: bool, is_reading: bool = False) -> None:
         """Learn from a forward pass, as `ChunkPolicy` does; `is_reading` is one of a model that drafts."""
         if not is_reading:

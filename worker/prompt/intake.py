@@ -34,6 +34,7 @@ from worker.prompt.encode import Encoder
 from worker.prompt.family import Dialect
 from worker.prompt.infill import InfillPrompts
 from worker.prompt.media_prompt import Encoded, open_media, unserved
+from worker.prompt.sparse_limits import NO_SPARSE, SparseLimits, name_kept
 from worker.prompt.templates import Renderer
 from worker.prompt.token_limits import check_limits
 from worker.prompt.word_ids import WordIds
@@ -63,8 +64,16 @@ DEFAULT_LIMITS: Final = Limits(bytes=32 << 20, count=64, pixels=64_000_000)
 class Intake:
     """Turns requests into rows for one loaded model."""
 
-    def __init__(self, loaded: Loaded, parser: str = "", limits: Limits | None = None, memory_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        parser: str = "",
+        limits: Limits | None = None,
+        memory_bytes: int = 0,
+        sparse: SparseLimits = NO_SPARSE,
+    ) -> None:
         """`limits` are of a request's media; `memory_bytes`, 0 for no limit, bounds the pixels of an image."""
+        self._sparse = sparse
         self._encoder = Encoder(loaded.tokenizer)
         self._vocab_size = loaded.vocab_size
         self.max_context = loaded.max_context
@@ -115,6 +124,7 @@ class Intake:
         encoded = self._encode(request.prompt, request.cache_salt)
         ids, text = encoded.ids, encoded.text
         self._check_ids(request.resume, "resume")
+        keep = self._sparse.keep_of(request, len(ids), has_media=bool(encoded.spans))
         is_chat = isinstance(request.prompt, ChatPrompt)
         row = Row(
             rid=request.rid,
@@ -138,8 +148,9 @@ class Intake:
             boundaries=self._boundaries(ids) if is_chat else [],
             media=encoded.spans,
             positions=encoded.positions,
-            relaxed=(*self._relaxed, *encoded.relaxed),
-            drafting=self._drafting(request),
+            relaxed=(*self._relaxed, *encoded.relaxed, *name_kept(len(ids), keep)),
+            keep=keep,
+            drafting=self._drafting(request, by_model=not keep),
         )
         check_limits(row.sampling, row.words, self._eos_ids, self._suppressed, self._vocab_size)
         if isinstance(request.prompt, ChatPrompt):
@@ -247,14 +258,15 @@ class Intake:
     def _render(self, prompt: ChatPrompt) -> str:
         return self._renderer.render(self._dialect.asked(prompt))
 
-    def _drafting(self, request: Generate) -> Drafting:
-        """Drafts as the request wants them. A prediction longer than the context is of no use."""
+    def _drafting(self, request: Generate, *, by_model: bool) -> Drafting:
+        """Drafts as the request wants them. A prediction longer than the context is of no use. For a sparse prompt the
+        draft model would hold KV of all that the model leaves out."""
         most = ALL if request.most_drafted is None else request.most_drafted
         text = request.prediction[: self.max_context * _CHARS_PER_TOKEN] if most else ""
         ids = self._encoder.encode(text, add_special_tokens=False)[: self.max_context] if text else []
         # A tokenizer may know more tokens than the model: no draft may hold those, nor go on behind them.
         known = tuple(token if token < self._vocab_size else BREAK for token in ids)
-        return Drafting(most, known, request.cache_salt)
+        return Drafting(most, known, request.cache_salt, by_model)
 
     def _adapter(self, name: str) -> Adapter | None:
         """The adapter that a request names. Raises `RequestInvalid`."""

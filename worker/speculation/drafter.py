@@ -22,11 +22,13 @@ ALL: Final = 1 << 30
 
 @dataclass(slots=True, frozen=True)
 class Drafting:
-    """A request's part: the most tokens of a draft, the output that its client predicts, and whose text it may see."""
+    """A request's part: the most tokens of a draft, the output that its client predicts, whose text it may see, and
+    whether a draft model may read its text."""
 
     most: int = ALL
     prediction: tuple[int, ...] = ()
     salt: str = ""
+    by_model: bool = True
 
 
 class Branch(Protocol):

@@ -240,7 +240,7 @@ class Speculator:
 
     def _model_odds(self, uid: int, row: _Followed, limit: int) -> list[float]:
         assert self._proposals is not None
-        if limit <= 0 or self._proposals.proposer.is_reading(uid):
+        if limit <= 0 or not row.drafting.by_model or self._proposals.proposer.is_reading(uid):
             return []
         return self._proposals.odds(row.model_rate, min(limit, row.drafting.most))
 

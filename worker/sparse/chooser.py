@@ -1,0 +1,120 @@
+"""Chooser of what is kept of prompts: one prompt at a time is read by the smaller model, within the time of a tick."""
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from worker.sparse.importance import PromptReading, Reader
+from worker.sparse.kept import Kept, choose
+
+# Choices that are remembered: of requests with several answers, and those sent again.
+_MOST_KNOWN: Final = 64
+
+_Key = tuple[bytes, float, str]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts since the start: prompts that were chosen from, their tokens and the kept ones, and seconds of reading."""
+
+    prompts: int = 0
+    tokens: int = 0
+    kept: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Current:
+    """The prompt that is being read, for the request that asked first."""
+
+    rid: int
+    key: _Key
+    reading: PromptReading
+    nbytes: int
+
+
+class Chooser:
+    """Owned by the engine thread. `kept` asks for the tokens of a prompt, `step` reads on in the one that is first."""
+
+    def __init__(self, reader: Reader, stream: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._reader = reader
+        self._stream = stream
+        self._clock = clock
+        self._current: _Current | None = None
+        self._known: OrderedDict[_Key, Kept] = OrderedDict()
+        self.counts = Counts()
+
+    @property
+    def is_busy(self) -> bool:
+        return self._current is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV that the prompt that is being read takes, or will."""
+        return self._current.nbytes if self._current is not None else 0
+
+    def needs(self, tokens: int) -> int:
+        """Bytes that are held while a prompt of so many tokens is read, where none is."""
+        return self.nbytes or self._reader.nbytes(tokens)
+
+    def longest(self, budget: int) -> int:
+        """Tokens of the longest prompt that can be read with so many bytes."""
+        return budget // self._reader.token_bytes
+
+    def kept(self, rid: int, prompt: npt.NDArray[np.int32], part: float, salt: str) -> Kept | None:
+        """The tokens to keep of a prompt; None while they are being chosen, or another prompt is read before.
+
+        Choices are remembered for requests of the same salt only: time must not tell of prompts of others.
+        """
+        if self._current is not None:
+            return None
+        key = hashlib.blake2b(prompt.tobytes()).digest(), part, salt
+        kept = self._known.get(key)
+        if kept is not None:
+            self._known.move_to_end(key)
+            self._count(len(prompt), kept)
+        else:
+            with mx.stream(self._stream):
+                self._current = _Current(rid, key, self._reader.read(prompt), self._reader.nbytes(len(prompt)))
+        return kept
+
+    def step(self, limit_s: float) -> None:
+        """Read on for about so long, by one forward pass at least."""
+        began = now = self._clock()
+        with mx.stream(self._stream):
+            while self._current is not None:
+                self._current.reading.step()
+                if self._current.reading.is_complete:
+                    self._learn(self._current)
+                    self._current = None
+                before, now = now, self._clock()
+                if 2 * now - before - began > limit_s:  # one more would take as long
+                    break
+        self.counts.seconds += now - began
+
+    def forget(self, rid: int) -> None:
+        """A request is not waiting any more."""
+        if self._current is not None and self._current.rid == rid:
+            self._current = None
+
+    def drop(self) -> int | None:
+        """Give up what is being read; returns whose it was."""
+        current, self._current = self._current, None
+        return current.rid if current is not None else None
+
+    def _learn(self, current: _Current) -> None:
+        self._known[current.key] = choose(current.reading.importance, current.key[1])
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def _count(self, tokens: int, kept: Kept) -> None:
+        self.counts.prompts += 1
+        self.counts.tokens += tokens
+        self.counts.kept += kept.count

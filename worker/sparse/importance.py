@@ -1,0 +1,148 @@
+"""Importance of a prompt's tokens: the attention that a smaller model pays them when it goes on with the prompt.
+
+After SpecPrefill (arXiv:2502.02789): the model reads the prompt and generates a few tokens; what their queries see of
+each token is averaged over its neighbours, the largest of all heads and layers counts, and then the mean over the
+queries. Greedy, alone, and in chunks whose size follows from their place in the prompt: a prompt that is read again,
+here or by another worker, is given the same numbers.
+"""
+
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import make_prompt_cache
+
+from protocol.failures import Code
+from worker.cache import batched, ragged
+from worker.errors import LoadFailed
+from worker.model.loader import Loaded
+from worker.sparse.query_taps import QueryTaps, tap_queries
+
+# Tokens whose queries count: the last of the prompt, and those that the model says itself but the last.
+LOOKAHEAD: Final = 8
+# A token's attention is averaged over so many.
+POOL: Final = 13
+# Tokens of a chunk, and most products of queries and keys in one: it takes about as long wherever it is.
+CHUNK: Final = 512 if ragged.sees_room else 256
+REACH: Final = 1 << 24 if ragged.sees_room else 1 << 21
+MIN_CHUNK: Final = 16
+
+
+class PromptReading:
+    """One prompt on its way through a model: `step` until `is_complete`."""
+
+    def __init__(self, model: Any, taps: QueryTaps, prompt: list[int]) -> None:
+        self._model = model
+        self._taps = taps
+        self._ids = prompt
+        self._caches = batched.merge([make_prompt_cache(model)])
+        self._done = 0
+        self._sum = mx.zeros((len(self._ids),))
+        self._left = LOOKAHEAD
+
+    @property
+    def is_complete(self) -> bool:
+        return self._left == 0
+
+    @property
+    def importance(self) -> npt.NDArray[np.float32]:
+        """Of each token of the prompt, once it is complete."""
+        return np.array(self._sum)
+
+    def step(self) -> None:
+        """One forward pass: a chunk of the prompt, or one of the tokens whose queries count."""
+        last = len(self._ids) - 1
+        if self._done < last:
+            chunk = self._ids[self._done : min(last, self._done + chunk_at(self._done))]
+            self._run(chunk)
+            mx.eval([cache.state for cache in self._caches])
+            return
+        with self._taps.listen() as queries:
+            logits = self._run(self._ids[-1:])
+        self._sum = self._sum + self._attention(queries)
+        mx.eval(self._sum, [cache.state for cache in self._caches])
+        self._left -= 1
+        # From here on the newest token stands for the prompt's last.
+        token: Any = mx.argmax(logits[0, -1]).item()
+        self._ids[-1] = token
+
+    def _run(self, chunk: list[int]) -> mx.array:
+        width = ragged.wide(len(chunk))
+        batched.begin_block(self._caches, [len(chunk)], width)
+        logits: mx.array = self._model(mx.array([[*chunk, *[0] * (width - len(chunk))]]), cache=self._caches)
+        batched.rewind(self._caches, [width - len(chunk)])
+        self._done += len(chunk)
+        return logits
+
+    def _attention(self, queries: dict[int, mx.array]) -> mx.array:
+        """Of each token of the prompt, the largest share of any head's attention."""
+        most: mx.array | None = None
+        for layer, query in queries.items():
+            shares = _shares(query, self._caches[layer].keys, self._taps.scales[layer], len(self._ids))
+            most = shares if most is None else mx.maximum(most, shares)
+        assert most is not None
+        return most
+
+
+class Reader:
+    """A model that reads prompts. Raises `LoadFailed` where its attention cannot be seen."""
+
+    def __init__(self, draft: Loaded) -> None:
+        self._model = draft.model
+        self._vocab_size = draft.vocab_size
+        self._taps = tap_queries(draft.model)
+        if reason := self._problem():
+            raise LoadFailed(Code.BAD_CONFIG, f"{draft.path} cannot choose tokens for a sparse prefill: {reason}")
+        caches = self._probe([0])[1]
+        self.token_bytes = sum(int(array[..., :1, :].nbytes) for cache in caches for array in cache.arrays)
+
+    def read(self, prompt: npt.NDArray[np.int32]) -> PromptReading:
+        """Ids that it has no embeddings of are read as its last one."""
+        return PromptReading(self._model, self._taps, np.minimum(prompt, self._vocab_size - 1).tolist())
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes that the reading of so many tokens takes at its end."""
+        return self.token_bytes * ragged.room(tokens + LOOKAHEAD)
+
+    def _probe(self, ids: list[int]) -> tuple[dict[int, mx.array], list[Any]]:
+        caches = batched.merge([make_prompt_cache(self._model)])
+        with self._taps.listen() as queries:
+            self._model(mx.array([ids]), cache=caches)
+        return dict(queries), caches
+
+    def _problem(self) -> str:
+        """The reason why its attention cannot be seen; empty if it can."""
+        try:
+            queries, caches = self._probe([0, 1, 2])
+            keys = {layer: caches[layer].keys[..., :3, :] for layer in queries}
+        except Exception as error:  # the boundary to code of every architecture
+            return f"{type(error).__name__}: {error}"
+        if not queries:
+            return "its attention has no module named rope that turns its queries"
+        for layer, query in queries.items():
+            key, scale = keys[layer], self._taps.scales[layer]
+            fits = query.shape[-1] == key.shape[-1] and query.shape[1] % key.shape[1] == 0
+            if scale <= 0 or query.ndim != 4 or not fits:
+                return f"the queries of its layer {layer} do not fit its keys"
+            if query.shape == key.shape and mx.array_equal(query, key):
+                return f"the queries of its layer {layer} are its keys"
+        return ""
+
+
+def chunk_at(done: int) -> int:
+    """Tokens of the chunk behind so many."""
+    size = CHUNK
+    while size > MIN_CHUNK and size * (done + size) > REACH:
+        size //= 2
+    return size
+
+
+def _shares(query: mx.array, keys: mx.array, scale: float, tokens: int) -> mx.array:
+    """The largest share of each token in the attention of a query's heads, averaged over its neighbours."""
+    heads, size, groups = query.shape[1], query.shape[-1], keys.shape[1]
+    query = (query * scale).reshape(groups, heads // groups, size)
+    shares = mx.softmax(query @ keys[0, :, :tokens].swapaxes(-1, -2), axis=-1, precise=True)
+    kernel = mx.full((1, POOL, 1), 1 / POOL)
+    pooled = mx.conv1d(shares.reshape(heads, tokens, 1).astype(mx.float32), kernel, padding=POOL // 2)
+    return pooled[..., 0].max(axis=0)

@@ -1,0 +1,67 @@
+"""Query taps: queries of a model's attention, kept on their way out of its rotary embeddings.
+
+mlx-lm's attention modules turn their queries, then their keys, by a module named `rope`. It is wrapped once; in every
+pass that nobody looks at it is the module that it wraps.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from worker.vision.graft import text_core
+
+
+class QueryTaps:
+    """Queries of a pass by layer, `[1, heads, tokens, dim]`, and the scale of each layer's attention."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self.scales: dict[int, float] = {}
+        self._seen: dict[int, mx.array] = {}
+
+    @contextmanager
+    def listen(self) -> Generator[dict[int, mx.array]]:
+        """The queries of the pass inside, by layer."""
+        self._seen, self._is_on = {}, True
+        try:
+            yield self._seen
+        finally:
+            self._seen, self._is_on = {}, False
+
+    def see(self, layer: int, turned: mx.array) -> None:
+        """Keep what a layer turns first; its keys come after."""
+        if self._is_on:
+            self._seen.setdefault(layer, turned)
+
+
+class _Turning(nn.Module):
+    """A rotary embedding whose results are shown to the taps."""
+
+    def __init__(self, module: Any, taps: QueryTaps, layer: int) -> None:
+        super().__init__()
+        self.module = module
+        self._taps = taps
+        self._layer = layer
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        turned: mx.array = self.module(x, *args, **kwargs)
+        self._taps.see(self._layer, turned)
+        return turned
+
+
+def tap_queries(model: Any) -> QueryTaps:
+    """The taps of a model, which has none yet or keeps them; they are empty where its modules are of other forms."""
+    taps: QueryTaps | None = getattr(model, "query_taps", None)
+    if taps is None:
+        taps = model.query_taps = QueryTaps()
+        layers: list[Any] = getattr(text_core(model), "layers", [])
+        for at, layer in enumerate(layers):
+            owners = [module for module in layer.modules() if isinstance(module.get("rope"), nn.Module)]
+            if len(owners) == 1:
+                owner = owners[0]
+                owner.rope = _Turning(owner.rope, taps, at)
+                taps.scales[at] = float(getattr(owner, "scale", 0.0))
+    return taps
