@@ -6,7 +6,7 @@ All of it is read from the structs of `gateway.config.settings`, so that a new k
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import msgspec
 from msgspec import NODEFAULT, Struct
@@ -79,9 +79,9 @@ def _tables(path: tuple[str, ...], body: Struct) -> Iterator[str]:
     yield _table(path, body)
     for name in _fields(type(body)):
         value: object = getattr(body, name)
-        if isinstance(value, dict):
-            for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
-                yield from _tables((*path, name, str(key)), inner)  # pyright: ignore[reportUnknownArgumentType]
+        if _is_tables(value):
+            for key, inner in value.items():
+                yield from _tables((*path, name, key), inner)
 
 
 def _table(path: tuple[str, ...], body: Struct) -> str:
@@ -89,9 +89,14 @@ def _table(path: tuple[str, ...], body: Struct) -> str:
     for name in _fields(type(body)):
         value = getattr(body, name)
         # TOML has no null; a key that is not there means the same.
-        if value is not None and not _is_blank(value) and not isinstance(value, dict):
+        if value is not None and not _is_blank(value) and not _is_tables(value):
             lines.append(f"{_key(file_key(name))} = {_literal(name, value)}")
     return "\n".join(lines) + "\n"
+
+
+def _is_tables(value: object) -> TypeGuard[dict[str, Struct]]:
+    """Tables by name, which stand below their own; a map of plain values is one value."""
+    return isinstance(value, dict) and all(isinstance(inner, Struct) for inner in value.values())  # pyright: ignore[reportUnknownVariableType]
 
 
 def _is_blank(value: object) -> bool:
@@ -113,6 +118,9 @@ def _literal(field: str, value: object) -> str:
             items = ((name, getattr(value, name)) for name in _fields(type(value)))
             inner = ", ".join(f"{file_key(name)} = {_literal(name, item)}" for name, item in items if item is not None)
             return f"{{ {inner} }}"
+        case dict():
+            pairs = (f"{_key(str(key))} = {_literal('', item)}" for key, item in value.items())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            return f"{{ {', '.join(pairs)} }}"
         case _:
             return _string(str(value))
 
