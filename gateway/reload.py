@@ -10,7 +10,7 @@ from msgspec import Struct, structs
 
 from gateway.access.audit_log import Fact
 from gateway.admin_types import Reload
-from gateway.config.settings import Config, ConfigError, ModelConfig, ServerConfig, file_key
+from gateway.config.settings import Config, ConfigError, ModelConfig, file_key
 from gateway.errors import Unavailable
 from gateway.pool import Applied
 from gateway.services import Services
@@ -72,19 +72,19 @@ class Reloader:
         wanted = await asyncio.to_thread(self._read)
         services = self._app.services
         old = services.config
-        new = with_fixed(wanted, old.server)
+        new = with_fixed(wanted, old)
         changes_here = Reload(
             added=[name for name in new.models if name not in old.models],
             removed=[name for name in old.models if name not in new.models],
             restarted=services.pool.would_restart(new),
             changed=[*changes(old, new)],
-            needs_restart=[*_differences(new.server, wanted.server, "server")],
+            needs_restart=[*_ineffective(new, wanted)],
         )
         return new, changes_here
 
     def _apply(self, wanted: Config) -> Reload:
         old = self._app.services.config
-        new = with_fixed(wanted, old.server)
+        new = with_fixed(wanted, old)
         applied = self._app.apply(new)
         if new.server.log_level != old.server.log_level:
             set_level(new.server.log_level)
@@ -93,7 +93,7 @@ class Reloader:
             removed=applied.removed,
             restarted=applied.restarted,
             changed=[*changes(old, new)],
-            needs_restart=[*_differences(new.server, wanted.server, "server")],
+            needs_restart=[*_ineffective(new, wanted)],
         )
         log.info("%s: %s", wanted.config_path, describe(done))
         if done.needs_restart:
@@ -101,18 +101,23 @@ class Reloader:
         return done
 
 
-def with_fixed(wanted: Config, server: ServerConfig) -> Config:
+def with_fixed(wanted: Config, old: Config) -> Config:
     """`wanted`, with what cannot change in a running daemon as it is."""
-    return structs.replace(
-        wanted, server=structs.replace(wanted.server, **{name: getattr(server, name) for name in FIXED})
-    )
+    server = structs.replace(wanted.server, **{name: getattr(old.server, name) for name in FIXED})
+    return structs.replace(wanted, server=server, node=structs.replace(wanted.node, listen=old.node.listen))
+
+
+def _ineffective(new: Config, wanted: Config) -> Iterator[str]:
+    """Keys of `wanted` that are not in force."""
+    for name in ("server", "node"):
+        yield from _differences(getattr(new, name), getattr(wanted, name), name)
 
 
 def changes(old: Config, new: Config) -> Iterator[str]:
     """The keys that differ, as `server.drain` and `models.NAME.sampling`, but of models that one of the two lacks."""
-    for name in ("server", "memory", "media", "ui"):
+    for name in ("server", "memory", "media", "ui", "node"):
         yield from _differences(getattr(old, name), getattr(new, name), name)
-    for table in ("peers", "upstreams"):
+    for table in ("peers", "upstreams", "nodes"):
         before_all, after_all = getattr(old, table), getattr(new, table)
         yield from (f"{table}.{name}" for name in before_all | after_all if before_all.get(name) != after_all.get(name))
     for name, model in new.models.items():

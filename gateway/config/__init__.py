@@ -6,6 +6,7 @@ __all__ = [
     "export",
     "load",
     "names",
+    "node_tables",
     "origins",
     "patterns",
     "peer_tables",

@@ -10,6 +10,7 @@ from msgspec import Struct, structs
 from gateway.config.address import bad_proxy
 from gateway.config.certificate import CertificateUnusable, load
 from gateway.config.names import Names
+from gateway.config.node_tables import read_node, read_nodes
 from gateway.config.origins import bad_host, bad_origin, is_loopback
 from gateway.config.otlp import bad_endpoint
 from gateway.config.parser_names import bad_parser
@@ -66,7 +67,7 @@ def load_config(
     """
     source = Source(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
-    source.refuse_unknown(raw, ("server", "memory", "media", "ui", "models", "peers", "upstreams"), ())
+    source.refuse_unknown(raw, ("server", "memory", "media", "ui", "models", "peers", "upstreams", "node", "nodes"), ())
     overrides = {"host": host, "port": port, "log_level": log_level}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
     if not is_loopback(server.host):
@@ -77,6 +78,7 @@ def load_config(
     memory = source.convert(source.table(raw.get("memory", {}), MemoryConfig, ("memory",)), MemoryConfig, ("memory",))
     media = _media(source, raw.get("media", {}))
     ui = source.convert(source.table(raw.get("ui", {}), UiConfig, ("ui",)), UiConfig, ("ui",))
+    node = read_node(source, raw.get("node", {}), server.node_name)
     return Config(
         home=home,
         server=server,
@@ -87,6 +89,8 @@ def load_config(
         ui=ui,
         peers=read_peers(source, raw.get("peers", {}), models, bad_name),
         upstreams=read_upstreams(source, raw.get("upstreams", {}), models),
+        node=node,
+        nodes=read_nodes(source, raw.get("nodes", {}), node, server.node_name, bad_name),
     )
 
 

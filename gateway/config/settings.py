@@ -288,6 +288,39 @@ class UpstreamConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     plain_http: bool = False
 
 
+class FabricConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`fabric` of a node: its addresses for ranks of groups, and its RDMA devices towards each other node by name.
+
+    The name of this machine is `local`.
+    """
+
+    ips: tuple[str, ...] = ()
+    rdma: dict[str, str | tuple[str, ...]] = {}
+
+
+class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[node]`: this machine as a node of groups that run over several machines."""
+
+    # Where its agent listens for the gateways of `[nodes]`, as `10.0.0.1:8486`; empty: it runs no ranks of theirs.
+    listen: str = ""
+    fabric: FabricConfig = FabricConfig()
+    # As mlx.distributed_config writes it: fabrics of this node, and of those in `[nodes]` that have none of their own.
+    hostfile: str = ""
+    # Whether ranks may talk over a network that others can reach: what they say is neither encrypted nor authenticated.
+    allow_plain_lan: bool = False
+
+
+class RemoteNodeConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[nodes.NAME]`: another mlxd that may run ranks of our groups, and whose groups may have ranks here."""
+
+    name: str
+    # Of its agent; empty: it may ask here, and is asked nothing.
+    address: str = ""
+    # The file of its public key. Paths are relative to this file.
+    key: str
+    fabric: FabricConfig = FabricConfig()
+
+
 class Config(Struct, frozen=True):
     """All of it, checked. `models` keeps the order of the file."""
 
@@ -300,6 +333,8 @@ class Config(Struct, frozen=True):
     ui: UiConfig = UiConfig()
     peers: dict[str, PeerConfig] = {}
     upstreams: dict[str, UpstreamConfig] = {}
+    node: NodeConfig = NodeConfig()
+    nodes: dict[str, RemoteNodeConfig] = {}
 
     @property
     def run_dir(self) -> Path:
@@ -372,6 +407,11 @@ def url_of(server: ServerConfig, host: str = "", port: int = 0) -> str:
 def keys_path(home: Path) -> Path:
     """The file of a home's API keys."""
     return home / "keys" / "keys.json"
+
+
+def node_key_path(home: Path) -> Path:
+    """The file of this node's own secret key; its public one is beside it."""
+    return home / "keys" / "node.key"
 
 
 def usage_path(home: Path) -> Path:

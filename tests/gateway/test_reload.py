@@ -108,7 +108,7 @@ def test_what_is_settled_at_the_start_stays() -> None:
     )
     assert all(getattr(wanted, name) != getattr(ServerConfig(), name) for name in FIXED)
 
-    assert with_fixed(make(wanted), ServerConfig()).server == ServerConfig()
+    assert with_fixed(make(wanted), make(ServerConfig())).server == ServerConfig()
 
 
 # -- names and numbers apply at once, without touching a worker ------------------------------------------------------

@@ -12,12 +12,15 @@ from gateway.config.export import keys_of, schema, to_json, to_toml
 from gateway.config.load import load_config
 from gateway.config.settings import (
     CacheConfig,
+    FabricConfig,
     FallbackConfig,
     MediaConfig,
     MemoryConfig,
     ModelConfig,
+    NodeConfig,
     PeerConfig,
     ProfileConfig,
+    RemoteNodeConfig,
     SamplingDefaults,
     ServerConfig,
     ThinkingDefaults,
@@ -70,6 +73,30 @@ def test_what_show_prints_reads_back_as_the_same_configuration(tmp_path: Path) -
     assert tomllib.loads(path.read_text())["server"]["max_body"] == "1MiB"
 
 
+def test_tables_of_other_machines_read_back_as_well(tmp_path: Path) -> None:
+    (tmp_path / "studio2.public").write_text("ab" * 32)
+    path = tmp_path / "mlxd.toml"
+    path.write_text(
+        """
+[upstreams.or]
+url = "https://a.example/v1"
+models = { big = "z-ai/glm", "x.y" = "z" }
+[node]
+listen = "10.0.0.1:8486"
+fabric = { ips = ["192.168.0.1"], rdma = { studio2 = ["rdma_en5", "rdma_en6"] } }
+[nodes.studio2]
+address = "10.0.0.2:8486"
+key = "studio2.public"
+fabric = { ips = ["192.168.0.2"], rdma = { local = "rdma_en5" } }
+"""
+    )
+    config = load_config(tmp_path, path, has_keys=has_keys)
+
+    path.write_text(to_toml(config))
+
+    assert load_config(tmp_path, path, has_keys=has_keys) == config
+
+
 def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
     config = load_config(tmp_path, has_keys=has_keys)
 
@@ -86,6 +113,9 @@ def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
         ("## `[ui]`", UiConfig),
         ("## `[peers.NAME]`", PeerConfig),
         ("## `[upstreams.NAME]`", UpstreamConfig),
+        ("## `[node]`", NodeConfig),
+        ("## `[nodes.NAME]`", RemoteNodeConfig),
+        ("### `fabric`", FabricConfig),
         ("### `fallback`", FallbackConfig),
         ("## `[models.NAME]`", ModelConfig),
         ("### `sampling`", SamplingDefaults),
@@ -111,7 +141,17 @@ def test_the_documentation_has_every_key_with_its_default(heading: str, table: t
 def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
     made = schema()
 
-    assert set(made["properties"]) == {"server", "memory", "media", "ui", "models", "peers", "upstreams"}
+    assert set(made["properties"]) == {
+        "server",
+        "memory",
+        "media",
+        "ui",
+        "models",
+        "peers",
+        "upstreams",
+        "node",
+        "nodes",
+    }
     for table in (
         ServerConfig,
         MemoryConfig,
