@@ -66,6 +66,8 @@ class Broker:
         self._leases: dict[str, int] = {}
         self._asking: dict[str, Asking] = {}
         self._returns: list[Return] = []
+        # Bytes by name of what is no worker of this gateway: neither lent to nor evicted, until it gives them back.
+        self._guests: dict[str, int] = {}
         self._numbers = itertools.count()
         self._poke = asyncio.Event()
         self._pins: dict[str, bool] = {}
@@ -94,14 +96,44 @@ class Broker:
         if model is None:  # removed, and on its way out
             return 0
         need = await asyncio.to_thread(self._estimate, model)
-        asking = Asking(name, number, since, need, asyncio.get_running_loop().create_future())
-        self._asking[name] = asking
+        return await self._wait_for(Asking(name, number, since, need, asyncio.get_running_loop().create_future()))
+
+    async def admit_guest(self, name: str, size_bytes: int) -> None:
+        """Wait for room for a process that is no worker of this gateway. No model has such a name.
+
+        It has the memory until `end_guest`. Raises `ModelUnavailable` when there can never be that much.
+        """
+        need = Need(size_bytes, size_bytes, size_bytes, size_bytes)
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        asking = Asking(name, next(self._numbers), self._clock(), need, answer, is_guest=True)
+        try:
+            await self._wait_for(asking)
+        except asyncio.CancelledError:
+            self.end_guest(name, 0)
+            raise
+
+    def end_guest(self, name: str, pid: int) -> None:
+        """Take the memory of a guest back; of one with a process once it was measured to be back."""
+        share = self._guests.pop(name, 0)
+        if share and pid:
+            footprint, free = self.machine.footprint(pid), self.machine.available()
+            self._returns.append(Return(name, pid, share, footprint, free, self._clock()))
+        self._poke.set()
+
+    def withdraw(self, name: str) -> None:
+        """Take back the grant of a model whose process was not started."""
+        if (tenancy := self.tenancies.get(name)) is not None and not tenancy.pid:
+            del self.tenancies[name]
+        self._poke.set()
+
+    async def _wait_for(self, asking: Asking) -> int:
+        self._asking[asking.name] = asking
         self._poke.set()
         try:
             return await asking.answer
         finally:
-            if self._asking.get(name) is asking:
-                del self._asking[name]
+            if self._asking.get(asking.name) is asking:
+                del self._asking[asking.name]
             self._poke.set()
 
     def entered(self, name: str, state: State) -> None:
@@ -189,7 +221,8 @@ class Broker:
     @property
     def granted(self) -> int:
         """Bytes that are spoken for: by workers, and by what processes that have ended still hold."""
-        return sum(t.held for t in self.tenancies.values()) + sum(each.share for each in self._returns)
+        workers = sum(tenancy.held for tenancy in self.tenancies.values())
+        return workers + sum(self._guests.values()) + sum(each.share for each in self._returns)
 
     @property
     def has_waiters(self) -> bool:
@@ -254,7 +287,8 @@ class Broker:
         )
 
     def picture(self) -> list[Tenant]:
-        return [self._tenant(tenancy) for tenancy in self.tenancies.values() if not self._is_leaving(tenancy)]
+        workers = [self._tenant(tenancy) for tenancy in self.tenancies.values() if not self._is_leaving(tenancy)]
+        return workers + [_guest(name, share) for name, share in self._guests.items()]
 
     def _is_leaving(self, tenancy: Tenancy) -> bool:
         state = self._workers[tenancy.name].state
@@ -314,6 +348,10 @@ class Broker:
         return True
 
     def _grant(self, asking: Asking, share: int, now: float) -> None:
+        if asking.is_guest:
+            self._guests[asking.name] = share
+            asking.answer.set_result(share)
+            return
         tenancy = self._tenancy(asking.name, share, asking.need)
         tenancy.asked_at, tenancy.is_swap = asking.since, asking.is_swap
         self.tenancies[asking.name] = tenancy
@@ -327,8 +365,9 @@ class Broker:
 
     def _refuse(self, never: Never) -> None:
         asking = self._asking[never.name]
-        log.error("model %s cannot be loaded: %s", never.name, _why(never, self.budget, self._memory.max_loaded))
-        message = f"model '{never.name}' " + _why(never, self.budget, self._memory.max_loaded)
+        why = _why(never, self.budget, self._memory.max_loaded)
+        log.error("%s cannot be loaded: %s", asking.title, why)
+        message = f"{asking.title} {why}"
         asking.answer.set_exception(ModelUnavailable(Failure(Code.DOES_NOT_FIT, message)))
 
     # -- shares that change ------------------------------------------------------------------------------------------
@@ -379,6 +418,11 @@ class Broker:
             self._events.memory_returned(each.name, max(0.0, part), now - each.since)
             if part < RETURNED_PART:
                 log.error("model %s: %.0f %% of its memory came back", each.name, 100 * part)
+
+
+def _guest(name: str, share: int) -> Tenant:
+    """It is never ready to leave for another model."""
+    return Tenant(name, share, share, False, True, False, gated_at=None, shrinking_to=None, ready_at=0.0, used_at=0.0)
 
 
 def _why(never: Never, budget: int, max_loaded: int) -> str:
