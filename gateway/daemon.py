@@ -24,6 +24,7 @@ from gateway.http.handshake import listener_protocol
 from gateway.http.listen import BACKLOG, CannotListen, close_all, file_limit, listen_tcp, listen_unix
 from gateway.keep_awake import Awake
 from gateway.link.link import Link
+from gateway.nodes.local_agent import make_agent
 from gateway.pool import Pool
 from gateway.reload import Reloader, facts_of
 from gateway.supervisor.spawn import Command, default_command
@@ -56,7 +57,7 @@ class Daemon:
     """
 
     def __init__(self, config: Config, read: Callable[[], Config], *, command: Command = default_command) -> None:
-        """`read` is how a changed file is read. Raises `PathTooLong`, `CannotListen`,
+        """`read` is how a changed file is read. Raises `PathTooLong`, `CannotListen`, `AgentUnusable`,
         `TooFewFiles`, `KeysUnusable` and `CertificateUnusable`."""
         metrics = Metrics()
         link = Link(config.run_dir, metrics)
@@ -76,6 +77,11 @@ class Daemon:
             self._admin_socket = listen_unix(config.admin_socket)
         except CannotListen:
             close_all(self._public_sockets)
+            raise
+        try:
+            self._agent = make_agent(lambda: live.config, self._pool, (link.down, link.up))
+        except BaseException:  # Re-raised: only this function knows of these sockets.
+            close_all([*self._public_sockets, self._admin_socket])
             raise
         owners = admin_connections(live, metrics)
         protocols = listener_protocol(clients, self._app.services.tls), listener_protocol(owners, None)
@@ -126,6 +132,7 @@ class Daemon:
                     self._sampler.run(),
                     services.fleet.run(),
                     *([] if services.tls is None else [services.tls.run()]),
+                    *([] if self._agent is None else [self._agent.run()]),
                     *self._wakefulness(),
                     self._desktop().run(),
                 )

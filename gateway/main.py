@@ -23,6 +23,7 @@ from gateway.daemon import Daemon
 from gateway.home.lock import HomeUnusable, RunDir
 from gateway.http.connection_limits import TooFewFiles
 from gateway.http.listen import CannotListen, raise_file_limit
+from gateway.nodes.local_agent import AgentUnusable
 from gateway.supervisor.spawn import Command, default_command
 from gateway.telemetry.log_file import RotatingFile
 from gateway.telemetry.logs import LEVELS, Logs
@@ -33,6 +34,18 @@ log = logging.getLogger(__name__)
 
 # None: as suits where it goes.
 _FORMATS: Final[dict[str, bool | None]] = {"auto": None, "json": True, "console": False}
+
+
+# Parts of the home or of the network that cannot be had.
+UNUSABLE: Final = (
+    HomeUnusable,
+    CannotListen,
+    AgentUnusable,
+    TooFewFiles,
+    PathTooLong,
+    KeysUnusable,
+    CertificateUnusable,
+)
 
 
 class Status(IntEnum):
@@ -77,7 +90,7 @@ def serve(read: Callable[[], Config], *, command: Command = default_command) -> 
             raise_file_limit()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_serve(config, read, command))
-    except (HomeUnusable, CannotListen, TooFewFiles, PathTooLong, KeysUnusable, CertificateUnusable) as error:
+    except UNUSABLE as error:
         return _refuse(str(error), Status.CANNOT_USE)
 
 

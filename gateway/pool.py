@@ -203,6 +203,16 @@ class Pool:
     def is_pinned(self, model: str) -> bool:
         return self._broker.is_pinned(model)
 
+    @property
+    def broker(self) -> Broker:
+        """Memory of this machine, for what is no model of this gateway."""
+        return self._broker
+
+    def start_rank(self, spec: WorkerSpec) -> Process:
+        """Start a rank of another gateway's group, whose memory was granted already. Raises `OSError`."""
+        assert self._effects is not None, "start() comes first"
+        return self._effects.spawn(spec)
+
     def memory(self) -> MemoryView:
         return self._broker.view()
 

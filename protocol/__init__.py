@@ -13,6 +13,7 @@ __all__ = [
     "messages",
     "minors",
     "model_digest",
+    "node_agent",
     "peering",
     "quantized_kv",
     "sharding",

@@ -34,6 +34,7 @@ GATEWAY: Final = {
     "access": "errors failed home telemetry config",
     "memory": "link supervisor model_files config",
     "pool": "link supervisor model_files config memory",
+    "nodes": "failed home link supervisor model_files config memory pool",
     "media": "errors model_files telemetry config",
     "peers": "task_set link errors admin_types supervisor model_files telemetry config pool",
     "request": "link errors admin_types supervisor model_files telemetry config access pool media peers",
@@ -53,8 +54,8 @@ GATEWAY: Final = {
     "api.common api.openai api.anthropic api.responses api.ollama",
     "app": "link telemetry config pool services reload admin api.openai api.anthropic api.responses api.ollama "
     "middleware api web",
-    "daemon": "link errors supervisor telemetry config keep_awake desktop access pool http reload app",
-    "main": "supervisor home telemetry config access http daemon",
+    "daemon": "link errors supervisor telemetry config keep_awake desktop access pool nodes http reload app",
+    "main": "supervisor home telemetry config access nodes http daemon",
     "ctl": "errors failed admin_types model_files connect telemetry config install access memory media main",
 }
 WORKER: Final = {
