@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="worker", description="One mlxd worker; started by the gateway.")
     parser.add_argument("name", help="the model's name, for those who read process lists")
     parser.add_argument("--epoch", type=int, help="of this incarnation, likewise")
+    parser.add_argument("--rank", type=int, help="of its group, likewise")
     parser.add_argument("--spec", required=True, help="a WorkerSpec as JSON; - reads it from standard input")
     options = parser.parse_args(argv)
     try:

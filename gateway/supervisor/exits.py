@@ -19,6 +19,8 @@ class Cause(Enum):
     # Ended by itself, in order, after it had been ready.
     CLEAN = auto()
     CRASHED = auto()
+    # A rank of its group that lost another: no request of its own is to blame.
+    PARTNER_LOST = auto()
     # Another start cannot help: the model's files or configuration, or another protocol.
     FINAL = auto()
     INCOMPATIBLE = auto()
@@ -49,6 +51,7 @@ EXITS: Final[Mapping[Cause, Exit]] = {
     Cause.REPLACED: Exit(Fate.RESUME, State.STOPPED),
     Cause.CLEAN: Exit(Fate.RESUME, State.STOPPED),
     Cause.CRASHED: Exit(Fate.SUSPECT, State.BACKOFF),
+    Cause.PARTNER_LOST: Exit(Fate.RESUME, State.BACKOFF),
     Cause.FINAL: Exit(Fate.SUSPECT, State.FAILED),
     Cause.INCOMPATIBLE: Exit(Fate.SUSPECT, State.INCOMPATIBLE),
 }
@@ -62,5 +65,7 @@ def cause_of(kind: Kind, blame: Failure | None, *, is_asked: bool, is_replaced: 
         return Cause.INCOMPATIBLE
     if kind is Kind.FINAL:
         return Cause.FINAL
+    if kind is Kind.PARTNER_LOST:
+        return Cause.PARTNER_LOST
     is_clean = kind is Kind.STOPPED and blame is None and was_ready
     return Cause.CLEAN if is_clean else Cause.CRASHED

@@ -29,6 +29,7 @@ class Kind(Enum):
 
     STOPPED = auto()
     CRASHED = auto()
+    PARTNER_LOST = auto()
     FINAL = auto()
     INCOMPATIBLE = auto()
 
@@ -69,6 +70,8 @@ def _kind(status: int | None, goodbye: Goodbye | None) -> Kind:
         return Kind.INCOMPATIBLE
     if status in FINAL_EXITS or (status is None and code in _FINAL_CODES):
         return Kind.FINAL
+    if status == Exit.PARTNER_LOST:
+        return Kind.PARTNER_LOST
     if status == Exit.OK or (status is None and goodbye is not None and code is None):
         return Kind.STOPPED
     return Kind.CRASHED

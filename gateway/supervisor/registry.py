@@ -63,6 +63,8 @@ class WorkerRecord(WorkerProcess, frozen=True, kw_only=True):
     spec: WorkerSpec
     # Read by the version before, which knew a process by it.
     create_time: float = 0.0
+    # Of a group, the other ranks that run here.
+    ranks: list[WorkerProcess] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Survivor:
     process: WorkerProcess
     spec: WorkerSpec | None
     problem: str = ""
+    ranks: tuple[WorkerProcess, ...] = ()
 
 
 class Registry:
@@ -140,7 +143,8 @@ def _decode(name: str, content: bytes) -> Survivor:
     """Raises `msgspec.DecodeError` for what does not even name a process."""
     process = msgspec.json.decode(content, type=WorkerProcess)
     try:
-        return Survivor(name, process, msgspec.json.decode(content, type=WorkerRecord).spec)
+        record = msgspec.json.decode(content, type=WorkerRecord)
+        return Survivor(name, process, record.spec, ranks=tuple(record.ranks))
     except msgspec.DecodeError as error:
         return Survivor(name, process, None, str(error))
 

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +18,10 @@ import psutil
 
 from gateway.supervisor.exit_watch import wait_exit
 from gateway.supervisor.os_process import start_ticks
+from gateway.supervisor.ports import Process
+from gateway.supervisor.ranks import LOCAL, Group, RankStarter, ranks_of
 from gateway.supervisor.registry import Registry, Survivor, WorkerProcess, WorkerRecord
-from protocol.spec import STDIN, WorkerSpec
+from protocol.spec import STDIN, GroupSpec, WorkerSpec
 from protocol.wisdom import FOLDER_ENV, wisdom_dir
 
 worker_log = logging.getLogger("worker")
@@ -37,7 +40,8 @@ def default_command(spec: WorkerSpec) -> list[str]:
 
     Its name and epoch tell it from every other process; the rest of the specification comes on its standard input.
     """
-    return [sys.executable, "-P", "-m", "worker", spec.name, "--epoch", str(spec.epoch), "--spec", STDIN]
+    rank = ["--rank", str(spec.rank.rank)] if spec.rank is not None else []
+    return [sys.executable, "-P", "-m", "worker", spec.name, "--epoch", str(spec.epoch), *rank, "--spec", STDIN]
 
 
 # Bytes that a pipe takes before a reader has come, on every system: macOS's number.
@@ -47,13 +51,52 @@ PIPE_BYTES: Final = 16 * 1024
 class Spawner:
     """Starts worker processes and records them in the registry."""
 
-    def __init__(self, home: Path, registry: Registry, command: Command) -> None:
+    def __init__(
+        self, home: Path, registry: Registry, command: Command, starters: Mapping[str, RankStarter] | None = None
+    ) -> None:
+        """`starters` are of the nodes that ranks of groups may run on, beside this one."""
         self._home = home
         self._registry = registry
         self._command = command
+        self._starters = starters if starters is not None else {}
 
-    def spawn(self, spec: WorkerSpec) -> "Child":
-        """Start a worker in a session of its own, so that no signal to our group reaches it. Raises `OSError`."""
+    def spawn(self, spec: WorkerSpec) -> Process:
+        """Start a worker, or all ranks of its group. Raises `OSError`."""
+        if spec.group is None:
+            child, argv = self._start(spec, f"{spec.name}#{spec.epoch}", lambda: self._registry.remove(spec.name))
+            self._registry.add(_record(child.pid, spec, argv, []))
+            return child
+        return self._spawn_group(spec, spec.group)
+
+    def _spawn_group(self, spec: WorkerSpec, group: GroupSpec) -> Process:
+        places = {node: self._starters[node].place() for node in group.nodes if node in self._starters}
+        absent = [node for node in group.nodes if node != LOCAL and node not in places]
+        if absent:
+            raise FileNotFoundError(f"there is no node '{absent[0]}'")
+        first, *others = ranks_of(spec, places)
+        lead, argv = self._start(first, f"{spec.name}#{spec.epoch}", lambda: self._registry.remove(spec.name))
+        followers: list[Process] = []
+        recorded: list[WorkerProcess] = []
+        try:
+            for rank, each in enumerate(others, 1):
+                node = group.nodes[rank]
+                if node == LOCAL:
+                    child, own = self._start(each, f"{spec.name}#{spec.epoch}/{rank}", lambda: None)
+                    recorded.append(
+                        WorkerProcess(pid=child.pid, epoch=spec.epoch, argv=own, start_ticks=start_ticks(child.pid))
+                    )
+                    followers.append(child)
+                else:
+                    followers.append(self._starters[node].start(each))
+        except BaseException:  # Re-raised: only this function knows of those that were started.
+            for process in (lead, *followers):
+                process.signal(signal.SIGKILL)
+            raise
+        self._registry.add(_record(lead.pid, spec, argv, recorded))
+        return Group(lead, followers)
+
+    def _start(self, spec: WorkerSpec, label: str, forget: Callable[[], None]) -> tuple["Child", list[str]]:
+        """Start a process in a session of its own, so that no signal to our group reaches it. Raises `OSError`."""
         down = Path(spec.down.removeprefix("ipc://"))
         if not down.exists():
             # It would never hear of us, and we would wait for it until the load's deadline.
@@ -76,11 +119,13 @@ class Spawner:
             raise
         finally:
             os.close(write_fd)
-        self._registry.add(_record(popen.pid, spec, argv))
-        return Child(popen, Output(read_fd, f"{spec.name}#{spec.epoch}"), lambda: self._registry.remove(spec.name))
+        return Child(popen, Output(read_fd, label), forget), argv
 
-    def adopt(self, survivor: Survivor) -> "Adopted":
-        return Adopted(survivor.process, lambda: self._registry.remove(survivor.name))
+    def adopt(self, survivor: Survivor) -> Process:
+        lead = Adopted(survivor.process, lambda: self._registry.remove(survivor.name))
+        if not survivor.ranks:
+            return lead
+        return Group(lead, [Adopted(process, lambda: None) for process in survivor.ranks])
 
 
 @contextlib.contextmanager
@@ -104,12 +149,14 @@ def _input(data: bytes, folder: Path) -> Generator[int, None, None]:
         os.close(read_fd)
 
 
-def _record(pid: int, spec: WorkerSpec, argv: list[str]) -> WorkerRecord:
+def _record(pid: int, spec: WorkerSpec, argv: list[str], ranks: list[WorkerProcess]) -> WorkerRecord:
     create_time = 0.0
     with contextlib.suppress(psutil.Error):
         create_time = psutil.Process(pid).create_time()
     ticks = start_ticks(pid)
-    return WorkerRecord(pid=pid, epoch=spec.epoch, argv=argv, start_ticks=ticks, spec=spec, create_time=create_time)
+    return WorkerRecord(
+        pid=pid, epoch=spec.epoch, argv=argv, start_ticks=ticks, spec=spec, create_time=create_time, ranks=ranks
+    )
 
 
 class Child:

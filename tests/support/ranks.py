@@ -1,7 +1,6 @@
 """A real group without a gateway: rank 0 is an engine of this process, or a process as its followers are."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,9 +10,9 @@ from typing import Any, Self
 import msgspec
 from msgspec.structs import replace
 
-from protocol.curve import make_pair
+from gateway.supervisor.ranks import ranks_of
 from protocol.messages import Delta, Generate, Ready, Rejected, Shutdown, Step
-from protocol.spec import GroupSpec, RankSpec, WorkerSpec
+from protocol.spec import GroupSpec, WorkerSpec
 from tests.support.engine import Result
 from tests.support.process import Gateway
 from tests.support.scale import patient
@@ -22,26 +21,10 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = patient(60)
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
-def ranks_of(spec: WorkerSpec, **changes: Any) -> list[WorkerSpec]:
+def ranks_with(spec: WorkerSpec, **changes: Any) -> list[WorkerSpec]:
     """The specifications of all ranks at one start; `changes` are of their deadlines."""
-    assert spec.group is not None
-    size = spec.group.size
-    keys = [make_pair() for _ in range(size)]
-    plan, watch, server = free_address(), free_address(), keys[0].public
-    members = tuple(pair.public for pair in keys[1:])
     patience = {"join_s": DEADLINE_S, "load_s": DEADLINE_S, "beat_s": patient(6), "step_s": patient(10)} | changes
-    made: list[WorkerSpec] = []
-    for rank, pair in enumerate(keys):
-        own = members if rank == 0 else ()
-        place = RankSpec(rank, plan, watch, server, pair.public, pair.secret, own, beside=size, **patience)
-        made.append(replace(spec, rank=place))
-    return made
+    return [replace(each, rank=replace(each.rank, **patience)) for each in ranks_of(spec) if each.rank is not None]
 
 
 def group_spec(path: Path, parallel: str, size: int = 2, **settings: Any) -> WorkerSpec:
@@ -79,7 +62,7 @@ class RunningGroup(Gateway):
     ) -> None:
         super().__init__(home, spec.path)
         wired = replace(spec, name="test", epoch=self.spec.epoch, down=self.wire.down, up=self.wire.up)
-        self.specs = ranks_of(wired, **changes)
+        self.specs = ranks_with(wired, **changes)
         self.spec = self.specs[0]
         self._programs = programs or {}
         self.ranks: list[subprocess.Popen[bytes]] = []

@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, assert_never
 
@@ -40,10 +41,18 @@ _POLL_MS: Final = 250
 _NO_COST: Final = "the group was asked for its memory before a row had run"
 
 
-def follow(spec: WorkerSpec) -> int:
+Load = Callable[[WorkerSpec, Division], loader.Loaded]
+
+
+def load_part(spec: WorkerSpec, division: Division) -> loader.Loaded:
+    """A rank's part of a model. Raises `LoadFailed`."""
+    return loader.load(spec, lambda _stage, _done, _total: None, division)
+
+
+def follow(spec: WorkerSpec, load: Load = load_part) -> int:
     """Run one follower to its end; returns its exit status."""
     assert spec.rank is not None
-    follower = Follower(spec, spec.rank)
+    follower = Follower(spec, spec.rank, load)
     try:
         follower.run()
     except Exception as error:  # the root of the process
@@ -73,8 +82,8 @@ def _end(error: Exception) -> tuple[Failure, int]:
 class Follower:
     """One rank beside rank 0. Everything but its watch runs on the main thread."""
 
-    def __init__(self, spec: WorkerSpec, rank: RankSpec) -> None:
-        self._spec, self._rank = spec, rank
+    def __init__(self, spec: WorkerSpec, rank: RankSpec, load: Load) -> None:
+        self._spec, self._rank, self._load_part = spec, rank, load
         self._progress = Progress()
         self._sockets = RankSockets(rank)
         self.watch = FollowerWatch(rank, self._sockets, self._progress, _lost)
@@ -128,7 +137,7 @@ class Follower:
             raise PartnerLost(f"rank 0 said {type(go).__name__} out of turn")
         division = Division(fabric.connect(go, rank), go.parallel, go.split)
         started = time.monotonic()
-        loaded = loader.load(spec, lambda _stage, _done, _total: None, division)
+        loaded = self._load_part(spec, division)
         memory.give_back()
         self._model, self._eos_ids = loaded.model, loaded.eos_ids
         self._layout = Layout.of(lambda: make_caches(self._model))

@@ -30,7 +30,7 @@ from worker.group.planned import PlannedBatch, PlannedCache
 from worker.group.rank_identity import Identity, identity_of, mismatch
 from worker.group.rank_sockets import RankSockets
 from worker.group.tally import tally
-from worker.group.watch import LeadWatch, Lost, Progress
+from worker.group.watch import SLOWER, LeadWatch, Lost, Progress
 from worker.model import memory
 from worker.model.division import Division
 from worker.model.lanes import Lane
@@ -161,7 +161,7 @@ class Lead:
         self._await_done()
 
     def _await_done(self) -> None:
-        limit_s = max(self._rank.step_s, 4.0 * self._progress.longest_s)
+        limit_s = max(self._rank.step_s, SLOWER * self._progress.longest_s)
         self._done = self._await(Done, time.monotonic() + limit_s, f"do plan {self._seq}")
         self._progress.end()
         for rank, done in self._done.items():

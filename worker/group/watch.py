@@ -28,6 +28,7 @@ _BEAT_MS: Final = int(BEAT_S * 1e3)
 BLACKOUT_S: Final = 2.0
 # A tick may take so many times as long as the ones before it.
 SLOWER: Final = 4.0
+FIRST_S: Final = 15.0
 
 Lost = Callable[[Failure, int], None]
 """Ends the process: the reason, and the exit status."""
@@ -40,8 +41,8 @@ class Progress:
         self.begun = 0
         self.done = 0
         self.began_at = 0.0
-        # The longest of the newest ones, which decays.
-        self.longest_s = 0.0
+        # The longest of the newest ones, which decays. The first ones compile kernels.
+        self.longest_s = FIRST_S
 
     def begin(self, seq: int) -> None:
         self.begun, self.began_at = seq, time.monotonic()
