@@ -15,6 +15,7 @@ __all__ = [
     "model_digest",
     "node_agent",
     "peering",
+    "prediction_heads",
     "quantized_kv",
     "sharding",
     "sockets",

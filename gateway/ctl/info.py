@@ -1,7 +1,7 @@
 """`mlxctl info`: what a model needs, whether it is here or still on the hub."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from msgspec import structs
@@ -15,6 +15,8 @@ from gateway.failed import Failed
 
 if TYPE_CHECKING:
     from gateway.model_files.metadata import Info
+
+HEAD: Final = "for multi-token prediction: drafts where that pays"
 
 
 def info(
@@ -62,6 +64,8 @@ def say(name: str, found: "Info", tell: Callable[[str], None] = typer.echo) -> N
             tell(typer.style(f"           not served without mlx-vlm: {SETUP}", fg="yellow"))
     if found.measured is not None:
         tell(measured("measured  ", found.measured))
+    if found.head:
+        tell(f"head       {HEAD if found.head == 'run' else found.head}")
     tell(f"available  {size(found.available_bytes)}")
     tell(found.verdict)
     for obstacle in found.obstacles:

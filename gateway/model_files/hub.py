@@ -31,6 +31,7 @@ from gateway.failed import Failed
 from gateway.model_files import support
 from gateway.model_files.metadata import Info, Tensor, Weights, estimate, measure
 from gateway.model_files.support import is_weights
+from protocol.prediction_heads import is_head
 from protocol.towers import is_tower
 
 MAIN: Final = "main"
@@ -125,8 +126,9 @@ def read_weights(repository: Repository, dtype: str) -> Weights:
             repository.id, name, revision=repository.commit, timeout=TIMEOUT_S
         )
         return [
-            Tensor(tensor.dtype, tuple(tensor.shape), (tensor.data_offsets[0], tensor.data_offsets[1]), is_tower(key))
+            Tensor(tensor.dtype, tuple(tensor.shape), (begin, end), is_tower(key), is_head(key))
             for key, tensor in headers.tensors.items()
+            for begin, end in [tensor.data_offsets]
         ]
 
     with speaking_of(repository.id, repository.revision), ThreadPoolExecutor(_READERS) as readers:

@@ -19,6 +19,7 @@ from gateway.model_files.hub_cache import folder_of
 from gateway.model_files.worker_memory import fixed_bytes
 from protocol.context import context_of
 from protocol.kinds import kind_of
+from protocol.prediction_heads import is_head, unused
 from protocol.quantized_kv import group_of, number_bits, obstacle
 from protocol.towers import AUDIO_SECTIONS, VISION_SECTIONS, has_section, is_tower
 
@@ -38,21 +39,26 @@ class Unreadable(Exception):
 
 
 class Tensor(Struct, frozen=True):
-    """An entry of a safetensors header, and whether its name is one of a tower's."""
+    """An entry of a safetensors header, and whether its name is one of a tower's, or of a head's."""
 
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
     is_tower: bool = False
+    is_head: bool = False
 
 
 class Weights(Struct, frozen=True):
-    """Of all files: bytes on disk, bytes once loaded, the size of one number of the KV, and bytes of towers in it."""
+    """Of all files: bytes on disk, bytes once loaded, the size of one number of the KV, and bytes of towers in it.
+
+    `has_head`: a head for multi-token prediction is among them.
+    """
 
     disk_bytes: int
     loaded_bytes: int
     number_bytes: int
     tower_bytes: int = 0
+    has_head: bool = False
 
 
 class Attention(Struct, frozen=True):
@@ -90,6 +96,8 @@ class Info(Struct, frozen=True):
     tower_bytes: int = 0
     # One of `protocol.kinds`, by its files.
     kind: str = ""
+    # For multi-token prediction: empty where there is none, `run`, or why it is not.
+    head: str = ""
     # Speeds that workers have measured of it on this machine.
     measured: Speeds | None = None
     # Of a number of KV, as configured; 0 is as the model computes it.
@@ -166,7 +174,15 @@ def estimate(
         kind=kind_of(config, files, path),
         kv_bits=kv_bits,
         obstacles=_kv_obstacles(config, kv_bits),
+        head=_head(config, weights, files),
     )
+
+
+def _head(config: dict[str, Any], weights: Weights, files: Container[str]) -> str:
+    """As `Info.head`: one beside the weights has a form that is run with any model."""
+    if not weights.has_head:
+        return ""
+    return (HEAD not in files and unused(str(config.get("model_type", "")))) or "run"
 
 
 def promised(config: dict[str, Any]) -> tuple[str, ...]:
@@ -193,6 +209,7 @@ def measure(tensors: Iterable[Tensor], dtype: str) -> Weights:
     """Sizes of tensors in all files of a model."""
     target = _target(dtype)
     disk = loaded = tower = 0
+    has_head = False
     floats: Counter[str] = Counter()
     for tensor in tensors:
         nbytes = tensor.data_offsets[1] - tensor.data_offsets[0]
@@ -203,8 +220,9 @@ def measure(tensors: Iterable[Tensor], dtype: str) -> Weights:
             nbytes = nbytes // own * _FLOAT_BYTES[kept]
         loaded += nbytes
         tower += nbytes if tensor.is_tower else 0
+        has_head |= tensor.is_head
     number = _FLOAT_BYTES[floats.most_common(1)[0][0]] if floats else 2
-    return Weights(disk, loaded, number, tower)
+    return Weights(disk, loaded, number, tower, has_head)
 
 
 def attention(config: dict[str, Any], number_bytes: int, kv_bits: int = 0) -> Attention | None:
@@ -279,7 +297,12 @@ def _header(file: Path) -> dict[str, Tensor]:
         tensors = {name: msgspec.json.decode(entry, type=Tensor) for name, entry in header.items() if name != METADATA}
     except (OSError, struct.error, msgspec.DecodeError) as error:
         raise Unreadable(f"{file} cannot be read: {error}") from None
-    return {name: replace(tensor, is_tower=True) if is_tower(name) else tensor for name, tensor in tensors.items()}
+    return {name: _told(name, tensor) for name, tensor in tensors.items()}
+
+
+def _told(name: str, tensor: Tensor) -> Tensor:
+    tower, head = is_tower(name), is_head(name)
+    return replace(tensor, is_tower=tower, is_head=head) if tower or head else tensor
 
 
 def read_config(folder: Path) -> dict[str, Any]:

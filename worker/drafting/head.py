@@ -1,8 +1,8 @@
 """Heads for multi-token prediction (MTP): one more layer, which says of a position's last hidden state and of the token
 after it which token follows that.
 
-Two forms are in use, alike but for the names of their weights: Qwen's, below `mtp`, and DeepSeek's, which is a layer
-behind the model's last. The layer is of the target's own class, and so runs on the batch's caches.
+Its forms in checkpoints are in `head_forms.py`. The layer is of the target's own class, and so runs on the batch's
+caches.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
+
+from worker.drafting.head_forms import Form
 
 Transform = Callable[[mx.array], mx.array]
 
@@ -23,14 +25,19 @@ class Head(nn.Module):
     fed with its own draft.
     """
 
-    def __init__(self, layer: Any, size: int, eps: float) -> None:
+    def __init__(
+        self, layer: Any, size: int, eps: float, form: Form, *, has_norm: bool = True, has_bias: bool = False
+    ) -> None:
         super().__init__()
         self.enorm = nn.RMSNorm(size, eps=eps)
         self.hnorm = nn.RMSNorm(size, eps=eps)
-        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.fc = nn.Linear(2 * size, size, bias=has_bias)
         self.layer = layer
-        self.norm = nn.RMSNorm(size, eps=eps)
+        self.norm = nn.RMSNorm(size, eps=eps) if has_norm else nn.Identity()
         self.size = size
+        # Tokens that the layer sees; None for all.
+        self.window: int | None = None
+        self._form = form
         self.tokens = 0
         # Not parameters of the head: the target's, or its own ones of the same form.
         self._tables: tuple[Transform, Transform] | None = None
@@ -47,17 +54,18 @@ class Head(nn.Module):
     def hidden(self, states: mx.array) -> mx.array:
         """Hidden states as the head takes them: where they are tapped, the target's last norm is still to come."""
         assert self._final is not None
-        return self._final(states)
+        return states if self._form.is_fed_raw else self._final(states)
 
     def __call__(self, tokens: mx.array, hidden: mx.array, caches: list[Any]) -> mx.array:
         """Hidden states `[rows, width, size]` of ids `[rows, width]` and the hidden states before them."""
         assert self._tables is not None
         cache = caches[0]
-        x = mx.concatenate([self.enorm(self._tables[0](tokens)), self.hnorm(hidden)], axis=-1)
-        x = self.fc(x)
-        mask = create_attention_mask(x, cache, return_array=x.shape[1] > 1)
-        return self.norm(self.layer(x, mask, cache=cache))
+        pair = [self.enorm(self._tables[0](tokens)), self.hnorm(hidden)]
+        x = self.fc(mx.concatenate(pair[::-1] if self._form.is_hidden_first else pair, axis=-1))
+        mask = create_attention_mask(x, cache, window_size=self.window, return_array=x.shape[1] > 1)
+        state = self.layer(x, mask, cache=cache)
+        return state if self._form.is_fed_raw else self.norm(state)
 
     def logits(self, hidden: mx.array) -> mx.array:
         assert self._tables is not None
-        return self._tables[1](hidden)
+        return self._tables[1](self.norm(hidden) if self._form.is_fed_raw else hidden)

@@ -12,6 +12,7 @@ from protocol.failures import Code
 from worker.cache import batched
 from worker.cache.kv import leaves
 from worker.cache.quantized import make_caches
+from worker.drafting.cores import core_of
 from worker.drafting.eagle_head import EagleHead
 from worker.drafting.head_drafts import HeadDrafts
 from worker.drafting.model_drafts import ModelDrafts
@@ -36,7 +37,7 @@ def attach_head(path: Path, model: Any, beside: Path | None = None) -> tuple[Hea
     if not batched.can_rewind(make_prompt_cache(model)):
         raise NoHead("")
     head = load_head(path, _config(path), model, beside)
-    core = text_core(model)
+    core = core_of(model)
     dtype = core.norm.weight.dtype
     own_bytes = settle(head, dtype)
     return HeadDrafts(head, _tapped(model, [len(core.layers)]), dtype), own_bytes
@@ -139,7 +140,7 @@ def _vocab(model: Any) -> int:
 
 def _tapped(model: Any, places: Sequence[int], tail: int = TAIL) -> Taps:
     """Taps of what goes into these layers, of which the one behind the last is the norm."""
-    core, taps = text_core(model), Taps(tail)
+    core, taps = core_of(model), Taps(tail)
     for place in places:
         if place == len(core.layers):
             core.norm = Tap(core.norm, taps, place)

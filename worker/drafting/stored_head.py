@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -13,22 +13,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage]  # as load_model itself does
 
+from protocol.prediction_heads import is_head, unused
+from worker.drafting.cores import core_of, embeddings_of
 from worker.drafting.head import Head
-from worker.vision.graft import text_core
+from worker.drafting.head_forms import FORMS, QWEN, Form
 
 # A head that was taken out of a checkpoint, or trained for it, beside it.
 SIDECAR: Final = "mtp.safetensors"
 _QWEN: Final = "mtp."
-# Names of the head's own parts in Qwen's form and in DeepSeek's.
-_QWEN_PARTS: Final = {
-    "fc": "fc", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "norm",
-}  # fmt: skip
-_NEXTN_PARTS: Final = {"eh_proj": "fc", "enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "norm"}
-# Tables that some checkpoints have once more for their head.
-_NEXTN_TABLES: Final = {"embed_tokens.weight": "embed", "shared_head.head.weight": "lm_head"}
-# Architectures with a head, besides those of which a sidecar can be: with Qwen's form, and with DeepSeek's.
-QWEN: Final = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-NEXTN: Final = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 
 class NoHead(Exception):
@@ -37,10 +29,10 @@ class NoHead(Exception):
 
 @dataclass(slots=True, frozen=True)
 class Stored:
-    """Weights of a head as stored, by their names below it, and whether norms are as in Qwen's published files."""
+    """Weights of a head as stored, by their names below it, and whether norms are stored less 1."""
 
     weights: dict[str, mx.array]
-    is_nextn: bool
+    form: Form
     is_zero_centered: bool
 
 
@@ -55,33 +47,55 @@ def load_head(path: Path, config: Mapping[str, Any], model: Any, beside: Path | 
         raise NoHead("its head has tables of its own in a form that is not known")
     try:
         return _build(kind, dict(config), sizes, stored, model)
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise NoHead(f"its head does not fit: {type(error).__name__}: {error}") from error
 
 
 def _read(path: Path, kind: str, sizes: Mapping[str, Any]) -> Stored | None:
-    """Weights of the head in the files of a checkpoint."""
+    """Weights of the head in the files of a checkpoint. Raises `NoHead` for those of a form that is not run."""
     sidecar = path / SIDECAR
     is_beside = sidecar.exists()
-    files = [sidecar] if is_beside else sorted(path.glob("model*.safetensors"))
-    prefixes = {_QWEN: False, f"language_model.{_QWEN}": False, f"model.{_QWEN}": False}
-    if kind in NEXTN:
-        prefixes = {f"model.layers.{int(sizes['num_hidden_layers'])}.": True}
-    elif kind not in QWEN and not is_beside:
+    headers = {file: _header(file) for file in ([sidecar] if is_beside else sorted(path.glob("model*.safetensors")))}
+    form = FORMS.get(kind)
+    if form is None and not is_beside:
+        if any(is_head(name) for shapes, _ in headers.values() for name in shapes):
+            raise NoHead(unused(kind))
         return None
+    for each in [*([form] if form is not None else []), *([QWEN] if is_beside else [])]:
+        weights, forms = _take(each, headers, sizes)
+        if weights:
+            is_own = form is each and each.is_zero_centered
+            return Stored(weights, each, is_own and _is_published(each, headers, forms, is_beside))
+    return None
+
+
+def _take(
+    form: Form, headers: Mapping[Path, tuple[dict[str, list[int]], str]], sizes: Mapping[str, Any]
+) -> tuple[dict[str, mx.array], set[str]]:
+    """Weights of a form, by their names below its prefix, and the frameworks of their files."""
+    prefixes = [prefix.format(layers=sizes.get("num_hidden_layers")) for prefix in form.prefixes]
     weights: dict[str, mx.array] = {}
-    is_nextn = is_published = False
-    for file in files:
-        shapes, form = _header(file)
-        is_published |= any("conv1d.weight" in name and shape[-1] != 1 for name, shape in shapes.items())
-        is_published |= is_beside and form != "mlx"
+    frameworks: set[str] = set()
+    for file, (shapes, framework) in headers.items():
         names = {name: prefix for name in shapes for prefix in prefixes if name.startswith(prefix)}
         if names:
             held: Any = mx.load(str(file))
             weights |= {name.removeprefix(prefix): held[name] for name, prefix in names.items()}
-            is_nextn = any(prefixes[prefix] for prefix in names.values())
-    # Qwen's published files store norms less 1 and convolutions in PyTorch's form; conversions to MLX change both.
-    return Stored(weights, is_nextn, is_published and kind in QWEN) if weights else None
+            frameworks.add(framework)
+    return weights, frameworks
+
+
+def _is_published(
+    form: Form, headers: Mapping[Path, tuple[dict[str, list[int]], str]], frameworks: set[str], is_beside: bool
+) -> bool:
+    """Whether weights are as published: conversions to MLX change norms and convolutions.
+
+    Qwen's models are known by the convolutions of all files, which some conversions mark as published.
+    """
+    if is_beside or form is not QWEN:
+        return frameworks != {"mlx"}
+    shapes = [item for held, _ in headers.values() for item in held.items()]
+    return any("conv1d.weight" in name and shape[-1] != 1 for name, shape in shapes)
 
 
 def _read_alone(folder: Path, kind: str) -> Stored | None:
@@ -92,7 +106,7 @@ def _read_alone(folder: Path, kind: str) -> Stored | None:
         held: Any = mx.load(str(file))
         weights |= {name.removeprefix(_QWEN): weight for name, weight in held.items()}
         is_published |= any(name.startswith(_QWEN) for name in held) and _header(file)[1] != "mlx"
-    return Stored(weights, False, is_published and kind in QWEN) if weights else None
+    return Stored(weights, QWEN, is_published and FORMS.get(kind) is QWEN) if weights else None
 
 
 def _header(file: Path) -> tuple[dict[str, list[int]], str]:
@@ -104,34 +118,50 @@ def _header(file: Path) -> tuple[dict[str, list[int]], str]:
 
 
 def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: Stored, model: Any) -> Head:
+    form, own, layer, held = stored.form, dict[str, mx.array](), dict[str, mx.array](), dict[str, mx.array]()
     if any(name.endswith(".scales") for name in stored.weights):
         raise ValueError("its weights are quantized, which spoils a head")
-    parts, extra = (_NEXTN_PARTS, _NEXTN_TABLES) if stored.is_nextn else (_QWEN_PARTS, dict[str, str]())
-    own: dict[str, mx.array] = {}
-    layer: dict[str, mx.array] = {}
-    held: dict[str, mx.array] = {}
     for name, weight in stored.weights.items():
-        part = name.removesuffix(".weight")
+        part, _, leaf = name.rpartition(".")
         # mlx-lm's class of Qwen3-Next adds what is missing to the norms of a layer by itself.
         is_done = kind == "qwen3_next" and name.startswith("layers.")
         if stored.is_zero_centered and weight.ndim == 1 and "norm" in name and not is_done:
             weight = weight + 1.0
-        if name in extra:
-            held[extra[name]] = weight
-        elif part in parts:
-            own[f"{parts[part]}.weight"] = weight
-        elif "rotary_emb" not in name:
-            layer[name if stored.is_nextn else name.removeprefix("layers.0.")] = weight
-    if any(name.startswith("layers.") for name in layer):
-        raise ValueError("it has more than one layer")
-    one = _one_layer(kind, config, sizes, layer)
-    head = Head(one, int(sizes["hidden_size"]), float(sizes.get("rms_norm_eps", 1e-6)))
+        if name in form.tables:
+            held[form.tables[name]] = weight
+        elif part in form.parts:
+            own[f"{form.parts[part]}.{leaf}"] = weight
+        elif name.startswith(form.layer) and "rotary_emb" not in name:
+            layer[_renamed(name.removeprefix(form.layer), form.renames)] = weight
+        elif form is QWEN and name.startswith("layers."):
+            raise ValueError("it has more than one layer")
+    one = _one_layer(kind, config, sizes, layer, form)
+    eps = float(sizes.get("rms_norm_eps") or sizes.get("layernorm_epsilon") or 1e-6)
+    head = Head(one, int(sizes["hidden_size"]), eps, form, has_norm="norm.weight" in own, has_bias="fc.bias" in own)
+    head.window = _window(one, sizes)
     head.load_weights([*own.items(), *((f"layer.{name}", array) for name, array in _flat(one))])
-    head.bind(*tables(model, held), text_core(model).norm)
+    if unread := [name for name, array in _flat(head) if not mx.issubdtype(array.dtype, mx.floating)]:
+        raise ValueError(f"its weights are in a form that is not read, such as {unread[0]}")
+    head.bind(*tables(model, held), core_of(model).norm)
     return head
 
 
-def _one_layer(kind: str, config: dict[str, Any], sizes: dict[str, Any], weights: dict[str, mx.array]) -> Any:
+def _renamed(name: str, renames: Sequence[tuple[str, str]]) -> str:
+    for begin, other in renames:
+        if name.startswith(begin):
+            return other + name.removeprefix(begin)
+    return name
+
+
+def _window(layer: Any, sizes: Mapping[str, Any]) -> int | None:
+    """The tokens that a layer sees; None for all."""
+    is_sliding = getattr(layer, "is_sliding", False) or getattr(layer, "is_sliding_window", False)
+    return int(sizes.get("sliding_window") or sizes["sliding_window_size"]) if is_sliding else None
+
+
+def _one_layer(
+    kind: str, config: dict[str, Any], sizes: dict[str, Any], weights: dict[str, mx.array], form: Form
+) -> Any:
     """A layer with attention of the target's class, with these weights.
 
     A model of one layer is made of its class, whose own `sanitize` knows how weights are stored.
@@ -141,12 +171,13 @@ def _one_layer(kind: str, config: dict[str, Any], sizes: dict[str, Any], weights
         "vocab_size": 1, "tie_word_embeddings": True,
     }  # fmt: skip
     small = {key: value for key, value in overrides.items() if key in sizes or key != "layer_types"}
+    small |= form.changes(sizes)
     changed = {**config, **({"text_config": {**sizes, **small}} if "text_config" in config else {}), **small}
     if changed.get("layer_types", 0) is None:
         changed.pop("layer_types")
     model_class, arguments = _get_classes(changed)
     target = model_class(arguments.from_dict(changed))
-    core = text_core(target)
+    core = core_of(target)
     prefix = next(
         name for name, _ in _flat(target) if ".layers.0." in f".{name}"
     ).partition("layers.0.")[0] + "layers.0."  # fmt: skip
@@ -160,10 +191,10 @@ def _one_layer(kind: str, config: dict[str, Any], sizes: dict[str, Any], weights
 
 def tables(model: Any, held: Mapping[str, mx.array] = MappingProxyType({})) -> tuple[Any, Any]:
     """The table of embeddings and the function to logits of the target, or those that a head has for itself."""
-    core, holder = text_core(model), model
+    core, holder = core_of(model), model
     if getattr(holder, "lm_head", None) is None:
         holder = getattr(model, "language_model", model)
-    embed = getattr(getattr(model, "graft", None), "embed", None) or core.embed_tokens
+    embed = getattr(getattr(model, "graft", None), "embed", None) or embeddings_of(core)
     lm_head = getattr(holder, "lm_head", None) or embed.as_linear
     if "embed" in held:
         embed = _table(nn.Embedding(1, 1), held["embed"])

@@ -141,3 +141,28 @@ def test_towers_are_told_by_config_and_names_of_weights(tmp_path: Path) -> None:
     assert info.modalities == ("image", "video", "audio")
     assert inspect(find("demo-vision"), "auto", 0, GIB).modalities == ("image", "video")
     assert inspect(find("demo"), "auto", 0, GIB).modalities == ()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tensor", "head"),
+    [
+        ("mimo", "model.mtp_layers.0.input_proj.weight", "run"),
+        ("glm4_moe", "model.layers.4.eh_proj.weight", "run"),
+        (
+            "longcat_flash",
+            "model.mtp.norm.weight",
+            "its head is there and not used: those of longcat_flash are not run",
+        ),
+        ("mimo", "model.layers.3.mlp.up_proj.weight", ""),
+    ],
+)
+def test_a_head_is_told_by_its_tensors_and_whether_it_is_run_by_its_family(
+    model_type: str, tensor: str, head: str, tmp_path: Path
+) -> None:
+    config = PLAIN | {"model_type": model_type}
+    assert inspect(folder(tmp_path, {tensor: ("F32", 64)}, config), "float32", 0, GIB).head == head
+
+
+def test_a_head_beside_the_weights_is_told_and_mlxctl_info_says_so(tmp_path: Path) -> None:
+    assert inspect(find("demo"), "auto", 0, GIB).head == "run"
+    assert "head       for multi-token prediction: drafts where that pays" in ctl(tmp_path, "info", "demo").stdout

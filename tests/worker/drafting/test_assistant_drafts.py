@@ -15,7 +15,7 @@ from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB, build
 from tests.worker.engine.test_exact import requests, tokens
 from worker.cache import batched
-from worker.cache.quantized import KvForm, set_form
+from worker.cache.quantized import KvForm, set_kv_form
 from worker.checked_model import load_checked
 from worker.drafting.assistant_drafts import Assistant, AssistantDrafts
 from worker.drafting.proposers import attach_draft
@@ -147,7 +147,7 @@ def test_an_assistant_that_cannot_draft_is_refused(
 def test_an_assistant_beside_quantized_kv_is_refused(target: Path, tmp_path: Path) -> None:
     folder = store(drafter(tmp_path / "drafter", assistant_config()), tmp_path / "drafter")
     loaded = load_checked(spec(target, speculate="off"), lambda *_: None)
-    set_form(loaded.model, KvForm(8, 16))
+    set_kv_form(loaded.model, KvForm(8, 16))
     with pytest.raises(LoadFailed, match="the target's KV, which is quantized"):
         attach_draft(loaded, folder, lambda: loaded)
 

@@ -1,0 +1,120 @@
+"""Forms of heads in checkpoints: the names of their tensors, and the layer that they have.
+
+The names, the order of what a head is fed with and the kind of its layer are those of the checkpoints as published, as
+vLLM and SGLang read them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+Sizes = Mapping[str, Any]
+"""The configuration of a text model."""
+
+
+def _none(_sizes: Sizes) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(slots=True, frozen=True)
+class Form:
+    """A head's tensors begin with one of `prefixes`, in which `{layers}` is the number of the target's layers.
+
+    `parts` are the head's own by their names, `tables` those that some checkpoints have once more for it, and the
+    layer's begin with `layer`; `renames` are names of the layer that differ from the target's.
+    """
+
+    prefixes: Sequence[str]
+    parts: Mapping[str, str]
+    tables: Mapping[str, str]
+    layer: str = ""
+    renames: Sequence[tuple[str, str]] = ()
+    # Of the configuration that makes a model with the head's layer as its first.
+    changes: Callable[[Sizes], dict[str, Any]] = _none
+    # The hidden state comes before the embedding; it is as it is before the target's last norm.
+    is_hidden_first: bool = False
+    is_fed_raw: bool = False
+    # Published files store norms less 1.
+    is_zero_centered: bool = False
+
+
+_NEXTN_PARTS: Final = {"eh_proj": "fc", "enorm": "enorm", "hnorm": "hnorm"}
+_TABLES: Final = {"embed_tokens.weight": "embed", "shared_head.head.weight": "lm_head"}
+
+
+def _exaone(sizes: Sizes) -> dict[str, Any]:
+    """A dense layer, of the kind that the configuration names for heads, else of the first."""
+    kinds = list(sizes["layer_types"])
+    own = (sizes.get("mtp_layer_types") or kinds)[0]
+    # Whether there are windows anywhere decides about positions.
+    return {"layer_types": [own, *kinds], "is_moe_layer": [False]}
+
+
+def _mimo_v2(_sizes: Sizes) -> dict[str, Any]:
+    """A dense layer with a window; the class asks for a layer of each kind."""
+    return {"num_hidden_layers": 2, "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 0]}
+
+
+def _step(sizes: Sizes) -> dict[str, Any]:
+    """A dense layer. Lists have an entry for each layer, those of heads behind the others, else as layers with a window
+    have them."""
+    layers, kinds = int(sizes["num_hidden_layers"]), list(sizes["layer_types"])
+    at = layers if len(kinds) > layers else kinds.index("sliding_attention")
+    lists = ("layer_types", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared", "rope_theta")
+    held = {name: sizes[name] for name in lists if isinstance(sizes.get(name), list)}
+    return {**{name: entries[at : at + 1] for name, entries in held.items()}, "moe_layers_enum": None}
+
+
+QWEN: Final = Form(
+    ("mtp.", "language_model.mtp.", "model.mtp."),
+    {"fc": "fc", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "norm"},
+    {},
+    layer="layers.0.",
+    is_zero_centered=True,
+)
+_NEXTN: Final = Form(("model.layers.{layers}.",), {**_NEXTN_PARTS, "shared_head.norm": "norm"}, _TABLES)
+# By the type of the target's model; a head beside the weights may have Qwen's form with any.
+FORMS: Final[Mapping[str, Form]] = {
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+    "qwen3_next": QWEN,
+    "deepseek_v3": _NEXTN,
+    "glm4_moe": _NEXTN,
+    "glm4_moe_lite": _NEXTN,
+    "exaone_moe": Form(QWEN.prefixes, QWEN.parts, {}, layer="layers.0.", changes=_exaone),
+    "mimo": Form(
+        ("model.mtp_layers.0.",),
+        {"input_proj": "fc", "token_layernorm": "enorm", "hidden_layernorm": "hnorm", "final_layernorm": "norm"},
+        {},
+        is_hidden_first=True,
+    ),
+    "mimo_v2_flash": Form(
+        ("model.mtp.layers.0.",),
+        {**_NEXTN_PARTS, "final_layernorm": "norm"},
+        {},
+        renames=(("pre_mlp_layernorm.", "post_attention_layernorm."),),
+        changes=_mimo_v2,
+    ),
+    "ernie4_5_moe": Form(
+        ("model.mtp_",),
+        {"linear_proj.0": "fc", "emb_norm.0": "enorm", "hidden_norm.0": "hnorm"},
+        {},
+        layer="block.0.",
+        changes=lambda _sizes: {"moe_layer_start_index": 1, "moe_layer_end_index": 1},
+    ),
+    "step3p5": Form(
+        ("model.layers.{layers}.",),
+        {**_NEXTN_PARTS, "shared_head.norm": "norm"},
+        {"embed_tokens.weight": "embed", "shared_head.output.weight": "lm_head"},
+        renames=(("transformer.", ""),),
+        changes=_step,
+        is_fed_raw=True,
+        is_zero_centered=True,
+    ),
+    "bailing_moe": Form(
+        ("model.layers.{layers}.",),
+        {**_NEXTN_PARTS, "final_layernorm": "norm"},
+        {},
+        changes=lambda _sizes: {"norm_head": False},
+    ),
+}
