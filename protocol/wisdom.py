@@ -86,6 +86,18 @@ class Calibration(msgspec.Struct, frozen=True):
     buffer_bytes: Count
 
 
+class Finding(msgspec.Struct, frozen=True):
+    """Line that `python -m worker.calibrate` prints.
+
+    `kind` is `decode` or `prefill`, with tokens a second of `size` rows or prompt tokens; `buffers`, of which `size`
+    bytes were the quickest; or `max_running`, the last one.
+    """
+
+    kind: str
+    size: int
+    tokens_per_s: float = 0.0
+
+
 class Wisdom(msgspec.Struct, frozen=True, kw_only=True):
     """Content of a file. `doubts` are starts in a row after which the times were found to be others."""
 

@@ -10,6 +10,7 @@ from gateway.admin_types import Done
 from gateway.ctl import cache, client, drain, info, keys, logs, models, pull, requests, rm, top, usage
 from gateway.ctl import config as config_verbs
 from gateway.ctl.bench import verb as bench
+from gateway.ctl.calibrate import verb as calibrating
 from gateway.ctl.chat import MaxTokens, System, Temperature
 from gateway.ctl.complete import Model
 from gateway.ctl.connect import verb as connecting
@@ -72,6 +73,7 @@ def status(json: Json = False) -> None:
 
 app.command("logs")(logs.logs)
 app.command("cancel")(requests.cancel)
+app.command("calibrate")(calibrating.calibrate)
 app.command("connect")(connecting.connect)
 app.command("doctor")(inspect.doctor)
 app.command("bench")(bench.bench)

@@ -83,6 +83,7 @@ WORKER: Final = {
     "main": "errors vision model adapters embedding engine prompt link start_reader checked_model group",
     "verify": "errors vision model engine prompt checked_model speculation embedding verify_reader",
     "verify_reader": "embedding",
+    "calibrate": "errors model speculation engine pacing prompt embedding checked_model",
     "__main__": "main",
     "smoke": "errors prompt checked_model verify",
 }

@@ -104,11 +104,11 @@ class Engine:
         self._sparse = SparseRows(_reader(loaded, spec))
         gauges.choices = self._sparse.counts
         self._is_waiting = False
-        self._batch = self._new_batch()
+        self._batch = self.new_batch()
         self._queue = Queue()
         costs = gauges.speculator.costs if gauges.speculator is not None else None
         can_ride = can_pack(loaded.model)
-        self._pacer = Pacer(spec, costs, kept, can_ride=can_ride, has_watchdog=has_watchdog())
+        self.pacer = Pacer(spec, costs, kept, can_ride=can_ride, has_watchdog=has_watchdog())
         self._context = 0
         self._woke = 0.0
         self._emitter = Emitter(writer, self._outbox, self._finish)
@@ -147,7 +147,7 @@ class Engine:
             self._recovering(self._admit)
             self._recovering(self._encode)
             self._recovering(self._make_room)
-            if not self._pacer.left_s():
+            if not self.pacer.left_s():
                 self._recovering(self._choose)
                 if self._batch:
                     self._recovering(self._tick)
@@ -156,11 +156,11 @@ class Engine:
             self._recovering(self._memory.cache.hand_over)
             self._recovering(self._tend_memory)
             self._recovering(self._adapters.tend)
-            if self._pacer.rests:
+            if self.pacer.rests:
                 self._recovering(self._rest)
         self._fail_all(Failure(Code.DRAINING, "the model is being stopped; try again"))
         self._flush()
-        self._pacer.close()
+        self.pacer.close()
         self._memory.cache.close()
         self._batch.close()
         if self._encoder is not None:
@@ -212,7 +212,7 @@ class Engine:
         is_idle = not self._rows and not self._drain.is_on
         if is_idle:
             self._idle()
-        commands = self._inbox.take(is_idle=is_idle, is_waiting=self._is_waiting, rest_s=self._pacer.left_s())
+        commands = self._inbox.take(is_idle=is_idle, is_waiting=self._is_waiting, rest_s=self.pacer.left_s())
         self._gauges.busy_since = self._woke = time.monotonic()
         for command in sorted(commands, key=lambda command: not isinstance(command, Abort)):
             self._recovering(partial(self._obey, command))
@@ -232,7 +232,7 @@ class Engine:
                 self._memory.share.change(command)
                 self._apply_limits()
             case SetPace():
-                self._pacer.change(command)
+                self.pacer.change(command)
             case AdapterOrder():
                 self._adapters.obey(command)
             case Wake.UP:
@@ -247,12 +247,12 @@ class Engine:
         self._gauges.measure_memory()
         self._memory.observe()
         self._recovering(self._memory.cache.flush)
-        self._pacer.tend()
+        self.pacer.tend()
 
     def _rest(self) -> None:
         """Leave the GPU to others for a while. Nothing that was launched may run on into the rest."""
         self._batch.wait()
-        self._pacer.worked(self._woke)
+        self.pacer.worked(self._woke)
 
     def _abort(self, rid: int) -> None:
         row = self._rows.get(rid)
@@ -344,12 +344,12 @@ class Engine:
     def _choose(self) -> None:
         """Read on in a prompt whose kept tokens are being chosen, for as long as a tick may take."""
         if not self._sparse.is_busy:
-            self._pacer.chosen()
+            self.pacer.chosen()
             return
         self._is_waiting = False
         self._batch.wait()
         try:
-            self._sparse.step(self._pacer.choosing_s(self._batch.prefilling, self._batch.decoding))
+            self._sparse.step(self.pacer.choosing_s(self._batch.prefilling, self._batch.decoding))
         except Exception as error:
             rid = self._sparse.drop()
             if is_gpu_fault(error):
@@ -378,14 +378,14 @@ class Engine:
         prefilling, decoding = self._batch.prefilling, self._batch.decoding
         if prefilling or self._gauges.step_seq % _CONTEXT_EVERY == 0:
             self._context = self._batch.context
-        chunk = self._pacer.chunk(prefilling, decoding, self._batch.longest_prefill, self._context)
+        chunk = self.pacer.chunk(prefilling, decoding, self._batch.longest_prefill, self._context)
         # Prompts come first: a tick has a chunk of them, or a slice of what a model that drafts has to read.
         unread = 0 if prefilling or self._sparse.is_busy else self._batch.unread
-        reads = self._pacer.reads(decoding, unread, self._context) if unread else 0
+        reads = self.pacer.reads(decoding, unread, self._context) if unread else 0
         tick = self._batch.tick(chunk.tokens, rides=chunk.rides, reads=reads)
         now = time.monotonic()
         for timed in tick.timed:
-            self._pacer.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode, is_reading=timed.is_reading)
+            self.pacer.observe(timed.seconds, timed.prompted, timed.rows, rode=timed.rode, is_reading=timed.is_reading)
         self._gauges.step_seq += 1
         self._gauges.prompt_tokens += tick.prefilled
         self._gauges.generation_tokens += len(tick.tokens)
@@ -437,7 +437,7 @@ class Engine:
         self._batch.abandon()
         self._batch.close()
         self._sparse.drop()
-        self._batch = self._new_batch()
+        self._batch = self.new_batch()
         self._apply_limits()
         for row in self._rows.values():
             if row not in self._queue:
@@ -481,7 +481,8 @@ class Engine:
             self._gauges.ranks = self._partners.stats()
         self._memory.observe()
 
-    def _new_batch(self) -> Batch:
+    def new_batch(self) -> Batch:
+        """An empty batch as the loop has it."""
         if self._partners is not None:
             return self._partners.batch(self._loaded.model, self._loaded.eos_ids, self._memory.cache, self._plan.lane)
         return Batch(

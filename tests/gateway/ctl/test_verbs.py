@@ -16,7 +16,7 @@ from tests.support.scale import patient
 VERBS = [
     "serve", "status", "top", "models", "ps", "load", "unload", "restart", "pin", "unpin", "pull", "rm", "info", "chat",
     "requests", "cancel", "logs", "cache", "keys", "config", "drain", "doctor", "verify", "bench", "parse", "service",
-    "ui", "version",
+    "ui", "version", "calibrate",
 ]  # fmt: skip
 NESTED = [
     "cache stats", "cache clear", "config check", "config show", "config reload", "config schema", "keys create",
@@ -73,7 +73,9 @@ def complete(home: Path, *words: str) -> list[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(30)).stdout.split()
 
 
-@pytest.mark.parametrize("verb", ["load", "chat", "info", "bench", "logs", "rm", "unload", "restart", "verify"])
+@pytest.mark.parametrize(
+    "verb", ["load", "chat", "info", "bench", "calibrate", "logs", "rm", "unload", "restart", "verify"]
+)
 def test_a_shell_completes_the_names_of_models(tmp_path: Path, verb: str) -> None:
     (tmp_path / "mlxd.toml").write_text('[models.coder]\naliases = ["code-fast", "claude-*"]\n[models.small]\n')
 

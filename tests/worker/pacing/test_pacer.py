@@ -48,7 +48,7 @@ def test_an_abort_in_a_rest_is_heard_before_its_end(settings: WorkerSpec, monkey
 def test_the_time_of_a_rest_is_no_time_of_a_step(settings: WorkerSpec) -> None:
     with EngineHarness(settings) as engine:
         seen: list[float] = []
-        pacer = engine.engine._pacer
+        pacer = engine.engine.pacer
         observe = pacer.observe
 
         def observed(seconds: float, prefilled: int, decoding: int, **ways: bool) -> None:

@@ -1,0 +1,99 @@
+"""`mlxctl calibrate`: measures a model in a process of its own and keeps the results for its next worker."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Annotated, Final
+
+import msgspec
+import typer
+
+from gateway.config.settings import Config, ModelConfig
+from gateway.ctl.complete import Model
+from gateway.ctl.offline import model_of, read_config, running_models
+from gateway.ctl.printing import Json
+from gateway.failed import Failed
+from protocol.spec import STDIN, WorkerSpec
+from protocol.wisdom import FOLDER_ENV, Finding, wisdom_dir
+
+SECONDS: Final = 60.0
+_finding = msgspec.json.Decoder(Finding)
+
+
+def calibrate(
+    model: Model,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, max=3600.0, help="Time for all measurements together, beside the load.")
+    ] = SECONDS,
+    json: Json = False,
+) -> None:
+    """Measure how quick a model is here, and keep it: numbers of rows, prompts, chunks, drafts and free buffers.
+
+    The model is loaded once more, in a process of its own, for as long as this takes; its next worker uses the results.
+    `max_running = "auto"` is the number of rows from which twice as many gain less than a tenth.
+
+    Example: mlxctl calibrate demo --seconds 20
+    """
+    config = read_config()
+    configured = model_of(config, model)
+    if not json and any(each.name == configured.name and each.pid for each in running_models() or ()):
+        typer.echo(f"{configured.name} is loaded in the daemon too: what it serves meanwhile makes the figures worse.")
+    for finding in findings(config, configured, seconds):
+        typer.echo(msgspec.json.encode(finding).decode() if json else line(finding))
+
+
+def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[Finding]:
+    """Every measurement, as it is made. Raises `Failed`."""
+    argv = [sys.executable, "-P", "-m", "worker.calibrate", "--spec", STDIN, "--seconds", str(seconds)]
+    environment = {**os.environ, FOLDER_ENV: str(wisdom_dir(config.home))}
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(msgspec.json.encode(spec_of(model)))
+        stdin.seek(0)
+        # The arguments are ours.
+        process = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, env=environment)
+    with process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            yield _finding.decode(text)
+    if process.returncode:
+        raise Failed(f"the model could not be calibrated (exit status {process.returncode})")
+
+
+def spec_of(model: ModelConfig) -> WorkerSpec:
+    """Specification by which its weights, caches and lane are those of its workers, as the key of the results says."""
+    return WorkerSpec(
+        name=model.name,
+        path=model.path,
+        epoch=1,
+        down="",
+        up="",
+        dtype=model.dtype,
+        context=model.context,
+        prefill_chunk=model.prefill_chunk,
+        batching=model.batching,
+        deterministic=model.deterministic,
+        speculate=model.speculate,
+        draft=model.draft,
+        kv_bits=model.kv_bits or 0,
+        trust_remote_code=model.trust_remote_code,
+        parser=model.parser,
+        chat_template=model.chat_template,
+        kind="" if model.kind == "auto" else model.kind,
+    )
+
+
+def line(finding: Finding) -> str:
+    """One line of the results, for people."""
+    from gateway.ctl.tables import size
+
+    match finding.kind:
+        case "decode":
+            return f"{finding.size:>6} rows     {finding.tokens_per_s:>10.1f} tok/s"
+        case "prefill":
+            return f"{finding.size:>6} prompt   {finding.tokens_per_s:>10.1f} tok/s"
+        case "buffers":
+            return f"free buffers: {size(finding.size)}"
+        case _:
+            return f"max_running: {finding.size} are enough"
