@@ -3,6 +3,7 @@
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
@@ -21,11 +22,16 @@ class Written(Struct, frozen=True):
 
 def write(edit: Edit) -> Written:
     """Merge it into its file. Raises `Failed`, and then the file is as it was."""
+    return rewrite(Path(edit.path), edit.merged)
+
+
+def rewrite(file: Path, change: Callable[[str], str]) -> Written:
+    """Put what `change` makes of its text into a file. Raises `Failed`, and then the file is as it was."""
     # The file itself and not a link to it, which may be of a folder of dot files.
-    path = Path(edit.path).expanduser().resolve()
+    path = file.expanduser().resolve()
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
-        after = edit.merged(before)
+        after = change(before)
         if after == before:
             return Written(str(path), "", True)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from gateway.ctl.connect import verb as connecting
 from gateway.ctl.doctor import verb as inspect
 from gateway.ctl.fleet import route
 from gateway.ctl.hub import run, search
+from gateway.ctl.nodes import verb as nodes
 from gateway.ctl.page import ui
 from gateway.ctl.printing import Json, console, print_json, tell
 from gateway.ctl.service import verb as service
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.add_typer(cache.app, name="cache")
 app.add_typer(config_verbs.app, name="config")
 app.add_typer(keys.app, name="keys")
+app.add_typer(nodes.app, name="node")
 app.add_typer(requests.app, name="requests")
 app.add_typer(service.app, name="service")
 app.add_typer(setup.app, name="setup")

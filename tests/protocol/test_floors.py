@@ -56,7 +56,7 @@ GATEWAY: Final = {
     "middleware api web",
     "daemon": "link errors supervisor telemetry config keep_awake desktop access pool nodes http reload app",
     "main": "supervisor home telemetry config access nodes http daemon",
-    "ctl": "errors failed admin_types model_files connect telemetry config install access memory media main",
+    "ctl": "errors failed admin_types model_files connect telemetry config install access memory nodes media main",
 }
 WORKER: Final = {
     "text": "",

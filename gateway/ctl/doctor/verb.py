@@ -1,10 +1,13 @@
 """`mlxctl doctor`: whether this machine will do."""
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
 from gateway.ctl.printing import Json, print_json
+
+if TYPE_CHECKING:
+    from gateway.ctl.doctor.checks import Finding
 
 _MARKS: Final = {"ok": "ok  ", "warn": "WARN", "bad": "BAD ", "skip": "-   "}
 _COLORS: Final = {"ok": "green", "warn": "yellow", "bad": "red", "skip": "bright_black"}
@@ -18,7 +21,11 @@ def doctor(json: Json = False) -> None:
     from gateway.config.settings import default_home
     from gateway.ctl.doctor.look import examine, say
 
-    findings = list(examine(default_home(), say))
+    report(list(examine(default_home(), say)), json)
+
+
+def report(findings: "list[Finding]", json: bool) -> None:
+    """Print findings. Exits with status 1 when one is bad."""
     if json:
         print_json(findings)
     else:

@@ -1,0 +1,3 @@
+"""`mlxctl node`: other machines whose mlxd may run ranks of this one's groups."""
+
+__all__ = ["verb"]
