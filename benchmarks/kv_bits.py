@@ -8,6 +8,7 @@ CPU times are CPU time. `8, numbers` dequantizes for each step, as the worker do
 """
 
 import argparse
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -46,8 +47,15 @@ def main() -> None:
         answers(args.samples)
 
 
-def sizes(model: Any, _vocab: int, _args: argparse.Namespace) -> None:
-    """Bytes of KV for each token of one row."""
+def sizes(model: Any, vocab: int, _args: argparse.Namespace) -> None:
+    """Bytes of KV for each token of one row, and the forms that a load would choose on this machine."""
+    from worker.engine.kv_check import choose_form
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    for bits in (8, 4):
+        ids = [(20 + 7 * at) % vocab for at in range(15)]
+        form = choose_form(model, {"num_attention_heads": model.args.num_attention_heads}, bits, ids)
+        print(f"{bits} bits: steps {'read codes' if form.reads_codes else 'dequantize'}", flush=True)
     taken: dict[str, int] = {}
     for name, bits, _ in FORMS:
         if ", " not in name:
