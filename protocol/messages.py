@@ -240,6 +240,11 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     adapter: str = ""
     # A sparse prefill: the part of the prompt's tokens to keep, 0 for the model's setting; None is to run them all.
     sparse_keep: float | None = None
+    # Where the prompt does not fit: 0 refuses it, -1 leaves out the oldest turns of a chat or the first tokens of a
+    # text; more than 0 are the last tokens of a text that are kept, even if more would fit.
+    truncate: int = 0
+    # Turns and tokens that an earlier worker has left out of it, which are to be left out again; None is not known.
+    left_out: tuple[int, int] | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -487,6 +492,8 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
     rid: int
     prompt_tokens: int
     relaxed: tuple[str, ...] = ()
+    # Turns and tokens of the prompt that `truncate` has left out.
+    left_out: tuple[int, int] = (0, 0)
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag=36):

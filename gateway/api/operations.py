@@ -43,6 +43,7 @@ _SEED: Final = {
     "x-mlxd-seed": "The seed that reproduces this answer.",
     "x-mlxd-relaxed": "Keywords of a schema that were not enforced on the answer; a video that was shown as images; "
     "`kv-bits-8` or `kv-bits-4` of a model with quantized KV.",
+    "x-mlxd-truncated": "Turns and tokens that were left out of a prompt which did not fit, as `2;16000`.",
 } | _IGNORED
 _RESPONSE_ID: Final = Parameter("id", "path", {"type": "string", "minLength": 1}, "The id of a response.")
 _MODEL_ID: Final = Parameter(

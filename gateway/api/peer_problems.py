@@ -50,6 +50,8 @@ def _problems_of(request: Generate) -> Iterator[str]:
         yield f"max_tokens is {request.max_tokens}"
     if request.deadline_ms < 0 or len(request.resume) > RESUME_MAX:
         yield "its deadline or what it resumes is out of range"
+    if not -1 <= request.truncate <= ID_MAX or not all(0 <= each <= ID_MAX for each in request.left_out or ()):
+        yield f"truncate is {request.truncate}, or what was left out is out of range"
     yield from _problems_of_sampling(request.sampling)
 
 

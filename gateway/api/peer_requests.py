@@ -209,7 +209,7 @@ class Frames:
         for rid, tokens in generation.accepted.items():
             if rid not in self._accepted:
                 self._accepted.add(rid)
-                data += frame(Accepted(self._by_own[rid], tokens, generation.relaxed))
+                data += frame(Accepted(self._by_own[rid], tokens, generation.relaxed, generation.left_out))
         return data
 
     def _progress(self) -> bytes:

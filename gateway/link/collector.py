@@ -39,6 +39,7 @@ class Collector:
         "began",
         "cached",
         "last_activity",
+        "left_out",
         "progress",
         "relaxed",
         "rids",
@@ -50,6 +51,8 @@ class Collector:
         self.accepted: dict[int, int] = {}
         # What of its schema the grammar of the answer leaves out: the same for all sequences of a request.
         self.relaxed: tuple[str, ...] = ()
+        # Turns and tokens that were left out of the prompt; of several, those of the one that lost the most.
+        self.left_out = (0, 0)
         # Of each sequence's prompt, as far as that is known.
         self.cached: dict[int, int] = {}
         # When the first prefill was heard of, on the loop's clock.
@@ -112,10 +115,13 @@ class Collector:
         for rid in self.rids:
             self.put(Delta(rid, finish=Finish.ERROR, failure=failure))
 
-    def note_accepted(self, rid: int, prompt_tokens: int, relaxed: tuple[str, ...] = ()) -> None:
+    def note_accepted(
+        self, rid: int, prompt_tokens: int, relaxed: tuple[str, ...] = (), left_out: tuple[int, int] = (0, 0)
+    ) -> None:
         self.last_activity = self._loop.time()
         self.accepted[rid] = prompt_tokens
         self.relaxed = relaxed
+        self.left_out = max(self.left_out, left_out)
 
     def note_progress(self, rid: int, processed: int, total: int, cached: int = 0) -> None:
         self.last_activity = self._loop.time()

@@ -324,9 +324,10 @@ class Link:
 
     def _on_other(self, message: Up) -> None:
         match message:
-            case Accepted(rid, prompt_tokens, relaxed):
+            case Accepted(rid, prompt_tokens, relaxed, left_out):
                 if sequence := self._running(rid):
-                    sequence.collector.note_accepted(rid, prompt_tokens, relaxed)
+                    sequence.left_out = left_out
+                    sequence.collector.note_accepted(rid, prompt_tokens, relaxed, left_out)
             case Progress(rid, processed, total, cached):
                 if sequence := self._running(rid):
                     sequence.collector.note_progress(rid, processed, total, cached)

@@ -43,6 +43,8 @@ class Sequence:
     given: int = 0
     resumes: int = 0
     fruitless: int = 0
+    # Turns and tokens that its worker has left out of its prompt, as its next one shall; None while it has not said.
+    left_out: tuple[int, int] | None = None
     # It may be what kills its workers.
     is_suspicious: bool = False
 
@@ -69,6 +71,7 @@ class Sequence:
             self.generate,
             resume=tuple(self.token_ids),
             echo=self.generate.echo and not self.is_begun,
+            left_out=self.left_out if self.generate.truncate else None,
             deadline_ms=0 if self.deadline is None else max(1, int((self.deadline - now) * 1000)),
         )
 

@@ -15,7 +15,7 @@ from gateway.request.routing import Live
 METHODS: Final = b"GET, POST, DELETE"
 MAX_AGE_S: Final = b"600"
 EXPOSED: Final = (
-    b"retry-after, x-request-id, x-mlxd-seed, x-mlxd-ignored, x-mlxd-relaxed, "
+    b"retry-after, x-request-id, x-mlxd-seed, x-mlxd-ignored, x-mlxd-relaxed, x-mlxd-truncated, "
     b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     b"x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )

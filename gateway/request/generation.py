@@ -19,7 +19,7 @@ from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check, likely_tokens
 from gateway.peers.peer_stream import PeerStream
 from gateway.pool import Pool
-from gateway.request.headers import relaxed_header, served_by_header
+from gateway.request.headers import relaxed_header, served_by_header, truncated_header
 from gateway.request.model_kind import check_kind
 from gateway.request.record import Header, Record
 from gateway.request.runtime import Runtime
@@ -290,7 +290,13 @@ class Generation:
     @property
     def headers(self) -> list[Header]:
         """Of the answer, as far as they are known."""
-        return [*self.record.headers, *relaxed_header(self.relaxed), *served_by_header(self.record.served_by)]
+        named = [*relaxed_header(self.relaxed), *truncated_header(self.left_out)]
+        return [*self.record.headers, *named, *served_by_header(self.record.served_by)]
+
+    @property
+    def left_out(self) -> tuple[int, int]:
+        """Turns and tokens that were left out of its prompt, as far as that is known."""
+        return (0, 0) if self._collector is None else self._collector.left_out
 
     @property
     def cached_tokens(self) -> int:

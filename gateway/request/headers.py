@@ -20,6 +20,12 @@ def relaxed_header(names: Sequence[str]) -> list[Header]:
     return _names_header(b"x-mlxd-relaxed", names)
 
 
+def truncated_header(left_out: tuple[int, int]) -> list[Header]:
+    """`x-mlxd-truncated`: turns and tokens that were left out of a prompt which did not fit."""
+    turns, tokens = left_out
+    return [(b"x-mlxd-truncated", f"{turns};{tokens}".encode())] if tokens else []
+
+
 def served_by_header(peer: str) -> list[Header]:
     """`x-mlxd-served-by`: the peer that serves a request, if it is not this daemon."""
     return [(b"x-mlxd-served-by", _header_safe(peer).encode())] if peer else []

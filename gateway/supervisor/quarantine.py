@@ -33,6 +33,7 @@ def fingerprint(request: Generate) -> bytes:
         thinking_budget=request.thinking_budget,
         constraint=request.constraint,
         adapter=request.adapter,
+        truncate=request.truncate,
     )
     return hashlib.blake2b(_encoder.encode(same), digest_size=16).digest()
 

@@ -277,7 +277,7 @@ class Engine:
             self._outbox.send(Rejected(row.rid, Failure(Code.BUSY, "the model's queue is full; try again")))
             return
         relaxed = row.rule.grammar.relaxed if row.rule is not None else ()
-        self._outbox.send(Accepted(row.rid, len(row.prompt), (*relaxed, *row.relaxed)))
+        self._outbox.send(Accepted(row.rid, len(row.prompt), (*relaxed, *row.relaxed), row.left_out))
         self._rows[row.rid] = row
         if row.rid in self._tombstones:
             del self._tombstones[row.rid]

@@ -66,6 +66,8 @@ class Row:
     kept: Kept | None = None
     # What is done in another way than the request says, beside what the rule leaves out.
     relaxed: tuple[str, ...] = ()
+    # Turns and tokens that were left out of the prompt.
+    left_out: tuple[int, int] = (0, 0)
 
     arrival: int = 0
     uid: int | None = None

@@ -40,6 +40,12 @@ class Encoder:
         """Whether `slices` needs the memory of a slice only."""
         return self._skip is not None
 
+    @property
+    def opening(self) -> int:
+        """Special tokens that are put before each text."""
+        around = self._around()
+        return len(around[0]) if around is not None else 0
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._backend is None:
             return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=add_special_tokens)]

@@ -37,6 +37,7 @@ from worker.prompt.media_prompt import Encoded, open_media, unserved
 from worker.prompt.sparse_limits import NO_SPARSE, SparseLimits, name_kept
 from worker.prompt.templates import Renderer
 from worker.prompt.token_limits import check_limits
+from worker.prompt.truncation import CONTEXTS, fit_tokens, fit_turns, is_cut
 from worker.prompt.word_ids import WordIds
 from worker.speculation.drafter import ALL, Drafting
 from worker.speculation.text import BREAK
@@ -121,7 +122,7 @@ class Intake:
         """A row that is safe to run, but for its rule: see `restrict`. Raises `RequestInvalid`."""
         self._check_sampling(request)
         adapter = self._adapter(request.adapter)
-        encoded = self._encode(request.prompt, request.cache_salt)
+        encoded = self._encode_fitting(request)
         ids, text = encoded.ids, encoded.text
         self._check_ids(request.resume, "resume")
         keep = self._sparse.keep_of(request, len(ids), has_media=bool(encoded.spans))
@@ -147,6 +148,7 @@ class Intake:
             tenant=request.tenant,
             boundaries=self._boundaries(ids) if is_chat else [],
             media=encoded.spans,
+            left_out=encoded.left_out,
             positions=encoded.positions,
             relaxed=(*self._relaxed, *encoded.relaxed, *name_kept(len(ids), keep)),
             keep=keep,
@@ -276,14 +278,25 @@ class Intake:
             raise RequestInvalid(Code.UNSUPPORTED, "This model is served without adapters.", param="model")
         return self._adapters.find(name)
 
-    def _encode(self, prompt: Prompt, salt: str) -> Encoded:
+    def _encode_fitting(self, request: Generate) -> Encoded:
+        """The prompt, less what its request allows to leave out where it does not fit."""
+        prompt, salt = request.prompt, request.cache_salt
+        if not is_cut(request):
+            return self._encode(prompt, salt)
+        if isinstance(prompt, ChatPrompt):
+            return fit_turns(request, prompt, self.max_context, lambda part: self._encode(part, salt, CONTEXTS))
+        opening = self._encoder.opening if isinstance(prompt, TextPrompt) else 0
+        return fit_tokens(request, self._encode(prompt, salt, CONTEXTS), opening, self.max_context)
+
+    def _encode(self, prompt: Prompt, salt: str, contexts: int = 1) -> Encoded:
+        """The prompt, which is refused early where it is far longer than so many contexts."""
         match prompt:
             case ChatPrompt():
-                encoded = self._encode_chat(prompt, salt)
+                encoded = self._encode_chat(prompt, salt, contexts)
             case TextPrompt(text=text, infill=Infill() as infill):
                 encoded = Encoded(self._encode_infill(text, infill, prompt))
             case TextPrompt(text=text):
-                encoded = Encoded(self._encode_text(text, prompt), text)
+                encoded = Encoded(self._encode_text(text, prompt, contexts), text)
             case TokensPrompt(ids=given):
                 encoded = Encoded(list(given))
             case EmbedPrompt() | ScorePrompt():
@@ -293,15 +306,15 @@ class Intake:
         self._check_ids(encoded.ids, "prompt")
         return encoded
 
-    def _encode_chat(self, prompt: ChatPrompt, salt: str) -> Encoded:
+    def _encode_chat(self, prompt: ChatPrompt, salt: str, contexts: int) -> Encoded:
         if not prompt.media:
             text = self._render(prompt)
-            return Encoded(self._encode_text(text, prompt), text)
+            return Encoded(self._encode_text(text, prompt, contexts), text)
 
         def encode(text: str, placeholders: int) -> list[int]:
-            if placeholders >= self.max_context:
+            if placeholders >= contexts * self.max_context:
                 raise self._too_long(placeholders, prompt, "at least ")
-            return self._encode_text(text, prompt)
+            return self._encode_text(text, prompt, contexts)
 
         return self._encode_media(prompt, encode, salt)
 
@@ -320,13 +333,13 @@ class Intake:
             raise self._too_long(characters // _CHARS_PER_TOKEN, prompt, "at least ")
         return self._infill.encode(prefix, infill)
 
-    def _encode_text(self, text: str, prompt: Prompt) -> list[int]:
-        add_special_tokens = isinstance(prompt, TextPrompt)
+    def _encode_text(self, text: str, prompt: Prompt, contexts: int) -> list[int]:
+        add_special_tokens, most = isinstance(prompt, TextPrompt), contexts * self.max_context
         # Megabytes that cannot fit would cost seconds and gigabytes: their beginning is enough to know.
-        start = text[: _CHARS_PER_TOKEN * self.max_context]
+        start = text[: _CHARS_PER_TOKEN * most]
         if len(start) < len(text):
             at_least = len(self._encoder.encode(start, add_special_tokens=add_special_tokens))
-            if at_least > self.max_context + _SLICE_SLACK:
+            if at_least > most + _SLICE_SLACK:
                 raise self._too_long(at_least, prompt, "at least ")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 

@@ -41,6 +41,8 @@ class Encoded:
     spans: list[Span] = field(default_factory=list[Span])
     positions: npt.NDArray[np.int32] | None = None
     relaxed: tuple[str, ...] = ()
+    # Turns and tokens of the request's prompt that are not in it.
+    left_out: tuple[int, int] = (0, 0)
 
 
 class MediaPrompts:

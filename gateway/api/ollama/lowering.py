@@ -90,6 +90,7 @@ def _generate(
         thinking_budget=thinking_budget,
         constraint=_constraint(request.format, after_reasoning=isinstance(prompt, ChatPrompt)),
         most_drafted=most_drafted(request.speculate),
+        truncate=-1 if request.truncate else 0,
     )
 
 

@@ -61,8 +61,9 @@ class Asked(Struct, frozen=True, kw_only=True):
     keep_alive: KeepAlive | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    # Ollama's cutting of what does not fit: here it is a 400, and an answer that is too long ends.
+    # Whether the oldest turns of what does not fit are left out: where it is not asked for, a 400 says so.
     truncate: bool | None = None
+    # Ollama's cutting amid an answer: one that is too long ends here.
     shift: bool | None = None
     # Ours: whether next tokens are drafted, and at most how many at a time.
     speculate: Speculate | None = None
@@ -176,8 +177,8 @@ def is_empty(request: GenerateRequest) -> bool:
 
 
 def _ignored(request: Asked, *, is_empty: bool) -> list[str]:
-    """Fields that are not honoured here: times of loading are the server's, and no prompt is cut."""
+    """Fields that are not honoured here: times of loading are the server's, and no answer is cut."""
     _, ignored = read_options(request.options)
     if request.keep_alive is not None and not is_empty:
         ignored.append("keep_alive")
-    return ignored + [name for name in ("truncate", "shift") if getattr(request, name)]
+    return [*ignored, "shift"] if request.shift else ignored

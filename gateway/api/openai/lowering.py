@@ -92,6 +92,7 @@ def lower_completion(
         top_logprobs=request.logprobs,
         echo=echo,
         deadline_ms=deadline_ms,
+        truncate=request.truncate_prompt_tokens or 0,
     )
 
 
@@ -134,6 +135,7 @@ def _generates(
     thinking_budget: int | None = None,
     has_reasoning: bool = False,
     prediction: str = "",
+    truncate: int = 0,
 ) -> list[Generate]:
     choices = request.n or 1
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
@@ -159,6 +161,7 @@ def _generates(
             most_drafted=most_drafted(request.speculate),
             prediction=prediction,
             includes_stop=bool(request.include_stop_str_in_output),
+            truncate=truncate,
         )
         for index in range(len(prompts) * choices)
     ]

@@ -283,6 +283,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     # The text behind what is to be filled in, for models that were trained for it.
     suffix: str | None = None
+    # vLLM's: the last tokens of a prompt that are kept, -1 for as many as fit.
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
     # Known, not served yet.
     best_of: Annotated[int, Meta(ge=0, le=1 << 40), shape({"maximum": 1})] | None = None
 
@@ -326,6 +328,9 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
     request, unknown = _completion.decode(body)
     if request.suffix and request.echo:
         raise Unsupported("'echo' together with 'suffix' is not supported.", "echo")
+    if request.suffix and request.truncate_prompt_tokens:
+        message = "'truncate_prompt_tokens' together with 'suffix' is not supported."
+        raise Unsupported(message, "truncate_prompt_tokens")
     if request.best_of is not None and request.best_of > (request.n or 1):
         raise Unsupported("'best_of' greater than 'n' is not supported.", "best_of")
     return request, unknown

@@ -123,6 +123,7 @@ def lower_responses(
         thinking_budget=thinking.budget,
         constraint=_constraint(request),
         most_drafted=most_drafted(request.speculate),
+        truncate=-1 if request.truncation == "auto" else 0,
     )
 
 

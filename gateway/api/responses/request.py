@@ -204,26 +204,23 @@ def decode_responses(body: bytes) -> tuple[ResponsesRequest, list[str]]:
     request, unknown = _responses.decode(body)
     if request.background and request.store is False:
         raise BadRequest("'background' needs 'store': a response is found by its id.", "background", "invalid_value")
-    return request, unknown + _refuse_unserved(request)
+    _refuse_unserved(request)
+    return request, unknown
 
 
 def decode_count(body: bytes) -> tuple[CountRequest, list[str]]:
     """Takes a whole request too. Raises `BadRequest`."""
     request, unknown = _count.decode(body)
-    return request, unknown + _refuse_unserved(request)
+    _refuse_unserved(request)
+    # All of a prompt is counted.
+    return request, [*unknown, "truncation"] if request.truncation == "auto" else unknown
 
 
-def _refuse_unserved(request: CountRequest) -> list[str]:
+def _refuse_unserved(request: CountRequest) -> None:
     if request.conversation is not None:
         raise Unsupported("'conversation' is not supported: use 'previous_response_id'.", "conversation")
     if request.prompt is not None:
         raise Unsupported("'prompt' is not supported: there are no stored prompts here.", "prompt")
-    match request.truncation:
-        case None | "disabled":
-            return []
-        case "auto":
-            # Nothing is ever left out of a prompt here: one that is too long is an error that the client can read.
-            return ["truncation"]
-        case other:
-            message = f"Invalid value for 'truncation': {other[:40]!r} is none of auto, disabled."
-            raise BadRequest(message, "truncation", "invalid_value")
+    if request.truncation not in (None, "auto", "disabled"):
+        message = f"Invalid value for 'truncation': {request.truncation[:40]!r} is none of auto, disabled."
+        raise BadRequest(message, "truncation", "invalid_value")

@@ -150,7 +150,7 @@ async def test_settings_of_ollamas_runner_do_nothing_and_what_would_change_the_a
 
     assert lines(answer.text)[-1]["eval_count"] == 2
     ignored = answer.headers["x-mlxd-ignored"].split(", ")
-    assert ignored == ["images", "options.num_ctx", "keep_alive", "truncate"]
+    assert ignored == ["images", "options.num_ctx", "keep_alive"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""A prompt that does not fit loses whole oldest turns, or first tokens, where its request allows it, in large steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from protocol.messages import ChatPrompt, Generate, Prompt, Sampling, TextPrompt, TokensPrompt
+from tests.support.engine import spec
+from worker.checked_model import load_checked
+from worker.engine.row import Row
+from worker.errors import RequestInvalid
+from worker.prompt.intake import Intake
+from worker.prompt.truncation import excess, turn_starts
+
+CONTEXT = 400
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.fixture(scope="module")
+def intake(model_folder: Callable[[str], Path]) -> Intake:
+    return Intake(load_checked(spec(model_folder("qwen3"), context=CONTEXT, batching="together"), lambda *_: None))
+
+
+def turn(number: int) -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": f"question {number} " + "ka to " * 2},
+        {"role": "assistant", "content": f"answer {number}"},
+    ]
+
+
+def chat(turns: int) -> ChatPrompt:
+    messages = [SYSTEM, *(message for number in range(turns) for message in turn(number))]
+    return ChatPrompt([*messages, {"role": "user", "content": "the newest"}])
+
+
+def row(intake: Intake, prompt: Prompt, **fields: Any) -> Row:
+    return intake.row(Generate(1, prompt, Sampling(), **fields), 0.0)
+
+
+def test_oldest_turns_are_left_out_and_instructions_and_the_newest_turn_stay(intake: Intake) -> None:
+    with pytest.raises(RequestInvalid) as refused:
+        row(intake, chat(20), max_tokens=10)
+    tokens, context = refused.value.failure.numbers
+    assert context == CONTEXT < tokens
+    fitted = row(intake, chat(20), max_tokens=10, truncate=-1)
+    turns, left_out = fitted.left_out
+    assert len(fitted.prompt) == tokens - left_out
+    assert left_out >= excess(tokens, CONTEXT, 10)
+    text = intake.vocabulary.decode(fitted.prompt)
+    assert "Be brief." in text
+    assert "the newest" in text
+    assert f"question {turns} " in text
+    assert f"answer {turns - 1}<" not in text
+    # No more than it takes.
+    expected = ChatPrompt([SYSTEM, *chat(20).messages[1 + 2 * turns :]])
+    assert fitted.prompt == row(intake, expected).prompt
+
+
+def test_what_is_left_out_stays_the_same_for_several_turns(intake: Intake) -> None:
+    left_out = [row(intake, chat(turns), max_tokens=10, truncate=-1).left_out[0] for turns in range(20, 40)]
+    assert left_out == sorted(left_out)
+    assert 2 < len(set(left_out)) <= len(left_out) // 2
+
+
+def test_a_prompt_that_fits_is_left_alone(intake: Intake) -> None:
+    assert row(intake, chat(3), truncate=-1).prompt == row(intake, chat(3)).prompt
+    assert row(intake, chat(3), truncate=-1).left_out == (0, 0)
+
+
+def test_one_turn_that_is_too_long_is_refused_all_the_same(intake: Intake) -> None:
+    long = ChatPrompt([SYSTEM, *turn(1), {"role": "user", "content": "ka to mi ra " * 200}])
+    with pytest.raises(RequestInvalid, match=f"maximum context length is {CONTEXT}") as refused:
+        row(intake, long, truncate=-1)
+    assert refused.value.failure.numbers[0] > CONTEXT
+
+
+def test_a_successor_leaves_out_what_its_predecessor_has(intake: Intake) -> None:
+    first = row(intake, chat(20), max_tokens=10, truncate=-1)
+    goes_on = Generate(1, chat(20), Sampling(), 10, truncate=-1, left_out=first.left_out, resume=(20, 21))
+    assert intake.row(goes_on, 0.0).prompt == first.prompt
+    # It has less memory, and so would leave out more.
+    narrow = structs.replace(goes_on, left_out=(first.left_out[0] + 2, 0))
+    assert intake.row(narrow, 0.0).left_out[0] == first.left_out[0] + 2
+    whole = structs.replace(goes_on, left_out=(0, 0))
+    with pytest.raises(RequestInvalid, match="maximum context length"):
+        intake.row(whole, 0.0)
+
+
+@pytest.mark.parametrize(("truncate", "kept"), [(40, 40), (900, None), (-1, CONTEXT - CONTEXT // 4)])
+def test_the_last_tokens_of_a_text_are_kept(intake: Intake, truncate: int, kept: int | None) -> None:
+    ids = tuple(20 + at % 300 for at in range(CONTEXT + 50))
+    if kept is None:
+        with pytest.raises(RequestInvalid, match="maximum context length"):
+            row(intake, TokensPrompt(ids), truncate=truncate)
+        return
+    fitted = row(intake, TokensPrompt(ids), truncate=truncate)
+    assert fitted.prompt == list(ids[len(ids) - len(fitted.prompt) :])
+    assert fitted.left_out == (0, len(ids) - len(fitted.prompt))
+    assert len(fitted.prompt) == kept if truncate > 0 else kept - CONTEXT // 4 < len(fitted.prompt) <= kept
+    text = TextPrompt("ka to mi ra " * 30)
+    assert row(intake, text, truncate=12).prompt == row(intake, text).prompt[-12:]
+
+
+def test_a_turn_is_a_users_message_with_all_that_follows_it() -> None:
+    roles = ["system", "developer", "assistant", "user", "assistant", "tool", "assistant", "user", "user", "system"]
+    assert turn_starts([{"role": role} for role in roles]) == [2, 3, 7, 8]
+    assert turn_starts([{"role": "system"}]) == []
+    assert turn_starts([]) == []

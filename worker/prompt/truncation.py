@@ -1,0 +1,89 @@
+"""Truncation of prompts that do not fit, where a request allows it: oldest turns of a chat, first tokens of a text.
+
+What is left out grows in steps of a quarter of the context: a conversation that has outgrown it keeps one beginning for
+many turns, and the prefix cache has it.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from msgspec import structs
+
+from protocol.messages import ChatPrompt, Generate
+from worker.prompt.media_prompt import Encoded
+
+# Prompts that are cut may be this many times as long as the context.
+CONTEXTS: Final = 4
+_STEPS: Final = 4
+_OPENING: Final = ("system", "developer")
+
+
+def is_cut(request: Generate) -> bool:
+    """Whether something may be left out of the prompt. A sequence that goes on keeps what it has begun with."""
+    return request.truncate != 0 and request.left_out != (0, 0)
+
+
+def fit_turns(request: Generate, prompt: ChatPrompt, context: int, encode: Callable[[ChatPrompt], Encoded]) -> Encoded:
+    """The prompt without as many of its oldest turns as it takes; whole where that is not enough, for it to be refused.
+
+    The instructions that open it and the newest turn always stay.
+    """
+    most = len(turn_starts(prompt.messages)) - 1
+    whole = encode(prompt)
+    tokens = len(whole.ids)
+    if most < 1 or (request.left_out is None and tokens < context):
+        return whole
+    tried: dict[int, Encoded] = {}
+
+    def saved(count: int) -> int:
+        tried[count] = encode(without_turns(prompt, count))
+        return tokens - len(tried[count].ids)
+
+    if request.left_out is not None:
+        turns = min(request.left_out[0], most)
+    else:
+        turns = 1 + bisect_left(range(1, most), excess(tokens, context, request.max_tokens), key=saved)
+    part = tried[turns] if turns in tried else encode(without_turns(prompt, turns))
+    kept = len(part.ids)
+    return replace(part, left_out=(turns, tokens - kept)) if kept < context else whole
+
+
+def fit_tokens(request: Generate, whole: Encoded, opening: int, context: int) -> Encoded:
+    """The prompt's last tokens, as many as are asked for or as fit, behind the `opening` special ones of each text."""
+    tokens = len(whole.ids)
+    if request.left_out is not None:
+        less = request.left_out[1]
+    elif request.truncate > 0:
+        less = tokens - request.truncate
+    else:
+        less = excess(tokens, context, request.max_tokens) if tokens >= context else 0
+    less = min(less, tokens - opening - 1)
+    if less <= 0:
+        return whole
+    return Encoded([*whole.ids[:opening], *whole.ids[opening + less :]], left_out=(0, less))
+
+
+def excess(tokens: int, context: int, max_tokens: int | None) -> int:
+    """Tokens that a prompt is to lose, in whole steps: its answer has room for what it may have, up to a step."""
+    step = max(1, context // _STEPS)
+    room = step if max_tokens is None else max(1, min(max_tokens, step))
+    return -(-(tokens + room - context) // step) * step
+
+
+def turn_starts(messages: Sequence[dict[str, Any]]) -> list[int]:
+    """Indices of the messages with which turns begin, behind the instructions that open a conversation.
+
+    A turn is a user's message with all that follows it, so that results of tools stay with their calls.
+    """
+    first = next((at for at, message in enumerate(messages) if message["role"] not in _OPENING), len(messages))
+    starts = [at for at in range(first, len(messages)) if messages[at]["role"] == "user"]
+    return starts if starts[:1] == [first] or first == len(messages) else [first, *starts]
+
+
+def without_turns(prompt: ChatPrompt, count: int) -> ChatPrompt:
+    """The prompt without its `count` oldest turns."""
+    starts = turn_starts(prompt.messages)
+    messages = [*prompt.messages[: starts[0]], *prompt.messages[starts[count] :]]
+    return structs.replace(prompt, messages=messages)
