@@ -79,6 +79,45 @@ class ModelStatus(Struct, frozen=True):
     measured: Speeds | None = None
 
 
+class AdapterStatus(Struct, frozen=True):
+    """An adapter of a model: `loaded`, `failed` with its reason, or `unloaded` as its model is.
+
+    `base` is what its files say that it was trained on; `requests` are sequences that have named it.
+    """
+
+    name: str
+    model: str
+    path: str
+    state: str
+    kind: str = ""
+    rank: int = 0
+    size_bytes: int = 0
+    base: str = ""
+    failure: str = ""
+    # By the configuration, not by an order.
+    is_configured: bool = True
+    requests: int = 0
+
+
+class AdapterList(Struct, frozen=True):
+    adapters: list[AdapterStatus]
+
+
+class AdapterLoad(Struct, frozen=True, forbid_unknown_fields=True):
+    """Order to load an adapter, in vLLM's fields; `model` names its base where there are several models."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    model: str = ""
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class AdapterRef(Struct, frozen=True, forbid_unknown_fields=True):
+    lora_name: Annotated[str, Meta(min_length=1, max_length=500)]
+    lora_int_id: int | None = None
+
+
 class MemoryStatus(Struct, frozen=True):
     """The memory of all models together; `waiting` are those for which room is being made, in order."""
 

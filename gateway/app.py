@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.admin import adapter_endpoints, requests
 from gateway.admin import endpoints as admin
-from gateway.admin import requests
 from gateway.admin.orders import Audited
 from gateway.api import health, peer_requests
 from gateway.api.anthropic.endpoints import CountTokens, Messages
@@ -206,7 +206,12 @@ def create_admin_app(
     """The admin app. Clients of its socket may do everything. It shows the queues of `public`, and `url`, where
     that really listens."""
     services = public.services if public is not None else _services(config, pool, link, metrics)
-    reload = [] if reloader is None else [Route("/v1/config/reload", admin.ReloadConfig(reloader), methods=["POST"])]
+    reload: list[Route] = []
+    if reloader is not None:
+        reload = [
+            Route("/v1/config/reload", admin.ReloadConfig(reloader), methods=["POST"]),
+            *adapter_endpoints.routes(services, reloader),
+        ]
     return App(
         services,
         [

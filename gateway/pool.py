@@ -351,6 +351,7 @@ class Pool:
             kind="" if model.kind == "auto" else model.kind,
             matryoshka=model.matryoshka,
             kv_bits=model.kv_bits or 0,
+            adapters=tuple(model.adapters.items()),
             trust_remote_code=model.trust_remote_code,
             log_level=model.log_level or config.server.log_level,
             parser=model.parser,

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from gateway.access.audit_log import Fact
+from gateway.adapter_loads import AdapterLoads, with_adapter
 from gateway.admin_types import Reload
 from gateway.config.settings import Config, ConfigError, ModelConfig, file_key
 from gateway.errors import Unavailable
@@ -47,6 +48,7 @@ class Reloader:
         self._app = app
         self._read = read
         self._lock = asyncio.Lock()
+        self.adapter_loads = AdapterLoads()
 
     async def reload(self) -> Reload:
         """Returns what it did. Models that it restarts or removes may still be at it.
@@ -67,12 +69,34 @@ class Reloader:
                 await tls.refresh()
             return done
 
+    async def load_adapter(self, model: str, name: str, path: str) -> None:
+        """Put one more adapter into force until the daemon ends. Raises `NotAllowed`, and `Unavailable` at its end."""
+        async with self._lock:
+            services = self._app.services
+            if services.admission.is_draining:
+                raise Unavailable("The server is shutting down.", code="draining")
+            config = with_adapter(services.config, model, name, path)
+            self.adapter_loads.add(model, name, path)
+            self._app.apply(config)
+
+    async def unload_adapter(self, model: str, name: str) -> None:
+        """Take out an adapter that `load_adapter` has put in."""
+        async with self._lock:
+            if (model, name) not in self.adapter_loads:
+                return
+            self.adapter_loads.remove(model, name)
+            config = self._app.services.config
+            if (known := config.models.get(model)) is not None:
+                adapters = {other: path for other, path in known.adapters.items() if other != name}
+                models = config.models | {model: structs.replace(known, adapters=adapters)}
+                self._app.apply(structs.replace(config, models=models))
+
     async def preview(self) -> tuple[Config, Reload]:
         """The configuration that a reload would apply, and what that would change. Raises `ConfigError`."""
         wanted = await asyncio.to_thread(self._read)
         services = self._app.services
         old = services.config
-        new = with_fixed(wanted, old)
+        new = self.adapter_loads.over(with_fixed(wanted, old))
         changes_here = Reload(
             added=[name for name in new.models if name not in old.models],
             removed=[name for name in old.models if name not in new.models],
@@ -84,8 +108,9 @@ class Reloader:
 
     def _apply(self, wanted: Config) -> Reload:
         old = self._app.services.config
-        new = with_fixed(wanted, old)
+        new = self.adapter_loads.over(with_fixed(wanted, old))
         applied = self._app.apply(new)
+        self.adapter_loads.settle(new)
         if new.server.log_level != old.server.log_level:
             set_level(new.server.log_level)
         done = Reload(

@@ -36,6 +36,8 @@ Action = Literal[
     "model.restart",
     "model.pin",
     "model.unpin",
+    "adapter.load",
+    "adapter.unload",
     "request.cancel",
     "capture.read",
     "capture.clear",

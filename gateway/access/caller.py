@@ -36,13 +36,15 @@ class Caller:
     may_leave: bool = False
 
     def may_use(self, model: ModelConfig) -> bool:
-        """Whether a pattern of the key matches the model's name or one of its aliases."""
+        """Whether a pattern of the key matches a name of the model, or of the adapter of it that a request names.
+
+        A key of the model has its adapters only where a pattern matches them too, and one of an adapter not the model.
+        """
         if self.is_metrics_only:
             return False
         if self.models is None:
             return True
-        names = (model.name, *model.aliases)
-        return any(pattern.matches(name) for pattern in self.models for name in names)
+        return any(pattern.matches(name) for pattern in self.models for name in model.names)
 
     def bind(self, generate: Generate) -> Generate:
         """A request under this key: its priority counts from the key's, and only downwards; it shares cached

@@ -18,7 +18,7 @@ from protocol.kinds import TEXT
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name of a list: a model, or a profile of it."""
+    """One name of a list: a model, or a profile or an adapter of it."""
 
     found: Found
     view: WorkerView
@@ -32,8 +32,18 @@ class Entry:
 
     @property
     def name(self) -> str:
-        model, profile = self.found.model, self.found.profile
-        return f"{model.name}:{profile}" if profile else model.name
+        name, profile = self.found.model.full_name, self.found.profile
+        return f"{name}:{profile}" if profile else name
+
+    @property
+    def parent(self) -> str:
+        """The model of which it is a profile or an adapter; empty for a model."""
+        return self.found.model.name if self.found.profile or self.found.model.adapter else ""
+
+    @property
+    def root(self) -> str:
+        """Path of its weights: of the model, or of the adapter."""
+        return self.found.model.root
 
     @property
     def is_loaded(self) -> bool:
@@ -76,10 +86,16 @@ class Catalog:
         self._facts = FactsReader()
 
     async def list(self, caller: Caller) -> list[Entry]:
-        """Models that `caller` may use, each with its profiles, in the configuration's order; then those of peers."""
+        """Models that `caller` may use, each with its profiles and adapters, in the configuration's order; then those
+        of peers."""
         views = {view.name: view for view in self._services.pool.workers()}
-        models = caller.usable(self._services.config.models.values())
-        targets = [(Found(model, p), views[model.name]) for model in models for p in ("", *model.profiles)]
+        every = (each for model in self._services.config.models.values() for each in (model, *model.adapted))
+        models = caller.usable(every)
+        targets = [
+            (Found(model, profile), views[model.name])
+            for model in models
+            for profile in ("", *(() if model.adapter else model.profiles))
+        ]
         targets += [(Found(model), view) for model, view in self._services.fleet.models() if caller.may_use(model)]
         if caller.may_leave:
             known = {target.model.name for target, _ in targets}

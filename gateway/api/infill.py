@@ -99,7 +99,7 @@ class FillMiddle:
         generates = await serve.lower(
             services, record, model, lambda: _lower(request, model, services.link.next_rid, seed, deadline_ms)
         )
-        answer = _Middle(model.name, is_silent=request.is_only_computed)
+        answer = _Middle(model.full_name, is_silent=request.is_only_computed)
         job = serve.Job(services, record, model, generates)
         await (job.stream(answer, receive, send) if is_stream else job.whole(answer, receive, send))
 

@@ -67,7 +67,7 @@ class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
     lifecycle: str = "active"
     owned_by: str = "mlxd"
     root: str | UnsetType = UNSET
-    # The model of which this is a profile.
+    # The model of which this is a profile or an adapter.
     parent: str | UnsetType = UNSET
     context_length: int | UnsetType = UNSET
     max_model_len: int | UnsetType = UNSET
@@ -107,16 +107,17 @@ class Models:
 
     def card(self, entry: Entry) -> ModelCard:
         model, profile = entry.found.model, entry.found.profile
+        aliases = tuple(name for name in model.names if name != model.full_name)
         context, facts = entry.context or UNSET, entry.facts
         return ModelCard(
             entry.name,
             self._created,
             datetime.fromtimestamp(self._created, UTC).isoformat(),
             entry.name,
-            tuple(f"{alias}:{profile}" for alias in model.aliases) if profile else model.aliases,
+            tuple(f"{alias}:{profile}" for alias in aliases) if profile else aliases,
             str(entry.view.state),
-            root=model.path,
-            parent=model.name if profile else UNSET,
+            root=entry.root,
+            parent=entry.parent or UNSET,
             context_length=context,
             max_model_len=context,
             max_input_tokens=context,

@@ -125,7 +125,7 @@ class ListRunning:
         entries = await self._catalog.list(record_of(scope).caller)
         memory = self._services.pool.memory().models
         idle = {name: each.idle_s for name, each in memory.items()}
-        running = [_running(entry, idle) for entry in entries if not entry.found.profile]
+        running = [_running(entry, idle) for entry in entries if not entry.parent]
         models = [each for each in running if each is not None]
         await send_body(send, 200, msgspec.json.encode(RunningModels(models)))
 
@@ -169,7 +169,7 @@ def _shown(entry: Entry, caller: Caller) -> Shown:
     if context:
         info[f"{facts.architecture or 'mlx'}.context_length"] = context
     # A path on this machine's disk is the operator's.
-    source = model.path if caller.is_admin else model.name
+    source = entry.root if caller.is_admin else entry.parent or model.name
     return Shown(
         f"# The configuration of mlxd is mlxd.toml.\nFROM {source}\n",
         "\n".join(f"{name} {value}" for name, value in _sampling(entry).items()),
@@ -178,7 +178,7 @@ def _shown(entry: Entry, caller: Caller) -> Shown:
         info,
         _capabilities(entry),
         _modified(entry),
-        model.name if entry.found.profile else UNSET,
+        entry.parent or UNSET,
     )
 
 
@@ -208,10 +208,9 @@ def _capabilities(entry: Entry) -> list[str]:
 
 def _details(entry: Entry) -> Details:
     facts = entry.facts
-    parent = entry.found.model.name if entry.found.profile else ""
     families = [facts.architecture] if facts.architecture else []
     bits = f"{facts.bits}bit" if facts.bits else ""
-    return Details(parent, "mlx", facts.architecture, families, parameter_size(facts.parameters), bits)
+    return Details(entry.parent, "mlx", facts.architecture, families, parameter_size(facts.parameters), bits)
 
 
 def parameter_size(parameters: int | None) -> str:
@@ -226,7 +225,7 @@ def parameter_size(parameters: int | None) -> str:
 def _digest(entry: Entry) -> str:
     """Tells one state of a model's files from another; the weights are not read for it."""
     facts = entry.facts
-    said = f"{entry.found.model.path}\0{facts.size_bytes}\0{facts.parameters}\0{facts.modified_s}"
+    said = f"{entry.root}\0{facts.size_bytes}\0{facts.parameters}\0{facts.modified_s}"
     return hashlib.blake2b(said.encode(), digest_size=32).hexdigest()
 
 

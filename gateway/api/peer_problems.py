@@ -34,6 +34,8 @@ def problems(asked: list[Generate]) -> Iterator[str]:
 
 
 def _problems_of(request: Generate) -> Iterator[str]:
+    if request.adapter:
+        yield "adapters are served where they are loaded, and not for peers"
     if isinstance(request.prompt, EmbedPrompt | ScorePrompt):
         yield "peers are asked for text, not for vectors or scores"
     if len(request.stop) > STOPS_MAX or not all(0 < len(stop) <= STOP_CHARS_MAX for stop in request.stop):

@@ -86,7 +86,14 @@ class Leaving:
     def _fallback(
         self, model: ModelConfig | None, body: bytes, is_stream: bool, error: ApiError, caller: Caller
     ) -> "_Way | None":
-        if model is None or not model.fallback.to or not caller.may_leave or not _is_reason(model.fallback, error):
+        # An upstream has other weights than an adapter.
+        if (
+            model is None
+            or model.adapter
+            or not model.fallback.to
+            or not caller.may_leave
+            or not _is_reason(model.fallback, error)
+        ):
             return None
         named = [self._services.config.upstreams[name] for name in model.fallback.to]
         owners = [upstream for upstream in named if model.name in upstream.models]

@@ -1,6 +1,6 @@
 """From the configuration file to `Config`, checked. What is wrong in it is a `ConfigError` that names the line."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from gateway.config.parser_names import bad_parser
 from gateway.config.peer_tables import read_peers, read_upstreams
 from gateway.config.periods import zone_of
 from gateway.config.settings import (
+    ADAPTERS_MAX,
     CAN_HOLD_AWAKE,
     CONFIG_NAME,
     NAME_BYTES_MAX,
@@ -74,6 +75,7 @@ def load_config(
         _need_keys(source, server.host, lambda: has_keys(keys_path(home)), is_override=host is not None)
     models = _models(source, raw.get("models", {})) or _found_models()
     _refuse_duplicates(source, models)
+    _refuse_taken_adapters(source, models)
     _check_references(source, server, models)
     memory = source.convert(source.table(raw.get("memory", {}), MemoryConfig, ("memory",)), MemoryConfig, ("memory",))
     media = _media(source, raw.get("media", {}))
@@ -121,6 +123,11 @@ def _server(source: Source, raw: Any, overrides: dict[str, Any]) -> ServerConfig
     for proxy in server.trusted_proxies:
         if reason := bad_proxy(proxy):
             raise source.error(f"trusted_proxies: {proxy!r} {reason}", ("server", "trusted_proxies"))
+    folders = tuple(str(source.path_of(folder)) for folder in server.adapter_folders)
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise source.error(f"adapter_folders: {folder} is no folder", ("server", "adapter_folders"))
+    server = structs.replace(server, adapter_folders=folders)
     for host in server.hosts:
         if reason := bad_host(host):
             raise source.error(f"hosts: {host!r} {reason}", ("server", "hosts"))
@@ -194,10 +201,10 @@ def _models(source: Source, raw: Any) -> dict[str, ModelConfig]:
 
 
 def _model(source: Source, name: str, body: Any, where: tuple[str, ...]) -> ModelConfig:
-    table = _nested(source, source.table(body, ModelConfig, where, hidden=("name",)), where)
+    table = _nested(source, source.table(body, ModelConfig, where, hidden=("name", "adapter")), where)
     if isinstance(table.get("log_level"), str):
         table["log_level"] = table["log_level"].lower()
-    profiles = table.pop("profiles", {})
+    profiles, adapters = table.pop("profiles", {}), table.pop("adapters", {})
     table["name"] = name
     table["path"] = source.model_path(table.get("path", name))
     if table.get("draft"):
@@ -206,6 +213,7 @@ def _model(source: Source, name: str, body: Any, where: tuple[str, ...]) -> Mode
     return structs.replace(
         model,
         profiles=_profiles(source, profiles, (*where, "profiles")),
+        adapters=_adapters(source, adapters, model.kind, (*where, "adapters")),
         chat_template=_template(source, model.chat_template, (*where, "chat_template")),
     )
 
@@ -229,6 +237,25 @@ def _profiles(source: Source, raw: Any, where: tuple[str, ...]) -> dict[str, Pro
             raise source.error(f"profile name {name!r} {reason}", at)
         profiles[name] = source.convert(_nested(source, source.table(body, ProfileConfig, at), at), ProfileConfig, at)
     return profiles
+
+
+def _adapters(source: Source, raw: Any, kind: str, where: tuple[str, ...]) -> dict[str, str]:
+    """Paths of adapters by name. What is in a folder is checked by the worker, against the model."""
+    if not isinstance(raw, dict):
+        raise source.error('adapters must be a table: write [models.NAME.adapters] and ADAPTER = "path"', where)
+    if raw and kind not in ("auto", "text"):
+        raise source.error(f"adapters are for models that generate text, and kind is {kind!r}", where)
+    if len(raw) > ADAPTERS_MAX:
+        raise source.error(f"{len(raw)} adapters; a model has at most {ADAPTERS_MAX}", where)
+    adapters: dict[str, str] = {}
+    for name, path in raw.items():
+        at = (*where, name)
+        if reason := bad_adapter_name(name):
+            raise source.error(f"adapter name {name!r} {reason}", at)
+        if not isinstance(path, str) or not path:
+            raise source.error(f"adapter {name!r} needs the path of its folder", at)
+        adapters[name] = source.model_path(path)
+    return adapters
 
 
 def _template(source: Source, given: str, where: tuple[str, ...]) -> str:
@@ -272,6 +299,13 @@ def _refuse_duplicates(source: Source, models: dict[str, ModelConfig]) -> None:
                 raise source.error(f"profile {profile!r} of model {model.name!r} is the name of another model", where)
 
 
+def _refuse_taken_adapters(source: Source, models: dict[str, ModelConfig]) -> None:
+    if (taken := taken_name(models)) is not None:
+        model, adapter, owner = taken
+        where = ("models", model, "adapters", adapter)
+        raise source.error(f"adapter {adapter!r} of model {model!r} has a name that {owner} has already", where)
+
+
 def _check_references(source: Source, server: ServerConfig, models: dict[str, ModelConfig]) -> None:
     """`default` and `small` must be what a client could ask for."""
     names = Names(models)
@@ -282,6 +316,26 @@ def _check_references(source: Source, server: ServerConfig, models: dict[str, Mo
             names.locate(name)
         except ModelNotFound as error:
             raise source.error(f"{key}: {error.message}", ("server", key)) from None
+
+
+def bad_adapter_name(name: str) -> str | None:
+    """The reason why an adapter cannot have this name."""
+    return "must not contain ':'" if ":" in name else bad_name(name)
+
+
+def taken_name(models: Mapping[str, ModelConfig]) -> tuple[str, str, str] | None:
+    """A model, the adapter of it whose name is taken, and what has it already; None where each name is one's own."""
+    owners = {name: f"the model {model.name!r}" for model in models.values() for name in model.names}
+    owners |= {
+        f"{model.name}:{name}": f"a profile of {model.name!r}" for model in models.values() for name in model.profiles
+    }
+    for model in models.values():
+        for each in model.adapted:
+            for name in each.names:
+                if name in owners:
+                    return model.name, each.adapter, owners[name]
+                owners[name] = f"an adapter of {model.name!r}"
+    return None
 
 
 def bad_name(name: str) -> str | None:

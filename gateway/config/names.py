@@ -1,13 +1,17 @@
-"""Names of models: from the name that a client sends to a model and the profile that it was asked for with.
+"""Names of models: from the name that a client sends to a model, an adapter of it, and the profile that it was asked
+for with.
 
-An exact name, then an alias, then `NAME:PROFILE` of either, then the most specific pattern: the longest text before
-its first `*`, then the most text. `NAME:latest`, as Ollama's clients say it, is NAME. `[server] small` has patterns of
-its own for the small models of vendors; where one is as specific as a model's alias, the alias wins.
+An exact name, then an alias, then an adapter's name or `NAME:ADAPTER`, then `NAME:PROFILE` of any of them, then the
+most specific pattern: the longest text before its first `*`, then the most text. `NAME:latest`, as Ollama's clients
+say it, is NAME. `[server] small` has patterns of its own for the small models of vendors; where one is as specific as
+a model's alias, the alias wins.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
+
+from msgspec import structs
 
 from gateway.config.patterns import Pattern
 from gateway.config.settings import ModelConfig
@@ -30,7 +34,10 @@ LATEST: Final = "latest"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model and the profile it was asked for with, empty without one. The profile may not exist."""
+    """A model, with the adapter if a name is of one, and the profile it was asked for with, empty without one.
+
+    The profile may not exist.
+    """
 
     model: ModelConfig
     profile: str = ""
@@ -43,6 +50,8 @@ class Names:
         """`default` and `small` are names that `find` finds, or empty."""
         self._models = models
         self._aliases: dict[str, ModelConfig] = {}
+        # With the adapter that the name is of.
+        self._adapted = {name: each for model in models.values() for each in model.adapted for name in each.names}
         patterns: list[tuple[Pattern, Found]] = []
         for model in models.values():
             for alias in model.aliases:
@@ -66,7 +75,8 @@ class Names:
         if match is None and not name:
             raise BadRequest("Missing required parameter: 'model'.", "model", "missing_required_parameter")
         if match is None or not may_use(match.model):
-            raise ModelNotFound(name, [known.name for known in self._models.values() if may_use(known)])
+            every = (each for model in self._models.values() for each in (model, *model.adapted))
+            raise ModelNotFound(name, [known.full_name for known in every if may_use(known)])
         if match.profile and match.profile not in match.model.profiles:
             raise ModelNotFound(name, match.model.profiles, f"Profiles of {match.model.name}")
         return match
@@ -86,10 +96,12 @@ class Names:
         by_pattern = self._by_pattern(base)
         if by_pattern is not None and profile in by_pattern.model.profiles:
             return Found(by_pattern.model, profile)
+        if by_pattern is not None and profile in by_pattern.model.adapters and not by_pattern.model.adapter:
+            return Found(structs.replace(by_pattern.model, adapter=profile), by_pattern.profile)
         return self._by_pattern(name)
 
     def _exact(self, name: str) -> ModelConfig | None:
-        return self._models.get(name) or self._aliases.get(name)
+        return self._models.get(name) or self._aliases.get(name) or self._adapted.get(name)
 
     def _by_pattern(self, name: str) -> Found | None:
         return next((found for pattern, found in self._patterns if pattern.matches(name)), None)

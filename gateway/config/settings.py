@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from gateway.failed import Failed
 from protocol.spec import USUAL_RUNNING
@@ -17,6 +17,9 @@ DEFAULT_HOME: Final = "~/.mlxd"
 CONFIG_NAME: Final = "mlxd.toml"
 # A name travels in argv and in a ZeroMQ routing id, which holds 255 bytes with its epoch.
 NAME_BYTES_MAX: Final = 200
+
+# Of a model: as many as a worker takes.
+ADAPTERS_MAX: Final = 64
 
 Seconds = Annotated[float, Meta(ge=0, le=30 * 86400)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
@@ -111,6 +114,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     capture: Annotated[int, Meta(ge=0, le=10_000)] = 0
     capture_max_bytes: Annotated[int, Meta(ge=64 * 1024, le=1 << 40)] = 64 * 1024 * 1024
     capture_age_s: Seconds = 86400.0
+    # Beside `home/adapters`: folders below which an adapter may lie that is loaded while the daemon runs.
+    adapter_folders: tuple[str, ...] = ()
     # Where traces go, as OTLP over HTTP; empty makes none.
     otlp_endpoint: str = ""
     # Name of this machine in a fleet; empty is its host name.
@@ -198,6 +203,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     sampling: SamplingDefaults = SamplingDefaults()
     thinking: ThinkingDefaults = ThinkingDefaults()
     profiles: dict[str, ProfileConfig] = {}
+    # Folders, or repositories, of LoRA adapters by name: asked for as `NAME:ADAPTER`, or by the adapter's name alone.
+    adapters: dict[str, str] = {}
     trust_remote_code: bool = False
     # Which family's reasoning and tool calls the model writes; empty is by its template and vocabulary.
     parser: str = ""
@@ -217,6 +224,29 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     # Unloaded after this long without a request; 0 is never.
     ttl_s: Seconds = 0.0
     fallback: FallbackConfig = FallbackConfig()
+    # Of a request: the one of its adapters that it names.
+    adapter: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """The name of the model, or of the adapter of it that a request names."""
+        return f"{self.name}:{self.adapter}" if self.adapter else self.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that it has: its own and its aliases, or those of the adapter."""
+        own = (self.name, *self.aliases)
+        return (self.full_name, self.adapter, *(f"{name}:{self.adapter}" for name in own[1:])) if self.adapter else own
+
+    @property
+    def root(self) -> str:
+        """Path of what answers: the model, or the adapter."""
+        return self.adapters.get(self.adapter, "") if self.adapter else self.path
+
+    @property
+    def adapted(self) -> "list[ModelConfig]":
+        """The model with each of its adapters, as requests see it."""
+        return [structs.replace(self, adapter=name) for name in self.adapters]
 
     @property
     def slots(self) -> int:
@@ -348,6 +378,11 @@ class Config(Struct, frozen=True):
     def prefix_cache_bytes(self) -> int:
         """The cap of the folder that all models share."""
         return max((model.cache.disk_bytes for model in self.models.values()), default=0)
+
+    @property
+    def adapter_dir(self) -> Path:
+        """The folder that adapters may always be loaded from."""
+        return self.home / "adapters"
 
     @property
     def log_path(self) -> Path:

@@ -164,7 +164,8 @@ def _hint(key: str, known: tuple[str, ...]) -> str:
         f"[{table}]"
         for table, struct in _TABLES.items()
         # A model's name is in the header of its table.
-        if key != "name" and key in (*struct.__struct_fields__, *map(file_key, struct.__struct_fields__))
+        if key not in ("name", "adapter")
+        and key in (*struct.__struct_fields__, *map(file_key, struct.__struct_fields__))
     ]
     if homes:
         return f"it belongs in {' or '.join(homes)}"

@@ -33,7 +33,7 @@ class Defaults:
 
     def of(self, model: ModelConfig, profile: str = "") -> ModelConfig:
         """`model` as a request of `profile` sees it. A profile that does not exist changes nothing."""
-        key = (model.name, profile)
+        key = (model.full_name, profile)
         known = self._known.get(key)
         if known is not None and self._clock() < self._retry_at.get(key, float("inf")):
             return known

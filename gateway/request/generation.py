@@ -69,16 +69,18 @@ class Generation:
         form: str = "",
     ) -> None:
         """`kind` is that of the model which such requests are for. One that `stays_here` is sent to no peer, nor is
-        one for anything but text. With `form` it begins at a peer that has the model in it."""
+        one for anything but text, or for an adapter. With `form` it begins at a peer that has the model in it."""
         self._runtime = runtime
         self._model = model
         # Kept, because a reload may take the model out of the pool. None of a model that only peers have.
         self._worker = runtime.pool.find(model.name)
         self._generates = [record.caller.bind(generate) for generate in generates]
+        if model.adapter:
+            self._generates = [msgspec.structs.replace(each, adapter=model.adapter) for each in self._generates]
         self.record = record
         self._journey = (
             None
-            if stays_here or kind != TEXT
+            if stays_here or kind != TEXT or model.adapter
             else runtime.fleet.journey(model, self._generates, record.id, self._note_place, form)
         )
         self._bind = bind
@@ -93,6 +95,8 @@ class Generation:
         # Tokens of an earlier daemon, which it has charged nobody for.
         self._had = sum(len(generate.resume) for generate in generates)
         self._numbers = runtime.metrics.model(model.name)
+        if model.adapter:
+            self._numbers.adapters[model.adapter] += len(generates)
         self._collector: Collector | None = None
         self._seen_activity = 0.0
         self._seen_step = 0

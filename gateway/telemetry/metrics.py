@@ -35,6 +35,8 @@ class ModelMetrics:
     state: str = "stopped"
     requests: Counter[str] = field(default_factory=Counter[str])
     finished: Counter[str] = field(default_factory=Counter[str])
+    # Sequences by the adapter that they name.
+    adapters: Counter[str] = field(default_factory=Counter[str])
     rejections: Counter[str] = field(default_factory=Counter[str])
     restarts: Counter[str] = field(default_factory=Counter[str])
     prompt_tokens: int = 0

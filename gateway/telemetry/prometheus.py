@@ -117,6 +117,7 @@ _DRAFTS: Final[tuple[tuple[str, str, Callable[[Drafted], int]], ...]] = (
 )
 _LABELLED: Final[tuple[tuple[str, str, str, "Callable[[ModelMetrics], dict[str, int]]"], ...]] = (
     ("request_success", "Finished sequences by finish reason.", "finished_reason", lambda m: m.finished),
+    ("adapter_requests", "Sequences that name an adapter, by adapter.", "adapter", lambda m: m.adapters),
     (
         "admission_rejections",
         "Requests refused at admission; `unsendable`: larger than a frame to a worker.",

@@ -36,9 +36,9 @@ class Messages:
         job = serve.Job(services, record, model, generates)
         message_id = serve.new_id("msg").replace("-", "_")
         if request.stream:
-            await job.stream(MessageStream(message_id, model.name), receive, send)
+            await job.stream(MessageStream(message_id, model.full_name), receive, send)
         else:
-            await job.whole(MessageFold(message_id, model.name), receive, send)
+            await job.whole(MessageFold(message_id, model.full_name), receive, send)
 
 
 class CountTokens:

@@ -26,7 +26,7 @@ class Completions:
         generates = await serve.lower(
             services, record, model, lambda: lower_completion(request, model, services.link.next_rid, seed, deadline_ms)
         )
-        heading = Heading(serve.new_id("cmpl"), serve.now(), model.name, len(generates), request.n or 1)
+        heading = Heading(serve.new_id("cmpl"), serve.now(), model.full_name, len(generates), request.n or 1)
         job = serve.Job(services, record, model, generates)
         if request.stream:
             await job.stream(TextStream(heading, request.wants_usage), receive, send)

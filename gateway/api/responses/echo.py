@@ -23,7 +23,7 @@ def echo(
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,
-        model=model.name,
+        model=model.full_name,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         presence_penalty=first(request.presence_penalty, defaults.presence_penalty, 0.0),
         frequency_penalty=first(request.frequency_penalty, defaults.frequency_penalty, 0.0),

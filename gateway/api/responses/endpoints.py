@@ -171,8 +171,8 @@ def _asked(run: Run, job: serve.Job, inputs: list[Item], box: Toolbox, is_sealed
     record, model, generate = job.record, job.model, job.generates[0]
     return Asked(
         key=record.caller.key,
-        model=model.name,
-        path=model.path,
+        model=model.full_name,
+        path=model.root,
         request_id=record.id,
         response=run.response,
         generate=generate,

@@ -146,7 +146,7 @@ class Resumption:
             raise Unauthorized("The API key that asked for this response is no longer in force.", None)
         form = background.form if replayed.token_ids else None
         model = await self._model(background, asked, partial(services.router.resolve, asked.model, caller), form)
-        if model.path != asked.path:
+        if model.root != asked.path:
             raise Unavailable(f"The model {model.name!r} has other weights than when this response was begun.")
         lease, media_lease = services.bodies.lease(), services.media.lease()
         held.callback(lease.close)

@@ -116,7 +116,10 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
         ("\n\n[sevrer]\n", "/mlxd.toml:3: unknown key 'sevrer'; did you mean 'server'?"),
         ("[models.a]\nalias = []", "/mlxd.toml:2: unknown key 'alias' in [models.a]; did you mean 'aliases'?"),
         ("[models.a]\n\nsampling = {temprature = 1}", "did you mean 'temperature'?"),
-        ('[models."a.b/c"]\nzzz = 1', "/mlxd.toml:2: unknown key 'zzz' in [models.a.b/c]; known keys: aliases"),
+        (
+            '[models."a.b/c"]\nzzz = 1',
+            "/mlxd.toml:2: unknown key 'zzz' in [models.a.b/c]; known keys: adapters, aliases",
+        ),
         ("[models.a]\nname = 'b'", "unknown key 'name'"),
         ("models.a.zzz = 1", "/mlxd.toml:1: unknown key 'zzz'"),
     ],

@@ -1,0 +1,87 @@
+"""Adapters that an operator has loaded while the daemon runs: until it ends, beside those of the configuration."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec import structs
+
+from gateway.config.load import bad_adapter_name, taken_name
+from gateway.config.settings import ADAPTERS_MAX, Config
+
+log = logging.getLogger(__name__)
+
+
+class NotAllowed(Exception):
+    """An adapter may not be loaded like this; the reason."""
+
+
+class AdapterLoads:
+    """Paths by model and name. Owned by the reloader, which puts them into force."""
+
+    def __init__(self) -> None:
+        self._paths: dict[tuple[str, str], str] = {}
+
+    def __contains__(self, adapter: tuple[str, str]) -> bool:
+        return adapter in self._paths
+
+    def add(self, model: str, name: str, path: str) -> None:
+        self._paths[model, name] = path
+
+    def remove(self, model: str, name: str) -> None:
+        self._paths.pop((model, name), None)
+
+    def find(self, name: str) -> tuple[str, str] | None:
+        """The model and the name of a loaded adapter, given by its own name or behind its model's."""
+        return next((each for each in self._paths if name in (each[1], ":".join(each))), None)
+
+    def over(self, config: Config) -> Config:
+        """A configuration with those of them that it has a model and a name for."""
+        for (model, name), path in self._paths.items():
+            with suppress(NotAllowed):
+                config = with_adapter(config, model, name, path)
+        return config
+
+    def settle(self, config: Config) -> None:
+        """Let go of those that a configuration, which is in force now, is without."""
+        for (model, name), path in list(self._paths.items()):
+            known = config.models.get(model)
+            if known is None or known.adapters.get(name) != path:
+                log.warning("the adapter %s of %s is unloaded: the configuration leaves no room for it", name, model)
+                del self._paths[model, name]
+
+
+def with_adapter(config: Config, model: str, name: str, path: str) -> Config:
+    """A configuration with one more adapter. Raises `NotAllowed`."""
+    if model not in config.models:
+        raise NotAllowed(f"there is no model {model!r}")
+    if reason := bad_adapter_name(name):
+        raise NotAllowed(f"its name {reason}")
+    adapters = config.models[model].adapters
+    if name in adapters:
+        raise NotAllowed(f"{model!r} has an adapter {name!r} already: unload that first")
+    if len(adapters) >= ADAPTERS_MAX:
+        raise NotAllowed(f"{model!r} has {ADAPTERS_MAX} adapters, the most that it may have")
+    changed = structs.replace(config.models[model], adapters={**adapters, name: path})
+    models = {**config.models, model: changed}
+    if (taken := taken_name(models)) is not None:
+        raise NotAllowed(f"{taken[2]} has that name already")
+    return structs.replace(config, models=models)
+
+
+def allowed_path(path: str, home: Path, folders: Sequence[str]) -> str:
+    """The folder that a request names, absolute or below `home`, once all links are followed. Raises `NotAllowed`.
+
+    It must lie below `home` or one of `folders`.
+    """
+    try:
+        real = (home / path).resolve(strict=True)
+        roots = [Path(folder).resolve() for folder in (home, *folders)]
+    except (OSError, ValueError, RuntimeError):
+        raise NotAllowed(f"there is no folder {path!r}, or it may not be looked at") from None
+    if not real.is_dir():
+        raise NotAllowed(f"{path!r} is no folder")
+    if not any(real.is_relative_to(root) for root in roots):
+        raise NotAllowed(f"{path!r} lies neither below {home} nor below a folder of [server] adapter_folders")
+    return str(real)
