@@ -9,8 +9,8 @@ from typing import Final
 # Architectures whose heads are run, in the forms that their checkpoints have as published.
 RUN: Final = frozenset(
     {
-        "bailing_moe", "deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "mimo",
-        "mimo_v2_flash", "qwen3_5", "qwen3_5_moe", "qwen3_next", "step3p5",
+        "bailing_moe", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite",
+        "glm_moe_dsa", "longcat_flash", "mimo", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe", "qwen3_next", "step3p5",
     }
 )  # fmt: skip
 # Parts of the names of their tensors; a layer behind the model's last has a projection of two states.

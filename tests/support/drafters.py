@@ -15,6 +15,7 @@ from mlx_vlm.utils import get_model_and_args
 
 from tests.support.heads import damp
 from tests.support.models import VOCAB, build, write
+from worker.vision.graft import text_core
 
 # The token that a block has in the places that it guesses; no prompt of a test has it.
 MASK = 5
@@ -63,12 +64,12 @@ _GEMMA4: dict[str, Any] = {
 }  # fmt: skip
 
 
-def damped(folder: Path, factor: float = 0.12) -> Path:
-    """A target of plain KV for blocks, in which a mask says nothing."""
-    build("qwen3", folder)
+def damped(folder: Path, factor: float = 0.12, architecture: str = "qwen3") -> Path:
+    """A target for blocks, in which a mask says nothing."""
+    build(architecture, folder)
     model, _ = load_model(folder)
     damp(model, factor)
-    weights: Any = model.model.embed_tokens.weight
+    weights: Any = text_core(model).embed_tokens.weight
     weights[MASK] = 0
     save_model(folder, model)
     return folder
@@ -103,17 +104,17 @@ def store(model: Any, folder: Path) -> Path:
 
 def copying_block(folder: Path, target: Path, form: str) -> Path:
     """A drafter of a block that says at each place what follows the newest token, DSpark the token before it."""
-    model, (own, _) = drafter(folder, FORMS[form]), load_model(target)
+    model, own = drafter(folder, FORMS[form]), text_core(load_model(target)[0])
     eye = mx.eye(SIZE)
     model.fc.weight = mx.zeros_like(model.fc.weight)
-    model.norm.weight = own.model.norm.weight
+    model.norm.weight = own.norm.weight
     for at, layer in enumerate(model.layers):
         layer.mlp.down_proj.weight = mx.zeros_like(layer.mlp.down_proj.weight)
         layer.self_attn.v_proj.weight = eye
         layer.self_attn.o_proj.weight = eye * (at == 0)
     if form == "dspark":
-        table = own.model.embed_tokens.weight
-        model.markov_head.markov_w1.weight = mx.fast.rms_norm(table, own.model.norm.weight, 1e-6)
+        table = own.embed_tokens.weight
+        model.markov_head.markov_w1.weight = mx.fast.rms_norm(table, own.norm.weight, 1e-6)
         model.markov_head.markov_w2.weight = table * 4
     return store(model, folder)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models import deepseek_v3, glm4_moe, glm4_moe_lite
+from mlx_lm.models import deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa
 from mlx_lm.utils import load_model, save_config, save_model
 
 from tests.support.models import VOCAB, build, tiny_tokenizer
@@ -23,11 +23,16 @@ _NEXTN: dict[str, Any] = {
 _MLA: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
 }  # fmt: skip
+_INDEX: dict[str, Any] = {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 16}
 NEXTN: dict[str, tuple[Any, dict[str, Any]]] = {
     "glm4_moe": (glm4_moe, {**_NEXTN, "model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True,
                             "attention_bias": False, "partial_rotary_factor": 0.5}),
     "glm4_moe_lite": (glm4_moe_lite, {**_NEXTN, **_MLA, "model_type": "glm4_moe_lite"}),
     "deepseek_v3": (deepseek_v3, {**_NEXTN, **_MLA, "model_type": "deepseek_v3"}),
+    "deepseek_v32": (deepseek_v32, {**_NEXTN, **_MLA, "model_type": "deepseek_v32", **_INDEX}),
+    "glm_moe_dsa": (glm_moe_dsa, {**_NEXTN, **_MLA, **_INDEX, "model_type": "glm_moe_dsa", "moe_layer_freq": 1,
+                                  "scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_bias": False,
+                                  "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}),
 }  # fmt: skip
 
 

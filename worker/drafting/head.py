@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 
 from worker.drafting.head_forms import Form
 
@@ -37,6 +37,8 @@ class Head(nn.Module):
         self.size = size
         # Tokens that the layer sees; None for all.
         self.window: int | None = None
+        # Of the layer: one of KV, or one with an index of it.
+        self.caches = 1
         self._form = form
         self.tokens = 0
         # Not parameters of the head: the target's, or its own ones of the same form.
@@ -49,7 +51,7 @@ class Head(nn.Module):
         self.tokens = int(embed.weight.shape[0])
 
     def make_caches(self) -> list[Any]:
-        return [KVCache()]
+        return [KVCache() if self.caches == 1 else CacheList(*(KVCache() for _ in range(self.caches)))]
 
     def hidden(self, states: mx.array) -> mx.array:
         """Hidden states as the head takes them: where they are tapped, the target's last norm is still to come."""
@@ -60,9 +62,10 @@ class Head(nn.Module):
         """Hidden states `[rows, width, size]` of ids `[rows, width]` and the hidden states before them."""
         assert self._tables is not None
         cache = caches[0]
+        seen = cache[0] if self.caches > 1 else cache
         pair = [self.enorm(self._tables[0](tokens)), self.hnorm(hidden)]
         x = self.fc(mx.concatenate(pair[::-1] if self._form.is_hidden_first else pair, axis=-1))
-        mask = create_attention_mask(x, cache, window_size=self.window, return_array=x.shape[1] > 1)
+        mask = create_attention_mask(x, seen, window_size=self.window, return_array=x.shape[1] > 1)
         state = self.layer(x, mask, cache=cache)
         return state if self._form.is_fed_raw else self.norm(state)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from worker.cache.kv import leaves
 from worker.drafting.state_drafts import StateDrafts, States
 from worker.drafting.taps import Taps
 from worker.speculation.drafter import Tokens
@@ -82,7 +83,7 @@ class HeadDrafts(StateDrafts):
         """Bytes of KV that a token of a row takes."""
         caches = self._head.make_caches()
         self._head(mx.array([[0]]), mx.zeros((1, 1, self._head.size), dtype), caches)
-        arrays: list[Any] = [array for cache in caches for array in cache.state[:2]]
+        arrays: list[Any] = [array for leaf in leaves(caches) for array in leaf.state[:2]]
         return sum(array[..., :1, :].nbytes for array in arrays)
 
 

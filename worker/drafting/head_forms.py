@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import mlx.core as mx
+import mlx.nn as nn
+
 Sizes = Mapping[str, Any]
 """The configuration of a text model."""
 
@@ -21,7 +24,8 @@ class Form:
     """A head's tensors begin with one of `prefixes`, in which `{layers}` is the number of the target's layers.
 
     `parts` are the head's own by their names, `tables` those that some checkpoints have once more for it, and the
-    layer's begin with `layer`; `renames` are names of the layer that differ from the target's.
+    layer's begin with `layer`; `renames` are beginnings of names that differ from those of the target's layer. Where it
+    is a part of such a layer, `compose` takes it, and `own` are beginnings of names that differ there.
     """
 
     prefixes: Sequence[str]
@@ -29,6 +33,8 @@ class Form:
     tables: Mapping[str, str]
     layer: str = ""
     renames: Sequence[tuple[str, str]] = ()
+    compose: Callable[[Any], Any] | None = None
+    own: Sequence[tuple[str, str]] = ()
     # Of the configuration that makes a model with the head's layer as its first.
     changes: Callable[[Sizes], dict[str, Any]] = _none
     # The hidden state comes before the embedding; it is as it is before the target's last norm.
@@ -36,6 +42,22 @@ class Form:
     is_fed_raw: bool = False
     # Published files store norms less 1.
     is_zero_centered: bool = False
+
+
+class _HalfLayer(nn.Module):
+    """The first attention of a layer of LongCat, which has two, and the dense layer behind it."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = layer.self_attn[0], layer.mlps[0]
+        self.input_layernorm, self.post_attention_layernorm = (
+            norms[0] for norms in (layer.input_layernorm, layer.post_attention_layernorm)
+        )
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), mask=mask, cache=cache)
+        mixed: mx.array = x + self.mlp(self.post_attention_layernorm(x))
+        return mixed
 
 
 _NEXTN_PARTS: Final = {"eh_proj": "fc", "enorm": "enorm", "hnorm": "hnorm"}
@@ -79,6 +101,8 @@ FORMS: Final[Mapping[str, Form]] = {
     "qwen3_5_moe": QWEN,
     "qwen3_next": QWEN,
     "deepseek_v3": _NEXTN,
+    "deepseek_v32": _NEXTN,
+    "glm_moe_dsa": _NEXTN,
     "glm4_moe": _NEXTN,
     "glm4_moe_lite": _NEXTN,
     "exaone_moe": Form(QWEN.prefixes, QWEN.parts, {}, layer="layers.0.", changes=_exaone),
@@ -110,6 +134,21 @@ FORMS: Final[Mapping[str, Form]] = {
         changes=_step,
         is_fed_raw=True,
         is_zero_centered=True,
+    ),
+    "longcat_flash": Form(
+        ("model.mtp.layers.0.", "model.mtp."),
+        {"eh_proj": "fc", "enorm.m": "enorm", "hnorm.m": "hnorm", "norm": "norm"},
+        {"embed_tokens.weight": "embed"},
+        renames=(
+            ("transformer_layer.mlp.", "mlps.0."),
+            *((f"{name}.", f"{name}.0.") for name in ("self_attn", "input_layernorm", "post_attention_layernorm")),
+        ),
+        changes=lambda _sizes: {"num_layers": 1},
+        compose=_HalfLayer,
+        own=(
+            ("mlps.0.", "mlp."),
+            *((f"{name}.0.", f"{name}.") for name in ("self_attn", "input_layernorm", "post_attention_layernorm")),
+        ),
     ),
     "bailing_moe": Form(
         ("model.layers.{layers}.",),

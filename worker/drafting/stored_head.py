@@ -11,6 +11,7 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage]  # as load_model itself does
 
 from protocol.prediction_heads import is_head, unused
@@ -21,6 +22,8 @@ from worker.drafting.head_forms import FORMS, QWEN, Form
 # A head that was taken out of a checkpoint, or trained for it, beside it.
 SIDECAR: Final = "mtp.safetensors"
 _QWEN: Final = "mtp."
+# Of an error that may list hundreds of names.
+_REASON_CHARS: Final = 200
 
 
 class NoHead(Exception):
@@ -48,7 +51,8 @@ def load_head(path: Path, config: Mapping[str, Any], model: Any, beside: Path | 
     try:
         return _build(kind, dict(config), sizes, stored, model)
     except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
-        raise NoHead(f"its head does not fit: {type(error).__name__}: {error}") from error
+        reason = " ".join(str(error).split())[:_REASON_CHARS]
+        raise NoHead(f"its head does not fit: {type(error).__name__}: {reason}") from error
 
 
 def _read(path: Path, kind: str, sizes: Mapping[str, Any]) -> Stored | None:
@@ -77,7 +81,8 @@ def _take(
     weights: dict[str, mx.array] = {}
     frameworks: set[str] = set()
     for file, (shapes, framework) in headers.items():
-        names = {name: prefix for name in shapes for prefix in prefixes if name.startswith(prefix)}
+        # The first prefix counts: one may be the beginning of another.
+        names = {name: prefix for name in shapes for prefix in reversed(prefixes) if name.startswith(prefix)}
         if names:
             held: Any = mx.load(str(file))
             weights |= {name.removeprefix(prefix): held[name] for name, prefix in names.items()}
@@ -131,14 +136,16 @@ def _build(kind: str, config: dict[str, Any], sizes: dict[str, Any], stored: Sto
             held[form.tables[name]] = weight
         elif part in form.parts:
             own[f"{form.parts[part]}.{leaf}"] = weight
+        elif name.startswith("layers.") and not form.layer:
+            continue  # another than the first
         elif name.startswith(form.layer) and "rotary_emb" not in name:
             layer[_renamed(name.removeprefix(form.layer), form.renames)] = weight
         elif form is QWEN and name.startswith("layers."):
             raise ValueError("it has more than one layer")
-    one = _one_layer(kind, config, sizes, layer, form)
+    one, caches = _one_layer(kind, config, sizes, layer, form)
     eps = float(sizes.get("rms_norm_eps") or sizes.get("layernorm_epsilon") or 1e-6)
     head = Head(one, int(sizes["hidden_size"]), eps, form, has_norm="norm.weight" in own, has_bias="fc.bias" in own)
-    head.window = _window(one, sizes)
+    head.window, head.caches = _window(one, sizes), caches
     head.load_weights([*own.items(), *((f"layer.{name}", array) for name, array in _flat(one))])
     if unread := [name for name, array in _flat(head) if not mx.issubdtype(array.dtype, mx.floating)]:
         raise ValueError(f"its weights are in a form that is not read, such as {unread[0]}")
@@ -161,8 +168,8 @@ def _window(layer: Any, sizes: Mapping[str, Any]) -> int | None:
 
 def _one_layer(
     kind: str, config: dict[str, Any], sizes: dict[str, Any], weights: dict[str, mx.array], form: Form
-) -> Any:
-    """A layer with attention of the target's class, with these weights.
+) -> tuple[Any, int]:
+    """A layer with attention of the target's class, with these weights, and how many caches it has.
 
     A model of one layer is made of its class, whose own `sanitize` knows how weights are stored.
     """
@@ -184,9 +191,11 @@ def _one_layer(
     renamed = {prefix + name: weight for name, weight in weights.items()}
     sanitize = getattr(target, "sanitize", None)
     sanitized = sanitize(renamed) if sanitize is not None else renamed
-    found = {name: weight for name, weight in sanitized.items() if name.startswith(prefix)}
-    core.layers[0].load_weights([(name.removeprefix(prefix), weight) for name, weight in found.items()])
-    return core.layers[0]
+    found = {name.removeprefix(prefix): weight for name, weight in sanitized.items() if name.startswith(prefix)}
+    layer = core.layers[0] if form.compose is None else form.compose(core.layers[0])
+    layer.load_weights([(_renamed(name, form.own), weight) for name, weight in found.items()])
+    cache = make_prompt_cache(target)[0]
+    return layer, len(cache.caches) if isinstance(cache, CacheList) and form.compose is None else 1
 
 
 def tables(model: Any, held: Mapping[str, mx.array] = MappingProxyType({})) -> tuple[Any, Any]:

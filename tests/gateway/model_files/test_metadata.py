@@ -149,9 +149,9 @@ def test_towers_are_told_by_config_and_names_of_weights(tmp_path: Path) -> None:
         ("mimo", "model.mtp_layers.0.input_proj.weight", "run"),
         ("glm4_moe", "model.layers.4.eh_proj.weight", "run"),
         (
-            "longcat_flash",
+            "kimi_k3",
             "model.mtp.norm.weight",
-            "its head is there and not used: those of longcat_flash are not run",
+            "its head is there and not used: those of kimi_k3 are not run",
         ),
         ("mimo", "model.layers.3.mlp.up_proj.weight", ""),
     ],

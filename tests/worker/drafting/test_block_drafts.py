@@ -110,11 +110,12 @@ def eager(loaded: Loaded) -> EagerDrafts:
     return EagerDrafts(loaded.proposer, 3)
 
 
-@pytest.mark.parametrize(("form", "share"), [("dflash", 0.2), ("dspark", 0.5)])
+@pytest.mark.parametrize(("architecture", "form", "share"), [("qwen3", "dflash", 0.2), ("qwen3_5", "dspark", 0.3)])
 def test_rows_with_drafts_of_blocks_equal_each_alone_without(
-    form: str, share: float, target: Path, tmp_path: Path
+    architecture: str, form: str, share: float, tmp_path: Path
 ) -> None:
     """Greedy and seeded, with filters and penalties, joining and leaving; drafts of a drafter that knows the target."""
+    target = damped(tmp_path / "target", 0.12 if architecture == "qwen3" else 0.3, architecture)
     batch, draft = requests(10), copying_block(tmp_path / "drafter", target, form)
     with EngineHarness(spec(target, prefill_chunk=64, speculate="off")) as engine:
         alone = [tokens(engine.run([request])[0]) for request in batch]

@@ -73,6 +73,8 @@ FAMILIES = {
     "step3p5": Family("model.layers.4.", "eh_proj", "enorm", "hnorm", "shared_head.norm", "transformer.", 1,
                       {"moe_layers_enum": "2,3", "sliding_window": 8},
                       is_raw=True, lm_head="shared_head.output.weight", second="model.layers.5.eh_proj.weight"),
+    "longcat_flash": Family("model.mtp.layers.0.", "eh_proj", "enorm.m", "hnorm.m", "", "", 0, {},
+                            second="model.mtp.layers.1.eh_proj.weight"),
     "bailing_moe": Family("model.layers.4.", "eh_proj", "enorm", "hnorm", "final_layernorm", "", 3, {}, _experts),
 }  # fmt: skip
 
@@ -83,25 +85,51 @@ def write_target(kind: str, folder: Path) -> Any:
     return load_model(folder)[0]
 
 
+def _layer(kind: str, model: Any) -> list[tuple[str, mx.array]]:
+    """Weights of the target's layer that the head's is like, by their names there."""
+    layer = model.layers[FAMILIES[kind].like]
+    if kind != "longcat_flash":
+        flat: Any = tree_flatten(layer.parameters())
+        return flat
+    flat = tree_flatten(layer.self_attn[0].parameters())
+    attention = {f"self_attn.{name}": weight for name, weight in flat}
+    keys, values = attention.pop("self_attn.embed_q.weight"), attention.pop("self_attn.unembed_out.weight")
+    attention["self_attn.kv_b_proj.weight"] = mx.concatenate([keys.swapaxes(-1, -2), values], axis=1).reshape(-1, 16)
+    flat = tree_flatten(layer.mlps[0].parameters())
+    dense = {f"transformer_layer.mlp.{name}": weight for name, weight in flat}
+    norms = {f"{name}.weight": layer[name][0].weight for name in ("input_layernorm", "post_attention_layernorm")}
+    return list((attention | dense | norms).items())
+
+
+def _run(kind: str, model: Any, x: mx.array, mask: mx.array) -> mx.array:
+    layer = model.layers[FAMILIES[kind].like]
+    if kind != "longcat_flash":
+        return layer(x, mask, cache=KVCache())
+    x = x + layer.self_attn[0](layer.input_layernorm[0](x), mask, KVCache())
+    return x + layer.mlps[0](layer.post_attention_layernorm[0](x))
+
+
 def write_head(kind: str, folder: Path, model: Any, *, scale: float) -> dict[str, mx.array]:
     """A random head as published, whose layer is one of the target's, times `scale` where it adds; its own parts."""
     family, parts = FAMILIES[kind], dict[str, mx.array]()
     mx.random.seed(4)
     parts["fc"] = mx.random.normal((SIZE, 2 * SIZE)) * 0.1
-    for name in ("enorm", "hnorm", *(["norm"] if family.norm else [])):
+    for name in ("enorm", "hnorm", *(["norm"] if family.norm or kind == "longcat_flash" else [])):
         parts[name] = 1 + mx.random.normal((SIZE,)) * 0.1
     if scale == 0:  # which hands the embedding through
         eye = [mx.eye(SIZE), mx.zeros((SIZE, SIZE))]
         parts["fc"] = mx.concatenate(eye[::-1] if family.is_hidden_first else eye, axis=1)
-        parts |= {"enorm": mx.ones((SIZE,)), "norm": model.model.norm.weight}
+        parts |= {"enorm": mx.ones((SIZE,))} | ({"norm": model.model.norm.weight} if "norm" in parts else {})
     less = 1.0 if family.is_raw else 0.0
     stored = {family.prefix + getattr(family, name): weight - less * (weight.ndim == 1)
               for name, weight in parts.items() if getattr(family, name)}  # fmt: skip
     stored = {f"{name}.weight": weight for name, weight in stored.items()}
+    if kind == "longcat_flash":  # beside its layers
+        stored["model.mtp.norm.weight"] = parts["norm"]
+        stored["model.mtp.embed_tokens.weight"] = model.model.embed_tokens.weight
     if family.lm_head:
         stored[family.prefix + family.lm_head] = model.lm_head.weight
-    flat: Any = tree_flatten(model.layers[family.like].parameters())
-    for name, weight in flat:
+    for name, weight in _layer(kind, model):
         adds = ("o_proj.weight", "down_proj.weight", "dense.weight")
         weight = weight * scale if name.endswith(adds) else weight
         begin, _, part = name.partition("switch_mlp.")
@@ -120,7 +148,7 @@ def write_head(kind: str, folder: Path, model: Any, *, scale: float) -> dict[str
 def test_the_families_are_those_that_are_told_to_be_run() -> None:
     assert set(FORMS) == RUN
     assert all(unused(kind) == "" for kind in RUN)
-    assert unused("longcat_flash") == "its head is there and not used: those of longcat_flash are not run"
+    assert unused("kimi_k3") == "its head is there and not used: those of kimi_k3 are not run"
     for name in ("mtp.fc.weight", "model.mtp_layers.0.input_proj.weight", "model.layers.61.eh_proj.weight"):
         assert is_head(name)
     for name in ("model.layers.0.self_attn.q_proj.weight", "lm_head.weight", "model.smtp.weight"):
@@ -143,8 +171,8 @@ def test_a_published_head_is_fed_and_run_as_its_family_is(kind: str, tmp_path: P
     at = mx.arange(12)
     is_sliding = kind in ("mimo_v2_flash", "exaone_moe", "step3p5")
     mask = (at[None] <= at[:, None]) & (at[None] > at[:, None] - (8 if is_sliding else 99))
-    state = model.layers[family.like](x, mask, cache=KVCache())
-    normed = mx.fast.rms_norm(state, parts["norm"], eps) if family.norm else state
+    state = _run(kind, model, x, mask)
+    normed = mx.fast.rms_norm(state, parts["norm"], eps) if "norm" in parts else state
     ours = head(ids, head.hidden(states), head.make_caches())
     assert mx.allclose(ours, state if family.is_raw else normed, atol=1e-4)
     assert mx.allclose(head.logits(ours), model.lm_head(normed), atol=1e-3)
@@ -180,12 +208,12 @@ def test_rows_with_drafts_of_such_a_head_equal_each_alone_without(kind: str, tmp
 
 def test_a_head_that_is_not_run_is_named_where_the_model_is_served(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    write(import_module("mlx_lm.models.longcat_flash"), CONFIGURATIONS["longcat_flash"], folder)
-    mx.save_safetensors(str(folder / "model-head.safetensors"), {"model.mtp.norm.weight": mx.zeros((SIZE,))})
+    write(import_module("mlx_lm.models.bailing_hybrid"), CONFIGURATIONS["bailing_hybrid"], folder)
+    mx.save_safetensors(str(folder / "model-head.safetensors"), {"model.layers.4.eh_proj.weight": mx.zeros((SIZE,))})
     with EngineHarness(spec(folder)) as engine:
         assert engine.engine.speculation == (
             "auto, without the checkpoint's head for multi-token prediction: "
-            "its head is there and not used: those of longcat_flash are not run"
+            "its head is there and not used: those of bailing_hybrid are not run"
         )
         assert engine.run([Generate(1, TokensPrompt((20, 21)), Sampling(), 3)])[0].terminals == 1
 

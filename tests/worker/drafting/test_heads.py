@@ -10,6 +10,7 @@ from msgspec import structs
 from protocol.messages import Abort, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.heads import NEXTN, build_with_head, build_with_layer
+from tests.support.scale import scaled
 from tests.worker.engine.test_exact import requests, tokens
 from worker.drafting.head_drafts import HeadDrafts
 from worker.model.loader import Loaded
@@ -44,7 +45,7 @@ def drafts_of(engine: EngineHarness) -> EagerDrafts:
     return engine.drafter
 
 
-@pytest.mark.parametrize("architecture", [*DAMPING, "glm4_moe"])
+@pytest.mark.parametrize("architecture", [*DAMPING, "glm4_moe", *scaled(["deepseek_v32", "glm_moe_dsa"], [])])
 def test_rows_with_drafts_of_a_head_equal_each_alone_without(
     architecture: str, head_folder: Callable[[str], Path]
 ) -> None:

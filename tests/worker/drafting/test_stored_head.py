@@ -29,7 +29,7 @@ def test_a_layer_behind_the_last_becomes_a_head(architecture: str, tmp_path: Pat
     model.load_weights(list(weights.items()))
     head = load_head(folder, config_of(folder), model)
     ids, hidden = mx.array([[20, 21, 22]]), mx.random.normal((1, 3, 64))
-    state = head(ids, hidden, [KVCache()])
+    state = head(ids, hidden, head.make_caches())
     embedded = model.model.embed_tokens(ids)
     copied = model.model.norm(mx.fast.rms_norm(embedded, None, 1e-6))
     assert mx.allclose(state, copied, atol=1e-4)
