@@ -72,6 +72,10 @@ class ModelStatus(Struct, frozen=True):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     draft_gain: float = 0.0
+    # Prompts of sparse prefills, their tokens and the kept ones.
+    sparse_prompts: int = 0
+    sparse_prompt_tokens: int = 0
+    sparse_kept_tokens: int = 0
     # Of one that is loaded: `text`, `embed` or `rerank`; and the length of embeddings.
     kind: str = ""
     dimensions: int = 0

@@ -348,6 +348,8 @@ class Pool:
             deterministic=model.deterministic,
             speculate=model.speculate,
             draft=model.draft,
+            sparse_keep=model.sparse_prefill.keep,
+            sparse_from=model.sparse_prefill.from_tokens if model.sparse_prefill.keep else 0,
             kind="" if model.kind == "auto" else model.kind,
             matryoshka=model.matryoshka,
             kv_bits=model.kv_bits or 0,

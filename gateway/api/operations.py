@@ -42,7 +42,7 @@ _IGNORED: Final = {"x-mlxd-ignored": "Unknown fields of the request, ignored."}
 _SEED: Final = {
     "x-mlxd-seed": "The seed that reproduces this answer.",
     "x-mlxd-relaxed": "Keywords of a schema that were not enforced on the answer; a video that was shown as images; "
-    "`kv-bits-8` or `kv-bits-4` of a model with quantized KV.",
+    "`kv-bits-8` or `kv-bits-4` of a model with quantized KV; `sparse-prefill-K-of-N`, of a prompt's tokens.",
     "x-mlxd-truncated": "Turns and tokens that were left out of a prompt which did not fit, as `2;16000`.",
 } | _IGNORED
 _RESPONSE_ID: Final = Parameter("id", "path", {"type": "string", "minLength": 1}, "The id of a response.")

@@ -42,6 +42,8 @@ def _problems_of(request: Generate) -> Iterator[str]:
         yield f"it has {len(request.stop)} stop strings, or one that is empty or too long"
     if (request.thinking_budget or 0) < 0 or (request.most_drafted or 0) < 0:
         yield "a budget is negative"
+    if request.sparse_keep is not None and not 0 <= request.sparse_keep <= 1:
+        yield f"its sparse prefill keeps {request.sparse_keep} of the prompt"
     if len(request.prediction) > TEXT_CHARS_MAX:
         yield "its prediction is too long"
     if request.constraint is not None and len(request.constraint.text) > TEXT_CHARS_MAX:

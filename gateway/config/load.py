@@ -31,6 +31,7 @@ from gateway.config.settings import (
     ProfileConfig,
     SamplingDefaults,
     ServerConfig,
+    SparsePrefillConfig,
     ThinkingDefaults,
     TlsConfig,
     UiConfig,
@@ -49,6 +50,7 @@ _TABLES: Final[dict[str, type[Struct]]] = {
     "thinking": ThinkingDefaults,
     "cache": CacheConfig,
     "fallback": FallbackConfig,
+    "sparse_prefill": SparsePrefillConfig,
 }
 
 
@@ -185,9 +187,12 @@ def _models(source: Source, raw: Any) -> dict[str, ModelConfig]:
         if reason := bad_name(name):
             raise source.error(f"model name {name!r} {reason}", where)
         models[name] = model = _model(source, name, body, where)
-        if model.draft and (model.speculate == "off" or model.deterministic):
+        is_sparse = model.sparse_prefill.keep > 0
+        if model.draft and ((model.speculate == "off" and not is_sparse) or model.deterministic):
             other = "deterministic" if model.deterministic else "speculate = 'off'"
             raise source.error(f"draft: with {other} nothing is drafted", (*where, "draft"))
+        if is_sparse and not model.draft:
+            raise source.error("sparse_prefill: 'draft' names no model to choose tokens", (*where, "sparse_prefill"))
         if model.deterministic and model.batching not in ("auto", "single"):
             raise source.error("deterministic runs one request at a time: batching is 'single'", (*where, "batching"))
         if model.kv_bits and model.kind not in ("auto", "text"):

@@ -166,6 +166,14 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     disk_min_tokens: Annotated[int, Meta(ge=0)] = 512
 
 
+class SparsePrefillConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`sparse_prefill` of a model: requests that ask for it run this part of a prompt of so many tokens or more, which
+    its draft model chooses; 0 is off."""
+
+    keep: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    from_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 8192
+
+
 class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`fallback` of a model: upstreams, in order, to which its requests go when they cannot be served here."""
 
@@ -195,6 +203,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     speculate: Literal["auto", "off"] = "auto"
     # A smaller model of the same tokens, or a drafter made for this one, as a folder or repository; empty is none.
     draft: str = ""
+    sparse_prefill: SparsePrefillConfig = SparsePrefillConfig()
     # What it is for: text that it generates, embeddings, or scores of pairs; `auto` is as its files say.
     kind: Literal["auto", "text", "embed", "rerank"] = "auto"
     # Its embeddings may be cut to fewer dimensions, also where its files do not declare that it was trained for it.

@@ -37,6 +37,10 @@ class ModelSample(Struct, frozen=True):
     drafted_tokens: int
     accepted_tokens: int
     draft_gain: float
+    # Prompts of sparse prefills, their tokens and the kept ones.
+    sparse_prompts: int
+    sparse_prompt_tokens: int
+    sparse_kept_tokens: int
     # Speeds that its workers have measured on this machine.
     measured: Speeds | None = None
 
@@ -115,6 +119,9 @@ def _model(before: ModelStatus | None, after: ModelStatus, span_s: float) -> Mod
         drafted_tokens=after.drafted_tokens,
         accepted_tokens=after.accepted_tokens,
         draft_gain=after.draft_gain,
+        sparse_prompts=after.sparse_prompts,
+        sparse_prompt_tokens=after.sparse_prompt_tokens,
+        sparse_kept_tokens=after.sparse_kept_tokens,
         measured=after.measured,
     )
 

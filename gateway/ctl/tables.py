@@ -66,6 +66,15 @@ def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None
                 highlight=False,
                 markup=False,
             )
+        if model.sparse_prompts:
+            console.print(sparse(model), highlight=False, markup=False)
+
+
+def sparse(model: ModelStatus | ModelSample) -> str:
+    """Sparse prefills of a model, in one line."""
+    part = 100 * model.sparse_kept_tokens // max(1, model.sparse_prompt_tokens)
+    prompts = f"{model.sparse_prompts} prompt{'' if model.sparse_prompts == 1 else 's'}"
+    return f"{model.name}: {prompts} prefilled sparsely, {part} % of {model.sparse_prompt_tokens} tokens kept"
 
 
 def measured(name: str, speeds: Speeds) -> str:

@@ -127,6 +127,7 @@ class Claims:
     def _check_usage(self, expected: _Expected, usage: Usage) -> None:
         _must(all(0 <= value <= NUMBER_MAX for value in astuple(usage)), "a number of its usage is out of range")
         media = usage.image_tokens + usage.video_tokens + usage.audio_tokens
+        _must(usage.kept <= usage.prompt, "its usage has more kept tokens than the prompt has")
         _must(max(usage.prompt, media) <= self._context, "its usage is of a prompt longer than the context")
         # What the sequence had is processed as its prompt is.
         _must(usage.cached <= usage.prompt + expected.had, "its usage has more cached tokens than the prompt has")

@@ -16,7 +16,7 @@ def ignored_header(names: Sequence[str]) -> list[Header]:
 
 def relaxed_header(names: Sequence[str]) -> list[Header]:
     """`x-mlxd-relaxed`: keywords of a schema that do not hold the answer, a video shown as images, and what of the
-    model is approximate, such as `kv-bits-8`."""
+    model is approximate, such as `kv-bits-8` or a sparse prefill."""
     return _names_header(b"x-mlxd-relaxed", names)
 
 

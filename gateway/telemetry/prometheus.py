@@ -146,6 +146,12 @@ _GAUGES: Final[tuple[tuple[str, str, "Callable[[ModelMetrics], float]"], ...]] =
         lambda m: m.stats.step_age_ms / 1000 if m.stats else 0,
     ),
 )
+_SPARSE: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] = (
+    ("sparse_prefill_prompts", "Prompts of which a sparse prefill ran a part.", lambda s: s.sparse_prompts),
+    ("sparse_prefill_prompt_tokens", "Tokens of these prompts.", lambda s: s.sparse_prompt_tokens),
+    ("sparse_prefill_kept_tokens", "Tokens of these prompts that were kept.", lambda s: s.sparse_kept_tokens),
+    ("sparse_prefill_read_seconds", "Seconds in which draft models read these prompts.", lambda s: s.sparse_read_s),
+)
 _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] = (
     ("kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1.", lambda s: s.kv_bytes / max(s.kv_limit, 1)),
     ("kv_cache_bits", "Bits of a number of the KV; 0 is as the model computes it.", lambda s: s.kv_bits),
@@ -370,7 +376,7 @@ def _of_models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
 
 
 def _of_workers(workers: Mapping[str, Stats]) -> Iterator[Metric]:
-    for name, text, read in _WORKER_COUNTERS:
+    for name, text, read in (*_WORKER_COUNTERS, *_SPARSE):
         yield _counter(name, text, ["model"], [([model], read(stats)) for model, stats in workers.items()])
     for name, text, read_gauge in _WORKER_GAUGES:
         yield _gauge(name, text, ["model"], [([model], read_gauge(stats)) for model, stats in workers.items()])

@@ -20,7 +20,7 @@ from gateway.api.common.canonical import (
 )
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, known, words
-from gateway.api.common.drafts import Speculate, most_drafted
+from gateway.api.common.drafts import SparsePrefill, Speculate, most_drafted, sparse_keep
 from gateway.api.common.thinking import of_config
 from gateway.api.openai.lowering import derive_seed, first
 from gateway.config.settings import ModelConfig, ThinkingDefaults
@@ -140,6 +140,8 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     # Ours: whether next tokens are drafted, and at most how many at a time.
     speculate: Speculate | None = None
+    # Ours: whether of a long prompt only what matters most is run, and how much of it.
+    sparse_prefill: SparsePrefill | None = None
 
 
 _messages = Schema(MessagesRequest, NO_ACTION, "messages", Message)
@@ -206,6 +208,7 @@ def lower_messages(
         thinking_budget=thinking.budget,
         constraint=_constraint(request),
         most_drafted=most_drafted(request.speculate),
+        sparse_keep=sparse_keep(request.sparse_prefill),
     )
 
 

@@ -33,18 +33,20 @@ class OutputDetails(Struct, frozen=True):
 
 
 class UsageBody(Struct, frozen=True):
-    """`input_tokens` are those that were not read from the cache."""
+    """`input_tokens` are those that were not read from the cache; `kept_input_tokens`, ours, those of all that a sparse
+    prefill kept."""
 
     input_tokens: int
     output_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
     output_tokens_details: OutputDetails = OutputDetails()
+    kept_input_tokens: int | UnsetType = UNSET
 
     @classmethod
     def of(cls, usage: Usage) -> "UsageBody":
         details = OutputDetails(usage.reasoning)
-        return cls(usage.prompt - usage.cached, usage.completion, 0, usage.cached, details)
+        return cls(usage.prompt - usage.cached, usage.completion, 0, usage.cached, details, usage.kept or UNSET)
 
 
 class Text(Struct, frozen=True, tag="text"):

@@ -1,4 +1,4 @@
-"""Drafts of next tokens, as a request may want them: the same field in each dialect."""
+"""Work of a draft model, as a request may want it: the same two fields in each dialect."""
 
 from typing import Annotated
 
@@ -13,6 +13,23 @@ class DraftSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 # False for none; true, or nothing, as the model's settings say.
 Speculate = bool | DraftSpec
+
+
+class SparseSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of the prompt's tokens to keep."""
+
+    keep: Annotated[float, Meta(gt=0, le=1)]
+
+
+# True for the part that the model's settings name; false, or nothing, runs the whole prompt.
+SparsePrefill = bool | SparseSpec
+
+
+def sparse_keep(wish: SparsePrefill | None) -> float | None:
+    """The part of the prompt to keep, 0 for as the model's settings say, None for all of it."""
+    if isinstance(wish, SparseSpec):
+        return wish.keep
+    return 0.0 if wish else None
 
 
 def most_drafted(wish: Speculate | None) -> int | None:

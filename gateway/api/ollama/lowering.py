@@ -7,7 +7,7 @@ import msgspec
 
 from gateway.api.common import canonical
 from gateway.api.common.canonical import Call, Content, Thinking, ToolUse
-from gateway.api.common.drafts import most_drafted
+from gateway.api.common.drafts import most_drafted, sparse_keep
 from gateway.api.common.thinking import of_config
 from gateway.api.ollama.conversation import Turn, read_context
 from gateway.api.ollama.options import read_options
@@ -91,6 +91,7 @@ def _generate(
         constraint=_constraint(request.format, after_reasoning=isinstance(prompt, ChatPrompt)),
         most_drafted=most_drafted(request.speculate),
         truncate=-1 if request.truncate else 0,
+        sparse_keep=sparse_keep(request.sparse_prefill),
     )
 
 

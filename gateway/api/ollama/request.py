@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from gateway.api.common.canonical import EFFORTS
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, shape, words
-from gateway.api.common.drafts import Speculate
+from gateway.api.common.drafts import SparsePrefill, Speculate
 from gateway.api.ollama.options import OptionsField, read_options
 from gateway.api.openai.tools import ToolSpec
 from gateway.errors import BadRequest, Unsupported
@@ -67,6 +67,8 @@ class Asked(Struct, frozen=True, kw_only=True):
     shift: bool | None = None
     # Ours: whether next tokens are drafted, and at most how many at a time.
     speculate: Speculate | None = None
+    # Ours: whether of a long prompt only what matters most is run, and how much of it.
+    sparse_prefill: SparsePrefill | None = None
 
     @property
     def is_stream(self) -> bool:

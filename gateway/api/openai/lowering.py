@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from gateway.api.common.canonical import chat_prompt, sendable
 from gateway.api.common.constraints import lower_constraint
-from gateway.api.common.drafts import most_drafted
+from gateway.api.common.drafts import most_drafted, sparse_keep
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.media_parts import media_options
 from gateway.api.openai.messages import turns
@@ -159,6 +159,7 @@ def _generates(
             thinking_budget=thinking_budget,
             constraint=constraint,
             most_drafted=most_drafted(request.speculate),
+            sparse_keep=sparse_keep(request.sparse_prefill),
             prediction=prediction,
             includes_stop=bool(request.include_stop_str_in_output),
             truncate=truncate,

@@ -8,7 +8,7 @@ from gateway.api.common.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX
 from gateway.api.common.constraints import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import NULL, TEXT, UNSERVED, case, shape, words
-from gateway.api.common.drafts import Speculate
+from gateway.api.common.drafts import SparsePrefill, Speculate
 from gateway.api.common.thinking import ReasoningSpec, ThinkingSpec
 from gateway.api.openai.samplers import SamplerFields
 from gateway.api.openai.tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
@@ -207,6 +207,8 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     # Ours: whether next tokens are drafted, and at most how many at a time.
     speculate: Speculate | None = None
+    # Ours: whether of a long prompt only what matters most is run, and how much of it.
+    sparse_prefill: SparsePrefill | None = None
     # What the answer must look like; read by `constraints`. The last five are vLLM's.
     response_format: Annotated[Any, shape(RESPONSE_FORMAT)] = None
     structured_outputs: Annotated[Any, shape(STRUCTURED_OUTPUTS)] = None

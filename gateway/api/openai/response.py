@@ -13,12 +13,13 @@ LOGPROB_MIN: Final = -9999.0
 
 
 class PromptTokens(Struct, frozen=True, omit_defaults=True):
-    """Parts of a prompt's tokens; those of media are told where there are any."""
+    """Parts of a prompt's tokens; those of media are told where there are any, and those that a sparse prefill kept."""
 
     cached_tokens: int
     image_tokens: int = 0
     video_tokens: int = 0
     audio_tokens: int = 0
+    kept_tokens: int = 0
 
 
 class CompletionTokens(Struct, frozen=True, omit_defaults=True):
@@ -170,7 +171,7 @@ def finish_reason(finish: Finish) -> str:
 
 def sum_usage(usages: Iterable[Usage], choices_per_prompt: int) -> UsageBody:
     """The cost of all sequences, in the order of their choices; a prompt with several choices is counted once."""
-    prompt = cached = completion = reasoning = image = video = audio = accepted = rejected = 0
+    prompt = cached = completion = reasoning = image = video = audio = accepted = rejected = kept = 0
     for index, usage in enumerate(usages):
         if index % choices_per_prompt == 0:
             prompt += usage.prompt
@@ -178,11 +179,12 @@ def sum_usage(usages: Iterable[Usage], choices_per_prompt: int) -> UsageBody:
             image += usage.image_tokens
             video += usage.video_tokens
             audio += usage.audio_tokens
+            kept += usage.kept
         completion += usage.completion
         reasoning += usage.reasoning
         accepted += usage.accepted
         rejected += usage.predicted - usage.accepted
-    parts = PromptTokens(cached, image, video, audio)
+    parts = PromptTokens(cached, image, video, audio, kept)
     details = CompletionTokens(reasoning, accepted, rejected)
     return UsageBody(prompt, completion, prompt + completion, parts, details)
 

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from gateway.api.common import canonical
 from gateway.api.common.canonical import Call, Content
 from gateway.api.common.constraints import lower_constraint
-from gateway.api.common.drafts import most_drafted
+from gateway.api.common.drafts import most_drafted, sparse_keep
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.lowering import derive_seed, template_kwargs
 from gateway.api.responses.request import CountRequest, Item, Part, ResponsesRequest, TextFormat
@@ -124,6 +124,7 @@ def lower_responses(
         constraint=_constraint(request),
         most_drafted=most_drafted(request.speculate),
         truncate=-1 if request.truncation == "auto" else 0,
+        sparse_keep=sparse_keep(request.sparse_prefill),
     )
 
 

@@ -6,7 +6,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, UNSERVED, case, shape, typed, words
-from gateway.api.common.drafts import Speculate
+from gateway.api.common.drafts import SparsePrefill, Speculate
 from gateway.api.common.thinking import Budget, ReasoningSpec, ThinkingSpec
 from gateway.api.openai.request import AudioData, Effort, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP, Unit
 from gateway.errors import BadRequest, Unsupported
@@ -189,6 +189,8 @@ class ResponsesRequest(CountRequest, frozen=True, kw_only=True):
     seed: Seed | None = None
     # Ours: whether next tokens are drafted, and at most how many at a time.
     speculate: Speculate | None = None
+    # Ours: whether of a long prompt only what matters most is run, and how much of it.
+    sparse_prefill: SparsePrefill | None = None
 
     def includes(self, what: str) -> bool:
         """Whether the client wants this extra."""

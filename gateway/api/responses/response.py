@@ -74,11 +74,13 @@ class InputDetails(Struct, frozen=True):
     image_tokens: int | UnsetType = UNSET
     video_tokens: int | UnsetType = UNSET
     audio_tokens: int | UnsetType = UNSET
+    # Of a sparse prefill.
+    kept_tokens: int | UnsetType = UNSET
 
     @classmethod
     def of(cls, usage: Usage) -> "InputDetails":
-        media = (usage.image_tokens, usage.video_tokens, usage.audio_tokens)
-        return cls(usage.cached, 0, *(count or UNSET for count in media))
+        told = (usage.image_tokens, usage.video_tokens, usage.audio_tokens, usage.kept)
+        return cls(usage.cached, 0, *(count or UNSET for count in told))
 
 
 class ReasoningTokens(Struct, frozen=True):

@@ -23,6 +23,7 @@ from gateway.config.settings import (
     RemoteNodeConfig,
     SamplingDefaults,
     ServerConfig,
+    SparsePrefillConfig,
     ThinkingDefaults,
     TlsConfig,
     UiConfig,
@@ -122,6 +123,7 @@ def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
         ("### `thinking`", ThinkingDefaults),
         ("### `profiles`", ProfileConfig),
         ("### `cache`", CacheConfig),
+        ("### `sparse_prefill`", SparsePrefillConfig),
         ("### `tls`", TlsConfig),
     ],
 )
@@ -162,6 +164,7 @@ def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
         ThinkingDefaults,
         ProfileConfig,
         CacheConfig,
+        SparsePrefillConfig,
         TlsConfig,
     ):
         assert set(made["$defs"][table.__name__]["properties"]) == {key for key, _ in keys_of(table)}

@@ -143,6 +143,8 @@ def test_unknown_keys_are_refused_with_their_line_and_a_suggestion(tmp_path: Pat
         ("[models.a]\nsampling = 3", "/mlxd.toml:2: sampling: expected object, got int"),
         ("[models.a]\ndtype = 'float8'", "unknown value 'float8'"),
         ("[models.a]\nspeculate = 'off'\ndraft = 'b'", "3: draft: with speculate = 'off' nothing is drafted"),
+        ("[models.a]\nsparse_prefill = { keep = 0.5 }", "2: sparse_prefill: 'draft' names no model to choose tokens"),
+        ("[models.a]\nsparse_prefill = { keep = 2 }", "2: sparse_prefill.keep: "),
         ("[models.a]\nbatching = 'equal'\ndeterministic = true", "2: deterministic runs one request at a time"),
         ("[models.a]\nparser = 'hermse'", "2: unknown parser 'hermse'; did you mean 'hermes'?"),
         ("[models]\na = 1", "/mlxd.toml:2: models.a must be a table"),

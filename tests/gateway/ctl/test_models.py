@@ -114,6 +114,14 @@ def test_what_a_model_gave_up_to_be_exact_stands_below_the_table() -> None:
     assert out.getvalue() == "a: requests run one at a time, because of its caches\n"
 
 
+def test_sparse_prefills_stand_below_the_table() -> None:
+    said = status(sparse_prompts=3, sparse_prompt_tokens=30_000, sparse_kept_tokens=7_600)
+    out = StringIO()
+    tables.lanes(compare(said, said, 0.0).models, Console(file=out, width=200))
+
+    assert out.getvalue() == "a: 3 prompts prefilled sparsely, 25 % of 30000 tokens kept\n"
+
+
 def test_what_drafts_win_stands_below_the_table() -> None:
     works = status(speculation="auto", drafted_tokens=200, accepted_tokens=161, draft_gain=2.314)
     off = status(speculation="off, because rows run in the lane single")

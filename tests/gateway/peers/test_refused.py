@@ -173,6 +173,7 @@ BAD = {
     "a long stop": replace(request(), stop=("x" * 1025,)),
     "a thinking budget": replace(request(), thinking_budget=-1),
     "drafts": replace(request(), most_drafted=-1),
+    "sparse prefill": replace(request(), sparse_keep=1.5),
     "a prediction": replace(request(), prediction="x" * ((4 << 20) + 1)),
     "a constraint": replace(request(), constraint=Constraint(ConstraintKind.REGEX, "x" * ((4 << 20) + 1))),
     "bad words": replace(request(), sampling=Sampling(bad_words=("word",) * 5000)),
