@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from protocol.messages import Usage
+from worker.jobs.queued import Queued
 
 Numbers = npt.NDArray[np.float32]
 
@@ -18,26 +18,16 @@ class Item:
     types: tuple[int, ...] = ()
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """Owned by the loop from the moment it leaves the intake. Times are of the monotonic clock.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job(Queued):
+    """One request: `results` has a row of numbers for each item that is computed. A vector is cut to `dimensions`; 0 is
+    not at all."""
 
-    `results` has a row of numbers for each item that is computed. A vector is cut to `dimensions`; 0 is not at all.
-    """
-
-    rid: int
     items: list[Item]
-    arrived: float
     dimensions: int = 0
-    priority: int = 0
-    tenant: str = ""
-    deadline: float | None = None
-    wants_progress: bool = False
     # Items that no pass has taken, the longest first.
     left: list[int] = field(default_factory=list)
     results: list[Numbers | None] = field(default_factory=list[Numbers | None])
-    arrival: int = 0
-    admitted: float = 0.0
     computed: int = 0
     computed_tokens: int = 0
 
@@ -58,16 +48,6 @@ class Job:
     @property
     def tokens(self) -> int:
         return sum(len(item.ids) for item in self.items)
-
-    def usage(self, now: float) -> Usage:
-        admitted = self.admitted or now
-        return Usage(
-            prompt=self.tokens,
-            cached=0,
-            completion=0,
-            queue_ms=(admitted - self.arrived) * 1e3,
-            prefill_ms=(now - admitted) * 1e3,
-        )
 
     def data(self) -> bytes:
         """All results, as they are sent."""

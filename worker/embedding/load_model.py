@@ -21,7 +21,7 @@ from worker.embedding.job import Item, Numbers
 from worker.embedding.pooling import Head
 from worker.embedding.sentence_files import Steps, read_steps
 from worker.errors import LoadFailed
-from worker.model.loader import cast, check_weights, explain, nbytes, read_config, resolve, vocab_size_of
+from worker.model.loader import cast, check_weights, explain, nbytes, read_config, read_json, resolve, vocab_size_of
 from worker.model.memory import has_gpu
 from worker.vision.checkpoint import Contradiction, fold
 
@@ -62,7 +62,8 @@ def kind_of_spec(spec: WorkerSpec) -> str:
     if spec.kind:
         return spec.kind
     path = resolve(spec.path)
-    return kind_of(read_config(path), {file.name for file in path.iterdir()}, spec.path)
+    file = path / "config.json"
+    return kind_of(read_json(file) if file.exists() else {}, {each.name for each in path.iterdir()}, spec.path)
 
 
 def load_reader(spec: WorkerSpec, kind: str, progress: Callable[[str, int, int], None]) -> Reader:

@@ -14,8 +14,10 @@ from protocol.messages import (
     Detokenize,
     EmbedPrompt,
     Generate,
+    HearPrompt,
     Prompt,
     ScorePrompt,
+    SpeakPrompt,
     TextPrompt,
     Tokenize,
     Tokenized,
@@ -92,7 +94,7 @@ class Preparer:
                     message = f"The text has {len(text)} characters; tokens are counted of at most {most} at once."
                     raise RequestInvalid(Code.INVALID_REQUEST, message, param="prompt")
                 return self._encode([text], 0)[0].ids
-            case ChatPrompt() | EmbedPrompt() | ScorePrompt():
+            case ChatPrompt() | EmbedPrompt() | ScorePrompt() | HearPrompt() | SpeakPrompt():
                 raise self._wrong_kind()
 
     # -- embeddings --------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def running(compute: Callable[[Sequence[Item]], Numbers] = vectors, *first: Comm
 
 def job(rid: int, *lengths: int, **settings: Any) -> Job:
     items = [Item((rid * 10 + at,) * length) for at, length in enumerate(lengths)]
-    return Job(rid, items, time.monotonic(), **settings)
+    return Job(rid=rid, items=items, arrived=time.monotonic(), **settings)
 
 
 def rows(delta: Delta) -> list[list[float]]:

@@ -1,0 +1,3 @@
+"""Loops of models that generate no text: jobs take turns, one piece of work after the other."""
+
+__all__ = ["queued", "turn_loop"]

@@ -1,0 +1,37 @@
+"""One request of a loop of turns: when it came, whose it is, and when it must have ended."""
+
+from dataclasses import dataclass
+
+from protocol.messages import Usage
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Queued:
+    """Owned by the loop from the moment it leaves the intake. Times are of the monotonic clock."""
+
+    rid: int
+    arrived: float
+    priority: int = 0
+    tenant: str = ""
+    deadline: float | None = None
+    wants_progress: bool = False
+    # What is done in another way than the request says, for its client.
+    relaxed: tuple[str, ...] = ()
+    arrival: int = 0
+    admitted: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its input."""
+        raise NotImplementedError
+
+    def usage(self, now: float) -> Usage:
+        """Cost of it so far."""
+        admitted = self.admitted or now
+        return Usage(
+            prompt=self.tokens,
+            cached=0,
+            completion=0,
+            queue_ms=(admitted - self.arrived) * 1e3,
+            prefill_ms=(now - admitted) * 1e3,
+        )

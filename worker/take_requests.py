@@ -1,0 +1,69 @@
+"""Requests on their way from the link to the loop of a model that generates no text."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from protocol.failures import Code, Failure
+from protocol.messages import Abort, AdapterInfo, AdaptersSet, Generate, SetAdapters
+from worker.engine.gauges import Gauges
+from worker.link import Control, Link, Question
+from worker.prompt.questions import Answerer, Questions
+
+Refusing = Callable[[int], AbstractContextManager[None]]
+
+
+class Preparing(Answerer, Protocol):
+    """Makes a job of a request, and answers questions about tokens."""
+
+    def job(self, request: Generate, arrived: float) -> Any:
+        """A job that is safe to run. Raises `RequestInvalid`."""
+        ...
+
+
+def take_requests(
+    epoch: int,
+    weights_bytes: int,
+    preparer: Preparing,
+    inbox: "SimpleQueue[Any]",
+    link: Link,
+    gauges: Gauges,
+    refusing: Refusing,
+) -> None:
+    """From here on, what the link receives goes to the thread that it is for."""
+    requests: SimpleQueue[tuple[Generate, float]] = SimpleQueue()
+    questions = Questions(preparer, link.send, refusing, gauges)
+
+    def prepare() -> None:
+        while True:
+            request, arrived = requests.get()
+            with refusing(request.rid):
+                inbox.put(preparer.job(request, arrived))
+
+    def take(request: Question) -> None:
+        if isinstance(request, Generate):
+            requests.put((request, time.monotonic()))
+        else:
+            questions.put(request)
+
+    def control(command: Control) -> None:
+        if isinstance(command, SetAdapters):
+            refused = refused_adapters(command.adapters)
+            link.announce_adapters(AdaptersSet(epoch, command.call_id, refused, weights_bytes))
+            return
+        inbox.put(Abort(tuple(questions.abort(command.rids))) if isinstance(command, Abort) else command)
+
+    questions.start()
+    threading.Thread(target=prepare, name="intake", daemon=True).start()
+    link.on_control = control
+    link.on_question = take
+
+
+def refused_adapters(adapters: tuple[tuple[str, str], ...]) -> tuple[AdapterInfo, ...]:
+    """Each of them, with the reason why it is not served."""
+    why = "cannot be served: adapters are for models that generate text"
+    failures = {name: Failure(Code.UNSUPPORTED, f"the adapter {name!r} {why}") for name, _ in adapters}
+    return tuple(AdapterInfo(name, path, failure=failures[name]) for name, path in adapters)
