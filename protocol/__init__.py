@@ -22,6 +22,7 @@ __all__ = [
     "spec",
     "stats",
     "towers",
+    "transcript",
     "verify",
     "wisdom",
 ]

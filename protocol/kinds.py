@@ -1,4 +1,4 @@
-"""Kinds of models: text that is generated, embeddings, scores of pairs. The files of a model tell its kind.
+"""Kinds of models: text that is generated, embeddings, scores of pairs, audio. The files of a model tell its kind.
 
 The gateway asks before a load, the worker at one; `kind` of a model's settings stands above both.
 """
@@ -10,11 +10,17 @@ from typing import Any, Final
 TEXT: Final = "text"
 EMBED: Final = "embed"
 RERANK: Final = "rerank"
-KINDS: Final = (TEXT, EMBED, RERANK)
+AUDIO: Final = "audio"
+KINDS: Final = (TEXT, EMBED, RERANK, AUDIO)
 # By sentence-transformers: the steps from hidden states to a vector.
 MODULES: Final = "modules.json"
 # Architectures that see all of their input at once, and so generate nothing.
 ENCODERS: Final = ("bert", "roberta", "xlm-roberta", "camembert", "modernbert", "nomic_bert")
+# Families that hear speech and write it down, and that speak, by their names in mlx-audio.
+HEARERS: Final = ("whisper", "moonshine")
+SPEAKERS: Final = ("soprano",)
+# Its configuration is that of the decoder inside of it.
+_SOPRANO: Final = re.compile(r"(^|[-_.])soprano([-_.]|$)", re.IGNORECASE)
 _CLASSIFIER: Final = "ForSequenceClassification"
 # Decoders that make embeddings or scores have the configuration of one that generates: their names tell.
 _RERANKER: Final = re.compile(r"rerank", re.IGNORECASE)
@@ -25,6 +31,8 @@ def kind_of(config: Mapping[str, Any], files: Container[str], name: str) -> str:
     """The kind of a model, by its config.json, the names of the files beside it and the name of its repository."""
     architectures = config.get("architectures")
     listed = architectures if isinstance(architectures, list) else []
+    if audio_family(config, name):
+        return AUDIO
     if any(isinstance(each, str) and each.endswith(_CLASSIFIER) for each in listed):
         return RERANK
     last = name.rstrip("/").rpartition("/")[2]
@@ -34,3 +42,11 @@ def kind_of(config: Mapping[str, Any], files: Container[str], name: str) -> str:
     if MODULES in files or is_encoder or _EMBEDDER.search(last):
         return EMBED
     return TEXT
+
+
+def audio_family(config: Mapping[str, Any], name: str) -> str:
+    """The family of a model that hears or speaks; empty for any other."""
+    model_type = config.get("model_type")
+    if model_type in (*HEARERS, *SPEAKERS):
+        return str(model_type)
+    return "soprano" if _SOPRANO.search(name.rstrip("/").rpartition("/")[2]) else ""

@@ -119,7 +119,37 @@ class ScorePrompt(msgspec.Struct, frozen=True, array_like=True, tag=5):
     params: tuple[str, str] = ("query", "documents")
 
 
-Prompt = ChatPrompt | TextPrompt | TokensPrompt | EmbedPrompt | ScorePrompt
+class HearPrompt(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """A clip to write down what is said in it, or with `is_translated` that in English.
+
+    `data` is the client's file. `language` is an ISO 639-1 code, empty is as heard; `text` is what was said before, or
+    words that may come. `has_words` wants the times of words. A clip of more than `most_s` seconds is refused.
+    """
+
+    data: bytes
+    language: str = ""
+    text: str = ""
+    is_translated: bool = False
+    has_words: bool = False
+    most_s: float = 0.0
+
+
+class SpeakPrompt(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """A text to speak, in one of the formats of files of `AudioInfo`.
+
+    `voice` is one of the model's, empty is its own choice; `instructions` are for models that take some. Speech of more
+    than `most_s` seconds fails.
+    """
+
+    text: str
+    voice: str = ""
+    speed: float = 1.0
+    format: str = "wav"
+    instructions: str = ""
+    most_s: float = 0.0
+
+
+Prompt = ChatPrompt | TextPrompt | TokensPrompt | EmbedPrompt | ScorePrompt | HearPrompt | SpeakPrompt
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -201,7 +231,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Generate one sequence, or compute the vectors of an `EmbedPrompt` or the scores of a `ScorePrompt`.
+    """Generate one sequence, compute the vectors of an `EmbedPrompt` or the scores of a `ScorePrompt`, hear or speak.
 
     `max_tokens` None means up to the end of the context; larger than what is left is clamped.
     `top_logprobs` None means no logprobs, 0 means only the sampled token's. `echo` sends the prompt's text first, and
@@ -450,6 +480,23 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
     ranks: tuple[RankInfo, ...]
 
 
+class AudioInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A loaded model of audio: what it does, its voices and languages where it names some, and its samples a second.
+
+    `formats` are those that speech can be sent in here, `missing` is why not in all.
+    """
+
+    hears: bool = False
+    translates: bool = False
+    has_words: bool = False
+    speaks: bool = False
+    rate: int = 0
+    voices: tuple[str, ...] = ()
+    languages: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    missing: str = ""
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     """The model is loaded and warm. `modalities` are those of a prompt beside text: `image`, `video`, `audio`.
 
@@ -483,6 +530,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):
     group: GroupInfo | None = None
     # Bits of a number of its KV; 0 is as the model computes it.
     kv_bits: int = 0
+    # Of a model of audio.
+    audio: AudioInfo | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=35):
@@ -549,7 +598,9 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `token_ids` are the sampled ids that the text so far accounts for: a successor that is given their concatenation as
     `Generate.resume` goes on with exactly the next character. With `finish`, `usage` is set and, for ERROR, `failure`.
     `data` is the whole answer to an `EmbedPrompt` or a `ScorePrompt`, in the delta that ends it: float32 numbers,
-    little-endian, the vectors one after the other, or one score a pair.
+    little-endian, the vectors one after the other, or one score a pair. For a `SpeakPrompt` it is the next part of a
+    file, for a `HearPrompt` a `transcript.Part`. Then `token_ids` are those of `text`, or zeros, `SPOKEN_RATE` a
+    second: a successor computes all again, and leaves out what `Generate.resume` has.
     """
 
     rid: int

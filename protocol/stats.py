@@ -87,3 +87,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     sparse_prompt_tokens: int = 0
     sparse_kept_tokens: int = 0
     sparse_read_s: float = 0.0
+    # Seconds of audio that were heard and spoken, and seconds of computing that took.
+    heard_s: float = 0.0
+    spoken_s: float = 0.0
+    audio_s: float = 0.0

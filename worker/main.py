@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.metadata import version
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import structs
 
 from protocol.failures import Code, Exit, Failure
-from protocol.kinds import TEXT
+from protocol.kinds import AUDIO, TEXT
 from protocol.messages import Abort, Generate, Goodbye, Loading, MediaInfo, Ready, Rejected, SetAdapters, Shutdown
 from protocol.spec import WorkerSpec, read_spec
 from protocol.wisdom import FOLDER_ENV, LoadFacts
@@ -27,10 +27,10 @@ from worker.engine.gauges import Gauges
 from worker.link import Control, Link, Question
 
 if TYPE_CHECKING:
-    from worker.embedding.job_loop import JobLoop
     from worker.engine.inbox import Inbox
     from worker.engine.loop import Engine
     from worker.engine.row import Row
+    from worker.jobs.turn_loop import TurnLoop
     from worker.model.loader import Loaded
     from worker.prompt.intake import Intake
 
@@ -145,17 +145,17 @@ class Process:
 
     def _load_and_serve(self) -> int:
         # Imported here so that the gateway hears from this process before the second that these take.
-        from worker.embedding.job_loop import JobLoop
         from worker.embedding.load_model import kind_of_spec
         from worker.engine.loop import Engine
         from worker.errors import LoadFailed, PartnerLost, WorkerError
+        from worker.jobs.turn_loop import TurnLoop
         from worker.model import memory
 
-        engine: Engine | JobLoop | None = None
+        engine: Engine | TurnLoop[Any] | None = None
         try:
             memory.prepare_load()
             kind = kind_of_spec(self._spec)
-            engine, ready = self._start_text() if kind == TEXT else self._start_reader(kind)
+            engine, ready = self._start_text() if kind == TEXT else self._start_jobs(kind)
             signal.signal(signal.SIGTERM, lambda _signum, _frame: self._link.on_control(Shutdown("SIGTERM")))
             self._link.announce_ready(ready, version("mlx"))
             engine.run()
@@ -171,7 +171,11 @@ class Process:
             return self._leave("step loop failed", failure, status)
         return self._leave("asked to stop", None, Exit.OK)
 
-    def _start_reader(self, kind: str) -> "tuple[JobLoop, Ready]":
+    def _start_jobs(self, kind: str) -> "tuple[TurnLoop[Any], Ready]":
+        if kind == AUDIO:
+            from worker.start_audio import start_audio
+
+            return start_audio(self._spec, self._link, self._gauges, self._refusing, self._report_progress)
         from worker.start_reader import start_reader
 
         return start_reader(self._spec, kind, self._link, self._gauges, self._refusing, self._report_progress)

@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from protocol.failures import Exit, Failure
-from protocol.kinds import TEXT
+from protocol.kinds import AUDIO, TEXT
 from protocol.messages import (
     ChatPrompt,
     Delta,
@@ -358,6 +358,12 @@ def _crowd(vocab_size: int) -> list[Generate]:
 def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[Check]:
     """Those of the model's kind. Raises `LoadFailed` and `RequestInvalid`."""
     kind = kind_of_spec(spec)
+    if kind == AUDIO:
+        # It loads mlx-audio, which may not be installed.
+        from worker.verify_audio import audio_checks, load_silently
+
+        yield from audio_checks(load_silently(spec))
+        return
     if kind != TEXT:
         yield from reader_checks(load_reader(spec, kind, lambda _stage, _done, _total: None))
         return

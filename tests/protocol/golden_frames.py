@@ -77,6 +77,8 @@ def down() -> list[m.Down]:
         m.SetLogLevel("debug"),
         m.Generate(6, m.EmbedPrompt(("né", (1, 2)), "query", True, False, 256, -1), m.Sampling()),
         m.SetAdapters(8, (("sql", "/adapters/sql"),)),
+        m.Generate(8, m.HearPrompt(b"RIFF", "en", "né", True, True, 7200.0), m.Sampling()),
+        m.Generate(9, m.SpeakPrompt("né", "alba", 1.5, "mp3", "gently", 900.0), m.Sampling()),
         m.Generate(7, m.ScorePrompt(("né",), ("a", "b"), "judge", 512, 64, ("text_1", "text_2")), m.Sampling()),
         m.SetPace(0.75, 60, 256),
     ]
@@ -108,6 +110,7 @@ def up() -> list[m.Up]:
             embedding=m.EmbeddingInfo(768, True, ("query", "document")),
             adapters=_ADAPTERS,
             kv_bits=8,
+            audio=m.AudioInfo(True, True, True, True, 16000, ("alba",), ("en",), ("wav",), "none"),
         ),
         m.Accepted(1, 12, left_out=(2, 900)),
         m.Tokenized(4, 2, (1, 2), "né"),

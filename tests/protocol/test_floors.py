@@ -44,7 +44,7 @@ GATEWAY: Final = {
     "reload": "adapter_loads errors admin_types telemetry config access pool services",
     "api.common": "link errors supervisor config media request http services",
     "admin": "adapter_loads errors admin_types supervisor model_files config access peers request http services reload",
-    "api.openai": "errors config media request services api.common",
+    "api.openai": "errors config media request http services api.common",
     "api.anthropic": "errors config media request http services api.common api.openai",
     "api.ollama": "errors supervisor model_files config access media request http services api.common api.openai",
     "api.responses": "wall_clock errors config media request http services api.common api.openai",
@@ -76,15 +76,20 @@ WORKER: Final = {
     "engine": "text errors parsers vision model speculation structured cache sampling sparse drafting pacing adapters",
     "frames": "text engine",
     "prompt": "text errors parsers vision model speculation structured sampling sparse adapters engine",
-    "embedding": "errors vision model engine pacing",
+    "jobs": "model engine pacing",
+    "embedding": "errors vision model engine jobs",
     "link": "engine frames",
-    "start_reader": "embedding engine link model prompt",
+    "audio": "errors vision model engine jobs",
+    "take_requests": "engine link prompt",
+    "start_reader": "embedding engine link model take_requests",
+    "start_audio": "audio engine link model take_requests",
     "checked_model": "errors model adapters sparse drafting engine prompt",
     "group": "errors model cache engine",
-    "main": "errors vision model adapters embedding engine prompt link start_reader checked_model group",
-    "verify": "errors vision model engine prompt checked_model speculation embedding verify_reader",
+    "main": "errors vision model adapters jobs embedding engine prompt link start_reader start_audio checked_model group",
+    "verify": "errors vision model engine prompt checked_model speculation embedding verify_reader verify_audio",
     "verify_reader": "embedding",
     "calibrate": "errors model speculation engine pacing prompt embedding checked_model",
+    "verify_audio": "audio",
     "__main__": "main",
     "smoke": "errors prompt checked_model verify",
 }
@@ -207,6 +212,7 @@ def test_supervision_knows_neither_http_nor_the_configuration_file(here: str) ->
 
 def test_only_a_few_folders_import_mlx() -> None:
     allowed = {"engine", "cache", "model", "vision", "drafting", "embedding", "sampling", "adapters", "group", "sparse"}
+    allowed |= {"audio"}
     importers = {
         module for module in modules() if any(name.split(".")[0].startswith("mlx") for name in imports(module))
     }

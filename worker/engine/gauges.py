@@ -52,6 +52,9 @@ class Gauges:
     feature_bytes: int = 0
     features: FeatureCounts = field(default_factory=FeatureCounts)
     ranks: tuple[RankStats, ...] = ()
+    heard_s: float = 0.0
+    spoken_s: float = 0.0
+    audio_s: float = 0.0
 
     def observe_cache(self, cache: "PrefixCache") -> None:
         self.cache_bytes, self.cache_nodes, self.cache = cache.nbytes, len(cache), cache.counts
@@ -123,6 +126,9 @@ class Gauges:
             sparse_prompt_tokens=self.choices.tokens if self.choices is not None else 0,
             sparse_kept_tokens=self.choices.kept if self.choices is not None else 0,
             sparse_read_s=self.choices.seconds if self.choices is not None else 0.0,
+            heard_s=round(self.heard_s, 3),
+            spoken_s=round(self.spoken_s, 3),
+            audio_s=round(self.audio_s, 3),
         )
 
     def _drafted(self) -> tuple[Drafted, ...]:

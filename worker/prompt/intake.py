@@ -16,10 +16,12 @@ from protocol.messages import (
     Detokenize,
     EmbedPrompt,
     Generate,
+    HearPrompt,
     Infill,
     Prompt,
     Sampling,
     ScorePrompt,
+    SpeakPrompt,
     TextPrompt,
     Tokenize,
     Tokenized,
@@ -194,7 +196,7 @@ class Intake:
                 return [ids]
             case TextPrompt(text):
                 pass
-            case EmbedPrompt() | ScorePrompt():
+            case EmbedPrompt() | ScorePrompt() | HearPrompt() | SpeakPrompt():
                 raise _generates_text()
             case ChatPrompt() if prompt.media:
                 ids = self._encode_media(prompt, lambda text, _: self._encode_question(text, prompt)).ids
@@ -299,7 +301,7 @@ class Intake:
                 encoded = Encoded(self._encode_text(text, prompt, contexts), text)
             case TokensPrompt(ids=given):
                 encoded = Encoded(list(given))
-            case EmbedPrompt() | ScorePrompt():
+            case EmbedPrompt() | ScorePrompt() | HearPrompt() | SpeakPrompt():
                 raise _generates_text()
         if not encoded.ids:
             raise _empty()

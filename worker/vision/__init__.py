@@ -13,6 +13,7 @@ __all__ = [
     "positions",
     "processor",
     "samples",
+    "sounds",
     "text_model",
     "unserved",
 ]

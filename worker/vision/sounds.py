@@ -43,8 +43,10 @@ def _read_wav(media: Media, rate: int, most_s: float) -> Samples | None:
                     f"The WAV file has {8 * width} bits and {channels} channels; up to {8 * _WIDEST} bits are taken."
                 )
                 raise refused(message, media.param, Code.INVALID_AUDIO)
-            _check_length(file.getnframes() / max(own, 1), most_s, media.param)
-            raw = file.readframes(file.getnframes())
+            # A file that was written as a stream names more frames than there are.
+            frames = min(file.getnframes(), len(media.data) // (width * channels))
+            _check_length(frames / max(own, 1), most_s, media.param)
+            raw = file.readframes(frames)
     except _BROKEN as error:
         if "unknown format" in str(error):
             return None
@@ -101,5 +103,5 @@ def _read_file(media: Media, rate: int, most_s: float) -> Samples:
 
 def _check_length(seconds: float, most_s: float, param: str) -> None:
     if seconds > most_s:
-        message = f"The audio clip lasts {seconds:.1f} seconds; the model takes at most {most_s:g}."
+        message = f"The audio clip lasts {seconds:.1f} seconds; at most {most_s:g} are taken."
         raise refused(message, param, Code.INVALID_AUDIO)

@@ -1,0 +1,131 @@
+"""Tiny random models that hear or speak, in the layout of a Hugging Face repository with the names of mlx-audio."""
+
+import json
+import math
+import wave
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor, WhisperTokenizerFast
+
+from tests.support.models import tiny_tokenizer
+
+# As in every multilingual Whisper.
+_END: Final = 50257
+_VOCAB: Final = 51865
+_TIMES: Final = 1501
+# Few positions of the text, so that a window that never ends is short.
+POSITIONS: Final = 32
+
+
+def tone(seconds: float, rate: int = 16_000, hertz: float = 440.0) -> bytes:
+    """A WAV file of a tone that grows and fades."""
+    at = np.arange(int(seconds * rate)) / rate
+    samples = 0.4 * np.sin(2 * math.pi * hertz * at) * (0.6 + 0.4 * np.sin(2 * math.pi * 0.7 * at))
+    out = BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((samples * 32767).astype("<i2").tobytes())
+    return out.getvalue()
+
+
+def build_whisper(folder: Path, *, positions: int = POSITIONS, seed: int = 0) -> Path:
+    """A Whisper that knows all languages and times, and of text the 256 bytes."""
+    from mlx_audio.stt.models.whisper import Model, ModelConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": "whisper", "num_mel_bins": 80, "max_source_positions": 1500, "d_model": 32,
+        "encoder_attention_heads": 2, "encoder_layers": 1, "decoder_attention_heads": 2, "decoder_layers": 2,
+        "vocab_size": _VOCAB, "max_target_positions": positions,
+    }  # fmt: skip
+    mx.random.seed(seed)
+    model = Model(ModelConfig.from_dict(config), dtype=mx.float32)
+    rows = mx.random.normal((_VOCAB, 32))
+    # Of text only bytes are known: what lies between them and the marks is never the best.
+    known = (mx.arange(_VOCAB) < 256) | (mx.arange(_VOCAB) >= _END)
+    # Times are less likely than text, of which there are fewer tokens.
+    rows = mx.where((mx.arange(_VOCAB) >= _VOCAB - _TIMES)[:, None], rows * 0.4, rows)
+    model.decoder.token_embedding.weight = mx.where(known[:, None], rows, 0)
+    model.decoder.positional_embedding = mx.random.normal((positions, 32)) * 2
+    for block in model.decoder.blocks:
+        # What is heard counts.
+        block.cross_attn.out.weight = block.cross_attn.out.weight * 8
+    _save(folder, config, model)
+    _whisper_tokenizer().save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=80).save_pretrained(folder)
+    return folder
+
+
+def _whisper_tokenizer() -> PreTrainedTokenizerFast:
+    from mlx_audio.stt.models.whisper.tokenizer import LANGUAGES
+
+    marks = ["<|endoftext|>", "<|startoftranscript|>", *(f"<|{code}|>" for code in list(LANGUAGES)[:99])]
+    marks += ["<|translate|>", "<|transcribe|>", "<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
+    times = [f"<|{at * 0.02:.2f}|>" for at in range(_TIMES)]
+    vocabulary = {symbol: at for at, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary |= {mark: _END + at for at, mark in enumerate([*marks, *times])}
+    assert max(vocabulary.values()) == _VOCAB - 1
+    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(marks)
+    bpe.add_tokens(times)
+    end = "<|endoftext|>"
+    return WhisperTokenizerFast(tokenizer_object=bpe, unk_token=end, bos_token=end, eos_token=end)
+
+
+def build_moonshine(folder: Path, *, seed: int = 0) -> Path:
+    from mlx_audio.stt.models.moonshine.moonshine import Model, ModelConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tiny_tokenizer()
+    config = {
+        "model_type": "moonshine", "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64,
+        "encoder_num_hidden_layers": 1, "decoder_num_hidden_layers": 1, "encoder_num_attention_heads": 2,
+        "decoder_num_attention_heads": 2, "decoder_start_token_id": 300, "eos_token_id": tokenizer.eos_token_id,
+    }  # fmt: skip
+    mx.random.seed(seed)
+    model = Model(ModelConfig.from_dict(config))
+    model.decoder.embed_tokens.weight = model.decoder.embed_tokens.weight * 20
+    _save(folder, config, model, conv=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build_soprano(folder: Path, *, seed: int = 0) -> Path:
+    """Its decoder has the size that the library gives every Soprano but 1.1. No sentence ends before its last token."""
+    from mlx_audio.tts.models.soprano import Model, ModelConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tiny_tokenizer(["[STOP]", "[TEXT]", "[START]"])
+    config: dict[str, Any] = {
+        "model_type": "soprano", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "rms_norm_eps": 1e-6,
+        "vocab_size": len(tokenizer), "max_position_embeddings": 2048, "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    mx.random.seed(seed)
+    model = Model(ModelConfig.from_dict(config | {"model_path": str(folder)}))
+    _save(folder, config, model)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _save(folder: Path, config: dict[str, Any], model: Any, *, conv: bool = False) -> None:
+    weights = dict(tree_flatten(model.parameters()))
+    if conv:
+        # As torch has it, which the library turns.
+        weights = {
+            name: value.transpose(0, 2, 1) if "conv" in name and value.ndim == 3 else value
+            for name, value in weights.items()
+        }
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    (folder / "config.json").write_text(json.dumps(config))

@@ -1,0 +1,180 @@
+"""From a `HearPrompt` or a `SpeakPrompt` to a job: validation and decoding. Runs off the loop's thread."""
+
+import hashlib
+from collections.abc import Callable, Generator
+from typing import Final
+
+import numpy as np
+
+from protocol import transcript
+from protocol.failures import Code
+from protocol.messages import Detokenize, Generate, HearPrompt, Media, SpeakPrompt, Tokenize, Tokenized
+from protocol.transcript import HEARD_RATE, SPOKEN_RATE, Part
+from worker.audio import sound_writer
+from worker.audio.audio_job import AudioJob, Piece
+from worker.audio.audio_model import AudioModel
+from worker.audio.hearer import Check, Hearer, Samples, Wish
+from worker.audio.sample_room import SampleRoom
+from worker.audio.sound_writer import SoundWriter
+from worker.audio.speaker import Speaker, Speech
+from worker.errors import RequestInvalid
+from worker.vision.sounds import read_audio
+
+# Less is no word, and nothing that a window could be made of.
+_LEAST_S: Final = 0.1
+_NOT_FINITE: Final = "the model gave no number for a part of the speech"
+# Bytes of text that are about a token, to count what is to be spoken.
+_CHARS_PER_TOKEN: Final = 4
+# A request without a deadline does not wait forever for others' samples.
+_ROOM_S: Final = 600.0
+
+
+class AudioIntake:
+    """Turns requests into jobs for one loaded model. `check` is the loop's."""
+
+    def __init__(self, model: AudioModel, room: SampleRoom, check: Check) -> None:
+        self._model = model
+        self._room = room
+        self._check = check
+
+    def job(self, request: Generate, arrived: float) -> AudioJob:
+        """A job that is safe to run. Raises `RequestInvalid`."""
+        match request.prompt, self._model.hearer, self._model.speaker:
+            case HearPrompt() as prompt, hearer, _ if hearer is not None:
+                return self._hearing(request, arrived, prompt, hearer)
+            case SpeakPrompt() as prompt, _, speaker if speaker is not None:
+                return self._speaking(request, arrived, prompt, speaker)
+            case _:
+                raise self._wrong_kind()
+
+    def tokenize(self, request: Tokenize | Detokenize, is_wanted: Callable[[], bool]) -> Tokenized | None:
+        """A model of audio has no tokens for clients. Raises `RequestInvalid`."""
+        raise self._wrong_kind()
+
+    # -- hearing -----------------------------------------------------------------------------------------------------
+
+    def _hearing(self, request: Generate, arrived: float, prompt: HearPrompt, hearer: Hearer) -> AudioJob:
+        wish = _wish(request, prompt, hearer)
+        if not self._room.wait(request.deadline_ms / 1e3 if request.deadline_ms else _ROOM_S):
+            message = "The clips of other requests fill the memory for them; try again."
+            raise RequestInvalid(Code.BUSY, message)
+        media = Media("audio", hashlib.blake2b(prompt.data, digest_size=32).digest(), prompt.data, param="file")
+        samples = read_audio(media, hearer.rate, prompt.most_s or float("inf"))
+        seconds = len(samples) / hearer.rate
+        if seconds < _LEAST_S:
+            message = f"The audio clip lasts {seconds:.3f} seconds; {_LEAST_S:g} is the least that can be heard."
+            raise RequestInvalid(Code.INVALID_AUDIO, message, param="file")
+        self._room.take(samples.nbytes)
+        return AudioJob(
+            rid=request.rid,
+            arrived=arrived,
+            priority=request.priority,
+            tenant=request.tenant,
+            deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
+            left_out=len(request.resume),
+            work=_transcript(hearer, samples, seconds, wish, self._check),
+            input_tokens=max(1, round(seconds * HEARD_RATE)),
+            heard_s=seconds,
+            sample_bytes=samples.nbytes,
+            is_heard=True,
+        )
+
+    # -- speaking ----------------------------------------------------------------------------------------------------
+
+    def _speaking(self, request: Generate, arrived: float, prompt: SpeakPrompt, speaker: Speaker) -> AudioJob:
+        if prompt.format not in sound_writer.formats():
+            message = f"Speech as {prompt.format} cannot be written here: {sound_writer.MISSING}. wav and pcm can."
+            raise RequestInvalid(Code.UNSUPPORTED, message, param="response_format")
+        if prompt.speed != 1.0 and not sound_writer.has_pyav():
+            message = f"Speech at another speed cannot be made here: {sound_writer.MISSING}."
+            raise RequestInvalid(Code.UNSUPPORTED, message, param="speed")
+        if prompt.instructions:
+            message = "This model takes no instructions on how to speak."
+            raise RequestInvalid(Code.UNSUPPORTED, message, param="instructions")
+        if speaker.voices and prompt.voice not in ("", *speaker.voices):
+            known = ", ".join(speaker.voices)
+            message = f"The model has no voice {prompt.voice[:100]!r}; it has: {known}."
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param="voice")
+        # Clients have to name a voice, also to a model with one.
+        relaxed = ("voice",) if prompt.voice and not speaker.voices else ()
+        voice = prompt.voice if speaker.voices else ""
+        speech = Speech(prompt.text, voice, prompt.instructions, request.sampling.seed)
+        return AudioJob(
+            rid=request.rid,
+            arrived=arrived,
+            priority=request.priority,
+            tenant=request.tenant,
+            deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
+            relaxed=relaxed,
+            left_out=len(request.resume),
+            work=_speech(speaker, speech, prompt, self._check),
+            input_tokens=max(1, len(prompt.text) // _CHARS_PER_TOKEN),
+        )
+
+    def _wrong_kind(self) -> RequestInvalid:
+        is_hearer = self._model.hearer is not None
+        what = "writes down what it hears" if is_hearer else "speaks"
+        where = "POST /v1/audio/transcriptions" if is_hearer else "POST /v1/audio/speech"
+        return RequestInvalid(Code.UNSUPPORTED, f"This model {what} and nothing else: use {where}.", param="model")
+
+
+def _wish(request: Generate, prompt: HearPrompt, hearer: Hearer) -> Wish:
+    """The request as the model is asked. Raises `RequestInvalid` for what it cannot do."""
+    language = ""
+    if prompt.language:
+        try:
+            language = hearer.language(prompt.language)
+        except KeyError:
+            known = ", ".join(hearer.languages)
+            message = (
+                f"The model knows no language {prompt.language[:40]!r}; it knows: {known}."
+                if known
+                else "This model cannot be told a language: it writes down what it was trained on."
+            )
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param="language") from None
+    if prompt.is_translated and not hearer.translates:
+        raise RequestInvalid(Code.UNSUPPORTED, "This model translates nothing.", param="model")
+    if prompt.has_words and not hearer.has_words:
+        message = "This model tells no times of words."
+        raise RequestInvalid(Code.UNSUPPORTED, message, param="timestamp_granularities")
+    if prompt.text and not hearer.has_text:
+        raise RequestInvalid(Code.UNSUPPORTED, "This model takes no prompt.", param="prompt")
+    return Wish(
+        language,
+        prompt.text,
+        prompt.is_translated,
+        prompt.has_words,
+        request.sampling.temperature,
+        request.sampling.seed,
+    )
+
+
+def _transcript(hearer: Hearer, samples: Samples, seconds: float, wish: Wish, check: Check) -> Generator[Piece]:
+    """A piece for each window."""
+    for window in hearer.hear(samples, wish, check):
+        part = Part(window.segments, window.language, round(seconds, 3))
+        # What has text must count, or a successor would not know that it was sent.
+        tokens = tuple(window.tokens) or ((0,) if window.text else ())
+        yield Piece(window.text, tokens, transcript.encode(part))
+
+
+def _speech(speaker: Speaker, speech: Speech, prompt: SpeakPrompt, check: Check) -> Generator[Piece]:
+    """A piece for each group of samples that makes some bytes, and the end of the file."""
+    writer = SoundWriter(prompt.format, speaker.rate, prompt.speed)
+    told = 0
+
+    def piece(data: bytes, *, ends_turn: bool) -> Piece:
+        nonlocal told
+        count = max(1, round(writer.seconds * SPOKEN_RATE) - told) if data else 0
+        told += count
+        return Piece("", (0,) * count, data, ends_turn)
+
+    for samples, ends_turn in speaker.speak(speech, check):
+        if not np.isfinite(samples).all():
+            raise RequestInvalid(Code.ROW_FAILED, _NOT_FINITE)
+        data = writer.add(samples)
+        if prompt.most_s and writer.seconds > prompt.most_s:
+            message = f"The speech is longer than the {prompt.most_s:g} seconds that are spoken for a request."
+            raise RequestInvalid(Code.ROW_FAILED, message, param="input")
+        yield piece(data, ends_turn=ends_turn)
+    yield piece(writer.end(), ends_turn=False)

@@ -1,0 +1,53 @@
+"""One request to hear or to speak on its way through the worker."""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from protocol.messages import Usage
+from worker.jobs.queued import Queued
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer, as a `Delta` has it. With `ends_turn` another request may have its turn."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    data: bytes = b""
+    ends_turn: bool = True
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AudioJob(Queued):
+    """`work` computes the next piece when it is asked for. `heard_s` is the length of its clip."""
+
+    work: Generator[Piece]
+    input_tokens: int
+    heard_s: float = 0.0
+    # Bytes of samples that it holds until it ends.
+    sample_bytes: int = 0
+    # Tokens that its client has from an earlier worker: pieces of as many are computed, and not sent.
+    left_out: int = 0
+    output_tokens: int = 0
+    # Tokens of what was heard are told apart.
+    is_heard: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.input_tokens
+
+    def usage(self, now: float) -> Usage:
+        admitted = self.admitted or now
+        return Usage(
+            prompt=self.input_tokens,
+            cached=0,
+            completion=self.output_tokens,
+            queue_ms=(admitted - self.arrived) * 1e3,
+            decode_ms=(now - admitted) * 1e3,
+            audio_tokens=self.audio_tokens,
+        )
+
+    @property
+    def audio_tokens(self) -> int:
+        """Tokens of audio in its input."""
+        return self.input_tokens if self.is_heard else 0

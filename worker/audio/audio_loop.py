@@ -1,0 +1,138 @@
+"""The loop of a model of audio: each turn is a window that is heard, or some sentences that are spoken.
+
+One is computed at a time. Requests take turns, so that a long clip holds up another by a window.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import mlx.core as mx
+
+from protocol.failures import Code, Failure
+from protocol.messages import Abort, Delta, Drain, Finish, SetMemory, SetPace, Shutdown, Up
+from protocol.spec import WorkerSpec
+from protocol.transcript import SPOKEN_RATE
+from worker.audio.audio_job import AudioJob, Piece
+from worker.audio.audio_model import AudioModel
+from worker.audio.sample_room import SampleRoom
+from worker.engine.gauges import Gauges
+from worker.errors import LoadFailed, RequestInvalid, StepFailed, is_allocation_failure, is_gpu_fault
+from worker.jobs.turn_loop import TurnLoop
+
+log = logging.getLogger("mlxd.worker")
+
+Command = AudioJob | Abort | Drain | Shutdown | SetMemory | SetPace
+
+
+class Cut(Exception):
+    """The request whose turn it is has ended meanwhile, or the loop is to end."""
+
+
+class AudioLoop(TurnLoop[AudioJob]):
+    """A loop for one loaded model. What jobs hold of `room` is given back at their ends."""
+
+    def __init__(
+        self,
+        model: AudioModel,
+        spec: WorkerSpec,
+        inbox: "SimpleQueue[Command]",
+        send: Callable[[Up], None],
+        gauges: Gauges,
+        room: SampleRoom,
+    ) -> None:
+        super().__init__(spec, model.weights_bytes, inbox, send, gauges)
+        self._model = model
+        self._room = room
+        # Whose turn it is.
+        self._job: AudioJob | None = None
+
+    def warm_up(self) -> None:
+        """Compute once, and keep the memory limits. Raises `LoadFailed`."""
+        try:
+            self._model.compute_once()
+        except Exception as error:  # the boundary to code of every architecture
+            code = Code.OUT_OF_MEMORY if is_allocation_failure(error) else Code.MODEL_UNSUPPORTED
+            message = f"the model cannot be run: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise LoadFailed(code, message) from error
+        self._apply(self._share.limits())
+
+    def check(self) -> None:
+        """Obey what has come while a turn is computed. Raises `Cut` where that has ended the request."""
+        self._obey_waiting()
+        self._enforce_deadlines()
+        self._gauges.busy_since = time.monotonic()
+        if self._is_stopping or self._job is None or self._job.rid not in self._jobs:
+            raise Cut
+
+    def _take_turn(self) -> None:
+        job = self._job = self._in_turn()[0]
+        began = time.monotonic()
+        job.admitted = job.admitted or began
+        self._gauges.running, self._gauges.waiting = 1, len(self._jobs) - 1
+        try:
+            self._compute(job)
+        except Cut:
+            pass
+        except RequestInvalid as error:
+            self._fail(job, error.failure)
+        except Exception as error:  # the boundary to code of every architecture
+            self._recover(job, error)
+        finally:
+            self._job = None
+            self._gauges.audio_s += time.monotonic() - began
+            self._gauges.step_seq += 1
+
+    def _compute(self, job: AudioJob) -> None:
+        """All pieces of one turn."""
+        for piece in job.work:
+            self._pass_on(job, piece)
+            if piece.ends_turn:
+                return
+            self._flush()
+            self.check()
+        self._gauges.heard_s += job.heard_s
+        self._finish(job, Finish.STOP)
+
+    def _pass_on(self, job: AudioJob, piece: Piece) -> None:
+        count = len(piece.token_ids)
+        job.output_tokens += count
+        if job.left_out > 0:
+            job.left_out -= count
+            return
+        self._gauges.generation_tokens += count
+        if not job.is_heard:
+            self._gauges.spoken_s += count / SPOKEN_RATE
+        if piece.text or piece.data:
+            self._deltas.append(Delta(job.rid, text=piece.text, token_ids=piece.token_ids, data=piece.data))
+
+    def _recover(self, job: AudioJob, error: Exception) -> None:
+        if is_gpu_fault(error) and not is_allocation_failure(error):
+            raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
+        if is_allocation_failure(error):
+            self._gauges.allocation_failures += 1
+            mx.clear_cache()
+        log.warning("request %d failed: %r", job.rid, error)
+        message = f"the request failed while it was computed: {type(error).__name__}"
+        self._fail(job, Failure(Code.ROW_FAILED, message, repr(error)))
+
+    def _fail(self, job: AudioJob, failure: Failure) -> None:
+        if job.rid in self._jobs:
+            self._finish(job, Finish.ERROR, failure)
+
+    def _enqueue(self, job: AudioJob) -> None:
+        super()._enqueue(job)
+        if self._jobs.get(job.rid) is not job:
+            self._let_go(job)
+
+    def _ending(self, job: AudioJob, finish: Finish, failure: Failure | None) -> Delta:
+        self._let_go(job)
+        return super()._ending(job, finish, failure)
+
+    def _let_go(self, job: AudioJob) -> None:
+        """Free what it holds. The work that is being computed ends by `Cut`."""
+        self._room.give_back(job.sample_bytes)
+        job.sample_bytes = 0
+        if job is not self._job:
+            job.work.close()

@@ -1,0 +1,173 @@
+"""Load of a model that hears or speaks, by mlx-audio."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from protocol.failures import Code
+from protocol.kinds import HEARERS, SPEAKERS, audio_family
+from protocol.messages import AudioInfo
+from protocol.spec import WorkerSpec
+from worker.audio import sound_writer
+from worker.audio.hearer import Hearer, Wish
+from worker.audio.speaker import Speaker, Speech
+from worker.errors import LoadFailed
+from worker.model.loader import cast, check_weights, nbytes, read_json, resolve
+from worker.model.memory import has_gpu
+
+MISSING: Final = "mlx-audio is not installed; install it with: mlxctl setup audio"
+# Files of transformers that may name code beside the weights, which mlx-audio would run without a question.
+_CODE: Final = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+# Whisper's decoding knows two.
+_WHISPER_DTYPES: Final = {"float32": mx.float32, "float16": mx.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class AudioModel:
+    """A loaded model, which hears or speaks."""
+
+    path: Path
+    family: str
+    weights_bytes: int
+    hearer: Hearer | None = None
+    speaker: Speaker | None = None
+
+    @property
+    def info(self) -> AudioInfo:
+        missing = "" if sound_writer.has_pyav() else sound_writer.MISSING
+        if self.hearer is not None:
+            hearer = self.hearer
+            return AudioInfo(
+                hears=True,
+                translates=hearer.translates,
+                has_words=hearer.has_words,
+                rate=hearer.rate,
+                languages=hearer.languages,
+                missing=missing,
+            )
+        assert self.speaker is not None, "a model hears or speaks"
+        return AudioInfo(
+            speaks=True,
+            rate=self.speaker.rate,
+            voices=self.speaker.voices,
+            formats=sound_writer.formats(),
+            missing=missing,
+        )
+
+    def compute_once(self) -> None:
+        """Hear a second, or say a word: so that what cannot be run is found at the load."""
+        if self.hearer is not None:
+            tone = np.sin(np.arange(self.hearer.rate) * (440 * 2 * np.pi / self.hearer.rate))
+            next(self.hearer.hear((0.1 * tone).astype(np.float32), Wish(temperature=1.0), _nothing))
+        if self.speaker is not None:
+            next(self.speaker.speak(Speech("Hello."), _nothing))
+
+
+def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> AudioModel:
+    """Load what `spec` names. Calls `progress(stage, done_bytes, total_bytes)`. Raises `LoadFailed`."""
+    path = resolve(spec.path)
+    config = read_json(path / "config.json")
+    family = _family(config, spec.path)
+    if find_spec("mlx_audio") is None:
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, MISSING)
+    _check_code(path, spec)
+    total = check_weights(path)
+    progress("weights", 0, total)
+    try:
+        model = _whisper(path, config, spec) if family == "whisper" else _other(path, family, spec)
+        weights_bytes = nbytes(model)
+        hearer, speaker = _hearer(family, model), Speaker(family, model) if family in SPEAKERS else None
+    except LoadFailed:
+        raise
+    except MemoryError as error:
+        raise LoadFailed(Code.OUT_OF_MEMORY, f"not enough memory to load {spec.path} ({total} bytes)") from error
+    except ModuleNotFoundError as error:
+        message = f"mlx-audio's {family} needs {error.name}, which is not installed: mlxctl setup audio"
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, message, detail=str(error)) from error
+    except Exception as error:  # the boundary to code of every architecture
+        reason = str(error).partition("\n")[0].strip(" :")
+        message = f"{path} could not be loaded: {type(error).__name__}: {reason}"
+        raise LoadFailed(Code.MODEL_CORRUPT, message, detail=str(error)) from error
+    progress("weights", weights_bytes, weights_bytes)
+    return AudioModel(path, family, weights_bytes, hearer, speaker)
+
+
+def _family(config: dict[str, Any], name: str) -> str:
+    family = audio_family(config, name)
+    if not family:
+        served = ", ".join((*HEARERS, *SPEAKERS))
+        kind = config.get("model_type")
+        message = f"the audio family {kind!r} is not served; these are: {served}"
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
+    return family
+
+
+def _check_code(path: Path, spec: WorkerSpec) -> None:
+    """Raises `LoadFailed` for a folder with code of its own that the operator has not allowed."""
+    if spec.trust_remote_code:
+        return
+    for name in _CODE:
+        if (path / name).exists() and "auto_map" in read_json(path / name):
+            message = f"{path} runs code of its own; allow it with trust_remote_code = true"
+            raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
+
+
+def _hearer(family: str, model: Any) -> Hearer | None:
+    # Imported here: these load mlx-audio, which may not be installed.
+    if family == "whisper":
+        from worker.audio.whisper_hearer import WhisperHearer
+
+        return WhisperHearer(model)
+    if family in HEARERS:
+        from worker.audio.paused_hearer import PausedHearer
+
+        return PausedHearer(family, model)
+    return None
+
+
+def _whisper(path: Path, config: dict[str, Any], spec: WorkerSpec) -> Any:
+    """Whisper in the format of its numbers that is wanted; mlx-audio's own loader has one alone."""
+    from mlx_audio.stt.models.whisper import Model, ModelConfig
+    from mlx_audio.utils import apply_quantization, load_weights
+
+    dtype = spec.dtype if spec.dtype != "auto" else "float16" if has_gpu() else "float32"
+    if dtype not in _WHISPER_DTYPES:
+        raise LoadFailed(Code.BAD_CONFIG, f"Whisper is computed in float16 or float32, not in {dtype}")
+    model = Model(ModelConfig.from_dict(config), dtype=_WHISPER_DTYPES[dtype])
+    weights = model.sanitize(load_weights(path))
+    apply_quantization(model, config, weights)
+    parameters: Any = tree_flatten(model.parameters())
+    missing = sorted({name for name, _ in parameters} - weights.keys())
+    if missing:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{path} lacks {len(missing)} of Whisper's weights, such as {missing[0]}")
+    model.load_weights(list(weights.items()), strict=False)
+    mx.eval(model.parameters())
+    model.eval()
+    model = Model.post_load_hook(model, path)
+    if model._processor is None:
+        message = (
+            f"{path} holds no processor of transformers (tokenizer.json, preprocessor_config.json), which Whisper "
+            "needs; take a repository that has one, such as openai/whisper-large-v3-turbo"
+        )
+        raise LoadFailed(Code.MODEL_MISSING, message)
+    return model
+
+
+def _other(path: Path, family: str, spec: WorkerSpec) -> Any:
+    from mlx_audio import stt, tts
+
+    load = stt.load if family in HEARERS else tts.load
+    model = load(path, lazy=True, strict=False, model_type=family)
+    cast(model, spec.dtype)
+    mx.eval(model.parameters())
+    return model
+
+
+def _nothing() -> None:
+    """A check outside of a loop."""

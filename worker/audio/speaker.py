@@ -1,0 +1,75 @@
+"""Models that speak: families of mlx-audio, whose `generate` is called for one group of sentences after the other."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+
+from worker.audio.hearer import Check, Samples
+from worker.audio.sentences import groups
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """Speech as a request wants it. `voice` is one of the model's own; empty is its choice."""
+
+    text: str
+    voice: str = ""
+    instructions: str = ""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Call of a family's `generate` for a text, of so many characters in one go.
+
+    `voices` are those of a loaded model.
+    """
+
+    arguments: Callable[[str, Speech], dict[str, Any]]
+    least_chars: int
+    most_chars: int
+    voices: Callable[[Any], tuple[str, ...]] = lambda _model: ()
+
+
+def _soprano(text: str, _speech: Speech) -> dict[str, Any]:
+    # Its tokens last 64 ms. Nobody takes longer over text; a model that does not end would speak for minutes.
+    return {"text": text, "max_tokens": int((1.0 + len(text) * _CHAR_S) / 0.064)}
+
+
+# The longest that a character is spoken, on average over a text.
+_CHAR_S: Final = 0.2
+FAMILIES: Final[dict[str, Family]] = {
+    # It joins what is shorter itself.
+    "soprano": Family(_soprano, least_chars=30, most_chars=300),
+}
+
+
+class Speaker:
+    """One loaded model of a family of the table."""
+
+    def __init__(self, family: str, model: Any) -> None:
+        self._family = FAMILIES[family]
+        self._model = model
+        self.rate = int(model.sample_rate)
+        self.voices = self._family.voices(model)
+
+    def speak(self, speech: Speech, check: Check) -> Iterator[tuple[Samples, bool]]:
+        """Samples at `rate`, and whether they are the last of a turn. Each is computed when it is asked for.
+
+        Calls `check` between two.
+        """
+        family = self._family
+        for at, text in enumerate(groups(speech.text, family.least_chars, family.most_chars)):
+            check()
+            mx.random.seed((speech.seed + at) % (1 << 64))
+            held: Samples | None = None
+            # What the library gives in one go is one turn: a model may keep state between two pieces of it.
+            for result in self._model.generate(**family.arguments(text, speech)):
+                check()
+                if held is not None:
+                    yield held, False
+                held = np.array(result.audio, dtype=np.float32).reshape(-1)
+            yield held if held is not None else np.zeros(0, np.float32), True

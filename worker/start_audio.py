@@ -1,0 +1,52 @@
+"""Start of a worker that hears or speaks: load, warm up, take requests."""
+
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from protocol.kinds import AUDIO
+from protocol.messages import Ready
+from protocol.spec import WorkerSpec
+from worker.audio.ask_audio import AudioIntake
+from worker.audio.audio_loop import AudioLoop, Command
+from worker.audio.audio_model import load_audio_model
+from worker.audio.sample_room import SampleRoom
+from worker.engine.gauges import Gauges
+from worker.link import Link
+from worker.model import memory
+from worker.take_requests import Refusing, refused_adapters, take_requests
+
+
+def start_audio(
+    spec: WorkerSpec, link: Link, gauges: Gauges, refusing: Refusing, progress: Callable[[str, int, int], None]
+) -> tuple[AudioLoop, Ready]:
+    """A loop that is ready to run, on this thread, and what the gateway is told of it.
+
+    `refusing` is as for `Questions`. Raises `LoadFailed`.
+    """
+    started = time.monotonic()
+    model = load_audio_model(spec, progress)
+    memory.give_back()
+    inbox: SimpleQueue[Command] = SimpleQueue()
+    room = SampleRoom()
+    loop = AudioLoop(model, spec, inbox, link.send, gauges, room)
+    progress("warmup", model.weights_bytes, model.weights_bytes)
+    loop.warm_up()
+    gauges.measure_memory()
+    intake = AudioIntake(model, room, loop.check)
+    take_requests(spec.epoch, model.weights_bytes, intake, inbox, link, gauges, refusing)
+    return loop, Ready(
+        epoch=spec.epoch,
+        model_path=str(model.path),
+        max_context=0,
+        # One is computed at a time.
+        max_running=1,
+        vocab_size=0,
+        weights_bytes=model.weights_bytes,
+        load_s=time.monotonic() - started,
+        model_type=model.family,
+        has_chat_template=False,
+        kind=AUDIO,
+        audio=model.info,
+        adapters=refused_adapters(spec.adapters),
+    )

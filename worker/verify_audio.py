@@ -1,0 +1,59 @@
+"""Check of a model of audio: the same clip or text gives the same answer again, and every number of it is finite."""
+
+from collections.abc import Generator
+from typing import Final
+
+import numpy as np
+
+from protocol.messages import Generate, HearPrompt, Sampling, SpeakPrompt
+from protocol.spec import WorkerSpec
+from protocol.verify import Check, Difference
+from worker.audio.ask_audio import AudioIntake
+from worker.audio.audio_job import AudioJob, Piece
+from worker.audio.audio_model import AudioModel, load_audio_model
+from worker.audio.sample_room import SampleRoom
+from worker.audio.sound_writer import SoundWriter
+
+_RATE: Final = 16_000
+# Longer than one window of any family.
+_CLIP_S: Final = 35.0
+_TEXT: Final = "One, two, three. This is a test."
+
+
+def audio_checks(model: AudioModel) -> Generator[Check]:
+    """One request before and after another. Raises `RequestInvalid`."""
+    prompt = HearPrompt(_tone()) if model.hearer is not None else SpeakPrompt(_TEXT, format="pcm")
+    # At a temperature, so that a random draw that is not of the seed alone shows.
+    requests = [Generate(1, prompt, Sampling(temperature=0.2, seed=seed)) for seed in (1, 2, 1)]
+    intake = AudioIntake(model, SampleRoom(), lambda: None)
+    answers = [_pieces(intake.job(request, 0.0)) for request in requests]
+    first, last = answers[0], answers[2]
+    is_equal = first == last
+    yield Check(
+        "again",
+        requests=len(requests),
+        tokens=sum(len(piece.token_ids) for answer in answers for piece in answer),
+        differences=() if is_equal else (Difference(2, _common(first, last)),),
+        note="" if any(piece.text or piece.data for piece in first) else "the model gave nothing",
+    )
+
+
+def load_silently(spec: WorkerSpec) -> AudioModel:
+    """The model to check. Raises `LoadFailed`."""
+    return load_audio_model(spec, lambda _stage, _done, _total: None)
+
+
+def _pieces(job: AudioJob) -> list[Piece]:
+    return list(job.work)
+
+
+def _common(one: list[Piece], other: list[Piece]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _tone() -> bytes:
+    """A clip of a tone that comes and goes, as a file."""
+    at = np.arange(int(_CLIP_S * _RATE)) / _RATE
+    samples = 0.3 * np.sin(2 * np.pi * 440 * at) * np.sin(2 * np.pi * 0.3 * at)
+    writer = SoundWriter("wav", _RATE, 1.0)
+    return writer.add(samples.astype(np.float32)) + writer.end()
