@@ -1,3 +1,14 @@
 """HTTP under all endpoints: connections, bodies, answers, event streams, TLS and captures."""
 
-__all__ = ["capture", "connection_limits", "direct_write", "encoder", "exchange", "handshake", "listen", "sse", "tls"]
+__all__ = [
+    "capture",
+    "connection_limits",
+    "direct_write",
+    "encoder",
+    "exchange",
+    "handshake",
+    "listen",
+    "multipart",
+    "sse",
+    "tls",
+]
