@@ -35,7 +35,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml worker/vision/requirements.txt
+$(STAMP): pyproject.toml worker/vision/requirements.txt worker/audio/requirements.txt
 	@deploy/setup.sh "$(PYTHON)" "$(VENV)" "$(EXTRAS)"
 	@touch $@
 

@@ -4,6 +4,7 @@
 set -eu
 python=$1 venv=$2 extras=$3
 vision=worker/vision/requirements.txt
+audio=worker/audio/requirements.txt
 oldest=3.11
 wanted=">=$oldest,<3.14"
 advice="install Python $oldest or newer (python.org, brew install python, apt install python3) or uv (https://docs.astral.sh/uv), then run make again; or name a Python: make PYTHON=/path/to/python3"
@@ -38,7 +39,7 @@ if [ -n "$uv" ]; then
             fail "uv could not create $venv (see above); if it cannot download Python: $advice"
     fi
     "$uv" pip install --quiet --python "$venv/bin/python" --editable ".[$extras]" || fail "the packages could not be installed (see above)"
-    "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --require-hashes --requirement "$vision" || fail "mlx-vlm could not be installed (see above)"
+    "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --require-hashes --requirement "$vision" --requirement "$audio" || fail "mlx-vlm and mlx-audio could not be installed (see above)"
 else
     if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         rm -rf "$venv"
@@ -47,7 +48,7 @@ else
     fi
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" ||
         fail "the packages could not be installed (see above); is the network up?"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement "$vision" ||
-        fail "mlx-vlm could not be installed (see above); is the network up?"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement "$vision" --requirement "$audio" ||
+        fail "mlx-vlm and mlx-audio could not be installed (see above); is the network up?"
 fi
 echo "mlxd: $venv is ready"

@@ -76,7 +76,7 @@ class ModelStatus(Struct, frozen=True):
     sparse_prompts: int = 0
     sparse_prompt_tokens: int = 0
     sparse_kept_tokens: int = 0
-    # Of one that is loaded: `text`, `embed` or `rerank`; and the length of embeddings.
+    # Of one that is loaded: `text`, `embed`, `rerank` or `audio`; and the length of embeddings.
     kind: str = ""
     dimensions: int = 0
     # Speeds that its workers have measured on this machine, also while it is not loaded.

@@ -22,6 +22,8 @@ from gateway.api.ollama_models import ListRunning, ListTags, OllamaVersion, Show
 from gateway.api.openai.chat import ChatCompletions
 from gateway.api.openai.completions import Completions
 from gateway.api.openai.embeddings import Embeddings
+from gateway.api.openai.speech import Speech
+from gateway.api.openai.transcriptions import Transcriptions
 from gateway.api.operations import Document
 from gateway.api.props import ModelProps
 from gateway.api.responses.endpoints import Responses
@@ -148,6 +150,7 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
             Route("/v1/chat/completions", leaving(ChatCompletions(services), "openai"), methods=["POST"]),
             Route("/v1/completions", leaving(Completions(services), "openai"), methods=["POST"]),
             Route("/v1/embeddings", Embeddings(services), methods=["POST"]),
+            *_audio_routes(services),
             *(Route(path, Rerank(services), methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
             *(Route(path, ScorePairs(services), methods=["POST"]) for path in ("/v1/score", "/score")),
             Route("/v1/messages", leaving(Messages(services), "anthropic"), methods=["POST"]),
@@ -175,6 +178,14 @@ def create_app(config: Config, pool: Pool, link: Link, metrics: Metrics) -> App:
         backend=backend,
         responses=responses,
     )
+
+
+def _audio_routes(services: Services) -> list[Route]:
+    return [
+        Route("/v1/audio/transcriptions", Transcriptions(services, is_translated=False), methods=["POST"]),
+        Route("/v1/audio/translations", Transcriptions(services, is_translated=True), methods=["POST"]),
+        Route("/v1/audio/speech", Speech(services), methods=["POST"]),
+    ]
 
 
 def _ollama_routes(services: Services, catalog: Catalog, backend: Backend) -> list[Route]:

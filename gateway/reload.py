@@ -140,7 +140,7 @@ def _ineffective(new: Config, wanted: Config) -> Iterator[str]:
 
 def changes(old: Config, new: Config) -> Iterator[str]:
     """The keys that differ, as `server.drain` and `models.NAME.sampling`, but of models that one of the two lacks."""
-    for name in ("server", "memory", "media", "ui", "node"):
+    for name in ("server", "memory", "media", "audio", "ui", "node"):
         yield from _differences(getattr(old, name), getattr(new, name), name)
     for table in ("peers", "upstreams", "nodes"):
         before_all, after_all = getattr(old, table), getattr(new, table)

@@ -74,7 +74,7 @@ class ModelCard(Struct, frozen=True, tag_field="object", tag="model"):
     max_input_tokens: int | UnsetType = UNSET
     # As its worker says, or before a load as its files promise.
     input_modalities: tuple[str, ...] = (TEXT,)
-    # What it makes: `text`, `embed` for embeddings, or `rerank` for scores of pairs.
+    # What it makes: `text`, `embed` for embeddings, `rerank` for scores of pairs, or `audio`.
     kind: str = TEXT
     # Bits of a number of its KV; left out where it is as the model computes it.
     kv_bits: int | UnsetType = UNSET

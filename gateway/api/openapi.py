@@ -14,6 +14,7 @@ VERSION: Final = "3.1.1"
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 LINES: Final = "application/x-ndjson"
+FORM: Final = "multipart/form-data"
 # Named in an operation's `errors`; what they mean is the same everywhere.
 MEANINGS: Final = {
     400: "The request cannot be served as it is.",
@@ -65,8 +66,10 @@ class Operation:
     parameters: Sequence[Parameter] = ()
     # Whether a key is needed; None where that is configured.
     needs_key: bool | None = True
-    # Of an answer that is not JSON.
+    # Of a body that is not JSON, of an answer that is not, and of others that it may have.
+    body_type: str = JSON
     media_type: str = JSON
+    media_types: Mapping[str, str] = field(default_factory=dict[str, str])
     # Of a stream: server-sent events, or lines of JSON.
     stream_type: str = EVENTS
     # Statuses other than 200 whose body is an `answer` all the same.
@@ -109,7 +112,10 @@ def _operation(operation: Operation, references: Mapping[Any, Schema]) -> Schema
     if operation.parameters:
         document["parameters"] = [_parameter(parameter) for parameter in operation.parameters]
     if operation.body is not None:
-        document["requestBody"] = {"required": True, "content": {JSON: {"schema": references[operation.body]}}}
+        document["requestBody"] = {
+            "required": True,
+            "content": {operation.body_type: {"schema": references[operation.body]}},
+        }
     document["responses"] = _responses(operation, references)
     return document
 
@@ -127,6 +133,9 @@ def _parameter(parameter: Parameter) -> Schema:
 def _responses(operation: Operation, references: Mapping[Any, Schema]) -> Schema:
     answer = references[operation.answer]
     content: Schema = {operation.media_type: {"schema": answer}}
+    content |= {
+        kind: {"schema": {"type": "string", "description": text}} for kind, text in operation.media_types.items()
+    }
     if operation.events:
         # 3.1 has no word for one event of many: `itemSchema` is 3.2's.
         data: Schema = {"anyOf": [references[event] for event in operation.events]}

@@ -20,7 +20,7 @@ from gateway.api.ollama.embed import Embedded, EmbedRequest, OneEmbedding
 from gateway.api.ollama.embed import EmbeddingsRequest as OllamaEmbeddingsRequest
 from gateway.api.ollama.refusals import REFUSED
 from gateway.api.ollama_models import RunningModels, Shown, Tags, Version
-from gateway.api.openai import embeddings
+from gateway.api.openai import embeddings, speech, transcript_forms, transcriptions
 from gateway.api.openai import request as openai
 from gateway.api.openai import response as openai_out
 from gateway.api.openapi import Operation, Parameter
@@ -75,8 +75,8 @@ _PAGE: Final = (
 )
 
 DESCRIPTION: Final = """\
-OpenAI's chat completions, completions, embeddings and Responses, Anthropic's Messages, Ollama's API, ranking and scores
-of texts, and a few routes of mlxd's own.
+OpenAI's chat completions, completions, embeddings, audio and Responses, Anthropic's Messages, Ollama's API, ranking and
+scores of texts, and a few routes of mlxd's own.
 
 While mlxd has no API keys, clients on the loopback need none. Fields that are not named here are ignored and listed in
 the header `x-mlxd-ignored`. Whole numbers are written without a fraction. With the header `anthropic-version` errors
@@ -119,6 +119,49 @@ _OPENAI: Final = (
         embeddings.EmbeddingsRequest,
         openai.NO_ACTION,
         headers=_IGNORED,
+    ),
+)
+_AUDIO: Final = (
+    Operation(
+        "POST",
+        "/v1/audio/transcriptions",
+        "Transcribe a clip of audio.",
+        transcript_forms.Transcription | transcript_forms.VerboseTranscription,
+        ErrorBody,
+        _GENERATE,
+        transcriptions.TranscriptionRequest,
+        transcriptions.NO_ACTION,
+        (transcriptions.TextDelta, transcriptions.TextDone, ErrorBody),
+        body_type=openapi.FORM,
+        media_types={"text/plain": "Plain text, or subtitles as SRT.", "text/vtt": "Subtitles as WebVTT."},
+        headers=_SEED,
+    ),
+    Operation(
+        "POST",
+        "/v1/audio/translations",
+        "Translate a clip of audio to English text.",
+        transcript_forms.Transcription | transcript_forms.VerboseTranscription,
+        ErrorBody,
+        _GENERATE,
+        transcriptions.TranslationRequest,
+        transcriptions.NO_ACTION,
+        body_type=openapi.FORM,
+        media_types={"text/plain": "Plain text, or subtitles as SRT.", "text/vtt": "Subtitles as WebVTT."},
+        headers=_SEED,
+    ),
+    Operation(
+        "POST",
+        "/v1/audio/speech",
+        "Speak a text.",
+        str,
+        ErrorBody,
+        _GENERATE,
+        speech.SpeechRequest,
+        frozenset({"user"}),
+        (speech.AudioDelta, speech.AudioDone, ErrorBody),
+        media_type="audio/mpeg",
+        media_types={kind.decode(): f"The file as {name}." for name, kind in speech.FORMATS.items()},
+        headers=_SEED,
     ),
 )
 _SCORES: Final = tuple(
@@ -377,7 +420,7 @@ _HEALTH: Final = tuple(
     )
     for path in ("/health", "/healthz")
 )
-OPERATIONS: Final = (*_OPENAI, *_SCORES, *_ANTHROPIC, *_RESPONSES, *_OLLAMA, *_MLXD, *_HEALTH)
+OPERATIONS: Final = (*_OPENAI, *_AUDIO, *_SCORES, *_ANTHROPIC, *_RESPONSES, *_OLLAMA, *_MLXD, *_HEALTH)
 
 
 class Document:

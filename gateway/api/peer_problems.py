@@ -6,7 +6,7 @@ from typing import Final
 
 from gateway.api.common.canonical import STOP_CHARS_MAX, STOPS_MAX
 from gateway.media.resolve import digest_of
-from protocol.messages import ChatPrompt, EmbedPrompt, Generate, Media, Sampling, ScorePrompt
+from protocol.messages import ChatPrompt, EmbedPrompt, Generate, HearPrompt, Media, Sampling, ScorePrompt, SpeakPrompt
 
 SEQUENCES_MAX: Final = 1024
 TOP_LOGPROBS_MAX: Final = 20
@@ -36,8 +36,8 @@ def problems(asked: list[Generate]) -> Iterator[str]:
 def _problems_of(request: Generate) -> Iterator[str]:
     if request.adapter:
         yield "adapters are served where they are loaded, and not for peers"
-    if isinstance(request.prompt, EmbedPrompt | ScorePrompt):
-        yield "peers are asked for text, not for vectors or scores"
+    if isinstance(request.prompt, EmbedPrompt | ScorePrompt | HearPrompt | SpeakPrompt):
+        yield "peers are asked for text, not for vectors, scores or audio"
     if len(request.stop) > STOPS_MAX or not all(0 < len(stop) <= STOP_CHARS_MAX for stop in request.stop):
         yield f"it has {len(request.stop)} stop strings, or one that is empty or too long"
     if (request.thinking_budget or 0) < 0 or (request.most_drafted or 0) < 0:

@@ -5,6 +5,7 @@ unloaded, and it loads none. The tokens that a worker counts include its one.
 """
 
 import asyncio
+import struct
 import time
 from typing import Final
 
@@ -17,8 +18,19 @@ from gateway.request.record import Record
 from gateway.services import Services
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import State
-from protocol.kinds import EMBED, RERANK
-from protocol.messages import EmbedPrompt, Finish, Generate, Sampling, ScorePrompt, TextPrompt
+from protocol.kinds import AUDIO, EMBED, RERANK
+from protocol.messages import (
+    EmbedPrompt,
+    Finish,
+    Generate,
+    HearPrompt,
+    Prompt,
+    Ready,
+    Sampling,
+    ScorePrompt,
+    SpeakPrompt,
+    TextPrompt,
+)
 
 DEADLINE_S: Final = 10.0
 POLL_S: Final = 0.05
@@ -28,8 +40,21 @@ PRIORITY: Final = -1_000_000
 BROKEN: Final = frozenset({State.BACKOFF, State.FAILED, State.INCOMPATIBLE})
 # Shares no cached prefix with any key.
 SALT: Final = "health"
-# For models that generate nothing.
-_PROMPTS: Final = {EMBED: EmbedPrompt(("Hi",)), RERANK: ScorePrompt(("Hi",), ("Hi",))}
+# For models that generate no text.
+_PROMPTS: Final[dict[str, Prompt]] = {
+    EMBED: EmbedPrompt(("Hi",)),
+    RERANK: ScorePrompt(("Hi",), ("Hi",)),
+    AUDIO: SpeakPrompt("Hi."),
+}
+# A quarter of a second of silence, as a WAV file.
+_SAMPLES: Final = bytes(8000)
+_SILENCE: Final = HearPrompt(
+    b"RIFF"
+    + struct.pack(
+        "<I4s4sIHHIIHH4sI", 36 + len(_SAMPLES), b"WAVE", b"fmt ", 16, 1, 1, 16000, 32000, 2, 16, b"data", 8000
+    )
+    + _SAMPLES
+)
 
 
 def require_admin(record: Record) -> None:
@@ -81,7 +106,7 @@ async def _one_token(services: Services, worker: WorkerHandle) -> str:
     link = services.link
     request = Generate(
         link.next_rid(),
-        _PROMPTS.get(worker.ready.kind if worker.ready is not None else "", TextPrompt("Hi")),
+        _prompt(worker.ready),
         Sampling(temperature=0.0),
         max_tokens=1,
         priority=PRIORITY,
@@ -92,6 +117,12 @@ async def _one_token(services: Services, worker: WorkerHandle) -> str:
         return await _ending(collector)
     finally:
         link.abort(collector.rids, "health")
+
+
+def _prompt(ready: Ready | None) -> Prompt:
+    if ready is not None and ready.audio is not None and ready.audio.hears:
+        return _SILENCE
+    return _PROMPTS.get(ready.kind if ready is not None else "", TextPrompt("Hi"))
 
 
 async def _ending(collector: Collector) -> str:

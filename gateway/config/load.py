@@ -21,6 +21,7 @@ from gateway.config.settings import (
     CAN_HOLD_AWAKE,
     CONFIG_NAME,
     NAME_BYTES_MAX,
+    AudioConfig,
     CacheConfig,
     Config,
     ConfigError,
@@ -70,7 +71,8 @@ def load_config(
     """
     source = Source(path or home / CONFIG_NAME)
     raw = source.read(required=path is not None)
-    source.refuse_unknown(raw, ("server", "memory", "media", "ui", "models", "peers", "upstreams", "node", "nodes"), ())
+    tables = ("server", "memory", "media", "audio", "ui", "models", "peers", "upstreams", "node", "nodes")
+    source.refuse_unknown(raw, tables, ())
     overrides = {"host": host, "port": port, "log_level": log_level}
     server = _server(source, raw.get("server", {}), {k: v for k, v in overrides.items() if v is not None})
     if not is_loopback(server.host):
@@ -81,6 +83,7 @@ def load_config(
     _check_references(source, server, models)
     memory = source.convert(source.table(raw.get("memory", {}), MemoryConfig, ("memory",)), MemoryConfig, ("memory",))
     media = _media(source, raw.get("media", {}))
+    audio = source.convert(source.table(raw.get("audio", {}), AudioConfig, ("audio",)), AudioConfig, ("audio",))
     ui = source.convert(source.table(raw.get("ui", {}), UiConfig, ("ui",)), UiConfig, ("ui",))
     node = read_node(source, raw.get("node", {}), server.node_name)
     return Config(
@@ -90,6 +93,7 @@ def load_config(
         config_path=source.path,
         memory=memory,
         media=media,
+        audio=audio,
         ui=ui,
         peers=read_peers(source, raw.get("peers", {}), models, bad_name),
         upstreams=read_upstreams(source, raw.get("upstreams", {}), models),

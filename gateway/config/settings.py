@@ -204,8 +204,8 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     # A smaller model of the same tokens, or a drafter made for this one, as a folder or repository; empty is none.
     draft: str = ""
     sparse_prefill: SparsePrefillConfig = SparsePrefillConfig()
-    # What it is for: text that it generates, embeddings, or scores of pairs; `auto` is as its files say.
-    kind: Literal["auto", "text", "embed", "rerank"] = "auto"
+    # What it is for: text that it generates, embeddings, scores of pairs, or audio; `auto` is as its files say.
+    kind: Literal["auto", "text", "embed", "rerank", "audio"] = "auto"
     # Its embeddings may be cut to fewer dimensions, also where its files do not declare that it was trained for it.
     matryoshka: bool = False
     load_timeout_s: Seconds = 600.0
@@ -290,6 +290,17 @@ class MediaConfig(Struct, frozen=True, forbid_unknown_fields=True):
     folders: tuple[str, ...] = ()
 
 
+class AudioConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[audio]`: bounds of transcriptions, translations and speech."""
+
+    # Of a file that is sent, as it is and as it sounds.
+    max_size_bytes: Annotated[int, Meta(ge=1024, le=48 * 1024 * 1024)] = 25 * 1024 * 1024
+    max_duration_s: Annotated[float, Meta(gt=0, le=86400)] = 7200.0
+    # Characters of a text to speak, and how long its speech may get.
+    max_input: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
+    max_speech_s: Annotated[float, Meta(gt=0, le=7200)] = 900.0
+
+
 class UiConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`[ui]`: from where a session of the page may administer. The page itself, with its chat, is always served."""
 
@@ -369,6 +380,7 @@ class Config(Struct, frozen=True):
     config_path: Path
     memory: MemoryConfig = MemoryConfig()
     media: MediaConfig = MediaConfig()
+    audio: AudioConfig = AudioConfig()
     ui: UiConfig = UiConfig()
     peers: dict[str, PeerConfig] = {}
     upstreams: dict[str, UpstreamConfig] = {}

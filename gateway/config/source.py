@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.config.settings import (
+    AudioConfig,
     CacheConfig,
     ConfigError,
     FabricConfig,
@@ -38,6 +39,7 @@ _TABLES: Final[dict[str, type[Struct]]] = {
     "server.tls": TlsConfig,
     "memory": MemoryConfig,
     "media": MediaConfig,
+    "audio": AudioConfig,
     "models.NAME": ModelConfig,
     "models.NAME.fallback": FallbackConfig,
     "peers.NAME": PeerConfig,

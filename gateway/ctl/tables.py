@@ -12,7 +12,7 @@ from gateway.ctl.prefix_files import Folder
 from gateway.ctl.rates import ModelSample, Sample, waiting
 
 # By models that generate nothing.
-MADE = {"embed": "embeddings", "rerank": "scores of pairs"}
+MADE = {"embed": "embeddings", "rerank": "scores of pairs", "audio": "transcripts or speech"}
 STATE_COLORS = {
     "ready": "green",
     "loading": "yellow",

@@ -26,8 +26,8 @@ class StreamEncoder(Protocol):
         """Something that resets an idle timer and means nothing."""
         ...
 
-    def error(self, error: ApiError) -> bytes:
-        """The last event of a stream that failed."""
+    def error(self, error: ApiError) -> bytes | None:
+        """The last event of a stream that failed; None where it has no place for one, and must be cut off."""
         ...
 
     def end(self) -> bytes:

@@ -146,7 +146,9 @@ class _Stream:
         except ApiError as error:
             if not self._is_started:
                 raise
-            await self._write(self._encoder.error(error), more=False)
+            last = self._encoder.error(error)
+            if last is not None:
+                await self._write(last, more=False)
             return error
         except Exception:
             if self._is_started and not self._watch.is_over:
@@ -240,11 +242,12 @@ async def respond_stream(
     write_timeout_s: float,
     pace: Pace = DEFAULT_PACE,
     kind: bytes = EVENTS,
-) -> None:
+) -> ApiError | None:
     """Answer with the events of `generation`, in a stream of this content type.
 
-    Raises `ApiError` only while the status can still say so.
+    Raises `ApiError` only while the status can still say so; returns a later one.
     """
+    error: ApiError | None = None
     async with Watch(receive, write_timeout_s) as watch:
         # A task of its own: what wakes up for a token passes through a few frames, not through the whole app.
         stream = _Stream(generation, encoder, send, watch, pace, record.writer, kind)
@@ -253,6 +256,7 @@ async def respond_stream(
             record.outcome = error.code or "error"
     if watch.reason is not None:
         note_cut(record, watch.reason)
+    return error
 
 
 async def respond_whole(generation: Generation, fold: Fold, record: Record, receive: Receive, send: Send) -> None:

@@ -169,7 +169,7 @@ class Collector:
     def _join(self, index: int, delta: Delta) -> bool:
         last = self._unread[index]
         if isinstance(last, Delta):
-            if not _is_joinable(last.kind, last.tool and last.tool.index, delta):
+            if last.data or not _is_joinable(last.kind, last.tool and last.tool.index, delta):
                 return False
             self._unread[index] = last = _Run(last)
             self._has_runs = True
@@ -208,7 +208,7 @@ class Collector:
 
 
 def _is_joinable(kind: Kind, tool_index: int | None, delta: Delta) -> bool:
-    if delta.kind is not kind or kind not in _JOINABLE:
+    if delta.kind is not kind or kind not in _JOINABLE or delta.data:
         return False
     return (delta.tool and delta.tool.index) == tool_index
 

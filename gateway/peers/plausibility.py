@@ -41,7 +41,8 @@ def _numbers(ready: Ready) -> list[object]:
     """Fields of a loaded model, without its epoch, which may be any."""
     media = () if ready.media is None else astuple(ready.media)
     embedding = () if ready.embedding is None else astuple(ready.embedding)
-    return [*astuple(ready)[1:], *media, *embedding]
+    audio = () if ready.audio is None else astuple(ready.audio)
+    return [*astuple(ready)[1:], *media, *embedding, *audio]
 
 
 @dataclass(slots=True)

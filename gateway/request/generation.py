@@ -194,9 +194,7 @@ class Generation:
     async def open(self) -> None:
         """Wait until the model is ready, and start. Raises `ApiError`."""
         if self._worker is None and self._kind != TEXT:
-            message = (
-                f"The model '{self._model.name}' is a peer's: peers are asked for text, not for vectors or scores."
-            )
+            message = f"The model '{self._model.name}' is a peer's: peers are asked for text alone."
             raise BadRequest(message, "model", "unsupported_model_kind")
         if self._worker is not None and self._worker.ready is None:
             # Before it is loaded in vain.

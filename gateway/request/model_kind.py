@@ -5,12 +5,13 @@ from typing import Final
 from gateway.config.settings import ModelConfig
 from gateway.errors import BadRequest
 from gateway.model_files.metadata import kind_of_files
-from protocol.kinds import EMBED, RERANK, TEXT
+from protocol.kinds import AUDIO, EMBED, RERANK, TEXT
 from protocol.messages import Ready
 
 _ABILITIES: Final = {
     TEXT: "generates text: use POST /v1/chat/completions",
     EMBED: "makes embeddings: use POST /v1/embeddings",
+    AUDIO: "hears or speaks: use POST /v1/audio/transcriptions, /v1/audio/translations or /v1/audio/speech",
     RERANK: "scores pairs of texts: use POST /v1/rerank or POST /v1/score",
 }
 

@@ -88,6 +88,9 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] =
     ("media_encoded", "Media encoded by a tower.", lambda s: s.media_encoded),
     ("media_failed", "Media that could not be decoded or encoded.", lambda s: s.media_failed),
     ("media_encode_seconds", "Time in towers, which running sequences wait for.", lambda s: s.encode_s),
+    ("audio_heard_seconds", "Seconds of clips that were transcribed or translated.", lambda s: s.heard_s),
+    ("audio_spoken_seconds", "Seconds of speech that were made.", lambda s: s.spoken_s),
+    ("audio_compute_seconds", "Time in which a model of audio heard or spoke.", lambda s: s.audio_s),
     ("num_preemptions", "Running sequences preempted for KV memory.", lambda s: s.preemptions),
     (
         "malformed_tool_calls",

@@ -60,8 +60,9 @@ def old_python() -> Path:
 def checkout(tmp_path: Path) -> Path:
     """A checkout in which setup needs nothing of an index."""
     folder = tmp_path / "mlxd"
-    (folder / "worker" / "vision").mkdir(parents=True)
-    (folder / "worker" / "vision" / "requirements.txt").touch()
+    for part in ("vision", "audio"):
+        (folder / "worker" / part).mkdir(parents=True)
+        (folder / "worker" / part / "requirements.txt").touch()
     (folder / "pyproject.toml").write_text(PYPROJECT)
     (folder / "backend.py").write_text(BACKEND)
     shutil.copytree(ROOT / "deploy", folder / "deploy", ignore=shutil.ignore_patterns("demo*", "web", "node_modules"))

@@ -18,7 +18,16 @@ import msgspec
 import uvicorn
 
 from gateway.app import App, create_admin_app, create_app
-from gateway.config.settings import Config, MediaConfig, ModelConfig, PeerConfig, ServerConfig, UpstreamConfig, url_of
+from gateway.config.settings import (
+    AudioConfig,
+    Config,
+    MediaConfig,
+    ModelConfig,
+    PeerConfig,
+    ServerConfig,
+    UpstreamConfig,
+    url_of,
+)
 from gateway.http.connection import GuardedProtocol
 from gateway.http.connection_limits import public_connections
 from gateway.http.handshake import HANDSHAKE_S, Handshake
@@ -89,6 +98,7 @@ async def running(
     handshake_s: float = HANDSHAKE_S,
     verify: ssl.SSLContext | bool = True,
     media: MediaConfig | None = None,
+    audio: AudioConfig | None = None,
     peers: Sequence[PeerConfig] = (),
     upstreams: Sequence[UpstreamConfig] = (),
 ) -> AsyncGenerator[Gateway, None]:
@@ -102,6 +112,7 @@ async def running(
         models={model.name: model for model in models or [ModelConfig(name="m", path="m")]},
         config_path=home / "mlxd.toml",
         media=media or MediaConfig(),
+        audio=audio or AudioConfig(),
         peers={peer.name: peer for peer in peers},
         upstreams={upstream.name: upstream for upstream in upstreams},
     )

@@ -130,13 +130,13 @@ class Schema(Generic[T]):
         return {key for item in _message_keys.decode(piece) for key in item}
 
 
-def converted(raw: dict[str, Any], struct: type[T], where: str) -> T:
-    """A part of a body that was decoded as any object. Raises `BadRequest`."""
+def converted(raw: dict[str, Any], struct: type[T], where: str, *, strict: bool = True) -> T:
+    """A part of a body that was decoded as any object, with values as texts unless `strict`. Raises `BadRequest`."""
     try:
-        return msgspec.convert(raw, struct)
+        return msgspec.convert(raw, struct, strict=strict)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
-        param = where + path.rstrip("`")
+        param = (where + path.rstrip("`")).lstrip(".")
         raise BadRequest(f"Invalid value for '{param}': {what.replace('`', '')}.", param, "invalid_value") from None
 
 

@@ -12,10 +12,10 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from gateway.config.settings import ModelConfig
-from gateway.errors import Unavailable, from_failure, from_unsendable
+from gateway.errors import ApiError, Unavailable, from_failure, from_unsendable
 from gateway.http.encoder import Fold, StreamEncoder
 from gateway.http.exchange import read_body
-from gateway.http.sse import EVENTS, respond_stream, respond_whole
+from gateway.http.sse import DEFAULT_PACE, EVENTS, Pace, respond_stream, respond_whole
 from gateway.link.calls import Refused
 from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check, likely_tokens
@@ -40,9 +40,10 @@ async def read(
     scope: Scope,
     receive: Receive,
     decode: Callable[[bytes], tuple[T, list[str]]],
+    limit_bytes: int | None = None,
 ) -> tuple[T, list[str]]:
-    """The request's decoded body, and its unknown fields. Raises `ApiError`."""
-    body = await read_body(scope, receive, services.config.server.max_body_bytes)
+    """The request's decoded body, of `max_body` or `limit_bytes` at most, and its unknown fields. Raises `ApiError`."""
+    body = await read_body(scope, receive, limit_bytes or services.config.server.max_body_bytes)
     return await services.bodies.work(record.body_bytes, decode, body)
 
 
@@ -137,14 +138,23 @@ class Job:
     # Of the model that it is for.
     kind: str = TEXT
 
-    async def stream(self, encoder: StreamEncoder, receive: Receive, send: Send, kind: bytes = EVENTS) -> None:
+    async def stream(
+        self,
+        encoder: StreamEncoder,
+        receive: Receive,
+        send: Send,
+        kind: bytes = EVENTS,
+        pace: Pace = DEFAULT_PACE,
+    ) -> ApiError | None:
         """Generate and answer as events, in a stream of this content type.
 
-        Raises `ApiError` while the status can still say so.
+        Raises `ApiError` while the status can still say so; returns a later one.
         """
         write_timeout_s = self.services.config.server.write_timeout_s
         with self.generation(encoder.bind) as generation:
-            await respond_stream(generation, encoder, self.record, receive, send, write_timeout_s, kind=kind)
+            return await respond_stream(
+                generation, encoder, self.record, receive, send, write_timeout_s, pace, kind=kind
+            )
 
     async def whole(self, fold: Fold, receive: Receive, send: Send) -> None:
         """Generate and answer in one piece. Raises `ApiError`."""

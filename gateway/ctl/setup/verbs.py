@@ -1,4 +1,4 @@
-"""`mlxctl setup vision`: mlx-vlm, the encoders of images, video and audio, into the environment of this mlxctl."""
+"""`mlxctl setup`: libraries for media and for audio, into the environment of this mlxctl."""
 
 import importlib.util
 import shutil
@@ -17,7 +17,7 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.callback()
 def setup() -> None:
-    """Install what is optional: vision."""
+    """Install what is optional: vision, audio."""
 
 
 @app.command()
@@ -32,7 +32,26 @@ def vision(
 
     Example: mlxctl setup vision
     """
-    command = command_of(sys.executable, shutil.which("uv"), find)
+    _install("vision", "mlx-vlm", "Restart vision models that are loaded: mlxctl restart MODEL", find, show=show)
+
+
+@app.command()
+def audio(
+    find: Annotated[str, typer.Option("--from", help="A folder of wheels to install from, instead of PyPI.")] = "",
+    show: Annotated[bool, typer.Option("--print", help="Print the command, and run nothing.")] = False,
+) -> None:
+    """Install mlx-audio, with which models hear and speak, and what of its dependencies is used: each by its hash.
+
+    Hearing needs mlx-audio alone; speech needs scipy (110 MB), and files other than WAV need PyAV.
+
+    Example: mlxctl setup audio
+    """
+    _install("audio", "mlx-audio", "Models of audio are loaded when they are asked for.", find, show=show)
+
+
+def _install(part: str, library: str, advice: str, find: str, *, show: bool) -> None:
+    """Install the pinned libraries of a folder of the worker. Raises `Failed`."""
+    command = command_of(sys.executable, shutil.which("uv"), find, part)
     if show:
         typer.echo(" ".join(command))
         return
@@ -41,11 +60,11 @@ def vision(
     except (OSError, subprocess.SubprocessError) as error:
         raise Failed(f"{command[0]} cannot be run: {error}") from None
     if done.returncode:
-        raise Failed(f"mlx-vlm was not installed:\n{done.stderr.strip()}")
-    typer.echo("mlx-vlm is installed. Restart vision models that are loaded: mlxctl restart MODEL")
+        raise Failed(f"{library} was not installed:\n{done.stderr.strip()}")
+    typer.echo(f"{library} is installed. {advice}")
 
 
-def command_of(python: str, uv: str | None, find: str) -> list[str]:
+def command_of(python: str, uv: str | None, find: str, part: str = "vision") -> list[str]:
     """The command of pip, or of uv where that is installed: an environment that uv made has no pip."""
     has_pip = importlib.util.find_spec("pip") is not None
     if uv is not None:
@@ -55,12 +74,12 @@ def command_of(python: str, uv: str | None, find: str) -> list[str]:
     else:
         raise Failed(f"neither uv nor pip is there to install into {Path(python).parent.parent}")
     places = ["--no-index", "--find-links", find] if find else []
-    return [*command, "--no-deps", "--require-hashes", *places, "-r", str(requirements())]
+    return [*command, "--no-deps", "--require-hashes", *places, "-r", str(requirements(part))]
 
 
-def requirements() -> Path:
-    """The file that pins mlx-vlm, in the worker's package. Raises `Failed`."""
+def requirements(part: str = "vision") -> Path:
+    """The file that pins the libraries of a part, in the worker's package. Raises `Failed`."""
     spec = importlib.util.find_spec("worker")
     if spec is None or spec.origin is None:
         raise Failed("the worker's package is not installed: install mlxd again")
-    return Path(spec.origin).parent / "vision" / "requirements.txt"
+    return Path(spec.origin).parent / part / "requirements.txt"

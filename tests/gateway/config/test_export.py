@@ -11,6 +11,7 @@ from gateway.access.key_file import has_keys
 from gateway.config.export import keys_of, schema, to_json, to_toml
 from gateway.config.load import load_config
 from gateway.config.settings import (
+    AudioConfig,
     CacheConfig,
     FabricConfig,
     FallbackConfig,
@@ -111,6 +112,7 @@ def test_without_a_file_show_names_the_demo_model(tmp_path: Path) -> None:
         ("## `[server]`", ServerConfig),
         ("## `[memory]`", MemoryConfig),
         ("## `[media]`", MediaConfig),
+        ("## `[audio]`", AudioConfig),
         ("## `[ui]`", UiConfig),
         ("## `[peers.NAME]`", PeerConfig),
         ("## `[upstreams.NAME]`", UpstreamConfig),
@@ -147,6 +149,7 @@ def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
         "server",
         "memory",
         "media",
+        "audio",
         "ui",
         "models",
         "peers",
@@ -158,6 +161,7 @@ def test_the_schema_has_the_keys_of_the_file_and_allows_units() -> None:
         ServerConfig,
         MemoryConfig,
         MediaConfig,
+        AudioConfig,
         UiConfig,
         ModelConfig,
         SamplingDefaults,

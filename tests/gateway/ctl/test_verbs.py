@@ -30,6 +30,7 @@ WITHOUT_JSON = {
     "parse": "what it prints is JSON",
     "config schema": "what it prints is JSON",
     "setup vision": "what it prints is that of pip",
+    "setup audio": "what it prints is that of pip",
 }
 COMMANDS = {verb: command for verb, command in commands(root()) if not command.hidden}
 

@@ -1,0 +1,180 @@
+"""`POST /v1/audio/speech`."""
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.common import serve
+from gateway.api.common.decode import Schema
+from gateway.api.common.doc_hints import TEXT, shape, words
+from gateway.api.openai.request import Seed
+from gateway.errors import ApiError, BadRequest, openai_body
+from gateway.http.direct_write import outlet_of
+from gateway.http.sse import Pace
+from gateway.request.record import record_of
+from gateway.services import Services
+from protocol.kinds import AUDIO
+from protocol.messages import Delta, Generate, Sampling, SpeakPrompt, Usage
+
+# Content type of each.
+FORMATS: Final = {
+    "mp3": b"audio/mpeg",
+    "opus": b"audio/ogg",
+    "aac": b"audio/aac",
+    "flac": b"audio/flac",
+    "wav": b"audio/wav",
+    "pcm": b"audio/pcm",
+}
+STREAMS: Final = ("audio", "sse")
+# A refusal must be a status: the bytes of a file have no place for it. Nothing else is sent before the first of them.
+_PACE: Final = Pace(hold_s=7 * 86400.0)
+Voice = Annotated[str, Meta(max_length=256)]
+
+
+class VoiceId(Struct, frozen=True):
+    id: Voice
+
+
+class SpeechRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/audio/speech`. `voice` is one of the model's; empty is its own choice."""
+
+    model: str = ""
+    input: Annotated[str, shape(TEXT)]
+    voice: Voice | VoiceId = ""
+    instructions: Annotated[str, Meta(max_length=4096)] | None = None
+    response_format: Annotated[str, words(*FORMATS)] | None = None
+    speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None
+    stream_format: Annotated[str, words(*STREAMS)] | None = None
+    seed: Seed | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
+
+
+class SpeechUsage(Struct, frozen=True):
+    """Tokens of the text, and of its speech, twenty a second."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class AudioDelta(Struct, frozen=True, tag_field="type", tag="speech.audio.delta"):
+    """The next part of the file, in base64."""
+
+    audio: str
+
+
+class AudioDone(Struct, frozen=True, tag_field="type", tag="speech.audio.done"):
+    usage: SpeechUsage
+
+
+_schema = Schema(SpeechRequest, frozenset({"user"}))
+
+
+class Speech:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        request, unknown = await serve.read(services, record, scope, receive, _schema.decode)
+        format = _checked(request, services.config.audio.max_input)
+        model, seed = serve.begin(services, record, request.model, True, request.seed, unknown)
+        generate = Generate(
+            services.link.next_rid(),
+            SpeakPrompt(
+                request.input,
+                voice=request.voice if isinstance(request.voice, str) else request.voice.id,
+                speed=1.0 if request.speed is None else request.speed,
+                format=format,
+                instructions=request.instructions or "",
+                most_s=services.config.audio.max_speech_s,
+            ),
+            Sampling(seed=seed),
+            deadline_ms=serve.deadline_ms(services),
+            priority=request.priority or 0,
+        )
+        job = serve.Job(services, record, model, await serve.lower(services, record, model, lambda: generate), AUDIO)
+        if request.stream_format == "sse":
+            await job.stream(SpeechEvents(), receive, send)
+            return
+        error = await job.stream(SpeechFile(), receive, send, FORMATS[format], _PACE)
+        if error is not None and (outlet := outlet_of(scope)) is not None:
+            outlet.cut_off()
+
+
+def _checked(request: SpeechRequest, most_chars: int) -> str:
+    """The format of the file. Raises `BadRequest`."""
+    if not request.input.strip():
+        raise BadRequest("'input' is empty.", "input", "invalid_value")
+    if len(request.input) > most_chars:
+        message = f"'input' has {len(request.input)} characters; {most_chars} are taken."
+        raise BadRequest(message, "input", "invalid_value")
+    format = request.response_format or "mp3"
+    if format not in FORMATS:
+        message = f"Invalid value for 'response_format': {format[:40]!r} is none of {', '.join(FORMATS)}."
+        raise BadRequest(message, "response_format", "invalid_value")
+    if request.stream_format not in (None, *STREAMS):
+        message = f"Invalid value for 'stream_format': {request.stream_format[:40]!r} is none of audio, sse."
+        raise BadRequest(message, "stream_format", "invalid_value")
+    return format
+
+
+class SpeechFile:
+    """The bytes of a file as they are made. One that fails is cut off: its client sees that more was to come."""
+
+    def bind(self, rids: Sequence[int]) -> None:
+        """One request, one rid."""
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        return b""
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        return b"".join(delta.data for delta in deltas)
+
+    def keepalive(self) -> bytes:
+        return b""
+
+    def error(self, error: ApiError) -> None:
+        return None
+
+    def end(self) -> bytes:
+        return b""
+
+
+class SpeechEvents:
+    """The same bytes as server-sent events."""
+
+    def __init__(self) -> None:
+        self._usage: Usage | None = None
+
+    def bind(self, rids: Sequence[int]) -> None:
+        """One request, one rid."""
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        return b""
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        self._usage = next((delta.usage for delta in deltas if delta.usage is not None), self._usage)
+        data = b"".join(delta.data for delta in deltas)
+        return _event(AudioDelta(base64.b64encode(data).decode("ascii"))) if data else b""
+
+    def keepalive(self) -> bytes:
+        return b": keep-alive\n\n"
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + openai_body(error) + b"\n\n"
+
+    def end(self) -> bytes:
+        usage = self._usage or Usage(0, 0, 0)
+        spoken = SpeechUsage(usage.prompt, usage.completion, usage.prompt + usage.completion)
+        return _event(AudioDone(spoken))
+
+
+def _event(event: AudioDelta | AudioDone) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"

@@ -1,0 +1,253 @@
+"""`POST /v1/audio/transcriptions` and `POST /v1/audio/translations`."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta, Struct, field
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.common import serve
+from gateway.api.common.decode import converted
+from gateway.api.common.doc_hints import known, shape, words
+from gateway.api.openai.request import Seed
+from gateway.api.openai.transcript_forms import TokenUsage, Transcript
+from gateway.errors import ApiError, BadRequest, BodyTooLarge, Unsupported, openai_body
+from gateway.http.exchange import send_body
+from gateway.http.multipart import ROOM_BYTES, Form, read_form
+from gateway.http.sse import cut_off, folded
+from gateway.request.record import record_of
+from gateway.services import Services
+from protocol.kinds import AUDIO
+from protocol.messages import Delta, Generate, HearPrompt, Sampling
+
+JSON, PLAIN, SRT, VERBOSE, VTT = "json", "text", "srt", "verbose_json", "vtt"
+FORMATS: Final = (JSON, PLAIN, SRT, VERBOSE, VTT)
+# How a format is told to a client.
+_TYPES: Final = {
+    JSON: b"application/json",
+    VERBOSE: b"application/json",
+    PLAIN: b"text/plain; charset=utf-8",
+    SRT: b"text/plain; charset=utf-8",
+    VTT: b"text/vtt; charset=utf-8",
+}
+FILE: Final = "file"
+GRANULARITIES: Final = ("segment", "word")
+# Of forms, where a list is a name that comes several times.
+_LISTS: Final = {
+    "timestamp_granularities": "timestamp_granularities[]",
+    "timestamp_granularities[]": "timestamp_granularities[]",
+    "include": "include[]",
+    "include[]": "include[]",
+}
+# A clip is always heard in windows that end at pauses: what OpenAI calls `auto`.
+NO_ACTION: Final = frozenset({"user"})
+_PROMPT_CHARS_MAX: Final = 8192
+Language = Annotated[str, Meta(max_length=64)]
+PromptText = Annotated[str, Meta(max_length=_PROMPT_CHARS_MAX)]
+Binary = Annotated[str, shape({"contentMediaType": "application/octet-stream"})]
+
+
+class TranslationRequest(Struct, frozen=True, kw_only=True):
+    """`POST /v1/audio/translations`, as a form."""
+
+    # Here for the document: the bytes travel apart.
+    file: Binary = ""
+    model: str = ""
+    prompt: PromptText = ""
+    response_format: Annotated[str, words(*FORMATS)] = JSON
+    temperature: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Seed | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+
+
+class TranscriptionRequest(TranslationRequest, frozen=True, kw_only=True):
+    """`POST /v1/audio/transcriptions`, as a form. `language` is an ISO 639-1 code; without it the model hears which."""
+
+    language: Language = ""
+    timestamp_granularities: Annotated[list[str], shape({"items": {"enum": list(GRANULARITIES)}})] = field(
+        default_factory=list[str], name="timestamp_granularities[]"
+    )
+    stream: bool = False
+    include: list[str] = field(default_factory=list[str], name="include[]")
+    chunking_strategy: Annotated[str, known("auto")] = "auto"
+
+
+class TextDelta(Struct, frozen=True, tag_field="type", tag="transcript.text.delta"):
+    delta: str
+
+
+class TextDone(Struct, frozen=True, tag_field="type", tag="transcript.text.done"):
+    text: str
+    usage: TokenUsage | msgspec.UnsetType = msgspec.UNSET
+
+
+class Transcriptions:
+    """An ASGI endpoint. With `is_translated` its transcripts are in English."""
+
+    def __init__(self, services: Services, *, is_translated: bool) -> None:
+        self._services = services
+        self._is_translated = is_translated
+        self._struct = TranslationRequest if is_translated else TranscriptionRequest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, record = self._services, record_of(scope)
+        settings = services.config.audio
+        content_type = Headers(scope=scope).get("content-type", "")
+
+        def decode(body: bytes) -> tuple[tuple[TranslationRequest, bytes], list[str]]:
+            form = read_form(body, content_type, FILE)
+            request, unknown = _request(form, self._struct)
+            return (request, _file(form, settings.max_size_bytes)), unknown
+
+        limit = settings.max_size_bytes + ROOM_BYTES
+        (request, data), unknown = await serve.read(services, record, scope, receive, decode, limit)
+        is_stream = isinstance(request, TranscriptionRequest) and request.stream
+        granularities = _checked(request, is_stream=is_stream)
+        model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown)
+        record.media_bytes = len(data)
+        generate = Generate(
+            services.link.next_rid(),
+            HearPrompt(
+                data,
+                language=request.language if isinstance(request, TranscriptionRequest) else "",
+                text=request.prompt,
+                is_translated=self._is_translated,
+                has_words="word" in granularities,
+                most_s=settings.max_duration_s,
+            ),
+            Sampling(temperature=request.temperature, seed=seed),
+            deadline_ms=serve.deadline_ms(services),
+            priority=request.priority,
+        )
+        job = serve.Job(services, record, model, await serve.lower(services, record, model, lambda: generate), AUDIO)
+        if is_stream:
+            await job.stream(TranscriptEncoder(), receive, send)
+            return
+        task = "translate" if self._is_translated else "transcribe"
+        fold = TranscriptFold(request.response_format, task, granularities)
+        async with cut_off(record, receive):
+            with job.generation(fold.bind) as generation:
+                body = await folded(generation, fold)
+                await send_body(send, 200, body, generation.headers, _TYPES[request.response_format])
+
+
+def _request(form: Form, struct: type[TranslationRequest]) -> tuple[TranslationRequest, list[str]]:
+    """The fields of a form, and the names of those that are not known. Raises `BadRequest`."""
+    names = {each.encode_name for each in msgspec.structs.fields(struct)}
+    values: dict[str, Any] = {}
+    lists: defaultdict[str, list[str]] = defaultdict(list)
+    unknown: list[str] = []
+    for name, value in form.fields:
+        listed = _LISTS.get(name, name)
+        if listed not in names:
+            if name not in NO_ACTION:
+                unknown.append(name)
+        elif listed in _LISTS:
+            lists[listed].append(value)
+        elif value:
+            # An empty value is how forms say that there is none.
+            values[name] = value
+    return converted(values | lists, struct, "", strict=False), unknown
+
+
+def _file(form: Form, limit_bytes: int) -> bytes:
+    """Raises `ApiError`."""
+    if form.file is None:
+        raise BadRequest("Missing required parameter: 'file'.", FILE, "missing_required_parameter")
+    if not form.file:
+        raise BadRequest("'file' is empty.", FILE, "invalid_value")
+    if len(form.file) > limit_bytes:
+        raise BodyTooLarge(limit_bytes)
+    return form.file
+
+
+def _checked(request: TranslationRequest, *, is_stream: bool) -> Sequence[str]:
+    """The granularities of the times that are wanted. Raises `BadRequest` for what fields may not say together."""
+    format = request.response_format
+    if format not in FORMATS:
+        message = f"Invalid value for 'response_format': {format[:40]!r} is none of {', '.join(FORMATS)}."
+        raise BadRequest(message, "response_format", "invalid_value")
+    if is_stream and format != JSON:
+        raise BadRequest("A stream has the 'response_format' json.", "response_format", "invalid_value")
+    if not isinstance(request, TranscriptionRequest):
+        return ("segment",)
+    if request.include:
+        raise Unsupported(f"'include' of {request.include[0][:40]!r} is not supported.", "include")
+    if request.chunking_strategy != "auto":
+        raise Unsupported("'chunking_strategy' is auto.", "chunking_strategy")
+    granularities = request.timestamp_granularities
+    strange = [each for each in granularities if each not in GRANULARITIES]
+    if strange:
+        message = f"'timestamp_granularities' holds {strange[0][:40]!r}, which is none of {', '.join(GRANULARITIES)}."
+        raise BadRequest(message, "timestamp_granularities", "invalid_value")
+    if granularities and format != VERBOSE:
+        message = "'timestamp_granularities' needs the 'response_format' verbose_json."
+        raise BadRequest(message, "timestamp_granularities", "invalid_value")
+    return granularities or ("segment",)
+
+
+class TranscriptFold:
+    """All of a transcript, in one of the formats."""
+
+    def __init__(self, format: str, task: str, granularities: Sequence[str]) -> None:
+        self._format = format
+        self._task = task
+        self._granularities = granularities
+        self._transcript = Transcript()
+
+    def bind(self, rids: Sequence[int]) -> None:
+        """One request, one rid."""
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        self._transcript.add(deltas)
+
+    def result(self) -> bytes:
+        whole = self._transcript
+        if self._task == "translate":
+            # Whatever was spoken.
+            whole.language = "english"
+        match self._format:
+            case "text":
+                return whole.plain()
+            case "srt":
+                return whole.srt()
+            case "vtt":
+                return whole.vtt()
+            case "verbose_json":
+                return whole.verbose(self._task, self._granularities)
+            case _:
+                return whole.json()
+
+
+class TranscriptEncoder:
+    """The events of a stream: text window by window, and then all of it."""
+
+    def __init__(self) -> None:
+        self._transcript = Transcript()
+
+    def bind(self, rids: Sequence[int]) -> None:
+        """One request, one rid."""
+
+    def begin(self, prompt_tokens: int) -> bytes:
+        return b""
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        new = self._transcript.add(deltas)
+        return _event(msgspec.json.encode(TextDelta(new))) if new else b""
+
+    def keepalive(self) -> bytes:
+        return b": keep-alive\n\n"
+
+    def error(self, error: ApiError) -> bytes:
+        return _event(openai_body(error))
+
+    def end(self) -> bytes:
+        done = TextDone(self._transcript.text.strip(), self._transcript.tokens())
+        return _event(msgspec.json.encode(done))
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

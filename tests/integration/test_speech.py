@@ -1,0 +1,240 @@
+"""Transcriptions, translations and speech over HTTP from real workers, by OpenAI's SDK and by hand."""
+
+import base64
+import json
+import os
+import signal
+import wave
+from collections.abc import AsyncGenerator
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from gateway.config.settings import AudioConfig, ModelConfig
+from gateway.supervisor.spawn import default_command
+from tests.gateway.harness import Gateway, running
+from tests.support.audio_models import build_moonshine, build_soprano, build_whisper, tone
+from tests.support.models import build
+from tests.support.pool import short_home
+
+pytestmark = pytest.mark.anyio
+CLIP = tone(1.0)
+TEXT = "Hi."
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Gateway, None]:
+    folder = tmp_path_factory.mktemp("models")
+    models = [
+        ModelConfig(name="whisper", path=str(build_whisper(folder / "whisper"))),
+        ModelConfig(name="moonshine", path=str(build_moonshine(folder / "moonshine"))),
+        ModelConfig(name="soprano", path=str(build_soprano(folder / "soprano"))),
+        ModelConfig(name="text", path=str(build("qwen3", folder / "text"))),
+    ]
+    limits = AudioConfig(max_size_bytes=200_000, max_duration_s=5.0, max_input=200)
+    with short_home() as home:
+        async with running(home, models=models, command=default_command, audio=limits) as made:
+            yield made
+
+
+@pytest.fixture(scope="module")
+async def client(gateway: Gateway) -> AsyncGenerator[openai.AsyncOpenAI, None]:
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as made:
+        yield made
+
+
+async def heard(gateway: Gateway, path: str = "transcriptions", clip: bytes = CLIP, **fields: Any) -> Any:
+    reply = await gateway.client.post(
+        f"/v1/audio/{path}", files={"file": ("a.wav", clip)}, data={"model": "whisper", "seed": "1", **fields}
+    )
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+async def refused(gateway: Gateway, path: str, clip: bytes = CLIP, **fields: Any) -> tuple[int, str | None, str]:
+    files = {"file": ("a.wav", clip)} if clip else {"none": ("a", b"x")}
+    reply = await gateway.client.post(f"/v1/audio/{path}", files=files, data={"model": "whisper", **fields})
+    error = reply.json()["error"]
+    return reply.status_code, error["param"], error["message"]
+
+
+async def spoken(gateway: Gateway, **fields: Any) -> bytes:
+    body = {"model": "soprano", "input": TEXT, "voice": "alloy", "seed": 1, **fields}
+    reply = await gateway.client.post("/v1/audio/speech", json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.content
+
+
+async def test_openais_sdk_gets_transcripts_in_every_form(client: openai.AsyncOpenAI) -> None:
+    create = client.audio.transcriptions.create
+    asked: Any = {"model": "whisper", "file": ("a.wav", CLIP), "language": "en", "extra_body": {"seed": 1}}
+    plain = await create(**asked)
+    verbose = await create(
+        **asked, response_format="verbose_json", timestamp_granularities=["word", "segment"], prompt="kato"
+    )
+    assert plain.text
+    assert plain.usage is not None
+    assert plain.usage.type == "tokens"
+    assert plain.usage.input_tokens == plain.usage.input_token_details.audio_tokens == 10
+    assert verbose.language == "english"
+    assert verbose.duration == 1.0
+    assert verbose.segments
+    assert verbose.words
+    assert verbose.text == "".join(each.text for each in verbose.segments).strip()
+    assert all(0 <= each.start <= each.end for each in (*verbose.segments, *verbose.words))
+    texts = [await create(**asked, response_format=each) for each in ("text", "srt", "vtt")]
+    assert texts[0] == plain.text + "\n"
+    assert " --> " in texts[1]
+    assert texts[2].startswith("WEBVTT\n\n00:00:")
+
+
+async def test_openais_sdk_streams_a_transcript(client: openai.AsyncOpenAI) -> None:
+    asked: Any = {"model": "whisper", "file": ("a.wav", tone(5.0)), "extra_body": {"seed": 1}}
+    whole = await client.audio.transcriptions.create(**asked)
+    stream = await client.audio.transcriptions.create(**asked, stream=True)
+    events = [event async for event in stream]
+    assert [event.type for event in events[:-1]] == ["transcript.text.delta"] * (len(events) - 1)
+    assert events[-1].type == "transcript.text.done"
+    assert events[-1].text == whole.text == "".join(each.delta for each in events[:-1]).strip()
+    assert events[-1].usage.total_tokens == whole.usage.total_tokens
+
+
+async def test_openais_sdk_translates(client: openai.AsyncOpenAI, gateway: Gateway) -> None:
+    with pytest.deprecated_call():
+        answer = await client.audio.translations.create(model="whisper", file=("a.wav", CLIP))
+    assert isinstance(answer.text, str)
+    verbose = (await heard(gateway, "translations", response_format="verbose_json")).json()
+    assert (verbose["task"], verbose["language"]) == ("translate", "english")
+
+
+async def test_openais_sdk_gets_speech(client: openai.AsyncOpenAI) -> None:
+    asked: Any = {"model": "soprano", "input": TEXT, "voice": "alloy", "extra_body": {"seed": 1}}
+    async with client.audio.speech.with_streaming_response.create(**asked, response_format="wav") as reply:
+        data = b"".join([piece async for piece in reply.iter_bytes()])
+        assert reply.headers["content-type"] == "audio/wav"
+        # It has one voice, and says so.
+        assert reply.headers["x-mlxd-relaxed"] == "voice"
+    with wave.open(BytesIO(data)) as file:
+        assert (file.getframerate(), file.getsampwidth(), file.getnchannels()) == (32_000, 2, 1)
+        samples = np.frombuffer(file.readframes(1 << 24), "<i2")
+    assert len(samples) > 3_200
+    assert samples.any()
+    mp3 = await client.audio.speech.create(**asked)
+    assert mp3.response.headers["content-type"] == "audio/mpeg"
+    assert mp3.content[:1] == b"\xff"
+
+
+async def test_speech_is_heard_again(gateway: Gateway) -> None:
+    data = await spoken(gateway, response_format="opus")
+    assert data.startswith(b"OggS")
+    answer = await heard(gateway, clip=data, model="moonshine", response_format="verbose_json")
+    assert 0.1 < answer.json()["duration"] < 5.0
+
+
+async def test_speech_comes_as_events_too(gateway: Gateway) -> None:
+    text = (await spoken(gateway, response_format="pcm", stream_format="sse")).decode()
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    assert {event["type"] for event in events[:-1]} == {"speech.audio.delta"}
+    data = b"".join(base64.b64decode(event["audio"]) for event in events[:-1])
+    assert data == await spoken(gateway, response_format="pcm")
+    usage = events[-1]["usage"]
+    assert events[-1]["type"] == "speech.audio.done"
+    assert usage["output_tokens"] == pytest.approx(len(data) / 2 / 24_000 * 20, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "clip", "param", "words"),
+    [
+        ("transcriptions", {}, b"", "file", "Missing"),
+        ("transcriptions", {}, b"not audio", "file", "cannot be read"),
+        ("transcriptions", {}, tone(5.5), "file", "at most 5"),
+        ("transcriptions", {}, tone(0.05), "file", "least"),
+        ("transcriptions", {"response_format": "xml"}, CLIP, "response_format", "xml"),
+        ("transcriptions", {"stream": "true", "response_format": "srt"}, CLIP, "response_format", "stream"),
+        ("transcriptions", {"timestamp_granularities[]": "word"}, CLIP, "timestamp_granularities", "verbose_json"),
+        ("transcriptions", {"language": "tlh"}, CLIP, "language", "tlh"),
+        ("transcriptions", {"temperature": "3"}, CLIP, "temperature", "1.0"),
+        ("transcriptions", {"include[]": "logprobs"}, CLIP, "include", "logprobs"),
+        ("transcriptions", {"model": "moonshine", "prompt": "a"}, CLIP, "prompt", "no prompt"),
+        ("transcriptions", {"model": "moonshine", "language": "en"}, CLIP, "language", "cannot be told"),
+        ("translations", {"model": "moonshine"}, CLIP, "model", "translates nothing"),
+        ("transcriptions", {"model": "soprano"}, CLIP, "model", "/v1/audio/speech"),
+        ("transcriptions", {"model": "text"}, CLIP, "model", "/v1/chat/completions"),
+    ],
+)
+async def test_a_clip_that_cannot_be_heard_is_refused(
+    gateway: Gateway, path: str, fields: dict[str, str], clip: bytes, param: str, words: str
+) -> None:
+    status, named, message = await refused(gateway, path, clip, **fields)
+    assert (status, named) == (400, param)
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("audio/speech", {"input": " "}, "input", "empty"),
+        ("audio/speech", {"input": "a" * 201}, "input", "200 are taken"),
+        ("audio/speech", {"input": "a", "response_format": "mid"}, "response_format", "mid"),
+        ("audio/speech", {"input": "a", "speed": 9}, "speed", "4"),
+        ("audio/speech", {"input": "a", "stream_format": "zip"}, "stream_format", "zip"),
+        ("audio/speech", {"input": "a", "instructions": "gently"}, "instructions", "no instructions"),
+        ("audio/speech", {"input": "a", "model": "whisper"}, "model", "/v1/audio/transcriptions"),
+        ("audio/speech", {"input": "a", "model": "text"}, "model", "/v1/chat/completions"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "model", "/v1/audio/speech"),
+        ("embeddings", {"input": "a"}, "model", "/v1/audio/speech"),
+    ],
+)
+async def test_a_text_that_cannot_be_spoken_is_refused(
+    gateway: Gateway, path: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    reply = await gateway.client.post(f"/v1/{path}", json={"model": "soprano", **body})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param), error
+    assert words in error["message"]
+
+
+async def test_a_file_that_is_too_large_is_a_413(gateway: Gateway) -> None:
+    status, _, message = await refused(gateway, "transcriptions", tone(5.0, rate=44_100))
+    assert status == 413
+    assert "200000" in message
+
+
+async def test_lists_and_metrics_say_what_audio_models_are(gateway: Gateway) -> None:
+    await spoken(gateway, response_format="pcm")
+    await heard(gateway)
+    cards = (await gateway.client.get("/v1/models")).json()["data"]
+    assert {card["id"]: card["kind"] for card in cards} == {
+        "whisper": "audio", "moonshine": "audio", "soprano": "audio", "text": "text",
+    }  # fmt: skip
+    ready = gateway.pool.worker("soprano").ready
+    assert ready is not None
+    assert ready.audio is not None
+    assert (ready.audio.speaks, ready.audio.hears, ready.audio.rate) == (True, False, 32_000)
+    text = (await gateway.client.get("/metrics")).text
+    numbers = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if "#" not in line}
+    assert numbers['mlxd_audio_heard_seconds_total{model="whisper"}'] >= 1.0
+    assert numbers['mlxd_audio_spoken_seconds_total{model="soprano"}'] > 0.1
+
+
+async def test_a_killed_worker_is_a_pause_for_a_transcript_and_for_speech(gateway: Gateway) -> None:
+    whole = (await heard(gateway)).json()["text"]
+    speech = await spoken(gateway, response_format="pcm")
+
+    async def kill(name: str) -> None:
+        pid = gateway.pool.worker(name).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    await kill("whisper")
+    await kill("soprano")
+    assert (await heard(gateway)).json()["text"] == whole
+    assert await spoken(gateway, response_format="pcm") == speech
