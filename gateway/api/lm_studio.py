@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.catalog import Catalog, Entry
 from gateway.http.exchange import send_body
 from gateway.request.record import record_of
-from protocol.kinds import EMBED, RERANK
+from protocol.kinds import AUDIO, EMBED, RERANK
 
 Kind = Literal["llm", "vlm", "embeddings"]
 
@@ -140,8 +140,8 @@ def _v1(entry: Entry) -> ModelV1:
 
 
 def _is_known(entry: Entry) -> bool:
-    """Whether LM Studio has a type for it: none for rerankers."""
-    return entry.kind != RERANK
+    """Whether LM Studio has a type for it: none for rerankers and audio."""
+    return entry.kind not in (RERANK, AUDIO)
 
 
 def _sees(entry: Entry) -> bool:

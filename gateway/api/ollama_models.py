@@ -201,7 +201,7 @@ def _capabilities(entry: Entry) -> list[str]:
         "thinking": any(sign in entry.chat_template for sign in _THINKING),
     }
     if entry.kind != TEXT:
-        # Ollama has no name for rerankers.
+        # Ollama has no name for rerankers and audio.
         return ["embedding"] if entry.kind == EMBED else []
     return ["completion", *(name for name, is_able in has.items() if is_able)]
 

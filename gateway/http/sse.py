@@ -146,15 +146,18 @@ class _Stream:
         except ApiError as error:
             if not self._is_started:
                 raise
-            last = self._encoder.error(error)
-            if last is not None:
-                await self._write(last, more=False)
+            await self._end_with(error)
             return error
         except Exception:
             if self._is_started and not self._watch.is_over:
-                await self._write(self._encoder.error(InternalError()), more=False)
+                await self._end_with(InternalError())
             raise
         return None
+
+    async def _end_with(self, error: ApiError) -> None:
+        last = self._encoder.error(error)
+        if last is not None:
+            await self._write(last, more=False)
 
     async def _open(self) -> None:
         """Join the load of a cold model; the client hears of us in the meantime."""

@@ -6,7 +6,7 @@ from typing import Final
 from gateway.config.settings import ModelConfig
 from gateway.model_files.metadata import Info, Unreadable, find, inspect
 from gateway.model_files.worker_memory import MIB, fixed_bytes
-from protocol.kinds import EMBED, RERANK
+from protocol.kinds import AUDIO, EMBED, RERANK
 from protocol.wisdom import LoadFacts
 
 # A share is comfortable with KV for a sequence of so many tokens, and of no use with less than so many.
@@ -15,9 +15,9 @@ LEAST_TOKENS: Final = 1024
 # Where the KV of an architecture is not computed: a part of the weights, and at least this.
 UNKNOWN_KV_PART: Final = 8
 UNKNOWN_KV_BYTES: Final = 64 * MIB
-# Of models that read, which keep no KV: what one pass computes, at least this and this part of the weights, and the
-# most of a loan that they have a use for.
-READERS: Final = frozenset({EMBED, RERANK})
+# Of models that read, hear or speak, which keep no KV: what one pass computes, at least this and this part of the
+# weights, and the most of a loan that they have a use for.
+READERS: Final = frozenset({EMBED, RERANK, AUDIO})
 PASS_BYTES: Final = 64 * MIB
 PASS_PART: Final = 8
 PASS_MOST: Final = 2048 * MIB

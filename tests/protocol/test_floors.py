@@ -85,7 +85,8 @@ WORKER: Final = {
     "start_audio": "audio engine link model take_requests",
     "checked_model": "errors model adapters sparse drafting engine prompt",
     "group": "errors model cache engine",
-    "main": "errors vision model adapters jobs embedding engine prompt link start_reader start_audio checked_model group",
+    "main": "errors vision model adapters jobs embedding engine prompt link start_reader start_audio checked_model "
+    "group",
     "verify": "errors vision model engine prompt checked_model speculation embedding verify_reader verify_audio",
     "verify_reader": "embedding",
     "calibrate": "errors model speculation engine pacing prompt embedding checked_model",
