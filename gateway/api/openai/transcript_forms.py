@@ -32,11 +32,6 @@ class DurationUsage(Struct, frozen=True, tag_field="type", tag="duration"):
     seconds: int
 
 
-class Transcription(Struct, frozen=True):
-    text: str
-    usage: TokenUsage | UnsetType = UNSET
-
-
 class TranscriptSegment(Struct, frozen=True):
     """A segment; of `tokens` and the numbers behind it, models other than Whisper tell nothing."""
 
@@ -58,16 +53,19 @@ class TranscriptWord(Struct, frozen=True):
     end: float
 
 
-class VerboseTranscription(Struct, frozen=True):
-    """`response_format` `verbose_json`. `language` is empty where the model does not tell it."""
+class Transcription(Struct, frozen=True):
+    """Text and usage for the `response_format` `json`, all of it for `verbose_json`.
 
-    task: str
-    language: str
-    duration: float
+    `language` is empty where the model does not tell it.
+    """
+
     text: str
+    task: str | UnsetType = UNSET
+    language: str | UnsetType = UNSET
+    duration: float | UnsetType = UNSET
     segments: list[TranscriptSegment] | UnsetType = UNSET
     words: list[TranscriptWord] | UnsetType = UNSET
-    usage: DurationUsage | UnsetType = UNSET
+    usage: TokenUsage | DurationUsage | UnsetType = UNSET
 
 
 class Transcript:
@@ -104,7 +102,7 @@ class Transcript:
         return TokenUsage(usage.prompt, details, usage.completion, usage.prompt + usage.completion)
 
     def json(self) -> bytes:
-        return msgspec.json.encode(Transcription(self.text.strip(), self.tokens()))
+        return msgspec.json.encode(Transcription(self.text.strip(), usage=self.tokens()))
 
     def plain(self) -> bytes:
         return self.text.strip().encode() + b"\n"
@@ -128,11 +126,11 @@ class Transcript:
         ]
         words = [TranscriptWord(each.word.strip(), each.start, each.end) for one in self.segments for each in one.words]
         return msgspec.json.encode(
-            VerboseTranscription(
+            Transcription(
+                self.text.strip(),
                 task,
                 self.language,
                 self.seconds,
-                self.text.strip(),
                 segments if "segment" in granularities else UNSET,
                 words if "word" in granularities else UNSET,
                 DurationUsage(math.ceil(self.seconds)),

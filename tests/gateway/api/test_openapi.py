@@ -88,7 +88,7 @@ def test_a_body_has_the_fields_of_the_struct_that_it_is_decoded_to_and_those_tha
     for one in OPERATIONS:
         if one.body is None:
             continue
-        schema = document()["paths"][one.path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = document()["paths"][one.path]["post"]["requestBody"]["content"][one.body_type]["schema"]
         body = document()["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
         assert set(body["properties"]) == {*one.body.__struct_encode_fields__, *one.extra}
         assert body["required"] == [field.name for field in msgspec.structs.fields(one.body) if field.required]
