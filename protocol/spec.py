@@ -124,6 +124,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     # the tokens from which on a prompt has one.
     sparse_keep: float = 0.0
     sparse_from: int = 0
+    # `disk`: a repacked model, whose experts are read when they are chosen; bytes of those in memory, -1 as usual.
+    experts: str = "memory"
+    expert_cache_bytes: int = -1
 
     def __post_init__(self) -> None:
         # msgspec leaves a default out only where it is the very object: a number beyond 256 that was computed is not.

@@ -65,7 +65,8 @@ WORKER: Final = {
     "parsers": "text",
     "vision": "errors",
     "speculation": "errors",
-    "model": "errors vision speculation",
+    "experts": "",
+    "model": "errors vision speculation experts",
     "structured": "text errors parsers",
     "cache": "errors vision model",
     "adapters": "errors model cache",
@@ -91,6 +92,7 @@ WORKER: Final = {
     "verify_reader": "embedding",
     "calibrate": "errors model speculation engine pacing prompt embedding checked_model",
     "verify_audio": "audio",
+    "repack": "errors experts model",
     "__main__": "main",
     "smoke": "errors prompt checked_model verify",
 }
@@ -212,8 +214,20 @@ def test_supervision_knows_neither_http_nor_the_configuration_file(here: str) ->
 
 
 def test_only_a_few_folders_import_mlx() -> None:
-    allowed = {"engine", "cache", "model", "vision", "drafting", "embedding", "sampling", "adapters", "group", "sparse"}
-    allowed |= {"audio"}
+    allowed = {
+        "engine",
+        "cache",
+        "model",
+        "vision",
+        "drafting",
+        "embedding",
+        "experts",
+        "sampling",
+        "adapters",
+        "group",
+        "sparse",
+        "audio",
+    }
     importers = {
         module for module in modules() if any(name.split(".")[0].startswith("mlx") for name in imports(module))
     }

@@ -20,10 +20,13 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
 from protocol.context import CONTEXT_KEYS, context_of
+from protocol.experts import has_index, read_index
 from protocol.failures import Code
 from protocol.spec import WorkerSpec
 from protocol.towers import has_media
 from worker.errors import LoadFailed, is_allocation_failure
+from worker.experts.expert_cache import Counts
+from worker.experts.expert_cache import attach as attach_experts
 from worker.model import packing
 from worker.model.division import Division
 from worker.model.lanes import Plan
@@ -73,6 +76,8 @@ class Loaded:
     relaxed: tuple[str, ...] = ()
     # The model that drafts for it, where it is a language model too.
     draft: "Loaded | None" = None
+    # Where its experts are on disk.
+    experts: Counts | None = None
 
 
 def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: Division | None = None) -> Loaded:
@@ -85,7 +90,7 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
     total = check_weights(path)
     progress("weights", 0, total)
     try:
-        model, config = _load_text(path, config, spec)
+        model, config, experts = _load_text(path, config, spec)
         if division is not None:
             division.take(model, config)
         cast(model, spec.dtype)
@@ -124,15 +129,48 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
         weights_bytes=weights_bytes,
         vision=vision,
         no_vision=no_vision,
+        experts=experts,
         linears=linears,
     )
 
 
-def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any]]:
+def _load_text(path: Path, config: dict[str, Any], spec: WorkerSpec) -> tuple[Any, dict[str, Any], Counts | None]:
     """A text model with its configuration: that of a checkpoint with towers has its own ways to be named."""
+    if spec.experts == "disk":
+        return _load_without_experts(path, spec)
+    if has_index(path):
+        raise LoadFailed(Code.BAD_CONFIG, f'the experts of {path} are on disk: serve it with experts = "disk"')
     if not has_media(config):
-        return load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
-    return load_text_model(path, config, fold(config), spec.trust_remote_code)
+        return *load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code), None
+    return *load_text_model(path, config, fold(config), spec.trust_remote_code), None
+
+
+def _load_without_experts(path: Path, spec: WorkerSpec) -> tuple[Any, dict[str, Any], Counts]:
+    """A repacked model, whose experts are read when they are chosen."""
+    if not has_index(path):
+        raise LoadFailed(
+            Code.BAD_CONFIG, f'experts = "disk" needs a repacked model; make one: mlxctl repack {spec.name}'
+        )
+    try:
+        index = read_index(path)
+        model, config = load_model(path, lazy=True, strict=False, trust_remote_code=spec.trust_remote_code)
+        _check_names(path, model, [layer.path for layer in index.layers])
+        return model, config, attach_experts(model, path, index, spec.expert_cache_bytes)
+    except (ValueError, OSError) as error:
+        raise LoadFailed(Code.MODEL_CORRUPT, f"{path} cannot be served from disk: {error}") from error
+
+
+def _check_names(path: Path, model: Any, layers: Sequence[str]) -> None:
+    """Raises `ValueError` for a parameter that no file has: it would be random."""
+    held: set[str] = set()
+    for file in path.glob("model*.safetensors"):
+        arrays: Any = mx.load(str(file))
+        held.update(arrays)
+    parameters: Any = tree_flatten(model.parameters())
+    prefixes = tuple(f"{layer}." for layer in layers)
+    missing = [name for name, _ in parameters if name not in held and not name.startswith(prefixes)]
+    if missing:
+        raise ValueError(f"its files lack {len(missing)} tensors, such as {missing[0]}")
 
 
 def _load_vision(path: Path, config: dict[str, Any], model: Any, spec: WorkerSpec) -> tuple[Vision | None, str]:
