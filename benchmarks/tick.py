@@ -125,7 +125,7 @@ def _ways(args: argparse.Namespace) -> list[str]:
     return [BEFORE] if args.apart else [BEFORE, AFTER]
 
 
-class _Loop:
+class Loop:
     """A batch with the policy of its chunks, ticked as the engine does."""
 
     def __init__(self, model: Any, way: str) -> None:
@@ -149,13 +149,13 @@ class _Loop:
 
     def teach(self, prompts: Sequence[int], vocab: int) -> None:
         """Let the policy measure, as in an engine that has served for a while."""
-        rows = [_row(at, PROMPT, 4096, vocab) for at in range(STREAMS)]
+        rows = [row_of(at, PROMPT, 4096, vocab) for at in range(STREAMS)]
         for row in rows:
             self.batch.insert(row)
         for length in prompts:
             for _ in range(WARM):
                 self.tick()
-            row = _row(STREAMS, length, 2, vocab)
+            row = row_of(STREAMS, length, 2, vocab)
             self.batch.insert(row)
             while row.uid is not None:
                 self.tick()
@@ -164,14 +164,14 @@ class _Loop:
 
 
 def _stalled(model: Any, vocab: int, long: int, way: str, count: int) -> tuple[list[float], list[float], float]:
-    loop = _Loop(model, way)
+    loop = Loop(model, way)
     loop.teach((long, long), vocab)
     for at in range(STREAMS):
-        loop.batch.insert(_row(at, 64 + 7 * at, 4096, vocab))
+        loop.batch.insert(row_of(at, 64 + 7 * at, 4096, vocab))
     while loop.batch.prefilling:
         loop.tick()
     alone = _step_times(loop.tick, 3 * count)
-    late = _row(STREAMS, long, 2, vocab)
+    late = row_of(STREAMS, long, 2, vocab)
     began = before = time.perf_counter()
     loop.batch.insert(late)
     during: list[float] = []
@@ -187,10 +187,10 @@ def _stalled(model: Any, vocab: int, long: int, way: str, count: int) -> tuple[l
 
 def _closed_loop(model: Any, vocab: int, clients: int, requests: int, way: str) -> tuple[float, float]:
     """Tokens a second of the wall and of the CPU. Each client asks again when it is answered."""
-    loop, rng = _Loop(model, way), random.Random(0)
+    loop, rng = Loop(model, way), random.Random(0)
     left = [requests] * clients
     for at in range(clients):  # at first of many lengths, so that they come and go one by one
-        loop.batch.insert(_row(at, PROMPT - rng.randrange(20), 1 + rng.randrange(OUTPUT), vocab))
+        loop.batch.insert(row_of(at, PROMPT - rng.randrange(20), 1 + rng.randrange(OUTPUT), vocab))
     tokens, began = 0, (time.perf_counter(), time.process_time())
     while loop.batch:
         for token in loop.tick():
@@ -198,12 +198,12 @@ def _closed_loop(model: Any, vocab: int, clients: int, requests: int, way: str) 
             client = token.row.rid % clients
             if token.ended is not None and left[client]:
                 left[client] -= 1
-                loop.batch.insert(_row(token.row.rid + clients, PROMPT - rng.randrange(20), OUTPUT, vocab))
+                loop.batch.insert(row_of(token.row.rid + clients, PROMPT - rng.randrange(20), OUTPUT, vocab))
     loop.batch.close()
     return tokens / (time.perf_counter() - began[0]), tokens / (time.process_time() - began[1])
 
 
-def _row(rid: int, prompt: int, output: int, vocab: int) -> "Row":
+def row_of(rid: int, prompt: int, output: int, vocab: int) -> "Row":
     from protocol.messages import Sampling
     from worker.engine.row import Row
     from worker.text.stops import StopScanner

@@ -354,6 +354,8 @@ class Pool:
             matryoshka=model.matryoshka,
             kv_bits=model.kv_bits or 0,
             adapters=tuple(model.adapters.items()),
+            experts=model.experts,
+            expert_cache_bytes=-1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes,
             trust_remote_code=model.trust_remote_code,
             log_level=model.log_level or config.server.log_level,
             parser=model.parser,

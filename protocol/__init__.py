@@ -6,6 +6,7 @@ __all__ = [
     "collectives",
     "context",
     "curve",
+    "experts",
     "failures",
     "group",
     "key_guard",

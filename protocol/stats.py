@@ -91,3 +91,9 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     heard_s: float = 0.0
     spoken_s: float = 0.0
     audio_s: float = 0.0
+    # Experts on disk: bytes kept, experts that steps needed and found or did not find, and bytes that were read.
+    expert_cache_bytes: int = 0
+    expert_hits: int = 0
+    expert_misses: int = 0
+    expert_evictions: int = 0
+    expert_read_bytes: int = 0

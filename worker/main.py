@@ -221,6 +221,7 @@ class Process:
         self._gauges.measure_memory()
         _keep_load(engine, loaded, self._gauges, time.monotonic() - started, time.monotonic() - warmed)
         self._gauges.kv_bits = self._spec.kv_bits
+        self._gauges.experts = loaded.experts
 
         adapters = adapters_of(loaded.model)
         self._take_requests(loaded, intake, inbox)

@@ -43,6 +43,7 @@ from gateway.errors import ModelNotFound
 from gateway.failed import Failed
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.metadata import DEMOS
+from protocol.experts import RUNNING_MAX
 
 # A chat template is kept in the configuration and in a worker's state file. The longest known have 20 KiB.
 TEMPLATE_BYTES_MAX: Final = 1024 * 1024
@@ -201,6 +202,8 @@ def _models(source: Source, raw: Any) -> dict[str, ModelConfig]:
             raise source.error("deterministic runs one request at a time: batching is 'single'", (*where, "batching"))
         if model.kv_bits and model.kind not in ("auto", "text"):
             raise source.error("kv_bits is for models that generate text", (*where, "kv_bits"))
+        if reason := _bad_experts(model):
+            raise source.error(reason, where)
         if reason := bad_parser(model.parser):
             raise source.error(reason, (*where, "parser"))
         for alias in model.aliases:
@@ -209,12 +212,27 @@ def _models(source: Source, raw: Any) -> dict[str, ModelConfig]:
     return models
 
 
+def _bad_experts(model: ModelConfig) -> str:
+    """The reason why a model's experts cannot be where it says; empty for none."""
+    if model.experts == "memory":
+        return "" if model.expert_cache_bytes == "auto" else "expert_cache is for experts = 'disk'"
+    if model.max_running == "auto" or model.max_running > RUNNING_MAX:
+        return (
+            f"max_running: with experts on disk at most {RUNNING_MAX} run at once; more need most experts in each step"
+        )
+    if model.speculate != "off" or model.draft:
+        return "speculate: with experts on disk nothing is drafted; each token of a draft needs experts of its own"
+    return ""
+
+
 def _model(source: Source, name: str, body: Any, where: tuple[str, ...]) -> ModelConfig:
     table = _nested(source, source.table(body, ModelConfig, where, hidden=("name", "adapter")), where)
     if isinstance(table.get("log_level"), str):
         table["log_level"] = table["log_level"].lower()
     profiles, adapters = table.pop("profiles", {}), table.pop("adapters", {})
     table["name"] = name
+    if table.get("experts") == "disk":
+        table = {"max_running": RUNNING_MAX, "speculate": "off"} | table
     table["path"] = source.model_path(table.get("path", name))
     if table.get("draft"):
         table["draft"] = source.model_path(table["draft"])

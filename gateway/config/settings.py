@@ -228,6 +228,10 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     log_level: LogLevel | None = None
     # Its share of the memory budget.
     memory_bytes: Bytes = "auto"
+    # Where its experts are: in memory, or on disk, in a folder that `mlxctl repack` has made.
+    experts: Literal["memory", "disk"] = "memory"
+    # Of the experts in memory where they are on disk.
+    expert_cache_bytes: Bytes = "auto"
     # Never unloaded to make room.
     pin: bool = False
     # Unloaded after this long without a request; 0 is never.

@@ -16,7 +16,7 @@ from gateway.ctl.complete import Model
 from gateway.ctl.connect import verb as connecting
 from gateway.ctl.doctor import verb as inspect
 from gateway.ctl.fleet import route
-from gateway.ctl.hub import run, search
+from gateway.ctl.hub import repack, run, search
 from gateway.ctl.nodes import verb as nodes
 from gateway.ctl.page import ui
 from gateway.ctl.printing import Json, console, print_json, tell
@@ -83,6 +83,7 @@ app.command("drain")(drain.drain)
 app.command("info")(info.info)
 app.command("pull")(pull.pull)
 app.command("recommend")(search.recommend)
+app.command("repack")(repack.repack)
 app.command("rm")(rm.rm)
 app.command("route")(route.route)
 app.command("run")(run.run)

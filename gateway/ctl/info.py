@@ -56,6 +56,9 @@ def say(name: str, found: "Info", tell: Callable[[str], None] = typer.echo) -> N
     if found.kind in MADE:
         tell(f"makes      {MADE[found.kind]}")
     tell(f"weights    {size(found.weights_bytes)} in memory, {size(found.disk_bytes)} on disk")
+    if found.expert_bytes:
+        held, total = size(found.expert_cache_bytes), size(found.expert_bytes)
+        tell(f"experts    {held} of {total} in memory, the others are read from disk when they are chosen")
     tell(f"KV         {kv}")
     tell(f"context    {context}")
     if found.modalities:
@@ -85,7 +88,9 @@ def _look(model: ModelConfig) -> "Info":
     from gateway.model_files.metadata import Unreadable, inspect
 
     try:
-        return inspect(folder_of(model.path), model.dtype, model.context, available_bytes(), model.kv_bits or 0)
+        cache = -1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes
+        folder = folder_of(model.path)
+        return inspect(folder, model.dtype, model.context, available_bytes(), model.kv_bits or 0, cache)
     except Unreadable as error:
         if not is_repository(model.path):
             raise Failed(str(error)) from None

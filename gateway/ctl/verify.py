@@ -51,6 +51,8 @@ def in_process(model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
         chat_template=model.chat_template,
         kind="" if model.kind == "auto" else model.kind,
         kv_bits=model.kv_bits or 0,
+        experts=model.experts,
+        expert_cache_bytes=-1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes,
     )
     argv = [sys.executable, "-P", "-m", "worker.verify", "--spec", STDIN, "--tokens", str(tokens)]
     with tempfile.TemporaryFile() as stdin:

@@ -71,7 +71,9 @@ def estimate(model: ModelConfig, lendable: int, load: LoadFacts | None = None) -
 def _info(model: ModelConfig, path: str) -> Info | None:
     """The files of a model, or of the one that drafts for it, with its settings."""
     try:
-        return inspect(find(path), model.dtype, model.context, 0, (model.kv_bits or 0) if path == model.path else 0)
+        is_draft = path != model.path
+        cache = -1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes
+        return inspect(find(path), model.dtype, model.context, 0, 0 if is_draft else model.kv_bits or 0, cache)
     except (Unreadable, OSError, ValueError, TypeError, KeyError, ArithmeticError):
         # Its worker says what is wrong with it; nothing that is in a file may harm the others.
         return None

@@ -18,6 +18,7 @@ from gateway.admin_types import Speeds
 from gateway.model_files.hub_cache import folder_of
 from gateway.model_files.worker_memory import fixed_bytes
 from protocol.context import context_of
+from protocol.experts import has_index, read_index
 from protocol.kinds import kind_of
 from protocol.prediction_heads import is_head, unused
 from protocol.quantized_kv import group_of, number_bits, obstacle
@@ -102,6 +103,9 @@ class Info(Struct, frozen=True):
     measured: Speeds | None = None
     # Of a number of KV, as configured; 0 is as the model computes it.
     kv_bits: int = 0
+    # Of `weights_bytes` and `disk_bytes` those of experts, where they are on disk.
+    expert_cache_bytes: int = 0
+    expert_bytes: int = 0
 
 
 def find(path: str) -> Path:
@@ -133,11 +137,22 @@ def kind_of_files(path: str) -> str:
         return ""
 
 
-def inspect(folder: Path, dtype: str, context: int, available_bytes: int, kv_bits: int = 0) -> Info:
-    """Raises `Unreadable`. `dtype`, `context` and `kv_bits` as configured."""
+def inspect(
+    folder: Path, dtype: str, context: int, available_bytes: int, kv_bits: int = 0, expert_cache_bytes: int = -1
+) -> Info:
+    """Raises `Unreadable`. `dtype`, `context`, `kv_bits` and `expert_cache_bytes` as configured."""
     config, weights = read_config(folder), read_weights(folder, dtype)
     files = [file.name for file in folder.iterdir()]
-    return estimate(str(folder), config, weights, context, available_bytes, files, kv_bits)
+    if not has_index(folder):
+        return estimate(str(folder), config, weights, context, available_bytes, files, kv_bits)
+    try:
+        index = read_index(folder)
+    except ValueError as error:
+        raise Unreadable(str(error)) from None
+    held, total = index.cache_bytes(expert_cache_bytes), index.total_bytes
+    weights = replace(weights, disk_bytes=weights.disk_bytes + total, loaded_bytes=weights.loaded_bytes + held)
+    info = estimate(str(folder), config, weights, context, available_bytes, files, kv_bits)
+    return replace(info, expert_cache_bytes=held, expert_bytes=total)
 
 
 def estimate(

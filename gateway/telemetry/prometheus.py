@@ -91,6 +91,10 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] =
     ("audio_heard_seconds", "Seconds of clips that were transcribed or translated.", lambda s: s.heard_s),
     ("audio_spoken_seconds", "Seconds of speech that were made.", lambda s: s.spoken_s),
     ("audio_compute_seconds", "Time in which a model of audio heard or spoke.", lambda s: s.audio_s),
+    ("expert_hits", "Experts that a step needed and found in memory.", lambda s: s.expert_hits),
+    ("expert_misses", "Experts that a step needed and read from disk.", lambda s: s.expert_misses),
+    ("expert_evictions", "Experts dropped from memory for others.", lambda s: s.expert_evictions),
+    ("expert_read_bytes", "Bytes of experts read from disk.", lambda s: s.expert_read_bytes),
     ("num_preemptions", "Running sequences preempted for KV memory.", lambda s: s.preemptions),
     (
         "malformed_tool_calls",
@@ -160,6 +164,7 @@ _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] = (
     ("kv_cache_bits", "Bits of a number of the KV; 0 is as the model computes it.", lambda s: s.kv_bits),
     ("spec_width", "Tokens of a sequence in the newest step; 1 is a step without drafts.", lambda s: s.draft_width),
     ("spec_gain_ratio", "Tokens a second of steps with drafts, divided by steps without.", lambda s: s.draft_gain),
+    ("expert_cache_bytes", "Experts in memory, of a model whose experts are on disk.", lambda s: s.expert_cache_bytes),
     ("prefix_cache_disk_bytes", "Size of the prefix cache on disk, as this worker sees it.", lambda s: s.disk_bytes),
 )
 _WORKER_MEMORY: Final[tuple[tuple[str, Callable[[Stats], int]], ...]] = (

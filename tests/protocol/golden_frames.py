@@ -34,6 +34,11 @@ _STATS = Stats(
     sparse_prompt_tokens=9000,
     sparse_kept_tokens=2300,
     sparse_read_s=0.5,
+    expert_cache_bytes=2**33,
+    expert_hits=9,
+    expert_misses=5,
+    expert_evictions=3,
+    expert_read_bytes=2**32,
 )
 
 

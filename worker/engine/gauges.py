@@ -10,6 +10,7 @@ from worker.vision.encoded import FeatureCounts
 
 if TYPE_CHECKING:
     from worker.cache.prefix import PrefixCache
+    from worker.experts.expert_cache import Counts as ExpertCounts
     from worker.sparse.chooser import Counts as ChoiceCounts
     from worker.speculation.speculator import Speculator
     from worker.vision.features import FeatureCache
@@ -55,6 +56,7 @@ class Gauges:
     heard_s: float = 0.0
     spoken_s: float = 0.0
     audio_s: float = 0.0
+    experts: "ExpertCounts | None" = None
 
     def observe_cache(self, cache: "PrefixCache") -> None:
         self.cache_bytes, self.cache_nodes, self.cache = cache.nbytes, len(cache), cache.counts
@@ -129,6 +131,11 @@ class Gauges:
             heard_s=round(self.heard_s, 3),
             spoken_s=round(self.spoken_s, 3),
             audio_s=round(self.audio_s, 3),
+            expert_cache_bytes=self.experts.cache_bytes if self.experts is not None else 0,
+            expert_hits=self.experts.hits if self.experts is not None else 0,
+            expert_misses=self.experts.misses if self.experts is not None else 0,
+            expert_evictions=self.experts.evictions if self.experts is not None else 0,
+            expert_read_bytes=self.experts.read_bytes if self.experts is not None else 0,
         )
 
     def _drafted(self) -> tuple[Drafted, ...]:

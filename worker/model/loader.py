@@ -90,6 +90,8 @@ def load(spec: WorkerSpec, progress: Callable[[str, int, int], None], division: 
     total = check_weights(path)
     progress("weights", 0, total)
     try:
+        if division is not None and spec.experts == "disk":
+            raise LoadFailed(Code.BAD_CONFIG, "a model of a group has its experts in memory, not on disk")
         model, config, experts = _load_text(path, config, spec)
         if division is not None:
             division.take(model, config)

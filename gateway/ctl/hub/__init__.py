@@ -1,3 +1,3 @@
 """Verbs from a name on the Hugging Face hub to an answer."""
 
-__all__ = ["run", "search"]
+__all__ = ["repack", "run", "search"]
