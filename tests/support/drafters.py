@@ -49,6 +49,15 @@ FORMS: dict[str, dict[str, Any]] = {
                           "selector_top_k": 12},
     },
     "dspark": {**_BACKBONE, "block_size": 7, "markov_rank": SIZE, "dflash_config": {**_PLACES, "block_size": 7}},
+    "laguna": {
+        **_BACKBONE, "model_type": "laguna", "num_hidden_layers": 3, "num_key_value_heads": 2, "sliding_window": 12,
+        "layer_types": ["sliding_attention"] * 3, "gating": "per-head", "draft_vocab_size": VOCAB,
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 4], "dflash_config": {**_PLACES, "block_size": 8, "causal": True},
+    },
+    "muse glimmer": {
+        **_BACKBONE, **_PLACES, "model_type": "muse_glimmer_assistant", "num_hidden_layers": 3,
+        "num_key_value_heads": 2, "sliding_window": 12,
+    },
     "gemma4 dspark": {**_BACKBONE, **_GEMMA, **_PLACES},
 }  # fmt: skip
 

@@ -1,23 +1,22 @@
 """DFlash and DSpark: drafters that guess a block of tokens in one pass, of states of some of the target's layers.
 
-The modules are mlx-vlm's, but for the attention around them, which runs on the caches of a batch: a block sees itself,
-and of what was accepted the keys and values that its layers make of the target's states.
+The modules are mlx-vlm's, but for the attention around them, which runs on the caches of a batch.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 from mlx_vlm.speculative.drafters import load_drafter
 from mlx_vlm.speculative.drafters.dflash2 import DFlash2DraftModel
 from mlx_vlm.speculative.drafters.dspark import DSparkDraftModel
+from mlx_vlm.speculative.drafters.laguna_dflash import LagunaDFlashDraftModel
+from mlx_vlm.speculative.drafters.muse_glimmer_assistant import MuseGlimmerAssistantDraftModel
 from mlx_vlm.speculative.drafters.qwen3_dflash import DFlashDraftModel
-from mlx_vlm.speculative.drafters.qwen3_dflash.dflash import DFlashAttention
 
+from worker.drafting.block_attention import Layer, Pass, wrap
 from worker.drafting.logits import as_wide
 from worker.drafting.stored_head import tables
 from worker.drafting.weights import settle
@@ -27,80 +26,7 @@ from worker.vision.graft import text_core
 Choose = Callable[[mx.array, int], mx.array]
 """(logits `[rows, vocab]`, positions ahead) -> ids `[rows]`."""
 _LONGEST: Final = WIDTHS[-1] - 1
-
-
-@dataclass(slots=True, eq=False)
-class _Pass:
-    """Rows of one pass: where their blocks begin, `[rows]`, and whether all slots before are theirs."""
-
-    begins: mx.array
-    is_level: bool
-    masks: dict[tuple[int, int, int | None, bool], mx.array] = field(default_factory=dict)
-
-    def mask(self, slots: int, width: int, window: int | None, *, is_causal: bool) -> mx.array | None:
-        """`[rows, 1, width, slots + width]`: what each token of a block sees of the context, and of the block."""
-        if self.is_level and window is None and not is_causal:
-            return None
-        key = slots, width, window, is_causal
-        if key not in self.masks:
-            own, other = mx.arange(width)[:, None], mx.arange(width)[None]
-            at, begins = mx.arange(slots)[None, None], self.begins[:, None, None]
-            context = mx.broadcast_to(at < begins, (self.begins.shape[0], width, slots))
-            block = other <= own if is_causal else mx.ones((width, width), dtype=mx.bool_)
-            if window is not None:  # of what comes before, a block that sees all of itself sees the same at each place
-                last = begins + own - window if is_causal else begins - window
-                context = context & (at > last)
-                block = block & (other > own - window) if is_causal else block
-            whole = mx.concatenate([context, mx.broadcast_to(block, (context.shape[0], width, width))], axis=-1)
-            self.masks[key] = whole[:, None]
-        return self.masks[key]
-
-
-@dataclass(slots=True, eq=False)
-class _Layer:
-    """Argument of a layer in place of a cache."""
-
-    cache: Any
-    rows: _Pass
-
-
-class BlockAttention(nn.Module):
-    """Attention of mlx-vlm's DFlash for the rows of a batch."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.module = module
-
-    def keep(self, context: mx.array, rope: Any, cache: Any) -> tuple[mx.array, mx.array]:
-        """Put keys and values of context behind those that a cache has; returns all of them."""
-        keys, values = self._keys_and_values(context)
-        kept: tuple[mx.array, mx.array] = cache.update_and_fetch(rope(keys, offset=cache.offset), values)
-        return kept
-
-    def __call__(self, x: mx.array, context: mx.array, rope: Any, layer: _Layer, _projected: object = None) -> mx.array:
-        attention, (rows, width, _) = self.module, x.shape
-        seen_keys, seen_values = self.keep(context, rope, layer.cache)
-        begins = layer.rows.begins
-        queries = attention.q_norm(attention.q_proj(x).reshape(rows, width, attention.n_heads, -1))
-        own_keys, own_values = self._keys_and_values(x)
-        slots, window = seen_keys.shape[2], attention.sliding_window if attention.is_sliding else None
-        mixed = mx.fast.scaled_dot_product_attention(
-            rope(queries.transpose(0, 2, 1, 3), offset=begins),
-            mx.concatenate([seen_keys, rope(own_keys, offset=begins)], axis=2),
-            mx.concatenate([seen_values, own_values], axis=2),
-            scale=attention.scale,
-            mask=layer.rows.mask(slots, width, window, is_causal=attention.is_causal),
-            sinks=attention.attention_sink_bias,
-        )
-        return attention.o_proj(mixed.transpose(0, 2, 1, 3).reshape(rows, width, -1))
-
-    def _keys_and_values(self, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys, not yet at their positions, and values `[rows, heads, width, dim]`."""
-        attention, (rows, width, _) = self.module, x.shape
-        keys = attention.k_proj(x).reshape(rows, width, attention.n_kv_heads, -1)
-        # Gemma's has one projection for both.
-        values = attention.v_proj(x).reshape(keys.shape) if "v_proj" in attention else keys
-        return attention.k_norm(keys).transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+_FORMS: Final = (DFlashDraftModel, LagunaDFlashDraftModel, MuseGlimmerAssistantDraftModel)
 
 
 class BlockHead:
@@ -108,10 +34,8 @@ class BlockHead:
 
     def __init__(self, model: Any, target: Any, vocab: int) -> None:
         """Raises ValueError where it does not fit."""
-        attentions = [getattr(layer, "self_attn", None) for layer in getattr(model, "layers", ())]
-        if not isinstance(model, DFlashDraftModel) or not all(
-            isinstance(attention, DFlashAttention) for attention in attentions
-        ):
+        wrapped = [wrap(getattr(layer, "self_attn", None)) for layer in getattr(model, "layers", ())]
+        if not isinstance(model, _FORMS) or None in wrapped:
             raise ValueError(f"drafters of the form {type(model).__module__.split('.')[-2]} are not run")
         self._model: Any = model
         self._vocab = vocab
@@ -129,8 +53,8 @@ class BlockHead:
         self.tokens = int(self._model.embed_tokens.weight.shape[0])
         if not 0 <= config.mask_token_id < self.tokens:
             raise ValueError(f"its mask is token {config.mask_token_id}, and the target has {self.tokens}")
-        for layer in self._model.layers:
-            layer.self_attn = BlockAttention(layer.self_attn)
+        for layer, attention in zip(self._model.layers, wrapped, strict=True):
+            layer.self_attn = attention
 
     @classmethod
     def load(cls, path: Path, target: Any, vocab: int, dtype: mx.Dtype) -> tuple["BlockHead", int]:
@@ -160,13 +84,13 @@ class BlockHead:
             and min(lengths) == width
             and caches[0].lengths.seen(width) == (caches[0].lengths.longest + width)
         )
-        rows = _Pass(caches[0].offset + mx.array(list(lengths), dtype=mx.int32), is_level)
+        rows = Pass(caches[0].offset + mx.array(list(lengths), dtype=mx.int32), is_level)
         is_first = getattr(config, "sample_from_anchor", False)
         masks = mx.full((anchors.shape[0], count - is_first), config.mask_token_id, dtype=anchors.dtype)
         hidden = self._model._embed_input_tokens(mx.concatenate([anchors, masks], axis=1))
         context = self._context(states)
         for layer, cache in zip(self._model.layers, caches, strict=True):
-            hidden = layer(hidden, context, self._model.rope, _Layer(cache, rows))
+            hidden = layer(hidden, context, self._model.rope, Layer(cache, rows))
         return self._model.norm(hidden)[:, 0 if is_first else 1 :]
 
     def choose(self, hidden: mx.array, anchors: mx.array, choose: Choose) -> list[mx.array]:
@@ -193,7 +117,14 @@ class BlockHead:
         return mx.put_along_axis(mx.full(logits.shape, -mx.inf, dtype=scores.dtype), best, scores, axis=-1)
 
     def _context(self, states: mx.array) -> mx.array:
-        return self._model.hidden_norm(self._model.fc(states))
+        model = self._model
+        if isinstance(model, MuseGlimmerAssistantDraftModel):
+            return model.encoder(states)
+        if isinstance(model, LagunaDFlashDraftModel):
+            norms = model.aux_hidden_norms
+            parts = mx.split(states, len(norms), axis=-1)
+            states = mx.concatenate([norm(part) for norm, part in zip(norms, parts, strict=True)], axis=-1)
+        return model.hidden_norm(model.fc(states))
 
     def _bind(self, target: Any) -> None:
         """Use the target's tables where the drafter has none of its own."""

@@ -16,7 +16,7 @@ from worker.drafting.cores import core_of
 from worker.drafting.eagle_head import EagleHead
 from worker.drafting.head_drafts import HeadDrafts
 from worker.drafting.model_drafts import ModelDrafts
-from worker.drafting.stored_head import NoHead, load_head
+from worker.drafting.stored_head import ALONE, NoHead, load_head
 from worker.drafting.taps import TAIL, Tap, Taps
 from worker.drafting.weights import settle, size_bytes
 from worker.errors import LoadFailed
@@ -55,7 +55,7 @@ def attach_draft(target: Loaded, path: Path, load_draft: Callable[[], Loaded]) -
         case "":
             draft = load_draft()
             return _model_drafts(target, draft), draft.weights_bytes
-        case "qwen3_5_mtp":
+        case kind if kind in ALONE:
             try:
                 return attach_head(target.path, target.model, path)
             except NoHead as reason:
@@ -119,7 +119,7 @@ def _assistant_drafts(model: Any, path: Path) -> tuple[Proposer, int]:
 # Drafters by signs in their kinds.
 _ATTACHED: Final[Mapping[tuple[str, ...], Callable[[Any, Path], tuple[Proposer, int]]]] = {
     ("eagle3",): _eagle_drafts,
-    ("dflash", "dspark"): _block_drafts,
+    ("dflash", "dspark", "muse_glimmer_assistant"): _block_drafts,
     ("gemma4_assistant", "gemma4_unified_assistant"): _assistant_drafts,
 }
 

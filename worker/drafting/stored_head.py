@@ -24,6 +24,20 @@ SIDECAR: Final = "mtp.safetensors"
 _QWEN: Final = "mtp."
 # Of an error that may list hundreds of names.
 _REASON_CHARS: Final = 200
+# Folders of a head alone by their `model_type`, with the beginnings of names there that are others in its form.
+ALONE: Final[Mapping[str, tuple[Form, Sequence[tuple[str, str]]]]] = {
+    "qwen3_5_mtp": (QWEN, ((_QWEN, ""),)),
+    "glm4_moe_lite_mtp": (
+        FORMS["glm4_moe_lite"],
+        (
+            ("model.mtp_block.", ""),
+            ("model.shared_head_norm.", "shared_head.norm."),
+            ("lm_head.", "shared_head.head."),
+            ("model.", ""),
+        ),
+    ),
+    "glm_moe_dsa_mtp": (FORMS["glm_moe_dsa"], (("mtp.shared_head_norm.", "shared_head.norm."), ("mtp.", ""))),
+}
 
 
 class NoHead(Exception):
@@ -104,14 +118,16 @@ def _is_published(
 
 
 def _read_alone(folder: Path, kind: str) -> Stored | None:
-    """A head of Qwen's form as mlx-vlm writes it: of nothing but its weights, below `mtp` if as published."""
+    """A head as mlx-vlm writes it: of nothing but its weights, in Qwen's form below `mtp` if as published."""
+    form, renames = ALONE[str(json.loads((folder / "config.json").read_text()).get("model_type", ""))]
     weights: dict[str, mx.array] = {}
     is_published = False
     for file in sorted(folder.glob("*.safetensors")):
         held: Any = mx.load(str(file))
-        weights |= {name.removeprefix(_QWEN): weight for name, weight in held.items()}
+        weights |= {_renamed(name, renames): weight for name, weight in held.items()}
         is_published |= any(name.startswith(_QWEN) for name in held) and _header(file)[1] != "mlx"
-    return Stored(weights, QWEN, is_published and FORMS.get(kind) is QWEN) if weights else None
+    is_zero_centered = form is QWEN and FORMS.get(kind) is QWEN
+    return Stored(weights, form, is_published and is_zero_centered) if weights else None
 
 
 def _header(file: Path) -> tuple[dict[str, list[int]], str]:

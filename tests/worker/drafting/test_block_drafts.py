@@ -84,6 +84,7 @@ def test_rows_of_a_batch_get_the_drafts_that_mlx_vlm_makes_for_each(form: str, t
         shared = {name.replace("k_proj", "v_proj"): array for name, array in weights.items() if "k_proj" in name}
         model_of_theirs.load_weights(list((shared | weights).items()))
         if model_of_theirs.embed_tokens is None:
+            # Without the checks of their own targets.
             DFlashDraftModel.bind(model_of_theirs, model)
         caches = model_of_theirs.make_cache()
         drafts = model_of_theirs.draft_block(

@@ -86,3 +86,21 @@ def test_a_quantized_head_is_refused(tmp_path: Path) -> None:
     model, config = load_model(folder)
     with pytest.raises(NoHead, match="quantized"):
         load_head(folder, config, model)
+
+
+@pytest.mark.parametrize("architecture", ["glm4_moe_lite", "glm_moe_dsa"])
+def test_a_head_that_mlx_vlm_has_taken_out_is_the_one_in_the_checkpoint(architecture: str, tmp_path: Path) -> None:
+    from mlx_vlm.speculative.drafters.mtp_split import get_mtp_splitter
+
+    folder = build_with_layer(architecture, tmp_path / "model")
+    config = config_of(folder) | {"num_nextn_predict_layers": 1}
+    save_config(config, config_path=folder / "config.json")
+    splitter: Any = get_mtp_splitter(source_config=config)
+    splitter.split(str(folder), str(tmp_path / "alone"))
+    module, _ = NEXTN[architecture]
+    model = module.Model(module.ModelArgs.from_dict(config))
+    inside, alone = (load_head(folder, config, model, beside) for beside in (None, tmp_path / "alone"))
+    ids, hidden = mx.array([[20, 21, 22]]), mx.random.normal((1, 3, 64))
+    states = [head(ids, hidden, head.make_caches()) for head in (inside, alone)]
+    assert mx.allclose(*states, atol=1e-2)  # it may be written in fewer bits
+    assert config_of(tmp_path / "alone")["model_type"] == f"{architecture}_mtp"
