@@ -18,6 +18,27 @@ class Speeds(Struct, frozen=True):
     max_running: int = 0
 
 
+class RankStatus(Struct, frozen=True):
+    """One rank of a model's group: its node and process, its weights, and what MLX has allocated there."""
+
+    rank: int
+    node: str
+    host: str
+    pid: int
+    device: str
+    weights_bytes: int
+    active_bytes: int
+    step_ms: float
+
+
+class GroupStatus(Struct, frozen=True):
+    """A model that several processes run together."""
+
+    parallel: str
+    backend: str
+    ranks: tuple[RankStatus, ...]
+
+
 class ModelStatus(Struct, frozen=True):
     """One model; numbers are 0 and texts empty while its worker does not run."""
 
@@ -81,6 +102,8 @@ class ModelStatus(Struct, frozen=True):
     dimensions: int = 0
     # Speeds that its workers have measured on this machine, also while it is not loaded.
     measured: Speeds | None = None
+    # Of one that is loaded and that several processes run.
+    group: GroupStatus | None = None
 
 
 class AdapterStatus(Struct, frozen=True):

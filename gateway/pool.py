@@ -24,7 +24,7 @@ from gateway.supervisor.registry import Registry, Survivor
 from gateway.supervisor.spawn import Command, Spawner, default_command
 from gateway.supervisor.state import Events, Limits, MemoryView, ModelUnavailable, State, WorkerView
 from protocol.failures import Code, Failure
-from protocol.spec import WorkerSpec
+from protocol.spec import GroupSpec, WorkerSpec
 from protocol.wisdom import wisdom_dir
 
 log = logging.getLogger(__name__)
@@ -331,7 +331,8 @@ class Pool:
 
     def _spec(self, model: ModelConfig, config: Config | None = None) -> WorkerSpec:
         config = config or self._config
-        has_disk = model.cache.disk_bytes > 0 and model.cache.ram_bytes != 0
+        # Ranks of a group have other parts of a prefix, which no file holds together.
+        has_disk = not model.group.nodes and model.cache.disk_bytes > 0 and model.cache.ram_bytes != 0
         return WorkerSpec(
             name=model.name,
             path=model.path,
@@ -368,6 +369,7 @@ class Pool:
             media_bytes=config.media.max_size_bytes,
             media_count=config.media.max_count,
             media_pixels=config.media.max_pixels,
+            group=_group(model),
         )
 
 
@@ -443,6 +445,11 @@ def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
     """
     changes = {"epoch": 0, "log_level": "", "disk_cache_bytes": 0, "memory_bytes": 0, "adapters": ()}
     return msgspec.structs.replace(one, **changes) == msgspec.structs.replace(other, **changes)
+
+
+def _group(model: ModelConfig) -> GroupSpec | None:
+    group = model.group
+    return GroupSpec(group.nodes, group.parallel, group.backend, group.split) if group.nodes else None
 
 
 def _gone(model: str) -> Failure:

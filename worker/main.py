@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from worker.engine.inbox import Inbox
     from worker.engine.loop import Engine
     from worker.engine.row import Row
+    from worker.group.lead import Lead
     from worker.jobs.turn_loop import TurnLoop
     from worker.model.loader import Loaded
     from worker.prompt.intake import Intake
@@ -128,6 +129,8 @@ class Process:
         self._spec = spec
         self._gauges = Gauges()
         self._link = Link(spec, self._gauges)
+        # Of a group, which this process leads.
+        self._lead: Lead | None = None
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="compiler")
 
     def run(self) -> int:
@@ -159,6 +162,8 @@ class Process:
             signal.signal(signal.SIGTERM, lambda _signum, _frame: self._link.on_control(Shutdown("SIGTERM")))
             self._link.announce_ready(ready, version("mlx"))
             engine.run()
+            if self._lead is not None:
+                self._lead.leave()
         except LoadFailed as error:
             return self._leave("load failed", error.failure, error.exit_status)
         except Exception as error:  # the root of the process
@@ -197,6 +202,7 @@ class Process:
             from worker.group.lead import open_group
 
             lead, division = open_group(self._spec, self._lose)
+            self._lead = lead
         loaded = load_checked(self._spec, self._report_progress, division, lead)
         memory.give_back()
         inbox = Inbox()

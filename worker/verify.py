@@ -7,6 +7,7 @@ proved nothing · else as a worker's.
 
 import argparse
 import math
+import os
 import random
 import sys
 import tempfile
@@ -44,7 +45,9 @@ from worker.engine.inbox import Inbox
 from worker.engine.kv_budget import KvCost
 from worker.engine.kv_check import without_codes
 from worker.engine.loop import Engine
-from worker.errors import LoadFailed, RequestInvalid
+from worker.engine.partners import Partners
+from worker.errors import LoadFailed, PartnerLost, RequestInvalid
+from worker.group.lead import open_group
 from worker.model import memory
 from worker.model.loader import Loaded
 from worker.prompt.intake import Intake
@@ -99,11 +102,20 @@ class Output:
 class Session:
     """One engine from warm-up to shutdown, on the calling thread."""
 
-    def __init__(self, loaded: Loaded, intake: Intake, spec: WorkerSpec, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        intake: Intake,
+        spec: WorkerSpec,
+        drafter: Drafter | None = None,
+        partners: Partners | None = None,
+    ) -> None:
         self.gauges = Gauges()
         self._intake = intake
         self._inbox = Inbox()
-        self._engine = Engine(loaded, spec, self._inbox, self._receive, self.gauges, intake.writer, drafter)
+        self._engine = Engine(
+            loaded, spec, self._inbox, self._receive, self.gauges, intake.writer, drafter, partners=partners
+        )
         self._outputs: dict[int, Output] = {}
         self._waves: list[Sequence[Generate]] = []
         self._open: set[int] = set()
@@ -162,7 +174,15 @@ class Session:
 class Verifier:
     """All checks of one model. The first one, alone and without caches, is what the others are compared with."""
 
-    def __init__(self, loaded: Loaded, spec: WorkerSpec, tokens: int, words: int = LONGEST_WORDS) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        spec: WorkerSpec,
+        tokens: int,
+        words: int = LONGEST_WORDS,
+        partners: Partners | None = None,
+    ) -> None:
+        self._partners = partners
         self._loaded = loaded
         self._intake = Intake(loaded, spec.parser)
         # Nothing is kept from one request to the next, unless a check says so.
@@ -191,9 +211,12 @@ class Verifier:
         yield self._compare(f"chunks of {SMALL_CHUNK}", self._session(small).run([requests]))
         warm = self._session(replace(spec, cache_bytes=CACHE_BYTES)).run([requests, requests])
         yield self._compare("cache in memory", warm, must_hit=True)
-        yield self._disk()
+        if self._partners is None:
+            yield self._disk()
         yield self._preempted()
         yield self._resumed()
+        if self._partners is not None:
+            return
         yield self._speculated()
         if self._loaded.proposer is not None:
             yield self._drafted(self._loaded.proposer)
@@ -266,7 +289,7 @@ class Verifier:
         return Check("dequantized", note="no step reads codes on this machine", is_skipped=True)
 
     def _session(self, spec: WorkerSpec) -> Session:
-        return Session(self._loaded, self._intake, spec)
+        return Session(self._loaded, self._intake, spec, partners=self._partners)
 
     def _compare(self, name: str, outputs: Sequence[Output], *, must_hit: bool = False) -> Check:
         check = _check(name, outputs, self._alone)
@@ -356,7 +379,7 @@ def _crowd(vocab_size: int) -> list[Generate]:
 
 
 def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[Check]:
-    """Those of the model's kind. Raises `LoadFailed` and `RequestInvalid`."""
+    """Those of the model's kind. Raises `LoadFailed`, `RequestInvalid`, and `PartnerLost`."""
     kind = kind_of_spec(spec)
     if kind == AUDIO:
         # It loads mlx-audio, which may not be installed.
@@ -367,10 +390,19 @@ def _checks(spec: WorkerSpec, tokens: int, words: int) -> Generator[Check]:
     if kind != TEXT:
         yield from reader_checks(load_reader(spec, kind, lambda _stage, _done, _total: None))
         return
-    loaded = load_checked(spec, lambda _stage, _done, _total: None)
+    lead, division = open_group(spec, _lost) if spec.group is not None else (None, None)
+    loaded = load_checked(spec, lambda _stage, _done, _total: None, division, lead)
     share = memory.Share(spec, loaded.weights_bytes)
     share.enforce(share.limits())
-    yield from Verifier(loaded, spec, tokens, words).checks()
+    yield from Verifier(loaded, spec, tokens, words, lead).checks()
+    if lead is not None:
+        lead.leave()
+
+
+def _lost(failure: Failure, status: int) -> None:
+    """End the process, whose main thread may wait for another rank forever."""
+    print(failure.message, file=sys.stderr, flush=True)
+    os._exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -394,6 +426,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LoadFailed as error:
         print(error.failure.message, file=sys.stderr)
         return error.exit_status
+    except PartnerLost as error:
+        print(error.failure.message, file=sys.stderr)
+        return Exit.PARTNER_LOST
     except RequestInvalid as error:
         print(f"the model cannot take the requests of this test: {error.failure.message}", file=sys.stderr)
         return Exit.MODEL_UNUSABLE

@@ -19,10 +19,12 @@ from gateway.admin_types import (
     Done,
     Drained,
     DrainOrder,
+    GroupStatus,
     KeyUsage,
     MemoryStatus,
     ModelRef,
     ModelStatus,
+    RankStatus,
     Status,
     UsageLine,
     UsageLines,
@@ -37,6 +39,7 @@ from gateway.reload import Reloader, facts_of
 from gateway.services import Services
 from gateway.supervisor.state import MemoryView, ModelUnavailable, WorkerView
 from protocol.kinds import TEXT
+from protocol.stats import RankStats
 
 BODY_MAX = 64 * 1024
 PAUSE_POLL_S = 0.05
@@ -132,7 +135,25 @@ class StatusEndpoint:
             kind=(ready.kind or TEXT) if ready else "",
             dimensions=ready.embedding.dimensions if ready and ready.embedding else 0,
             measured=speeds(services.pool.times.of(view.name, view.path)),
+            group=_group(view),
         )
+
+
+def _group(view: WorkerView) -> GroupStatus | None:
+    """The ranks of a model; those of rank 0 that its gateway knows anyway are not told by it."""
+    group = view.ready.group if view.ready is not None else None
+    if group is None:
+        return None
+    numbers = view.stats.ranks if view.stats is not None else ()
+    ranks: list[RankStatus] = []
+    for at, rank in enumerate(group.ranks):
+        now = numbers[at] if at < len(numbers) else RankStats(0)
+        pid = rank.pid or view.pid
+        step_ms = round(now.step_us / 1e3, 1)
+        ranks.append(
+            RankStatus(rank.rank, rank.node, rank.host, pid, rank.device, rank.shard_bytes, now.memory, step_ms)
+        )
+    return GroupStatus(group.parallel, group.backend, tuple(ranks))
 
 
 class RouteOf:

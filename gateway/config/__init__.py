@@ -4,6 +4,7 @@ __all__ = [
     "address",
     "certificate",
     "export",
+    "group_check",
     "load",
     "names",
     "node_tables",

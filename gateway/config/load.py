@@ -9,6 +9,7 @@ from msgspec import Struct, structs
 
 from gateway.config.address import bad_proxy
 from gateway.config.certificate import CertificateUnusable, load
+from gateway.config.group_check import check_groups
 from gateway.config.names import Names
 from gateway.config.node_tables import read_node, read_nodes
 from gateway.config.origins import bad_host, bad_origin, is_loopback
@@ -26,6 +27,7 @@ from gateway.config.settings import (
     Config,
     ConfigError,
     FallbackConfig,
+    GroupConfig,
     MediaConfig,
     MemoryConfig,
     ModelConfig,
@@ -53,6 +55,7 @@ _TABLES: Final[dict[str, type[Struct]]] = {
     "cache": CacheConfig,
     "fallback": FallbackConfig,
     "sparse_prefill": SparsePrefillConfig,
+    "group": GroupConfig,
 }
 
 
@@ -87,6 +90,8 @@ def load_config(
     audio = source.convert(source.table(raw.get("audio", {}), AudioConfig, ("audio",)), AudioConfig, ("audio",))
     ui = source.convert(source.table(raw.get("ui", {}), UiConfig, ("ui",)), UiConfig, ("ui",))
     node = read_node(source, raw.get("node", {}), server.node_name)
+    nodes = read_nodes(source, raw.get("nodes", {}), node, server.node_name, bad_name)
+    check_groups(source, models, nodes)
     return Config(
         home=home,
         server=server,
@@ -99,7 +104,7 @@ def load_config(
         peers=read_peers(source, raw.get("peers", {}), models, bad_name),
         upstreams=read_upstreams(source, raw.get("upstreams", {}), models),
         node=node,
-        nodes=read_nodes(source, raw.get("nodes", {}), node, server.node_name, bad_name),
+        nodes=nodes,
     )
 
 

@@ -182,6 +182,18 @@ class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
     when: tuple[Literal["unavailable", "queue", "context"], ...] = ("unavailable",)
 
 
+class GroupConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`group` of a model: processes that run it together, each with a part; without nodes it is one process."""
+
+    # Of each rank, this machine (`local`) first; others are those of `[nodes]`.
+    nodes: tuple[str, ...] = ()
+    # A part of each layer a rank, or some layers.
+    parallel: Literal["auto", "tensor", "pipeline"] = "auto"
+    backend: Literal["auto", "ring", "nccl", "jaccl"] = "auto"
+    # Layers by rank of a pipeline.
+    split: tuple[Annotated[int, Meta(ge=1)], ...] = ()
+
+
 class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[models.NAME]`. `path`: a folder, a Hugging Face repository in the local cache, or `demo`; default: the name."""
 
@@ -237,6 +249,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     # Unloaded after this long without a request; 0 is never.
     ttl_s: Seconds = 0.0
     fallback: FallbackConfig = FallbackConfig()
+    group: GroupConfig = GroupConfig()
     # Of a request: the one of its adapters that it names.
     adapter: str = ""
 

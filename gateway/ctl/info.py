@@ -29,9 +29,13 @@ def info(
 
     Example: mlxctl info mlx-community/Qwen3-4B-4bit
     """
+    from gateway.config.group_check import model_problem
+
     config = read_config()
     configured = model_of(config, model)
     info = structs.replace(_look(configured), measured=_measured(config, configured))
+    if configured.group.nodes and (problem := model_problem(configured)):
+        info = structs.replace(info, obstacles=(*info.obstacles, f"as a group: {problem}"))
     if json:
         print_json(info)
     else:

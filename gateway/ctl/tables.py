@@ -7,7 +7,16 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.access.key import Key
-from gateway.admin_types import MemoryStatus, ModelStatus, Speeds, Status, UsageLine, UsageLines, UsageReport
+from gateway.admin_types import (
+    GroupStatus,
+    MemoryStatus,
+    ModelStatus,
+    Speeds,
+    Status,
+    UsageLine,
+    UsageLines,
+    UsageReport,
+)
 from gateway.ctl.prefix_files import Folder
 from gateway.ctl.rates import ModelSample, Sample, waiting
 
@@ -40,6 +49,9 @@ def status(status: Status, console: Console) -> None:
     console.print(table)
     lanes(status.models, console)
     for model in status.models:
+        if model.group is not None:
+            ranks(model.name, model.group, console)
+    for model in status.models:
         if model.kind in MADE:
             length = f" of {model.dimensions} numbers" if model.dimensions else ""
             console.print(f"{model.name}: makes {MADE[model.kind]}{length}", highlight=False, markup=False)
@@ -47,6 +59,16 @@ def status(status: Status, console: Console) -> None:
         if model.last_failure and model.state not in ("ready", "draining"):
             again = f" (next try in {duration(model.retry_after_s)})" if model.retry_after_s else ""
             console.print(f"{model.name}: {model.last_failure}{again}", style="red", highlight=False, markup=False)
+
+
+def ranks(name: str, group: GroupStatus, console: Console) -> None:
+    """Print the ranks of a model that several processes run."""
+    console.print(f"{name}: {len(group.ranks)} ranks, {group.parallel} parallel by {group.backend}", highlight=False)
+    for rank in group.ranks:
+        place = " ".join(part for part in (rank.node, rank.host and f"({rank.host})", f"pid {rank.pid}") if part)
+        weights, active = size(rank.weights_bytes), size(rank.active_bytes)
+        line = f"  rank {rank.rank}: {place}, weights {weights}, {active} allocated, step {rank.step_ms:.1f} ms"
+        console.print(line, highlight=False, markup=False)
 
 
 def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None:

@@ -7,22 +7,26 @@ import sys
 import tempfile
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from threading import Event
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import msgspec
 
 from gateway.config.settings import ModelConfig
 from gateway.ctl import client
 from gateway.failed import Failed
-from protocol.spec import STDIN, WorkerSpec
+from gateway.supervisor.ranks import LOCAL, ranks_of
+from gateway.supervisor.spawn import default_command
+from protocol.spec import STDIN, GroupSpec, WorkerSpec
 from protocol.verify import Check, Difference
 
 STREAMS: Final = 6
 # Long enough to be under way when the worker is killed.
 STREAM_TOKENS: Final = 256
 FIRST_DELTA_TIMEOUT_S: Final = 600.0
+# From the end of a verification to that of the other ranks.
+FOLLOWER_S: Final = 15.0
 NOTHING_WRONG: Final = frozenset({0, 1})
 
 _check = msgspec.json.Decoder(Check)
@@ -53,19 +57,49 @@ def in_process(model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
         kv_bits=model.kv_bits or 0,
         experts=model.experts,
         expert_cache_bytes=-1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes,
+        group=_group(model),
     )
+    first, *followers = ranks_of(spec) if spec.group is not None else [spec]
     argv = [sys.executable, "-P", "-m", "worker.verify", "--spec", STDIN, "--tokens", str(tokens)]
+    with ExitStack() as ranks:
+        process = subprocess.Popen(argv, stdin=ranks.enter_context(_input(first)), stdout=subprocess.PIPE)
+        for follower in followers:
+            ranks.enter_context(_following(follower))
+        with process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                yield _check.decode(line)
+    if process.returncode not in NOTHING_WRONG:
+        raise Failed(f"the model could not be verified (exit status {process.returncode})")
+
+
+def _group(model: ModelConfig) -> GroupSpec | None:
+    """Raises `Failed`."""
+    group = model.group
+    if not group.nodes:
+        return None
+    if set(group.nodes) != {LOCAL}:
+        raise Failed("a model with ranks on other machines cannot be verified by a process beside the daemon")
+    return GroupSpec(group.nodes, group.parallel, group.backend, group.split)
+
+
+@contextmanager
+def _input(spec: WorkerSpec) -> Generator[IO[bytes], None, None]:
     with tempfile.TemporaryFile() as stdin:
         stdin.write(msgspec.json.encode(spec))
         stdin.seek(0)
-        # The arguments are ours.
-        process = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE)
-    with process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            yield _check.decode(line)
-    if process.returncode not in NOTHING_WRONG:
-        raise Failed(f"the model could not be verified (exit status {process.returncode})")
+        yield stdin
+
+
+@contextmanager
+def _following(spec: WorkerSpec) -> Generator[None, None, None]:
+    """A follower of the process that verifies; it ends with it, or here."""
+    with _input(spec) as stdin, subprocess.Popen(default_command(spec), stdin=stdin) as process:
+        try:
+            yield
+            process.wait(FOLLOWER_S)
+        finally:
+            process.kill()
 
 
 def through_daemon(name: str) -> Check:

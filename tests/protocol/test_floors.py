@@ -57,7 +57,8 @@ GATEWAY: Final = {
     "middleware api web",
     "daemon": "link errors supervisor telemetry config keep_awake desktop access pool nodes http reload app",
     "main": "supervisor home telemetry config access nodes http daemon",
-    "ctl": "errors failed admin_types model_files connect telemetry config install access memory nodes media main",
+    "ctl": "errors failed admin_types supervisor model_files connect telemetry config install access memory nodes "
+    "media main",
 }
 WORKER: Final = {
     "text": "",
@@ -89,7 +90,7 @@ WORKER: Final = {
     "group": "errors model cache engine",
     "main": "errors vision model adapters jobs embedding engine prompt link start_reader start_audio checked_model "
     "group",
-    "verify": "errors vision model engine prompt checked_model speculation embedding verify_reader verify_audio",
+    "verify": "errors vision model group engine prompt checked_model speculation embedding verify_reader verify_audio",
     "verify_reader": "embedding",
     "calibrate": "errors model speculation engine pacing prompt embedding checked_model",
     "verify_audio": "audio",

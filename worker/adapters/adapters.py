@@ -16,6 +16,7 @@ from worker.adapters.slots import BASE, AdaptedLinear, Bank, Slots
 from worker.adapters.unusable import Unusable
 from worker.cache.quantized import make_caches
 from worker.errors import LoadFailed, RequestInvalid, is_allocation_failure
+from worker.model.agreement import agreement_of
 from worker.model.lanes import Lane
 from worker.model.linears import Linears, Place
 from worker.model.loader import resolve
@@ -103,6 +104,8 @@ class Adapters:
 
         For any thread.
         """
+        if agreement_of(self._model) is not None:
+            return refused(name, "a model that several processes run has no adapters")
         try:
             return read(resolve(path), self._linears)
         except Unusable as reason:

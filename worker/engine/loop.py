@@ -165,8 +165,6 @@ class Engine:
         self._batch.close()
         if self._encoder is not None:
             self._encoder.close()
-        if self._partners is not None:
-            self._partners.leave()
 
     def warm_up(self, prompt: list[int]) -> int:
         """Compile the kernels of prefill and decode before the first request pays for it.

@@ -47,7 +47,7 @@ class MemoryLimits:
         self._reuses_prefixes = loaded.plan.reuses_prefixes
         layout = Layout.of(lambda: make_caches(loaded.model))
         form = functools.cache(lambda: form_of(spec, loaded, layout))
-        disk = open_disk(spec, form, layout, wake) if self._reuses_prefixes else None
+        disk = open_disk(spec, form, layout, wake) if self._reuses_prefixes and partners is None else None
         self.kept = open_kept(keeps, form().key, spec) if keeps else None
         calibration = self.kept.calibration if self.kept is not None else None
         self.share = memory.Share(

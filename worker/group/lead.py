@@ -98,7 +98,12 @@ class Lead:
         self._tell(group.encode(go))
         connected = fabric.connect(go, self._rank)
         self._load_ends = time.monotonic() + self._rank.load_s
-        log.info("group of %d by %s, %s parallel", self._group.size, backend, parallel)
+        log.info(
+            "group of %d by %s, %s parallel: without drafts, media, adapters, packed passes, and prefixes on disk",
+            self._group.size,
+            backend,
+            parallel,
+        )
         return Division(connected, parallel, self._group.split)
 
     def _await_loaded(self) -> None:

@@ -19,7 +19,7 @@ async def test_a_worker_is_told_its_specification_where_no_list_of_processes_sho
         (run_dir / "d.sock").touch()
         # That nothing can run is refused before the second that importing MLX takes.
         down = f"ipc://{run_dir}/d.sock"
-        spec = WorkerSpec("m", "demo", 7, down, "ipc://u", max_running=0, chat_template=TEMPLATE)
+        spec = WorkerSpec("m", "demo", 7, down, "ipc://u", max_running=-1, chat_template=TEMPLATE)
         child = Spawner(home, Registry(run_dir), default_command).spawn(spec)
         try:
             record = msgspec.json.decode((run_dir / "workers" / "m.json").read_bytes(), type=WorkerRecord)
