@@ -48,6 +48,14 @@ def test_a_short_context_needs_less() -> None:
     assert need(context=512).floor == need(context=512).least < need().least
 
 
+def test_quantized_kv_needs_less() -> None:
+    info = inspect(find("demo"), "auto", 0, 0, 8)
+    assert info.kv_1k_bytes is not None
+    own = need(kv_bits=8)
+    assert own.floor < need().floor
+    assert own.least == FIXED + own.weights + int(info.kv_1k_bytes // 1000 * LEAST_TOKENS / KV_PART)
+
+
 def test_explicit_kv_and_cache_are_counted_and_nothing_more_is_lent() -> None:
     own = need(kv_bytes=7 << 20, cache=CacheConfig(5 << 20))
     assert own.floor == own.least == own.most == FIXED + own.weights + (12 << 20)

@@ -59,6 +59,31 @@ def test_windows_stop_growing_and_what_is_not_known_is_not_guessed() -> None:
 FIXED = fixed_bytes(1_048_576, has_towers=False)
 
 
+@pytest.mark.parametrize(("bits", "part"), [(8, 8.5 / 16), (4, 4.5 / 16)])
+def test_quantized_kv_counts_with_its_scales_and_only_where_it_grows(bits: int, part: float, tmp_path: Path) -> None:
+    wide = PLAIN | {"head_dim": 64}
+    whole = attention(wide, 2)
+    assert whole is not None
+    assert attention(wide, 2, bits) == Attention(int(whole.token_bytes * part))
+    kinds = ["full_attention", *["sliding_attention"] * 3]
+    mixed = wide | {"layer_types": kinds, "sliding_window": 100}
+    before, after = attention(mixed, 2), attention(mixed, 2, bits)
+    assert before is not None
+    assert after is not None
+    assert (after.token_bytes, after.window_bytes) == (int(before.token_bytes * part), before.window_bytes)
+    path = folder(tmp_path, {"w": ("F16", 1_048_576)}, wide)
+    found = inspect(path, "float16", 0, 1 << 30, bits)
+    assert (found.kv_1k_bytes, found.kv_bits, found.obstacles) == (int(whole.token_bytes * part) * 1000, bits, ())
+
+
+def test_what_keeps_kv_from_being_quantized_is_said_before_a_load(tmp_path: Path) -> None:
+    path = folder(tmp_path, {"w": ("F16", 1_048_576)}, PLAIN | {"head_dim": 80})
+    (reason,) = inspect(path, "float16", 0, 1 << 30, 8).obstacles
+    assert "kv_bits = 8" in reason
+    assert "80 numbers" in reason
+    assert inspect(path, "float16", 0, 1 << 30).obstacles == ()
+
+
 @pytest.mark.parametrize(
     ("available", "fits", "verdict"),
     [

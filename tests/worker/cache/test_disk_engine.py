@@ -55,6 +55,19 @@ def test_tokens_are_the_same_from_disk_after_a_restart(
     assert files.quarantined == files.dropped == 0
 
 
+def test_kv_of_another_form_on_disk_is_of_no_use(tmp_path: Path) -> None:
+    model = build("qwen3", tmp_path / "model", head_dim=64, num_hidden_layers=2)
+    batch = family(2, own=70)
+    answers: dict[int, list[Any]] = {}
+    for bits in (8, 4, 0):
+        with EngineHarness(spec(model, cache_bytes=0, kv_bits=bits)) as engine:
+            answers[bits] = said(run_all(engine, batch))
+    for bits, is_warm in ((8, False), (8, True), (4, False), (0, False), (0, True)):
+        with EngineHarness(disk_spec(model, tmp_path / "disk", kv_bits=bits)) as engine:
+            assert said(run_all(engine, batch)) == answers[bits]
+            assert (engine.gauges.cache.disk_hits > 0) == is_warm, bits
+
+
 def run_all(engine: EngineHarness, batch: Sequence[Generate]) -> list[Result]:
     return [engine.run([request])[0] for request in batch]
 
