@@ -261,6 +261,7 @@ def _steps(prompt: list[int], output: list[int], width: int) -> tuple[int, int, 
 
     none = Text(np.empty(0, dtype=np.int32))
     row = Lookup(np.array(prompt, dtype=np.int32), ())
+    row.index(len(prompt))
     at = steps = drafted = right = 0
     while at < len(output):
         row.extend(output[at : at + 1])

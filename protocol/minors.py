@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from protocol.messages import ChatPrompt, Generate, Sampling, TextPrompt
+from protocol.messages import ChatPrompt, EmbedPrompt, Generate, Prompt, Sampling, ScorePrompt, TextPrompt
 
 # Of fields that change the output. Embeddings and scores are asked of workers only that say they are for these.
 SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {
@@ -47,6 +47,8 @@ IGNORABLE: Final = frozenset(
 PACE: Final = 1
 # Of `echo` together with `top_logprobs`, both of which are older.
 PROMPT_LOGPROBS: Final = 1
+# Of `EmbedPrompt` and `ScorePrompt`.
+READING: Final = 1
 # Of `SetAdapters`.
 ADAPTERS: Final = 1
 
@@ -58,10 +60,26 @@ _DEFAULTS: Final[dict[type[msgspec.Struct], dict[str, Any]]] = {
 def unknown_field(request: Generate, minor: int) -> str | None:
     """A field that `request` sets and a worker of this minor does not know, if there is one."""
     for part in (request, request.prompt, request.sampling):
-        defaults = _DEFAULTS.get(type(part), {})
-        for name, since in SINCE.get(type(part), {}).items():
-            if since > minor and getattr(part, name) != defaults[name]:
-                return name
+        if (name := _unknown(part, minor)) is not None:
+            return name
     if minor < PROMPT_LOGPROBS and request.echo and request.top_logprobs is not None:
         return "logprobs of the prompt"
+    return None
+
+
+def unknown_part(prompt: Prompt, minor: int) -> str | None:
+    """A part of the prompt of a question that a worker of this minor does not know, if there is one.
+
+    A message with a prompt of a kind that it does not know would be no message to it, and have no answer.
+    """
+    if minor < READING and isinstance(prompt, EmbedPrompt | ScorePrompt):
+        return "prompts of models that read"
+    return _unknown(prompt, minor)
+
+
+def _unknown(part: msgspec.Struct, minor: int) -> str | None:
+    defaults = _DEFAULTS.get(type(part), {})
+    for name, since in SINCE.get(type(part), {}).items():
+        if since > minor and getattr(part, name) != defaults[name]:
+            return name
     return None

@@ -13,7 +13,7 @@ from gateway.supervisor.state import SHUTTING_DOWN, Events, Limits, ModelUnavail
 from gateway.supervisor.waiters import Waiter
 from gateway.supervisor.worker import Worker
 from protocol.failures import Failure
-from protocol.messages import Generate, Ready
+from protocol.messages import Detokenize, Generate, Ready, Tokenize
 from protocol.minors import PACE as PACE_MINOR
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
@@ -238,6 +238,10 @@ class WorkerHandle:
             return overload
         lifecycle = self._lifecycle
         return lifecycle.incarnation.refusal(request) or lifecycle.parked.refusal(request, self._effects.now())
+
+    def question_refusal(self, question: Tokenize | Detokenize) -> Failure | None:
+        """The reason to refuse a question about tokens: it has a part that this worker is too old for."""
+        return self._lifecycle.incarnation.question_refusal(question)
 
     def park(self, sequence: Sequence) -> None:
         """Keep a sequence that this worker has given up, for the next one."""

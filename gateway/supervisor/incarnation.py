@@ -14,6 +14,7 @@ from protocol.failures import Code, Failure
 from protocol.messages import (
     MINOR,
     AdaptersSet,
+    Detokenize,
     Down,
     Dump,
     Generate,
@@ -22,9 +23,10 @@ from protocol.messages import (
     Ready,
     SetAdapters,
     Shutdown,
+    Tokenize,
     Welcome,
 )
-from protocol.minors import ADAPTERS, unknown_field
+from protocol.minors import ADAPTERS, unknown_field, unknown_part
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 
@@ -141,7 +143,15 @@ class Incarnation:
 
     def refusal(self, request: Generate) -> Failure | None:
         """Reason why a worker of an earlier version must not get this request: it would ignore a part of it."""
-        field = unknown_field(request, self.minor) if self.minor < MINOR else None
+        return self._outgrown(unknown_field(request, self.minor) if self.minor < MINOR else None)
+
+    def question_refusal(self, question: Tokenize | Detokenize) -> Failure | None:
+        """Likewise for a question about tokens."""
+        if self.minor >= MINOR or isinstance(question, Detokenize):
+            return None
+        return self._outgrown(unknown_part(question.prompt, self.minor))
+
+    def _outgrown(self, field: str | None) -> Failure | None:
         if field is None:
             return None
         self.is_outgrown = True

@@ -5,8 +5,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.messages import MINOR, ChatPrompt, Generate, Infill, Media, Sampling, TextPrompt, TokensPrompt
-from protocol.minors import IGNORABLE, SINCE, unknown_field
+from protocol.messages import (
+    MINOR,
+    ChatPrompt,
+    EmbedPrompt,
+    Generate,
+    Infill,
+    Media,
+    Prompt,
+    Sampling,
+    ScorePrompt,
+    TextPrompt,
+    TokensPrompt,
+)
+from protocol.minors import IGNORABLE, SINCE, unknown_field, unknown_part
 from tests.protocol import golden_frames
 
 OLD: dict[str, Any] = {"max_tokens": 5, "stop": ("x",), "tenant": "t", "prediction": "p", "most_drafted": 0}
@@ -54,3 +66,21 @@ def test_a_request_that_says_more_than_a_worker_knows_is_told_by_the_field(
 ) -> None:
     assert unknown_field(request_, 0) == field
     assert unknown_field(request_, MINOR) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "part"),
+    [
+        (EmbedPrompt(("a",)), "prompts of models that read"),
+        (ScorePrompt(("a",), ("b",)), "prompts of models that read"),
+        (ChatPrompt([], media=(Media("image", b"", b""),)), "media"),
+        (TextPrompt("a", Infill("b")), "infill"),
+        (TextPrompt("a"), None),
+        (TokensPrompt((1,)), None),
+    ],
+)
+def test_a_question_that_a_worker_would_not_read_as_it_is_meant_is_told_by_its_part(
+    prompt: Prompt, part: str | None
+) -> None:
+    assert unknown_part(prompt, 0) == part
+    assert unknown_part(prompt, MINOR) is None

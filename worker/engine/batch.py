@@ -65,6 +65,8 @@ class Tick:
     timed: Sequence[Timed]
     returned: list[Row]
     scored: list[tuple[Row, Scores]]
+    # Log-probabilities of prompts that have more of them than before.
+    scoring: list[Scores]
 
 
 class Batch:
@@ -209,6 +211,7 @@ class Batch:
         if row.cached is None:
             row.cached = 0 if row.output else reused
         row.prefilled = row.reused = reused
+        row.scores = scores
         own = processors(row.sampling, len(row.prompt), row.words, self._eos_ids)
         guards = [Guard(processor) for processor in (*row.processors, *own)]
         uid = self._generator.insert(
@@ -290,17 +293,20 @@ class Batch:
         Then a model that drafts reads at most `reads` tokens.
         """
         self.settle()
+        self._drafter.tend()
         returned = self._unpark()
         most = self._media.widened(chunk, (self._rows[uid] for uid in self._prefilling))
         self._begin(most, rides=rides)
         prompted, generated = self._generator.next(most, rides=rides, reads=reads)
         progress: list[tuple[Row, int, int]] = []
         scored: list[tuple[Row, Scores]] = []
+        scoring: list[Scores] = []
         prefilled = 0
         for step in prompted:
             row = self._rows[step.uid]
             if step.scores is not None:
                 scored.append((row, step.scores))
+                row.scores = None
                 continue
             done, total = row.reused + step.done, row.reused + step.total
             prefilled += done - row.prefilled
@@ -311,6 +317,8 @@ class Batch:
             if step.is_segment_end and (row.marks is None or done in row.marks):
                 self._checkpoint(row, is_prompt_end=step.is_prompt_end)
             progress.append((row, done, total))
+            if row.scores is not None:
+                scoring.append(row.scores)
         errors = [(uid, guard.error) for uid, guards in self._guards.items() for guard in guards]
         broken = [(self._rows[uid], error) for uid, error in (*errors, *self._masks.errors()) if error is not None]
         tokens: list[Token] = []
@@ -322,7 +330,7 @@ class Batch:
                 self._ended.append((row, sampled.tokens, sampled.caches))
                 self._forget(row)
         self._park()
-        return Tick(tokens, progress, broken, prefilled, self._generator.timed, returned, scored)
+        return Tick(tokens, progress, broken, prefilled, self._generator.timed, returned, scored, scoring)
 
     def wait(self) -> None:
         """Return when nothing of what was launched is running any more."""

@@ -38,8 +38,11 @@ class Emitter:
         for row, done, total in tick.progress:
             if row.want_progress:
                 self._outbox.send(Progress(row.rid, done, total, row.cached or 0))
+        for scores in tick.scoring:
+            self._logprobs.extend(scores)
         for row, scores in tick.scored:
-            self._outbox.echo(row, self._logprobs.entries(scores))
+            self._logprobs.extend(scores)
+            self._outbox.echo(row, tuple(scores.entries))
             row.scores_prompt = False  # only now: a row that comes back from a failed tick is scored again
             if row.max_tokens <= len(row.output):
                 self._finish(row, Finish.LENGTH)

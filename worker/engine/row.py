@@ -12,6 +12,7 @@ from worker.adapters.adapters import Adapter
 from worker.cache.prefix import Ticket
 from worker.parsers import Parser
 from worker.sampling.penalties import NO_WORDS, Words
+from worker.sampling.prompt_scores import Scores
 from worker.sparse.kept import Kept, count_kept
 from worker.speculation.drafter import Drafting
 from worker.structured.guides import Rule
@@ -39,6 +40,8 @@ class Row:
     echo: str = ""
     # The tokens of the prompt get log-probabilities, which come with its echo; False once they have.
     scores_prompt: bool = False
+    # Those that are known, while there are more to come.
+    scores: Scores | None = None
     priority: int = 0
     deadline: float | None = None
     want_progress: bool = False

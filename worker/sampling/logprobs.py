@@ -31,11 +31,14 @@ class LogprobReader:
             mx.eval(pending)
         return [self._entry(token, *read) for (token, _, _), read in zip(rows, pending, strict=True)]
 
-    def entries(self, scores: Scores) -> tuple[TokenLogprob, ...]:
-        """Entries of a prompt's tokens. Nothing comes before the first, whose log-probability is not a number."""
-        first = TokenLogprob(self._token_bytes(scores.ids[0]), math.nan)
-        rest = zip(scores.ids[1:], scores.own, scores.likeliest, strict=True)
-        return (first, *(TokenLogprob(self._token_bytes(token), own, self._named(top)) for token, own, top in rest))
+    def extend(self, scores: Scores) -> None:
+        """Make the entries of a prompt's tokens as far as they are scored. Nothing comes before the first, whose
+        log-probability is not a number."""
+        if not scores.entries:
+            scores.entries.append(TokenLogprob(self._token_bytes(scores.ids[0]), math.nan))
+        for at in range(len(scores.entries), len(scores.own) + 1):
+            own, top = scores.own[at - 1], self._named(scores.likeliest[at - 1])
+            scores.entries.append(TokenLogprob(self._token_bytes(scores.ids[at]), own, top))
 
     def _named(self, top: Sequence[tuple[int, float]]) -> tuple[tuple[bytes, float], ...]:
         return tuple((self._token_bytes(token), value) for token, value in top)

@@ -17,6 +17,8 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 
 # A repetition counts up to this many tokens, as in the first implementation of DRY: beyond it the penalty is absolute.
 DRY_LONGEST: Final = 50
+# Of a longer context the newest tokens are looked at: each step takes some 200 bytes for each of them and row.
+DRY_WINDOW: Final = 32_768
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,7 +99,7 @@ def _dry(params: Sampling, breakers: Sequence[int]) -> Processor:
     flags: list[mx.array] = []
 
     def apply(context: mx.array, logits: mx.array) -> mx.array:
-        context = context[-params.dry_window :] if params.dry_window else context
+        context = context[-min(params.dry_window or DRY_WINDOW, DRY_WINDOW) :]
         length = context.size
         if length <= params.dry_allowed_length:
             return logits

@@ -6,6 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from protocol.messages import TokenLogprob
+
 
 @dataclass(slots=True)
 class Scores:
@@ -18,6 +20,8 @@ class Scores:
     top: int
     own: list[float] = field(default_factory=list[float])
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
+    # As they are sent; made as the scores become known, because those of a long prompt take seconds.
+    entries: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
 
     def add(self, logits: mx.array) -> None:
         """Take the logits `[positions, vocab]` of the next positions."""

@@ -73,6 +73,10 @@ class Drafter(Protocol):
         """Follow a row, whose prompt and output so far are `tokens`."""
         ...
 
+    def tend(self) -> None:
+        """A tick begins: there is time for a small piece of what is not urgent."""
+        ...
+
     def follow(self, uid: int, branch: Branch) -> None:
         """A row that was added goes a way that is known; `branch` stands behind its last token."""
         ...
@@ -169,6 +173,9 @@ class NoDrafts:
         pass
 
     def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
+        pass
+
+    def tend(self) -> None:
         pass
 
     def follow(self, uid: int, branch: Branch) -> None:

@@ -54,8 +54,11 @@ class Lookup:
         self._predicted = len(prediction) + 1 if prediction else 0
         before = np.array([*prediction, BREAK] if prediction else [], dtype=np.int32)
         self._held = Text(np.concatenate([before, tokens]) if prediction else tokens)
-        # All of it now: that takes a thousandth of the prefill that follows.
-        self._held.index(len(self._held))
+
+    def index(self, most: int) -> bool:
+        """Make places of the text known, at most so many at once; whether all of them are."""
+        self._held.index(most)
+        return self._held.is_indexed
 
     @property
     def text(self) -> Tokens:

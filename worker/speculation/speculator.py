@@ -28,6 +28,8 @@ _MODELS: Final = (Source.HEAD, Source.EAGLE, Source.MODEL, Source.BLOCK, Source.
 # again; one whose drafts would not pay, for fewer.
 _RESTS: Final = 4
 _UNPAID_RESTS: Final = 2
+# Places of a row's text that a tick makes known: those of a long prompt would take the time of several steps at once.
+_INDEXED: Final = 4096
 # Matches of these lengths and up are as likely as each other.
 _MATCHES: Final = (3, 5, 9, 17)
 _SMOOTHING: Final = 0.1
@@ -86,6 +88,8 @@ class Speculator:
         self.gain = 0.0
         self._history = History()
         self._rows: dict[int, _Followed] = {}
+        # Rows whose text is not known in all of its places yet, the oldest first.
+        self._unindexed: dict[int, None] = {}
         self._rates: dict[tuple[Source, int], float] = {}
         # Of the newest block.
         self._guesses: list[Guess | None] = []
@@ -115,6 +119,14 @@ class Speculator:
     def add(self, uid: int, tokens: Tokens, drafting: Drafting) -> None:
         if drafting.most > 0:
             self._rows[uid] = _Followed(Lookup(tokens, drafting.prediction), drafting, len(tokens))
+            self._unindexed[uid] = None
+
+    def tend(self) -> None:
+        for uid in self._unindexed:
+            row = self._rows.get(uid)
+            if row is None or row.lookup.index(_INDEXED):
+                del self._unindexed[uid]
+            return
 
     def discard(self, uid: int) -> None:
         row = self._rows.pop(uid, None)

@@ -87,6 +87,11 @@ class Text:
         mixed = (third * _PRIMES[2] + second * _PRIMES[1] + first * _PRIMES[0]) & _MASK
         return mixed >> self._shift
 
+    @property
+    def is_indexed(self) -> bool:
+        """Whether every place is in the chains that can be."""
+        return self._indexed >= self._end - 1
+
     def index(self, most: int) -> None:
         """Add at most so many places to the chains; the last token's is never one, as nothing is behind it."""
         if len(self._before) < len(self._held):

@@ -211,7 +211,10 @@ async def _answer(
                 return await services.fleet.ask(model, question(services.link.next_rid()))
             worker = await services.pool.ensure_ready(model.name)
             check(model.name, model.path, worker.ready, record.media)
-            return await services.link.ask(worker, question(services.link.next_rid()))
+            asked = question(services.link.next_rid())
+            if (refusal := worker.question_refusal(asked)) is not None:
+                raise from_failure(refusal)
+            return await services.link.ask(worker, asked)
     except (ModelUnavailable, Refused) as error:
         raise from_failure(error.failure, getattr(error, "retry_after_s", 0.0)) from None
     except Unsendable as error:

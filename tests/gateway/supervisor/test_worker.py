@@ -7,7 +7,21 @@ from msgspec.structs import replace
 from gateway.link.sequence import PARKED
 from gateway.supervisor.state import Limits, ModelUnavailable, State
 from protocol.failures import Code, Failure
-from protocol.messages import MINOR, Drain, Drained, Dump, Generate, Goodbye, Sampling, Shutdown, TextPrompt, Welcome
+from protocol.messages import (
+    MINOR,
+    Detokenize,
+    Drain,
+    Drained,
+    Dump,
+    EmbedPrompt,
+    Generate,
+    Goodbye,
+    Sampling,
+    Shutdown,
+    TextPrompt,
+    Tokenize,
+    Welcome,
+)
 from tests.support.machine import FakeProcess, Machine, settle
 from tests.support.scale import patient
 
@@ -699,6 +713,7 @@ async def test_an_adopted_worker_is_given_no_request_of_which_it_would_ignore_a_
         await m.succeed()
         assert (m.worker.state, len(m.world.processes)) == (State.READY, 1)
         assert m.worker.refusal(newer) is None
+        assert m.worker.question_refusal(Tokenize(2, EmbedPrompt(("hi",)))) is None
 
 
 async def test_an_adopted_worker_of_an_earlier_minor_stays_while_requests_ask_for_nothing_newer() -> None:
@@ -710,6 +725,22 @@ async def test_an_adopted_worker_of_an_earlier_minor_stays_while_requests_ask_fo
         m.worker.post(Drained(17, 0))
         await settle()
         assert m.worker.refusal(Generate(1, TextPrompt("hi"), Sampling())) is None
+        assert m.worker.question_refusal(Tokenize(2, TextPrompt("hi"))) is None
+        assert m.worker.question_refusal(Detokenize(3, (1,))) is None
         m.pong()
         await settle()
         assert m.worker.state is State.READY
+
+
+async def test_a_worker_of_an_earlier_minor_is_asked_no_question_that_it_would_not_understand() -> None:
+    async with Machine() as m:
+        m.worker.adopt(FakeProcess(pid=4242, is_adopted=True), 17)
+        await settle()
+        m.hello(minor=0)
+        m.ready()
+        m.worker.post(Drained(17, 0))
+        await settle()
+        refusal = m.worker.question_refusal(Tokenize(2, EmbedPrompt(("hi",))))
+        assert refusal is not None
+        assert refusal.code is Code.INCOMPATIBLE
+        assert "prompts of models that read" in refusal.message

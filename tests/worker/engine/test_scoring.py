@@ -18,6 +18,8 @@ from worker.engine.batch import Batch
 from worker.engine.generator import Generator
 from worker.engine.member import Members
 from worker.engine.scoring import SLICE, ScoredRows
+from worker.sampling.logprobs import LogprobReader
+from worker.sampling.prompt_scores import Scores
 
 rids = itertools.count(1)
 LENGTHS = (1, 2, SLICE, SLICE + 1, 2 * SLICE + 3)
@@ -158,3 +160,23 @@ def test_prompts_that_are_scored_one_at_a_time_take_turns() -> None:
     turns = [rows.due(is_alone=False) for _ in range(4)]
     assert [[id(each) for each in turn] for turn in turns] == [[id(each)] for each in (first, second, third, first)]
     assert len(rows.due(is_alone=True)) == 3
+
+
+def test_entries_of_a_prompt_are_made_as_its_scores_come_and_not_at_its_end(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    extend = LogprobReader.extend
+
+    def counted(reader: LogprobReader, scores: Scores) -> None:
+        before = len(scores.entries)
+        extend(reader, scores)
+        made.append(len(scores.entries) - before)
+
+    monkeypatch.setattr(LogprobReader, "extend", counted)
+    rng = random.Random(2)
+    ids = tuple(rng.randrange(10, VOCAB) for _ in range(8 * SLICE))
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        result = engine.run([scored(ids, max_tokens=0)])[0]
+    assert len(result.logprobs) == sum(made) == len(ids)
+    assert max(made) <= SLICE + 1

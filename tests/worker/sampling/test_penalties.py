@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from protocol.messages import Sampling
-from worker.sampling.penalties import DRY_LONGEST, Words, processors
+from worker.sampling.penalties import DRY_LONGEST, DRY_WINDOW, Words, processors
 
 VOCAB = 16
 
@@ -89,3 +89,13 @@ def test_the_end_is_forbidden_until_there_are_enough_tokens() -> None:
     for output, ends in ((0, [0, 9]), (1, [0, 9]), (2, [])):
         context = [1, 1, 1, *([4] * output)]
         assert [at for at, value in enumerate(applied(params, context, prompt=3)) if value == -math.inf] == ends
+
+
+def test_dry_looks_at_no_more_of_a_context_than_its_bound() -> None:
+    far = [1, 2, 3, 4] + [5] * (DRY_WINDOW - 3) + [1, 2, 3]
+    near = [5] * 8 + [1, 2, 3, 4] + [6] * (DRY_WINDOW - 8) + [1, 2, 3]
+    params = Sampling(dry_multiplier=2.0, dry_allowed_length=2)
+    breakers = Words(breakers=(5, 6))
+    assert applied(params, far, breakers)[4] == 1.0, "what it would go on with is too long ago"
+    assert applied(params, near, breakers)[4] < 1.0
+    assert applied(Sampling(dry_multiplier=2.0, dry_allowed_length=2, dry_window=1 << 20), far, breakers)[4] == 1.0

@@ -148,3 +148,14 @@ def test_a_long_text_is_indexed_in_pieces_and_grows_beyond_its_room() -> None:
         places = [text.longest(text.tokens)[0] for _ in range(12)]
         assert places[-1] in (15_009, len(text) - 1 - 9_010)
         assert text.longest(text.tokens)[1] == 10
+
+
+def test_a_long_text_is_made_known_piece_by_piece_and_then_found_as_a_whole() -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(10, 1000, 40_000).tolist()
+    row = lookup([*tokens, *tokens[20_000:20_008]])
+    pieces = 1
+    while not row.index(4096):
+        pieces += 1
+    assert pieces == -(-len(row.text) // 4096)
+    assert drafted(row) == tokens[20_008:20_016]
