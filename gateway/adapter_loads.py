@@ -8,7 +8,8 @@ from pathlib import Path
 from msgspec import structs
 
 from gateway.config.load import bad_adapter_name, taken_name
-from gateway.config.settings import ADAPTERS_MAX, Config
+from gateway.config.settings import Config
+from protocol.spec import ADAPTERS_MAX
 
 log = logging.getLogger(__name__)
 

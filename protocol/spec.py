@@ -7,6 +7,8 @@ import msgspec
 
 # In place of JSON in a worker's arguments: the specification is what its standard input holds.
 STDIN: Final = "-"
+# Adapters of one model.
+ADAPTERS_MAX: Final = 64
 # Rows that may run together where neither the configuration nor a calibration says.
 USUAL_RUNNING: Final = 16
 

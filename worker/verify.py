@@ -38,6 +38,7 @@ from protocol.messages import (
 )
 from protocol.spec import WorkerSpec, read_spec
 from protocol.verify import Check, Difference
+from worker.adapters.adapters import adapters_of
 from worker.checked_model import load_checked
 from worker.embedding.load_model import kind_of_spec, load_reader
 from worker.engine.gauges import Gauges
@@ -190,6 +191,9 @@ class Verifier:
             spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0, max_running=16, speculate="off"
         )
         self._requests = _requests(tokens, words, loaded.max_context)
+        # Each adapter under the first of the texts.
+        self._adapted = _adapted(loaded, self._requests)
+        self._requests += self._adapted
         # The first two show two pictures under the same text.
         self._pictured: list[Generate] = []
         if "image" in self._intake.modalities:
@@ -204,6 +208,8 @@ class Verifier:
             yield Check("alone", len(requests), note=failed.message)
             return
         yield self._compare("alone", self._alone)
+        if self._spec.adapters:
+            yield self._adapters_told_apart()
         if self._pictured:
             yield self._told_apart()
         yield self._compare("batched", self._session(spec).run([requests]))
@@ -222,6 +228,20 @@ class Verifier:
             yield self._drafted(self._loaded.proposer)
         if self._spec.kv_bits:
             yield self._dequantized()
+
+    def _adapters_told_apart(self) -> Check:
+        """Each adapter must be served, and say something with another certainty than the base."""
+        adapters = adapters_of(self._loaded.model)
+        infos = adapters.infos if adapters is not None else ()
+        notes = [info.failure.message for info in infos if info.failure is not None]
+        first = self._requests.index(self._adapted[0]) if self._adapted else 0
+        outputs = self._alone[first : first + len(self._adapted)]
+        base = _likelihoods(self._alone[0])
+        for request, output in zip(self._adapted, outputs, strict=True):
+            if request.sampling == self._requests[0].sampling and _likelihoods(output) == base:
+                notes.append(f"the adapter {request.adapter!r} changes nothing")
+        tokens = sum(len(output.ids) for output in outputs)
+        return Check("adapters", len(self._adapted), tokens, note="; ".join(notes))
 
     def _told_apart(self) -> Check:
         """Of two pictures under the same text the model must not say the same with the same certainty."""
@@ -345,6 +365,19 @@ def _requests(tokens: int, words: int, max_context: int) -> list[Generate]:
                 sampling = Sampling(temperature=0.8, top_p=0.95, seed=rng.getrandbits(62), ignore_eos=True)
             requests.append(Generate(len(requests) + 1, TextPrompt(text), sampling, max_tokens=tokens, top_logprobs=2))
     return requests
+
+
+def _adapted(loaded: Loaded, requests: Sequence[Generate]) -> list[Generate]:
+    """The first requests, greedy and sampled, of each adapter that is served."""
+    adapters = adapters_of(loaded.model)
+    names = [info.name for info in adapters.infos if info.failure is None] if adapters is not None else []
+    pairs = [(name, request) for name in names for request in requests[:2]]
+    first = len(requests) + 1
+    return [replace(request, rid=first + at, adapter=name) for at, (name, request) in enumerate(pairs)]
+
+
+def _likelihoods(output: Output) -> list[float]:
+    return [each.logprob for each in output.logprobs]
 
 
 def _pictured(rid: int, tokens: int) -> list[Generate]:

@@ -18,7 +18,6 @@ from gateway.config.parser_names import bad_parser
 from gateway.config.peer_tables import read_peers, read_upstreams
 from gateway.config.periods import zone_of
 from gateway.config.settings import (
-    ADAPTERS_MAX,
     CAN_HOLD_AWAKE,
     CONFIG_NAME,
     NAME_BYTES_MAX,
@@ -46,6 +45,7 @@ from gateway.failed import Failed
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.metadata import DEMOS
 from protocol.experts import RUNNING_MAX
+from protocol.spec import ADAPTERS_MAX
 
 # A chat template is kept in the configuration and in a worker's state file. The longest known have 20 KiB.
 TEMPLATE_BYTES_MAX: Final = 1024 * 1024

@@ -18,9 +18,6 @@ CONFIG_NAME: Final = "mlxd.toml"
 # A name travels in argv and in a ZeroMQ routing id, which holds 255 bytes with its epoch.
 NAME_BYTES_MAX: Final = 200
 
-# Of a model: as many as a worker takes.
-ADAPTERS_MAX: Final = 64
-
 Seconds = Annotated[float, Meta(ge=0, le=30 * 86400)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]

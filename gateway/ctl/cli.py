@@ -9,6 +9,7 @@ import typer
 from gateway.admin_types import Done
 from gateway.ctl import cache, client, drain, info, keys, logs, models, pull, requests, rm, top, usage
 from gateway.ctl import config as config_verbs
+from gateway.ctl.adapter import verb as adapter
 from gateway.ctl.bench import verb as bench
 from gateway.ctl.calibrate import verb as calibrating
 from gateway.ctl.chat import MaxTokens, System, Temperature
@@ -31,6 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(adapter.app, name="adapter")
 app.add_typer(cache.app, name="cache")
 app.add_typer(config_verbs.app, name="config")
 app.add_typer(keys.app, name="keys")

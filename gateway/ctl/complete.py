@@ -13,7 +13,7 @@ def complete_models(incomplete: str) -> list[str]:
     # A shell has no place to say that it is broken; the verb itself will.
     config = readable_config()
     models = config.models.values() if config is not None else ()
-    names = [name for model in models for name in (model.name, *model.aliases) if "*" not in name]
+    names = [name for model in models for name in model.names if "*" not in name]
     return [name for name in names if name.startswith(incomplete)]
 
 

@@ -33,7 +33,7 @@ def info(
 
     config = read_config()
     configured = model_of(config, model)
-    info = structs.replace(_look(configured), measured=_measured(config, configured))
+    info = structs.replace(_look(configured), measured=_measured(config, configured), adapters=_adapters(configured))
     if configured.group.nodes and (problem := model_problem(configured)):
         info = structs.replace(info, obstacles=(*info.obstacles, f"as a group: {problem}"))
     if json:
@@ -69,6 +69,9 @@ def say(name: str, found: "Info", tell: Callable[[str], None] = typer.echo) -> N
         tell(f"media      {', '.join(found.modalities)}; {size(found.tower_bytes)} of the weights encode them")
         if not has_towers_library():
             tell(typer.style(f"           not served without mlx-vlm: {SETUP}", fg="yellow"))
+    if found.adapters:
+        told = (f"{name} {size(count) if count else '(not here)'}" for name, count in found.adapters.items())
+        tell(f"adapters   {', '.join(told)} beside the weights")
     if found.measured is not None:
         tell(measured("measured  ", found.measured))
     if found.head:
@@ -85,6 +88,12 @@ def _measured(config: Config, model: ModelConfig) -> Speeds | None:
     from protocol.wisdom import wisdom_dir
 
     return speeds(KnownTimes(wisdom_dir(config.home)).of(model.name, model.path))
+
+
+def _adapters(model: ModelConfig) -> dict[str, int]:
+    from gateway.model_files.adapter_sizes import adapter_sizes
+
+    return adapter_sizes(model.adapters)
 
 
 def _look(model: ModelConfig) -> "Info":

@@ -58,6 +58,7 @@ def in_process(model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
         experts=model.experts,
         expert_cache_bytes=-1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes,
         group=_group(model),
+        adapters=tuple(model.adapters.items()),
     )
     first, *followers = ranks_of(spec) if spec.group is not None else [spec]
     argv = [sys.executable, "-P", "-m", "worker.verify", "--spec", STDIN, "--tokens", str(tokens)]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.config.settings import ModelConfig
+from gateway.model_files.adapter_sizes import adapter_sizes
 from gateway.model_files.metadata import Info, Unreadable, find, inspect
 from gateway.model_files.worker_memory import MIB, fixed_bytes
 from protocol.kinds import AUDIO, EMBED, RERANK
@@ -48,6 +49,7 @@ def estimate(model: ModelConfig, lendable: int, load: LoadFacts | None = None) -
     info, draft = _info(model, model.path), _info(model, model.draft) if model.draft else None
     weights = 0 if info is None else info.weights_bytes
     weights += 0 if draft is None else draft.weights_bytes
+    weights += sum(adapter_sizes(model.adapters).values())
     fixed = fixed_bytes(weights, has_towers=info is not None and bool(info.tower_bytes))
     if load is not None and load.weights_bytes:
         fixed = max(fixed, load.footprint_bytes - load.weights_bytes + weights)

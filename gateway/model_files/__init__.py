@@ -1,6 +1,7 @@
 """Files of models: the Hugging Face hub, its cache, downloads and metadata."""
 
 __all__ = [
+    "adapter_sizes",
     "download",
     "facts",
     "hub",

@@ -106,6 +106,8 @@ class Info(Struct, frozen=True):
     # Of `weights_bytes` and `disk_bytes` those of experts, where they are on disk.
     expert_cache_bytes: int = 0
     expert_bytes: int = 0
+    # Bytes of its adapters' files, by name; 0 for one that is not here.
+    adapters: dict[str, int] = {}
 
 
 def find(path: str) -> Path:

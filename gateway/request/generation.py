@@ -126,6 +126,10 @@ class Generation:
             if self._worker is not None:
                 held.enter_context(self._runtime.pool.busy(self._model.name))
             held.enter_context(self._runtime.requests.hold(self))
+            if self._model.adapter:
+                running, count = self._numbers.adapters_running, len(self._generates)
+                running[self._model.adapter] += count
+                held.callback(running.subtract, {self._model.adapter: count})
             self._held = held.pop_all()
         return self
 

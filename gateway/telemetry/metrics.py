@@ -37,6 +37,8 @@ class ModelMetrics:
     finished: Counter[str] = field(default_factory=Counter[str])
     # Sequences by the adapter that they name.
     adapters: Counter[str] = field(default_factory=Counter[str])
+    # Of these, the ones that have not ended.
+    adapters_running: Counter[str] = field(default_factory=Counter[str])
     rejections: Counter[str] = field(default_factory=Counter[str])
     restarts: Counter[str] = field(default_factory=Counter[str])
     prompt_tokens: int = 0

@@ -1,6 +1,7 @@
 """Prometheus exposition of `Metrics`: names, help and labels. vLLM's suffixes and units under `mlxd_`."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -12,7 +13,7 @@ from gateway.supervisor.state import MemoryView
 from gateway.telemetry.histogram import Histogram
 from gateway.telemetry.logs import dropped_records
 from gateway.telemetry.metrics import KeyMetrics, Metrics, ModelMetrics
-from gateway.telemetry.vllm_names import with_vllm_names
+from gateway.telemetry.vllm_names import lora_requests, with_vllm_names
 from protocol.stats import Drafted, Stats
 
 # The values of a family's labels, and the number.
@@ -206,7 +207,9 @@ class _OfMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         families = self._families()
-        return with_vllm_names(families) if self._metrics.has_vllm_names() else families
+        if not self._metrics.has_vllm_names():
+            return families
+        return chain(with_vllm_names(families), [lora_requests(self._metrics.models)])
 
     def describe(self) -> Iterable[Metric]:
         # Registering must not collect.

@@ -1,10 +1,14 @@
 """The same series under vLLM's names, for dashboards and scrapers that were made for it."""
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
+
+from gateway.telemetry.metrics import ModelMetrics
+from protocol.spec import ADAPTERS_MAX
 
 OURS: Final = "mlxd_"
 # Those of ours that vLLM has too, with the same meaning and unit; by vLLM's name where it is another.
@@ -29,6 +33,18 @@ def with_vllm_names(families: Iterable[Metric]) -> Iterator[Metric]:
         theirs = NAMES.get(family.name.removeprefix(OURS))
         if theirs is not None:
             yield _twin(family, f"vllm:{theirs}")
+
+
+def lora_requests(models: Mapping[str, ModelMetrics]) -> Metric:
+    """Adapters of running requests, in the labels that routers in front of vLLM read; the value is the time."""
+    family = Metric("vllm:lora_requests_info", "Adapters of running requests.", "gauge")
+    for model, numbers in models.items():
+        if numbers.adapters:
+            running = ",".join(sorted(name for name, count in numbers.adapters_running.items() if count > 0))
+            labels = {"model_name": model, "engine": "0", "max_lora": str(ADAPTERS_MAX)}
+            labels |= {"running_lora_adapters": running, "waiting_lora_adapters": ""}
+            family.samples.append(Sample(family.name, labels, time.time()))
+    return family
 
 
 def _twin(family: Metric, name: str) -> Metric:

@@ -11,6 +11,7 @@ import pytest
 
 from protocol.kinds import EMBED
 from protocol.verify import Check
+from tests.support.adapters import mlx_adapter
 from tests.support.drafters import copying_assistant, copying_block, damped, eagle, gemma4
 from tests.support.engine import spec
 from tests.support.models import ARCHITECTURES, build
@@ -150,3 +151,26 @@ def test_a_model_that_is_not_there_is_an_exit_status(tmp_path: Path, capsys: pyt
     wanted = msgspec.json.encode(spec(tmp_path / "nothing")).decode()
     assert main(["--spec", wanted]) == 66
     assert "nothing" in capsys.readouterr().err
+
+
+def test_each_adapter_is_verified_and_one_that_changes_nothing_is_found(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = model_folder("qwen3")
+    good = mlx_adapter(tmp_path / "good", model, dora=True, keys=["self_attn.q_proj", "mlp.down_proj"])
+    idle = mlx_adapter(tmp_path / "idle", model, scale=0.0, keys=["self_attn.q_proj"], layers=1)
+
+    def verified(*folders: Path) -> dict[str, Check]:
+        adapters = tuple((folder.name, str(folder)) for folder in folders)
+        loaded = load_checked(spec(model, adapters=adapters), lambda *_: None)
+        checks = Verifier(loaded, spec(model, adapters=adapters), tokens=8, words=16).checks()
+        return {check.name: check for check in islice(checks, 3)}
+
+    checks = verified(good)
+    assert all(check.is_good for check in checks.values())
+    assert checks["adapters"].requests == 2
+    assert checks["batched"].requests == checks["alone"].requests == 10
+    found = verified(idle, tmp_path / "absent")["adapters"]
+    assert not found.is_good
+    assert "'idle' changes nothing" in found.note
+    assert "there is no folder" in found.note

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from protocol.failures import Code, Failure
 from protocol.messages import AdapterInfo
+from protocol.spec import ADAPTERS_MAX
 from worker.adapters.adapter_files import Files, read
 from worker.adapters.matrices import dtype_of, matrices
 from worker.adapters.slots import BASE, AdaptedLinear, Bank, Slots
@@ -24,7 +25,6 @@ from worker.model.packing import Shape, packing_of
 
 log = logging.getLogger("mlxd.worker")
 
-ADAPTERS_MAX: Final = 64
 # Tokens that show whether a model can be run with an adapter.
 _TRIAL: Final = (1, 2, 3, 4)
 

@@ -16,13 +16,13 @@ from tests.support.scale import patient
 VERBS = [
     "serve", "status", "top", "models", "ps", "load", "unload", "restart", "pin", "unpin", "pull", "rm", "info", "chat",
     "requests", "cancel", "logs", "cache", "keys", "config", "drain", "doctor", "verify", "bench", "parse", "service",
-    "ui", "version", "calibrate",
+    "ui", "version", "calibrate", "adapter",
 ]  # fmt: skip
 NESTED = [
     "cache stats", "cache clear", "config check", "config show", "config reload", "config schema", "keys create",
     "keys list", "keys revoke", "keys rotate", "keys usage", "requests show", "service install", "service uninstall",
     "service start", "service stop", "service restart", "service status", "service logs", "service upgrade",
-    "service rollback",
+    "service rollback", "adapter load", "adapter unload",
 ]  # fmt: skip
 # Why a verb has no --json.
 WITHOUT_JSON = {

@@ -147,6 +147,12 @@ def test_the_series_that_vllm_has_are_shown_under_its_names_where_that_is_wanted
     assert found["vllm:request_queue_time_seconds_sum{engine=0,model_name=m}"] == 1
     assert found["vllm:e2e_request_latency_seconds_bucket{engine=0,le=+Inf,model_name=m}"] == 0
     assert found["vllm:iteration_tokens_total_sum{engine=0,model_name=m}"] == 2
+    metrics.model("m").adapters.update({"sql": 3, "docs": 1})
+    metrics.model("m").adapters_running.update({"sql": 2, "docs": 0})
+    text = Exposition(metrics).text().decode()
+    line = next(line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{"))
+    assert 'running_lora_adapters="sql"' in line
+    assert 'max_lora="64"' in line
     assert found["mlxd_num_requests_running{model=m}"] == 2
     for name in NAMES.values():
         assert any(key.startswith(f"vllm:{name}") for key in found), name

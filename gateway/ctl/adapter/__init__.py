@@ -1,0 +1,3 @@
+"""`mlxctl adapter`: LoRA and DoRA adapters of the daemon's models."""
+
+__all__ = ["verb"]

@@ -1,0 +1,21 @@
+"""Sizes of adapters' files, before their model is loaded."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final
+
+from gateway.model_files.metadata import Unreadable, find
+
+_FILES: Final = ("adapters.safetensors", "adapter_model.safetensors")
+
+
+def adapter_sizes(paths: Mapping[str, str]) -> dict[str, int]:
+    """Bytes of each adapter's file, by its name; 0 where there is none."""
+    return {name: _size(path) for name, path in paths.items()}
+
+
+def _size(path: str) -> int:
+    with suppress(Unreadable, OSError, ValueError):
+        folder = find(path)
+        return next((file.stat().st_size for name in _FILES if (file := folder / name).is_file()), 0)
+    return 0
