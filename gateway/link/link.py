@@ -326,7 +326,7 @@ class Link:
         match message:
             case Accepted(rid, prompt_tokens, relaxed, left_out):
                 if sequence := self._running(rid):
-                    sequence.left_out = left_out
+                    sequence.left_out = left_out if sequence.generate.truncate else None
                     sequence.collector.note_accepted(rid, prompt_tokens, relaxed, left_out)
             case Progress(rid, processed, total, cached):
                 if sequence := self._running(rid):

@@ -71,7 +71,7 @@ class Sequence:
             self.generate,
             resume=tuple(self.token_ids),
             echo=self.generate.echo and not self.is_begun,
-            left_out=self.left_out if self.generate.truncate else None,
+            left_out=self.generate.left_out if self.left_out is None else self.left_out,
             deadline_ms=0 if self.deadline is None else max(1, int((self.deadline - now) * 1000)),
         )
 

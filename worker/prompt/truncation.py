@@ -4,9 +4,10 @@ What is left out grows in steps of a quarter of the context: a conversation that
 many turns, and the prefix cache has it.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 from typing import Any, Final
 
 from msgspec import structs
@@ -35,19 +36,19 @@ def fit_turns(request: Generate, prompt: ChatPrompt, context: int, encode: Calla
     tokens = len(whole.ids)
     if most < 1 or (request.left_out is None and tokens < context):
         return whole
-    tried: dict[int, Encoded] = {}
 
-    def saved(count: int) -> int:
-        tried[count] = encode(without_turns(prompt, count))
-        return tokens - len(tried[count].ids)
+    @cache
+    def part(count: int) -> Encoded:
+        return encode(without_turns(prompt, count))
 
     if request.left_out is not None:
         turns = min(request.left_out[0], most)
     else:
-        turns = 1 + bisect_left(range(1, most), excess(tokens, context, request.max_tokens), key=saved)
-    part = tried[turns] if turns in tried else encode(without_turns(prompt, turns))
-    kept = len(part.ids)
-    return replace(part, left_out=(turns, tokens - kept)) if kept < context else whole
+        less = excess(tokens, context, request.max_tokens)
+        guess = _turns_of(prompt.messages, less / tokens)
+        turns = _least(lambda count: tokens - len(part(count).ids) >= less, min(guess, most), most)
+    kept = len(part(turns).ids)
+    return replace(part(turns), left_out=(turns, tokens - kept)) if kept < context else whole
 
 
 def fit_tokens(request: Generate, whole: Encoded, opening: int, context: int) -> Encoded:
@@ -80,6 +81,31 @@ def turn_starts(messages: Sequence[dict[str, Any]]) -> list[int]:
     first = next((at for at, message in enumerate(messages) if message["role"] not in _OPENING), len(messages))
     starts = [at for at in range(first, len(messages)) if messages[at]["role"] == "user"]
     return starts if starts[:1] == [first] or first == len(messages) else [first, *starts]
+
+
+def _turns_of(messages: Sequence[dict[str, Any]], share: float) -> int:
+    """Oldest turns that have about this share of a conversation's characters."""
+    sizes = [len(str(message)) for message in messages]
+    wanted, so_far, starts = share * sum(sizes), 0, turn_starts(messages)
+    for count, (begin, end) in enumerate(pairwise(starts), 1):
+        so_far += sum(sizes[begin:end])
+        if so_far >= wanted:
+            return count
+    return max(1, len(starts) - 1)
+
+
+def _least(is_enough: Callable[[int], bool], guess: int, most: int) -> int:
+    """The least count up to `most` that is enough, or `most`. Looks are expensive, and begin at a guess."""
+    low, high, at, stride = 1, most, guess, 1
+    is_below = is_above = False
+    while low < high:
+        at = (low + high) // 2 if is_below and is_above else min(max(at, low), high - 1)
+        if is_enough(at):
+            high, is_above, at = at, True, at - stride
+        else:
+            low, is_below, at = at + 1, True, at + stride
+        stride *= 2
+    return low
 
 
 def without_turns(prompt: ChatPrompt, count: int) -> ChatPrompt:

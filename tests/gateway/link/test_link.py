@@ -200,6 +200,27 @@ async def test_a_parked_sequence_goes_on_with_the_ids_its_client_has_and_the_sam
         assert (sequence.given, sequence.resumes, sequence.token_ids) == (2, 1, [5, 6, 7])
 
 
+@pytest.mark.parametrize(
+    ("truncate", "told", "again"), [(-1, (3, 900), (3, 900)), (-1, (0, 0), (0, 0)), (0, (0, 0), None)]
+)
+async def test_what_was_left_out_of_a_prompt_is_left_out_by_the_next_worker(
+    truncate: int, told: tuple[int, int], again: tuple[int, int] | None, home: Path
+) -> None:
+    async with Wire(home) as wire:
+        request = replace(wire.request(), truncate=truncate)
+        collector = wire.link.submit(wire.runner, [request])
+        assert wire.hear() == request
+        wire.say(Accepted(request.rid, 9, left_out=told), Step(3, 1, [Delta(request.rid, token_ids=(5,))]))
+        await collector.next(5.0)
+        assert collector.left_out == told
+        (sequence,) = wire.link.detach(3)
+        for _ in range(2):  # the second one may be lost before it has said anything
+            wire.link.attach(wire.runner)
+            wire.link.resume(wire.runner, sequence)
+            assert wire.hear() == replace(request, resume=(5,), left_out=again)
+            (sequence,) = wire.link.detach(3)
+
+
 async def test_an_echo_that_never_came_is_asked_for_again(home: Path) -> None:
     async with Wire(home) as wire:
         request = replace(wire.request(), echo=True)

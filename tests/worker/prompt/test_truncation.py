@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from protocol.messages import ChatPrompt, Generate, Prompt, Sampling, TextPrompt, TokensPrompt
@@ -13,7 +15,7 @@ from worker.checked_model import load_checked
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.prompt.intake import Intake
-from worker.prompt.truncation import excess, turn_starts
+from worker.prompt.truncation import _least, excess, turn_starts  # pyright: ignore[reportPrivateUsage]
 
 CONTEXT = 400
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -54,7 +56,9 @@ def test_oldest_turns_are_left_out_and_instructions_and_the_newest_turn_stay(int
     assert "the newest" in text
     assert f"question {turns} " in text
     assert f"answer {turns - 1}<" not in text
-    # No more than it takes.
+    # No more turns than it takes.
+    fewer = ChatPrompt([SYSTEM, *chat(20).messages[2 * turns - 1 :]])
+    assert tokens - len(row(intake, fewer).prompt) < excess(tokens, CONTEXT, 10)
     expected = ChatPrompt([SYSTEM, *chat(20).messages[1 + 2 * turns :]])
     assert fitted.prompt == row(intake, expected).prompt
 
@@ -102,6 +106,20 @@ def test_the_last_tokens_of_a_text_are_kept(intake: Intake, truncate: int, kept:
     assert len(fitted.prompt) == kept if truncate > 0 else kept - CONTEXT // 4 < len(fitted.prompt) <= kept
     text = TextPrompt("ka to mi ra " * 30)
     assert row(intake, text, truncate=12).prompt == row(intake, text).prompt[-12:]
+
+
+@given(st.integers(1, 60), st.integers(0, 70), st.integers(1, 60))
+def test_the_least_count_that_is_enough_is_found_from_any_guess(most: int, least: int, guess: int) -> None:
+    looks: list[int] = []
+
+    def is_enough(count: int) -> bool:
+        looks.append(count)
+        return count >= least
+
+    assert _least(is_enough, min(guess, most), most) == min(max(least, 1), most)
+    assert len(looks) == len(set(looks)) <= 13
+    if 1 <= least < most and guess == least:
+        assert len(looks) <= 2
 
 
 def test_a_turn_is_a_users_message_with_all_that_follows_it() -> None:
