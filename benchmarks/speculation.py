@@ -4,6 +4,7 @@
     python -m benchmarks.speculation oracle 50m                          # drafts that are right with a known chance
     python -m benchmarks.speculation text                                # the demo model: a copy, and small talk
     python -m benchmarks.speculation edits                               # this repository's commits, by lookup alone
+    python -m benchmarks.speculation sparse qwen3-8b --draft qwen3-0.6b   # time to first token of a sparse prefill
 
 `oracle` gives the ceiling: real forward passes, stated odds. `text` is the engine as it serves, its gate included.
 `edits` runs no model: the text is known, and counted are the steps that lookup would have taken.
@@ -25,6 +26,7 @@ from msgspec import structs
 
 from benchmarks import blas, models
 from benchmarks.serve import numbers
+from benchmarks.sparse import sparse
 from gateway.ctl.bench.measure import table
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.speculation", *sys.argv[1:]], blas.environment())
     print(f"{args.what} · {args.geometry} {args.dtype} · BLAS: {blas.describe()}")
     run: dict[str, Callable[[argparse.Namespace], None]] = {
-        "costs": costs, "oracle": oracle, "text": text, "edits": edits,
+        "costs": costs, "oracle": oracle, "text": text, "edits": edits, "sparse": sparse,
     }  # fmt: skip
     run[args.what](args)
 
@@ -344,13 +346,16 @@ def _load(args: argparse.Namespace) -> "Loaded":
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.speculation", description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("costs", "oracle", "text", "edits"))
+    parser.add_argument("what", choices=("costs", "oracle", "text", "edits", "sparse"))
     parser.add_argument("geometry", nargs="?", default="50m", choices=[*models.GEOMETRIES, "demo"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rows", type=numbers, default=[1, 4, 8], help="at once (default: 1,4,8)")
     parser.add_argument("--tokens", type=int, default=64, help="of each row (default: 64)")
     parser.add_argument("--turns", type=int, default=5, help="of each measurement (default: 5)")
     parser.add_argument("--commits", type=int, default=25, help="cases of each kind of edit (default: 25)")
+    parser.add_argument("--draft", default="5m", choices=models.GEOMETRIES, help="of sparse prefill (default: 5m)")
+    parser.add_argument("--keep", type=float, default=0.25, help="part of a prompt that is kept (default: 0.25)")
+    parser.add_argument("--lengths", type=numbers, default=[2048, 4096], help="of prompts (default: 2048,4096)")
     return parser.parse_args()
 
 

@@ -52,6 +52,8 @@ from worker.group.lead import open_group
 from worker.model import memory
 from worker.model.loader import Loaded
 from worker.prompt.intake import Intake
+from worker.prompt.sparse_limits import SparseLimits
+from worker.sparse.kept import BLOCK
 from worker.speculation.drafter import Drafter, Proposer
 from worker.speculation.eager import EagerDrafts
 from worker.speculation.noisy import NoisyDrafts
@@ -76,6 +78,11 @@ CROWD_PROMPT: Final = 240
 CROWD_GIVEN: Final = 250
 CROWD_OUTPUT: Final = 290
 CROWD_TOKENS: Final = 512
+# Sparse prompts: of ten blocks eight are kept.
+SPARSE_ROWS: Final = 3
+SPARSE_PROMPT: Final = 10 * BLOCK
+SPARSE_KEEP: Final = 0.8
+SPARSE_OUTPUT: Final = 12
 WORDS: Final = (
     "time", "people", "water", "light", "house", "river", "stone", "music", "paper", "green", "small", "early", "under",
     "after", "between", "never", "always", "because",
@@ -185,7 +192,7 @@ class Verifier:
     ) -> None:
         self._partners = partners
         self._loaded = loaded
-        self._intake = Intake(loaded, spec.parser)
+        self._intake = Intake(loaded, spec.parser, sparse=SparseLimits(spec.sparse_keep))
         # Nothing is kept from one request to the next, unless a check says so.
         self._spec = replace(
             spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0, max_running=16, speculate="off"
@@ -226,6 +233,8 @@ class Verifier:
         yield self._speculated()
         if self._loaded.proposer is not None:
             yield self._drafted(self._loaded.proposer)
+        if spec.sparse_keep:
+            yield self._sparse()
         if self._spec.kv_bits:
             yield self._dequantized()
 
@@ -307,6 +316,24 @@ class Verifier:
             if is_other:
                 return self._compare("dequantized", self._session(self._spec).run([self._requests]))
         return Check("dequantized", note="no step reads codes on this machine", is_skipped=True)
+
+    def _sparse(self) -> Check:
+        """Prompts of which a part is run, together and gone on with from some place, beside each alone."""
+        if self._loaded.max_context < SPARSE_PROMPT + SPARSE_OUTPUT:
+            return Check("sparse prefill", note="the context is too short", is_skipped=True)
+        requests = _sparse_requests(self._loaded.vocab_size)
+        alone = self._session(self._spec).run([[request] for request in requests])
+        if failed := next((output.failure for output in alone if output.failure is not None), None):
+            return Check("sparse prefill", len(requests), note=failed.message)
+        cuts = [3 * at for at in range(len(requests))]
+        resumed = [
+            replace(request, resume=tuple(output.ids[:cut]))
+            for request, output, cut in zip(requests, alone, cuts, strict=True)
+        ]
+        outputs = self._session(self._spec).run([resumed])
+        for output, other, cut in zip(outputs, alone, cuts, strict=True):
+            output.ids = other.ids[:cut] + output.ids
+        return _check("sparse prefill", outputs, alone)
 
     def _session(self, spec: WorkerSpec) -> Session:
         return Session(self._loaded, self._intake, spec, partners=self._partners)
@@ -392,6 +419,22 @@ def _pictured(rid: int, tokens: int) -> list[Generate]:
         sampling = Sampling(temperature=0.8 if is_sampled else 0.0, top_p=0.95, seed=rid, ignore_eos=True)
         made.append(Generate(rid + len(made), prompt, sampling, max_tokens=tokens, top_logprobs=2))
     return made
+
+
+def _sparse_requests(vocab_size: int) -> list[Generate]:
+    """Prompts of which two blocks are left out."""
+    rng = random.Random(2)
+    return [
+        Generate(
+            rid,
+            TokensPrompt(tuple(rng.randrange(vocab_size) for _ in range(SPARSE_PROMPT))),
+            Sampling(temperature=0.8 if rid % 2 else 0.0, seed=rid, ignore_eos=True),
+            max_tokens=SPARSE_OUTPUT,
+            top_logprobs=2,
+            sparse_keep=SPARSE_KEEP,
+        )
+        for rid in range(1, SPARSE_ROWS + 1)
+    ]
 
 
 def _crowd(vocab_size: int) -> list[Generate]:

@@ -90,8 +90,8 @@ WORKER: Final = {
     "group": "errors model cache engine",
     "main": "errors vision model adapters jobs embedding engine prompt link start_reader start_audio checked_model "
     "group",
-    "verify": "errors vision model adapters group engine prompt checked_model speculation embedding verify_reader "
-    "verify_audio",
+    "verify": "errors vision model adapters group engine prompt checked_model sparse speculation embedding "
+    "verify_reader verify_audio",
     "verify_reader": "embedding",
     "calibrate": "errors model speculation engine pacing prompt embedding checked_model",
     "verify_audio": "audio",

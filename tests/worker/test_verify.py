@@ -72,6 +72,17 @@ def test_drafts_of_each_kind_are_verified(kind: str, tmp_path: Path) -> None:
     assert not check.note
 
 
+def test_sparse_prefills_are_verified_of_a_model_that_has_them(tmp_path: Path) -> None:
+    target, drafter = drafted_by("draft_model", tmp_path)
+    wanted = spec(target, draft=str(drafter), sparse_keep=0.5, sparse_from=4096)
+    verifier = Verifier(load_checked(wanted, lambda *_: None), wanted, 8, 16)
+    check = verifier._sparse()  # pyright: ignore[reportPrivateUsage]
+    assert (check.name, check.requests) == ("sparse prefill", 3)
+    assert check.is_good
+    assert check.tokens
+    assert not check.note
+
+
 FURTHER_QUANTIZED = [("qwen3", 8), ("gemma3_text", 4), ("gpt_oss", 8), ("qwen3_5", 4)]
 
 
