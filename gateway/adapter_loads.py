@@ -60,6 +60,8 @@ def with_adapter(config: Config, model: str, name: str, path: str) -> Config:
     if reason := bad_adapter_name(name):
         raise NotAllowed(f"its name {reason}")
     adapters = config.models[model].adapters
+    if config.models[model].group.nodes:
+        raise NotAllowed(f"several processes run {model!r}, which take no adapters")
     if name in adapters:
         raise NotAllowed(f"{model!r} has an adapter {name!r} already: unload that first")
     if len(adapters) >= ADAPTERS_MAX:

@@ -96,8 +96,8 @@ class StatusForPeers:
             model.aliases,
             services.fleet.forms.known(model),
             str(load.state),
-            # Its path says where on our disk.
-            None if ready is None else replace(ready, model_path=""),
+            # Paths say where on our disk, and adapters are not for peers.
+            None if ready is None else replace(ready, model_path="", adapters=()),
             model.context,
             load.inside,
             model.slots,
@@ -127,6 +127,8 @@ class GenerateForPeers:
         except MalformedFrame as error:
             raise BadRequest(f"The body is no request of a peer: {error}.") from None
         model = services.router.resolve_here(request.model, record.caller)
+        if model.adapter:
+            raise BadRequest(f"{model.full_name!r} is an adapter: adapters are not served to peers.", "model")
         record.model, record.stream = model.name, True
         if request.question is not None:
             await self._answer(model, request.question, record, receive, send)

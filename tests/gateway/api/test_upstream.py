@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
@@ -136,6 +137,17 @@ async def test_a_model_that_cannot_be_served_here_leaves_where_its_configuration
     async with far() as cloud, door(upstream(cloud.url)) as (gateway, _):
         assert (await ask(gateway, "m")).status_code == 503
         assert cloud.asked == []
+
+
+async def test_a_request_for_an_adapter_does_not_leave_for_the_weights_of_another() -> None:
+    async with far() as cloud, door(upstream(cloud.url), when=("unavailable",)) as (gateway, _):
+        config = gateway.app.services.config
+        adapted = replace(config.models["m"], adapters={"sql": "/adapters/sql"})
+        gateway.app.apply(replace(config, models={"m": adapted}))
+        assert (await ask(gateway, "m")).status_code == 200
+        for name in ("sql", "m:sql"):
+            assert (await ask(gateway, name)).status_code == 503
+        assert len(cloud.asked) == 1
 
 
 async def test_a_model_that_is_served_here_does_not_leave() -> None:

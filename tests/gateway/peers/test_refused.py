@@ -16,6 +16,8 @@ from gateway.media.resolve import digest_of
 from protocol.codec import encode
 from protocol.messages import (
     Accepted,
+    AdapterInfo,
+    AdaptersSet,
     ChatPrompt,
     Constraint,
     ConstraintKind,
@@ -173,6 +175,7 @@ BAD = {
     "a long stop": replace(request(), stop=("x" * 1025,)),
     "a thinking budget": replace(request(), thinking_budget=-1),
     "drafts": replace(request(), most_drafted=-1),
+    "an adapter": replace(request(), adapter="sql"),
     "sparse prefill": replace(request(), sparse_keep=1.5),
     "a prediction": replace(request(), prediction="x" * ((4 << 20) + 1)),
     "a constraint": replace(request(), constraint=Constraint(ConstraintKind.REGEX, "x" * ((4 << 20) + 1))),
@@ -187,6 +190,27 @@ BAD = {
 @pytest.mark.parametrize("bad", BAD.values(), ids=list(BAD))
 async def test_a_request_that_no_dialect_would_have_sent_is_refused(home: Home, bad: Generate) -> None:
     assert (await home.generate(bad)).status_code == 400
+
+
+async def test_an_adapter_is_neither_told_nor_served_to_a_peer(home: Home) -> None:
+    before = home.gateway.app.services.config
+    adapted = replace(before.models["m"], adapters={"sql": "/adapters/sql"})
+    home.gateway.app.apply(replace(before, models=before.models | {"m": adapted}))
+    worker = await home.gateway.pool.ensure_ready("m")
+    assert worker.ready is not None
+    told = AdaptersSet(worker.epoch, 1, (AdapterInfo("sql", "/adapters/sql"),))
+    worker.post(told)
+    await until(lambda: worker.ready is not None and worker.ready.adapters == told.adapters)
+    try:
+        keys = KeyFile(keys_path(home.path))
+        home.secrets["all"] = keys.create(Key(name="all", prefix="", salt="", hash="", is_peer=True))[1]
+        for name in ("sql", "m:sql"):
+            assert (await home.generate(request(), model=name)).status_code == 404, "out of the key's scope"
+            reply = await home.ask("POST", GENERATE_PATH, "all", content=encode_request(name, [encode(request())]))
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+        assert b"sql" not in (await home.ask("GET", STATUS_PATH, "all")).content
+    finally:
+        home.gateway.app.apply(before)
 
 
 async def test_two_sequences_of_one_rid_and_none_at_all_are_refused(home: Home) -> None:
