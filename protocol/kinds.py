@@ -18,7 +18,7 @@ MODULES: Final = "modules.json"
 ENCODERS: Final = ("bert", "roberta", "xlm-roberta", "camembert", "modernbert", "nomic_bert")
 # Families that hear speech and write it down, and that speak, by their names in mlx-audio.
 HEARERS: Final = ("whisper", "moonshine")
-SPEAKERS: Final = ("soprano",)
+SPEAKERS: Final = ("soprano", "qwen3_tts")
 # Its configuration is that of the decoder inside of it.
 _SOPRANO: Final = re.compile(r"(^|[-_.])soprano([-_.]|$)", re.IGNORECASE)
 _CLASSIFIER: Final = "ForSequenceClassification"

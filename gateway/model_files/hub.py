@@ -35,10 +35,11 @@ from protocol.prediction_heads import is_head
 from protocol.towers import is_tower
 
 MAIN: Final = "main"
-# What mlx-lm and the tokenizers read, and of models of embeddings the steps behind the transformer.
+# Files that mlx-lm and the tokenizers read, the steps behind the transformer of a model of embeddings, and what makes
+# sound of the codes of one that speaks.
 WANTED: Final = (
     "*.json", "model*.safetensors", "mtp.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model",
-    "*.txt", "*.jsonl", "*.jinja", "*_Dense/model.safetensors",
+    "*.txt", "*.jsonl", "*.jinja", "*_Dense/model.safetensors", "speech_tokenizer/*.safetensors",
 )  # fmt: skip
 TIMEOUT_S: Final = 30.0
 _READERS: Final = 8

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from protocol.kinds import ENCODERS
+from protocol.kinds import ENCODERS, audio_family
 
 LIBRARIES: Final = ("mlx_lm", "mlx_vlm")
 # What mlx-lm's loader knows besides MLX's own quantization.
@@ -33,6 +33,9 @@ def architecture_obstacles(config: dict[str, Any]) -> list[str]:
     """Reasons that its architecture alone gives, as clauses."""
     if not isinstance(model_type := config.get("model_type"), str):
         return ["its config.json names no model_type"]
+    if audio_family(config, ""):
+        has_library = importlib.util.find_spec("mlx_audio") is not None
+        return [] if has_library else ["mlx-audio, which hears and speaks, is not installed: mlxctl setup audio"]
     return (
         []
         if model_type in ENCODERS or _is_known(model_type)

@@ -36,25 +36,27 @@ def tone(seconds: float, rate: int = 16_000, hertz: float = 440.0) -> bytes:
     return out.getvalue()
 
 
-def build_whisper(folder: Path, *, positions: int = POSITIONS, seed: int = 0) -> Path:
-    """A Whisper that knows all languages and times, and of text the 256 bytes."""
+def build_whisper(folder: Path, *, sureness: float = 3.0, seed: int = 0) -> Path:
+    """A Whisper that knows all languages and times, and of text some letters."""
     from mlx_audio.stt.models.whisper import Model, ModelConfig
 
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": "whisper", "num_mel_bins": 80, "max_source_positions": 1500, "d_model": 32,
         "encoder_attention_heads": 2, "encoder_layers": 1, "decoder_attention_heads": 2, "decoder_layers": 2,
-        "vocab_size": _VOCAB, "max_target_positions": positions,
+        "vocab_size": _VOCAB, "max_target_positions": POSITIONS,
     }  # fmt: skip
     mx.random.seed(seed)
     model = Model(ModelConfig.from_dict(config), dtype=mx.float32)
-    rows = mx.random.normal((_VOCAB, 32))
-    # Of text only bytes are known: what lies between them and the marks is never the best.
-    known = (mx.arange(_VOCAB) < 256) | (mx.arange(_VOCAB) >= _END)
+    # By default so sure of itself that hardly a window is decoded twice.
+    rows = mx.random.normal((_VOCAB, 32)) * sureness
+    ids = mx.arange(_VOCAB)
+    # Of text only some letters are known, and of marks the end and the times: what lies between is never the best.
+    known = (ids < 64) | (ids == _END) | (ids >= _VOCAB - _TIMES)
     # Times are less likely than text, of which there are fewer tokens.
-    rows = mx.where((mx.arange(_VOCAB) >= _VOCAB - _TIMES)[:, None], rows * 0.4, rows)
+    rows = mx.where((ids >= _VOCAB - _TIMES)[:, None], rows * 0.4, rows)
     model.decoder.token_embedding.weight = mx.where(known[:, None], rows, 0)
-    model.decoder.positional_embedding = mx.random.normal((positions, 32)) * 2
+    model.decoder.positional_embedding = mx.random.normal((POSITIONS, 32)) * 2
     for block in model.decoder.blocks:
         # What is heard counts.
         block.cross_attn.out.weight = block.cross_attn.out.weight * 8
@@ -116,6 +118,57 @@ def build_soprano(folder: Path, *, seed: int = 0) -> Path:
     model = Model(ModelConfig.from_dict(config | {"model_path": str(folder)}))
     _save(folder, config, model)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build_qwen_tts(folder: Path, *, design: bool = False, seed: int = 0) -> Path:
+    """A model with two voices, or one whose voice is described. No sentence ends before its last token."""
+    from mlx_audio.tts.models.qwen3_tts.config import (
+        Qwen3TTSTokenizerConfig,
+        Qwen3TTSTokenizerDecoderConfig,
+        filter_dict_for_dataclass,
+    )
+    from mlx_audio.tts.models.qwen3_tts.qwen3_tts import Model, ModelConfig
+    from mlx_audio.tts.models.qwen3_tts.speech_tokenizer import Qwen3TTSSpeechTokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tiny_tokenizer(["<tts_pad>", "<tts_bos>", "<tts_eos>"])
+    pad, bos, eos = tokenizer.convert_tokens_to_ids(["<tts_pad>", "<tts_bos>", "<tts_eos>"])
+    layers = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    talker = {
+        **layers, "vocab_size": 1100, "text_hidden_size": 32, "text_vocab_size": len(tokenizer), "num_code_groups": 2,
+        "codec_eos_token_id": 1090, "codec_think_id": 1091, "codec_nothink_id": 1092, "codec_think_bos_id": 1093,
+        "codec_think_eos_id": 1094, "codec_pad_id": 1095, "codec_bos_id": 1096, "codec_language_id": {"english": 1097},
+        "spk_id": {} if design else {"vivian": 1098, "ryan": 1099}, "spk_is_dialect": {"vivian": False, "ryan": False},
+        "rope_scaling": {"interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"},
+        "code_predictor_config": {**layers, "vocab_size": 76, "num_code_groups": 2},
+    }  # fmt: skip
+    config = {
+        "model_type": "qwen3_tts", "tts_model_type": "voice_design" if design else "custom_voice",
+        "tts_model_size": "1b7", "talker_config": talker, "tts_pad_token_id": pad, "tts_bos_token_id": bos,
+        "tts_eos_token_id": eos, "sample_rate": 400,
+    }  # fmt: skip
+    mx.random.seed(seed)
+    model = Model(ModelConfig.from_dict(config))
+    # Its end is the least likely of all.
+    head = model.talker.codec_head.weight
+    model.talker.codec_head.weight = mx.where(mx.arange(head.shape[0])[:, None] == 1090, 0, head)
+    _save(folder, config, model)
+    tokenizer.save_pretrained(folder)
+    # The library tells the layout of a weight by its sizes, which therefore are not smaller.
+    decoder = {
+        "latent_dim": 32, "codebook_dim": 256, "codebook_size": 128, "decoder_dim": 256, "hidden_size": 32,
+        "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "num_hidden_layers": 1, "num_quantizers": 2, "semantic_codebook_size": 128,
+        "vector_quantization_hidden_dimension": 256, "upsample_rates": [8],
+    }  # fmt: skip
+    known = filter_dict_for_dataclass(Qwen3TTSTokenizerDecoderConfig, decoder)
+    codec = Qwen3TTSSpeechTokenizer(Qwen3TTSTokenizerConfig(decoder_config=Qwen3TTSTokenizerDecoderConfig(**known)))
+    (folder / "speech_tokenizer").mkdir(exist_ok=True)
+    _save(folder / "speech_tokenizer", {"decoder_config": decoder, "decode_upsample_rate": 32}, codec)
     return folder
 
 

@@ -16,7 +16,7 @@ from worker.audio.audio_model import AudioModel
 from worker.audio.hearer import Check, Hearer, Samples, Wish
 from worker.audio.sample_room import SampleRoom
 from worker.audio.sound_writer import SoundWriter
-from worker.audio.speaker import Speaker, Speech
+from worker.audio.speaker import Instructions, Speaker, Speech
 from worker.errors import RequestInvalid
 from worker.vision.sounds import read_audio
 
@@ -88,16 +88,19 @@ class AudioIntake:
         if prompt.speed != 1.0 and not sound_writer.has_pyav():
             message = f"Speech at another speed cannot be made here: {sound_writer.MISSING}."
             raise RequestInvalid(Code.UNSUPPORTED, message, param="speed")
-        if prompt.instructions:
+        if prompt.instructions and speaker.instructions is Instructions.NONE:
             message = "This model takes no instructions on how to speak."
             raise RequestInvalid(Code.UNSUPPORTED, message, param="instructions")
+        if not prompt.instructions and speaker.instructions is Instructions.NEEDED:
+            message = "This model speaks in the voice that 'instructions' describe."
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param="instructions")
         if speaker.voices and prompt.voice not in ("", *speaker.voices):
             known = ", ".join(speaker.voices)
             message = f"The model has no voice {prompt.voice[:100]!r}; it has: {known}."
             raise RequestInvalid(Code.INVALID_REQUEST, message, param="voice")
         # Clients have to name a voice, also to a model with one.
         relaxed = ("voice",) if prompt.voice and not speaker.voices else ()
-        voice = prompt.voice if speaker.voices else ""
+        voice = (prompt.voice or speaker.voices[0]) if speaker.voices else ""
         speech = Speech(prompt.text, voice, prompt.instructions, request.sampling.seed)
         return AudioJob(
             rid=request.rid,

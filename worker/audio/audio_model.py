@@ -1,6 +1,8 @@
 """Load of a model that hears or speaks, by mlx-audio."""
 
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +18,7 @@ from protocol.messages import AudioInfo
 from protocol.spec import WorkerSpec
 from worker.audio import sound_writer
 from worker.audio.hearer import Hearer, Wish
-from worker.audio.speaker import Speaker, Speech
+from worker.audio.speaker import Instructions, Speaker, Speech
 from worker.errors import LoadFailed
 from worker.model.loader import cast, check_weights, nbytes, read_json, resolve
 from worker.model.memory import has_gpu
@@ -66,7 +68,7 @@ class AudioModel:
             tone = np.sin(np.arange(self.hearer.rate) * (440 * 2 * np.pi / self.hearer.rate))
             next(self.hearer.hear((0.1 * tone).astype(np.float32), Wish(temperature=1.0), _nothing))
         if self.speaker is not None:
-            next(self.speaker.speak(Speech("Hello."), _nothing))
+            next(self.speaker.speak(_greeting(self.speaker), _nothing))
 
 
 def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]) -> AudioModel:
@@ -80,8 +82,10 @@ def load_audio_model(spec: WorkerSpec, progress: Callable[[str, int, int], None]
     total = check_weights(path)
     progress("weights", 0, total)
     try:
-        model = _whisper(path, config, spec) if family == "whisper" else _other(path, family, spec)
-        weights_bytes = nbytes(model)
+        # The library prints what it does, and a program of ours writes its results there.
+        with redirect_stdout(sys.stderr):
+            model = _whisper(path, config, spec) if family == "whisper" else _other(path, family, spec)
+        weights_bytes = sum(nbytes(part) for part in _parts(model))
         hearer, speaker = _hearer(family, model), Speaker(family, model) if family in SPEAKERS else None
     except LoadFailed:
         raise
@@ -163,10 +167,28 @@ def _other(path: Path, family: str, spec: WorkerSpec) -> Any:
     from mlx_audio import stt, tts
 
     load = stt.load if family in HEARERS else tts.load
-    model = load(path, lazy=True, strict=False, model_type=family)
-    cast(model, spec.dtype)
-    mx.eval(model.parameters())
+    model: Any = load(path, lazy=True, strict=False, model_type=family)
+    # Qwen's talker alone: the decoder of its codes is a compiled function by now, of the numbers that are stored.
+    for part in _parts(model):
+        cast(part, spec.dtype)
+        mx.eval(part.parameters())
+    if family == "qwen3_tts" and (model.speech_tokenizer is None or model.tokenizer is None):
+        raise LoadFailed(Code.MODEL_MISSING, f"{path} lacks its tokenizer, or the folder speech_tokenizer")
+    if family == "qwen3_tts" and model.config.tts_model_type == "base":
+        message = f"{path} has no voices of its own: it clones those of clips, which is not served; take a CustomVoice"
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
     return model
+
+
+def _greeting(speaker: Speaker) -> Speech:
+    voice = speaker.voices[0] if speaker.voices else ""
+    return Speech("Hello.", voice, "A calm voice." if speaker.instructions is Instructions.NEEDED else "")
+
+
+def _parts(model: Any) -> list[Any]:
+    """Modules whose parameters can be listed: of Qwen's speech a part is a compiled function."""
+    talker = getattr(model, "talker", None)
+    return [model] if talker is None else [talker]
 
 
 def _nothing() -> None:

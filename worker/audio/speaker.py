@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final
 
 import mlx.core as mx
@@ -21,17 +22,26 @@ class Speech:
     seed: int = 0
 
 
+class Instructions(Enum):
+    """Whether a model can, or has to, be told how to speak."""
+
+    NONE = 0
+    TAKEN = 1
+    NEEDED = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Call of a family's `generate` for a text, of so many characters in one go.
 
-    `voices` are those of a loaded model.
+    `voices` are those of a loaded model, `instructions` whether it takes some.
     """
 
     arguments: Callable[[str, Speech], dict[str, Any]]
     least_chars: int
     most_chars: int
     voices: Callable[[Any], tuple[str, ...]] = lambda _model: ()
+    instructions: Callable[[Any], Instructions] = lambda _model: Instructions.NONE
 
 
 def _soprano(text: str, _speech: Speech) -> dict[str, Any]:
@@ -41,9 +51,33 @@ def _soprano(text: str, _speech: Speech) -> dict[str, Any]:
 
 # The longest that a character is spoken, on average over a text.
 _CHAR_S: Final = 0.2
+
+
+def _qwen(text: str, speech: Speech) -> dict[str, Any]:
+    # 12.5 tokens a second.
+    return {
+        "text": text,
+        "voice": speech.voice or None,
+        "instruct": speech.instructions or None,
+        "max_tokens": int((1.0 + len(text) * _CHAR_S) * 12.5),
+    }
+
+
+def _qwen_voices(model: Any) -> tuple[str, ...]:
+    return tuple(model.get_supported_speakers())
+
+
+def _qwen_instructions(model: Any) -> Instructions:
+    if model.config.tts_model_type == "voice_design":
+        return Instructions.NEEDED
+    # The library leaves them out for the small one.
+    return Instructions.NONE if model.config.tts_model_size == "0b6" else Instructions.TAKEN
+
+
 FAMILIES: Final[dict[str, Family]] = {
     # It joins what is shorter itself.
     "soprano": Family(_soprano, least_chars=30, most_chars=300),
+    "qwen3_tts": Family(_qwen, least_chars=60, most_chars=300, voices=_qwen_voices, instructions=_qwen_instructions),
 }
 
 
@@ -55,6 +89,7 @@ class Speaker:
         self._model = model
         self.rate = int(model.sample_rate)
         self.voices = self._family.voices(model)
+        self.instructions = self._family.instructions(model)
 
     def speak(self, speech: Speech, check: Check) -> Iterator[tuple[Samples, bool]]:
         """Samples at `rate`, and whether they are the last of a turn. Each is computed when it is asked for.
