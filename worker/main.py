@@ -170,6 +170,8 @@ class Process:
             log.exception("the worker failed")
             detail = error.failure.detail if isinstance(error, WorkerError) else repr(error)
             failure = Failure(Code.WORKER_DIED, "the model's worker failed; try again", detail)
+            if isinstance(error, PartnerLost):
+                failure = error.failure
             if engine is not None:
                 engine.fail_all(failure)
             status = Exit.PARTNER_LOST if isinstance(error, PartnerLost) else Exit.INTERNAL

@@ -27,7 +27,7 @@ from worker.engine.silent_row import silent_row
 from worker.errors import LoadFailed, PartnerLost, WorkerError, is_fabric_fault
 from worker.group import fabric
 from worker.group.measures import measured
-from worker.group.rank_identity import identity_of
+from worker.group.rank_identity import Identity, identity_of
 from worker.group.rank_sockets import RankSockets
 from worker.group.tally import tally
 from worker.group.watch import FollowerWatch, Progress
@@ -52,12 +52,16 @@ def load_part(spec: WorkerSpec, division: Division) -> loader.Loaded:
 def follow(spec: WorkerSpec, load: Load = load_part) -> int:
     """Run one follower to its end; returns its exit status."""
     assert spec.rank is not None
-    follower = Follower(spec, spec.rank, load)
+    return finish(Follower(spec, spec.rank, load))
+
+
+def finish(follower: "Follower") -> int:
+    """Run a follower to its end; returns its exit status."""
     try:
         follower.run()
     except Exception as error:  # the root of the process
         failure, status = _end(error)
-        log.error("rank %d ends: %s %s", spec.rank.rank, failure.message, failure.detail)
+        log.error("the rank ends: %s %s", failure.message, failure.detail)
         follower.watch.fail(failure, status)
         return status
     follower.watch.close()
@@ -88,7 +92,7 @@ class Follower:
         self._sockets = RankSockets(rank)
         self.watch = FollowerWatch(rank, self._sockets, self._progress, _lost)
         self._socket = self._sockets.connect(rank.plan)
-        self._crc = 0
+        self.crc = 0
         self._is_leaving = False
         self._rows: dict[int, Row] = {}
         # All of the model from here on.
@@ -96,7 +100,7 @@ class Follower:
         self._eos_ids: tuple[int, ...] = ()
         self._layout: Layout
         self._share: memory.Share
-        self._cache: PrefixCache
+        self.cache: PrefixCache
         self._batch: Batch
 
     def run(self) -> None:
@@ -107,14 +111,14 @@ class Follower:
             message = self._receive()
             if not isinstance(message, Plan):
                 raise PartnerLost(f"rank 0 said {type(message).__name__} out of turn")
-            self._do(message)
+            self.do(message)
 
     # -- start -------------------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
         spec, rank = self._spec, self._rank
         memory.prepare_load()
-        identity = identity_of(spec)
+        identity = self.identity()
         join = Join(
             spec.epoch,
             rank.rank,
@@ -147,6 +151,10 @@ class Follower:
         answer = Loaded(rank.rank, loaded.weights_bytes, seconds, self._layout.needs_checkpoints)
         self._socket.send(group.encode(answer))
 
+    def identity(self) -> Identity:
+        """Raises `LoadFailed`."""
+        return identity_of(self._spec)
+
     def _receive(self) -> group.Down:
         """The next message. The watch ends the process when rank 0 is gone."""
         while not self._socket.poll(_POLL_MS):
@@ -155,8 +163,9 @@ class Follower:
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
-    def _do(self, plan: Plan) -> None:
-        if plan.crc != self._crc:  # no collective was begun: no token of this plan leaves rank 0
+    def do(self, plan: Plan) -> None:
+        """Run one plan. Raises `PartnerLost` where this rank is not where rank 0 is."""
+        if plan.crc != self.crc:  # no collective was begun: no token of this plan leaves rank 0
             raise PartnerLost(f"out of step before plan {plan.seq}")
         self._progress.begin(plan.seq)
         began = time.perf_counter()
@@ -167,12 +176,12 @@ class Follower:
         self._progress.end()
         if not self._is_leaving:
             step_us = int((time.perf_counter() - began) * 1e6)
-            done = Done(self._rank.rank, plan.seq, self._crc, step_us, mx.get_active_memory())
+            done = Done(self._rank.rank, plan.seq, self.crc, step_us, mx.get_active_memory())
             self._socket.send(group.encode(done))
 
     def _tick(self, plan: Plan) -> None:
         tick = self._batch.tick(plan.chunk, rides=plan.rides)
-        self._crc = tally(self._crc, tick.tokens)
+        self.crc = tally(self.crc, tick.tokens)
         for token in tick.tokens:
             if token.ended is not None:
                 del self._rows[token.row.rid]
@@ -183,8 +192,8 @@ class Follower:
         match op:
             case Begin(lane, cache_bytes, needs_checkpoints):
                 self._layout = replace(self._layout, is_checkpointed=needs_checkpoints)
-                self._cache = PrefixCache(self._layout, cache_bytes)
-                self._batch = Batch(self._model, self._eos_ids, self._cache, Lane(lane))
+                self.cache = PrefixCache(self._layout, cache_bytes)
+                self._batch = Batch(self._model, self._eos_ids, self.cache, Lane(lane))
                 self._rows = {}
             case Insert():
                 self._insert(op)
@@ -192,9 +201,9 @@ class Follower:
                 self._batch.remove(self._rows.pop(rid))
             case Resize(cache_bytes, token_bytes, state_bytes, arrays):
                 price = Price(token_bytes, state_bytes, arrays) if token_bytes or state_bytes else None
-                self._cache.resize(cache_bytes, price)
+                self.cache.resize(cache_bytes, price)
             case Clear():
-                self._cache.clear()
+                self.cache.clear()
             case Settle():
                 self._batch.settle()
             case Share():

@@ -30,7 +30,8 @@ class Division:
         loaded = _shapes(model)
         try:
             if self.parallel == PIPELINE:
-                model.model.pipeline(self._group, split=self._split)
+                # Not every class takes a split.
+                model.model.pipeline(self._group, **({"split": self._split} if self._split else {}))
             else:
                 model.shard(self._group)
         except Exception as error:  # the boundary to code of every architecture

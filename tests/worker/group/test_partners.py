@@ -1,0 +1,138 @@
+"""Ranks that are gone, stopped, late, of another version or out of step: noticed, named, and before a wrong token."""
+
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from protocol.failures import Exit
+from protocol.messages import Generate, Goodbye, Sampling, Step, TextPrompt
+from tests.support.engine import EngineHarness, spec
+from tests.support.models import build
+from tests.support.ranks import ROOT, RunningGroup, group_spec
+from tests.support.scale import patient
+from worker.group.watch import FIRST_S
+
+PROMPT = "ka to mi ra sen lu por vi " * 12
+ASTRAY = ROOT / "tests" / "workers" / "astray.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("qwen2", tmp_path_factory.mktemp("group"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Iterator[list[int]]:
+    with EngineHarness(spec(folder, cache_bytes=0, speculate="off")) as engine:
+        yield engine.run([request(0)])[0].ids
+
+
+def request(rid: int) -> Generate:
+    sampling = Sampling(temperature=0.7, seed=3, ignore_eos=True)
+    return Generate(rid, TextPrompt(PROMPT), sampling, max_tokens=24)
+
+
+def group_of(run_dir: Path, folder: Path, fault: str = "", **changes: float) -> RunningGroup:
+    programs = {1: (str(ASTRAY), fault)} if fault else {}
+    return RunningGroup(run_dir, group_spec(folder, "pipeline", cache_bytes=1 << 24), programs, **changes)
+
+
+def farewell(group: RunningGroup) -> str:
+    """The last words of rank 0."""
+    goodbye = group.expect(Goodbye)
+    assert goodbye.failure is not None
+    return f"{goodbye.failure.message} {goodbye.failure.detail}"
+
+
+@pytest.mark.parametrize("fault", ["extra", "budget", "other"])
+def test_a_follower_out_of_step_is_noticed_before_a_wrong_token_leaves(
+    fault: str, run_dir: Path, folder: Path, expected: list[int]
+) -> None:
+    with group_of(run_dir, folder, fault) as group:
+        group.ready()
+        warm = group.run([request(1)])[0]
+        assert warm.ids == expected, "before it went astray"
+        group.submit(request(2000))
+        assert group.process.wait(patient(60)) == Exit.PARTNER_LOST, group.stderr()
+        while group.poll(0.1):
+            pass
+        deltas = [delta for message in group.seen if isinstance(message, Step) for delta in message.deltas]
+        said = [token for delta in deltas if delta.rid == 2000 for token in delta.token_ids]
+        assert said == expected[: len(said)]
+        assert group.ranks[1].wait(patient(60)) != 0
+
+
+def test_a_slow_follower_is_waited_for_and_one_without_a_lead_ends(
+    run_dir: Path, folder: Path, expected: list[int]
+) -> None:
+    with group_of(run_dir, folder, "slow", beat_s=patient(2)) as group:
+        group.ready()
+        assert group.run([request(2000)])[0].ids == expected
+        group.process.send_signal(signal.SIGKILL)
+        assert group.ranks[1].wait(patient(60)) == Exit.PARTNER_LOST, group.stderr()
+
+
+def test_a_follower_that_is_stopped_or_hangs_ends_the_group_by_name(run_dir: Path, folder: Path) -> None:
+    with group_of(run_dir, folder, beat_s=patient(1)) as group:
+        group.ready()
+        group.ranks[1].send_signal(signal.SIGSTOP)
+        assert "rank 1 (local)" in farewell(group)
+        assert group.process.wait(patient(60)) == Exit.PARTNER_LOST
+
+
+def test_a_step_that_takes_too_long_ends_the_group(run_dir: Path, folder: Path) -> None:
+    with group_of(run_dir, folder, "hang", step_s=patient(1)) as group:
+        group.ready()
+        for rid in range(1, 6):  # the time of the first steps is forgotten
+            group.run([request(rid)])
+        group.submit(request(2000))
+        assert "rank 1 (local)" in farewell(group)
+        assert group.process.wait(patient(4 * FIRST_S)) == Exit.PARTNER_LOST
+
+
+def test_an_absent_follower_is_named_at_the_deadline(run_dir: Path, folder: Path) -> None:
+    group = group_of(run_dir, folder, join_s=1.0)
+    group.specs = group.specs[:1]
+    with group:
+        assert "rank 1 (local) did not join in time" in farewell(group)
+        assert group.process.wait(patient(60)) == Exit.PARTNER_LOST
+
+
+def test_a_follower_of_another_version_is_refused_by_name(run_dir: Path, folder: Path) -> None:
+    with group_of(run_dir, folder, "version") as group:
+        assert "rank 1 (local" in (words := farewell(group))
+        assert "0.0.9" in words
+        assert group.process.wait(patient(60)) == Exit.INCOMPATIBLE
+
+
+def test_a_follower_with_other_files_is_refused_by_name(run_dir: Path, folder: Path, tmp_path: Path) -> None:
+    other = build("qwen2", tmp_path / "other", seed=1, num_hidden_layers=2)
+    group = group_of(run_dir, folder)
+    group.specs[1] = replace(group.specs[1], path=str(other))
+    with group:
+        assert "has other files of the model" in farewell(group)
+        assert group.process.wait(patient(60)) == Exit.MODEL_UNUSABLE
+
+
+def test_a_port_that_is_taken_is_told_and_worth_another_start(run_dir: Path, folder: Path) -> None:
+    group = group_of(run_dir, folder)
+    assert group.spec.rank is not None
+    port = int(group.spec.rank.plan.rpartition(":")[2])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        group.specs = group.specs[:1]
+        with group:
+            assert "cannot listen" in farewell(group)
+            assert group.process.wait(patient(60)) == Exit.PARTNER_LOST
+
+
+def test_heads_that_the_ranks_do_not_divide_are_refused_before_a_rank_joins(run_dir: Path, tmp_path: Path) -> None:
+    folder = build("qwen3", tmp_path / "model", num_hidden_layers=1, num_key_value_heads=1)
+    with RunningGroup(run_dir, group_spec(folder, "tensor")) as group:
+        assert "num_key_value_heads = 1 cannot be divided by 2 ranks" in farewell(group)
+        assert group.process.wait(patient(60)) == Exit.BAD_CONFIG
