@@ -13,13 +13,16 @@ from msgspec.structs import replace
 
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.adapters import ATTENTION, DENSE, greedy, mlx_adapter, peft_adapter, reference
+from tests.support.drafters import damped
 from tests.support.engine import EngineHarness, spec
-from tests.support.models import VOCAB
+from tests.support.models import VOCAB, build
 from tests.support.scale import scaled
 from tests.worker.engine.test_preemption import requests
 from tests.worker.engine.test_riding import generated
 from worker.adapters.adapters import adapters_of
 from worker.checked_model import load_checked
+from worker.model.loader import Loaded
+from worker.speculation.eager import EagerDrafts
 from worker.speculation.noisy import NoisyDrafts
 
 TOKENS = 12
@@ -138,23 +141,48 @@ def test_drafts_that_are_right_in_part_change_no_token_of_an_adapter(
     assert drafter.drafted
 
 
-def test_rows_that_make_room_and_rows_that_are_resumed_keep_their_adapters(adapted: Callable[[str], Adapted]) -> None:
+def test_drafts_of_a_model_that_knows_the_base_change_no_token_of_an_adapter(tmp_path: Path) -> None:
+    target, draft = damped(tmp_path / "target"), damped(tmp_path / "draft", 0.0)
+    case = _adapted(target, tmp_path, DENSE)
+
+    def drafter(loaded: Loaded) -> EagerDrafts:
+        assert loaded.proposer is not None
+        return EagerDrafts(loaded.proposer, 3)
+
+    with EngineHarness(spec(target, adapters=case.adapters, draft=str(draft)), drafter=drafter) as engine:
+        assert said(engine, case.requests) == case.expected
+        assert isinstance(engine.drafter, EagerDrafts)
+        assert engine.drafter.drafted
+
+
+def test_with_quantized_kv_each_row_says_what_it_says_alone(tmp_path: Path) -> None:
+    case = _adapted(build("qwen3", tmp_path / "model", head_dim=32), tmp_path, DENSE)
+    with EngineHarness(spec(case.model, adapters=case.adapters, kv_bits=8, prefill_chunk=16)) as engine:
+        alone = [said(engine, [request])[0] for request in case.requests]
+        for _ in range(2):
+            assert said(engine, case.requests) == alone
+
+
+def test_rows_that_make_room_keep_their_adapters(adapted: Callable[[str], Adapted]) -> None:
     case = adapted("qwen3")
     # They outgrow what admission counts on.
     pairs = zip(requests(3, prompt=240, output=290), ("lora", "", "dora"), strict=True)
     long = [replace(request, adapter=name) for request, name in pairs]
     with EngineHarness(spec(case.model, adapters=case.adapters, cache_bytes=0)) as engine:
-        alone = [said(engine, [request])[0] for request in long]
+        together = said(engine, long)
         limit = engine.kv_cost.bytes(3, 512) + 1
     with EngineHarness(spec(case.model, adapters=case.adapters, cache_bytes=0, kv_bytes=limit)) as engine:
-        assert said(engine, long) == alone
+        assert said(engine, long) == together
         assert engine.gauges.preemptions > 0
-        cuts = [30, 77, 250]
-        resumed = [
-            replace(request, rid=10 + request.rid, resume=tuple(ids[:cut]))
-            for request, ids, cut in zip(long, alone, cuts, strict=True)
-        ]
-        assert said(engine, resumed) == [ids[cut:] for ids, cut in zip(alone, cuts, strict=True)]
+
+
+def test_rows_that_are_resumed_go_on_with_their_adapters(adapted: Callable[[str], Adapted]) -> None:
+    case = adapted("qwen3")
+    cuts = range(1, 1 + len(case.requests))
+    pairs = list(zip(case.requests, case.expected, cuts, strict=True))
+    resumed = [replace(request, resume=tuple(ids[:cut])) for request, ids, cut in pairs]
+    with EngineHarness(spec(case.model, adapters=case.adapters)) as engine:
+        assert said(engine, resumed) == [ids[cut:] for _, ids, cut in pairs]
 
 
 def test_several_sampled_answers_to_one_prompt_are_each_what_they_are_alone(adapted: Callable[[str], Adapted]) -> None:
