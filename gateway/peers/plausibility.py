@@ -87,6 +87,7 @@ class Claims:
 
     def check_accepted(self, accepted: Accepted) -> None:
         _must(0 <= accepted.prompt_tokens <= self._context, "its count of the prompt is out of range")
+        _must(all(0 <= each <= NUMBER_MAX for each in accepted.left_out), "what it left out is out of range")
 
     def check_progress(self, progress: Progress) -> None:
         total = progress.total

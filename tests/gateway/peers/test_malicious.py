@@ -139,6 +139,8 @@ def claims(asked: Generate = ASKED) -> Claims:
     [
         Accepted(RID, -1),
         Accepted(RID, 1001),
+        Accepted(RID, 5, left_out=(-1, 3)),
+        Accepted(RID, 5, left_out=(1, 1 << 60)),
         Progress(RID, -1, 10),
         Progress(RID, 11, 10),
         Progress(RID, 1, 10, -5),

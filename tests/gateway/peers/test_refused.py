@@ -177,6 +177,8 @@ BAD = {
     "drafts": replace(request(), most_drafted=-1),
     "an adapter": replace(request(), adapter="sql"),
     "sparse prefill": replace(request(), sparse_keep=1.5),
+    "truncation": replace(request(), truncate=-2),
+    "turns left out": replace(request(), truncate=-1, left_out=(-1, 0)),
     "a prediction": replace(request(), prediction="x" * ((4 << 20) + 1)),
     "a constraint": replace(request(), constraint=Constraint(ConstraintKind.REGEX, "x" * ((4 << 20) + 1))),
     "bad words": replace(request(), sampling=Sampling(bad_words=("word",) * 5000)),
