@@ -232,8 +232,9 @@ def create_admin_app(
             Route("/v1/usage", admin.UsageByDay(services), methods=["GET"]),
             Route("/healthz", health.Healthy(services), methods=["GET"]),
             *requests.routes(services),
-            # `mlxctl chat` needs no key: who owns the socket owns the models.
+            # `mlxctl chat` and `bench` need no key: who owns the socket owns the models.
             Route("/v1/chat/completions", ChatCompletions(services), methods=["POST"]),
+            Route("/v1/embeddings", Embeddings(services), methods=["POST"]),
             Route("/v1/models/load", admin.Command(services, pool.load, "model.load"), methods=["POST"]),
             Route("/v1/models/unload", admin.Command(services, pool.unload, "model.unload"), methods=["POST"]),
             Route("/v1/models/restart", admin.Command(services, pool.restart, "model.restart"), methods=["POST"]),

@@ -194,6 +194,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     allowed_ids: tuple[int, ...] = ()
     # Texts that may not come.
     bad_words: tuple[str, ...] = ()
+    # Texts, each of whose tokens gets a bias.
+    bias_texts: tuple[tuple[str, float], ...] = ()
 
 
 class ConstraintKind(IntEnum):
@@ -275,6 +277,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     truncate: int = 0
     # Turns and tokens that an earlier worker has left out of it, which are to be left out again; None is not known.
     left_out: tuple[int, int] | None = None
+    # Special tokens of the output are part of its text.
+    shows_special: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):

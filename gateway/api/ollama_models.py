@@ -195,6 +195,7 @@ def _sampling(entry: Entry) -> dict[str, object]:
 
 def _capabilities(entry: Entry) -> list[str]:
     has = {
+        "insert": entry.facts.fills_middle,
         "tools": entry.knows_tools,
         "vision": "image" in entry.modalities,
         "audio": "audio" in entry.modalities,

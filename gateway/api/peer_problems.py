@@ -80,14 +80,16 @@ def _problems_of_sampling(sampling: Sampling) -> Iterator[str]:
     for name in ("top_k", "penalty_window", "dry_allowed_length", "dry_window", "min_tokens"):
         if getattr(sampling, name) < 0:
             yield f"{name} is negative"
-    if max(_chars(sampling.bad_words), _chars(sampling.dry_breakers)) > WORDS_CHARS_MAX:
+    biased = tuple(text for text, _ in sampling.bias_texts)
+    if max(map(_chars, (sampling.bad_words, sampling.dry_breakers, biased))) > WORDS_CHARS_MAX:
         yield "texts that may not come, or end a repetition, are too long"
     ids = sampling.stop_ids, sampling.allowed_ids, sampling.logit_bias
     if max(map(len, ids)) > IDS_MAX or not all(0 <= each <= ID_MAX for some in ids for each in some):
         yield "it names too many ids of tokens, or one that is out of range"
     if not all(sampling.bad_words) or not all(sampling.dry_breakers):
         yield "a text that may not come, or ends a repetition, is empty"
-    if not all(math.isfinite(bias) and abs(bias) <= 100 for bias in sampling.logit_bias.values()):
+    biases = [*sampling.logit_bias.values(), *(bias for _, bias in sampling.bias_texts)]
+    if not all(biased) or not all(math.isfinite(bias) and abs(bias) <= 100 for bias in biases):
         yield "logit_bias is out of range"
 
 

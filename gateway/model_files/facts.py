@@ -10,6 +10,8 @@ from msgspec.structs import replace
 
 from gateway.model_files.metadata import Tensor, Unreadable, find, own_context, read_config, read_tensors
 
+# The first tokens of prompts to fill in the middle; workers have the whole forms.
+FILL_MARKS: Final = ("<|fim_prefix|>", "<fim_prefix>", "▁<PRE>", "<｜fim▁begin｜>", "<[fim-suffix]>", "[SUFFIX]")
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _PACKED: Final = "U32"
 _PACKED_BITS: Final = 32
@@ -25,6 +27,8 @@ class ModelFacts(Struct, frozen=True):
     size_bytes: int | None = None
     bits: int | None = None
     chat_template: str = ""
+    # Its vocabulary has tokens to fill in the middle of a text.
+    fills_middle: bool = False
     # Of the files, in seconds since the epoch; 0 where there are none.
     modified_s: float = 0.0
 
@@ -67,6 +71,7 @@ def _read(folder: Path) -> ModelFacts:
         sum(end - start for start, end in (tensor.data_offsets for tensor in tensors.values())) if tensors else None,
         bits if isinstance(bits, int) and bits in _BITS else None,
         _template(folder),
+        _fills_middle(folder),
     )
 
 
@@ -107,6 +112,19 @@ def _elements(tensor: Tensor) -> int:
     for length in tensor.shape:
         count *= length
     return count
+
+
+def _fills_middle(folder: Path) -> bool:
+    """Whether the tokenizer's files name the first token of one of the ways to fill in the middle."""
+    marks = [json.dumps(mark, ensure_ascii=is_ascii).encode() for mark in FILL_MARKS for is_ascii in (True, False)]
+    for name in ("added_tokens.json", "tokenizer_config.json", "tokenizer.json"):
+        try:
+            text = (folder / name).read_bytes()
+        except OSError:
+            continue
+        if any(mark in text for mark in marks):
+            return True
+    return False
 
 
 def _template(folder: Path) -> str:

@@ -53,7 +53,7 @@ def down() -> list[m.Down]:
     )
     sampling = m.Sampling(
         *(0.5, 0.25, 40, 0.125, 1.5, 0.5, -0.5, {7: -100.0, 0: 2.5}, 2**63, True),
-        *(64, 0.5, 1.5, 0.25, 0.125, 0.75, 1.5, 3, 512, ("\n",), 2, (9,), (1, 2), ("né",)),
+        *(64, 0.5, 1.5, 0.25, 0.125, 0.75, 1.5, 3, 512, ("\n",), 2, (9,), (1, 2), ("né",), (("né", -2.5),)),
     )
     return [
         m.Welcome(0, 2**62, 1.0),
@@ -65,6 +65,7 @@ def down() -> list[m.Down]:
             most_drafted=3,
             prediction="né",
             includes_stop=True,
+            shows_special=True,
             adapter="sql",
             sparse_keep=0.25,
             truncate=-1,

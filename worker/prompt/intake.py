@@ -88,6 +88,8 @@ class Intake:
         self._dialect = Dialect(loaded, opened, self._renderer.knows_tools, parser)
         self.vocabulary = Vocabulary(loaded.tokenizer)
         self._chat_vocabulary = Vocabulary(loaded.tokenizer, self._dialect.visible)
+        # Made for the first request that wants it.
+        self._whole_vocabulary: Vocabulary | None = None
         self._infill = InfillPrompts(loaded.tokenizer, self._encoder, loaded.vocab_size)
         self._adapters = adapters_of(loaded.model)
         self._words = WordIds(self._encoder, self.vocabulary, loaded.vocab_size)
@@ -134,7 +136,7 @@ class Intake:
             prompt=ids,
             sampling=self._sampling(request),
             max_tokens=self._room(len(ids), request),
-            detokenizer=(self._chat_vocabulary if is_chat else self.vocabulary).detokenizer(ids),
+            detokenizer=self._vocabulary_of(request, is_chat=is_chat).detokenizer(ids),
             stops=StopScanner(request.stop, is_inclusive=request.includes_stop),
             includes_stop=request.includes_stop,
             words=self._words.of(request.sampling),
@@ -169,6 +171,13 @@ class Intake:
             row.is_one_call = request.prompt.one_call
         self.writer.replay(row, request.resume)
         return row
+
+    def _vocabulary_of(self, request: Generate, *, is_chat: bool) -> Vocabulary:
+        """That of the output, with or without the special tokens that nobody reads."""
+        if request.shows_special:
+            self._whole_vocabulary = self._whole_vocabulary or self.vocabulary.with_special()
+            return self._whole_vocabulary
+        return self._chat_vocabulary if is_chat else self.vocabulary
 
     def tokenize(self, request: Tokenize | Detokenize, is_wanted: Callable[[], bool]) -> Tokenized | None:
         """The answer to a question about tokens; None once it is not wanted any more. Raises `RequestInvalid`."""

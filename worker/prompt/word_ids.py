@@ -26,17 +26,22 @@ class WordIds:
 
     def of(self, sampling: Sampling) -> Words:
         breakers = self._breakers(sampling.dry_breakers) if sampling.dry_multiplier > 0 else ()
-        if not sampling.bad_words and not breakers:
+        if not sampling.bad_words and not breakers and not sampling.bias_texts:
             return NO_WORDS
+        bias = [(token, value) for text, value in sampling.bias_texts for token in self._ids(text)]
         bad = dict.fromkeys(ids for word in sampling.bad_words for ids in self._forms(word))
-        return Words(tuple(bad), breakers)
+        return Words(tuple(bad), breakers, tuple(bias))
 
     def _forms(self, word: str) -> Iterator[tuple[int, ...]]:
         """A word as it begins a text, and as it follows a space."""
         for text in (word, f" {word.lstrip()}"):
-            ids = tuple(self._encoder.encode(text, add_special_tokens=False))
-            if ids and max(ids) < self._vocab_size:
+            if ids := self._ids(text):
                 yield ids
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        """Tokens of a text, none if the model has no logits for one of them."""
+        ids = tuple(self._encoder.encode(text, add_special_tokens=False))
+        return ids if ids and max(ids) < self._vocab_size else ()
 
     def _find_breakers(self, texts: tuple[str, ...]) -> tuple[int, ...]:
         if not self._texts:

@@ -23,10 +23,11 @@ DRY_WINDOW: Final = 32_768
 
 @dataclass(slots=True, frozen=True)
 class Words:
-    """Token ids of a request's texts: sequences that may not come, and tokens that end a repetition."""
+    """Token ids of a request's texts: sequences that may not come, tokens that end a repetition, and biases."""
 
     bad: Sequence[Sequence[int]] = field(default_factory=tuple)
     breakers: Sequence[int] = field(default_factory=tuple)
+    bias: Sequence[tuple[int, float]] = field(default_factory=tuple)
 
 
 NO_WORDS: Final = Words()
@@ -38,8 +39,8 @@ def processors(
     """Bias, penalties and limits of one request, in the order of `Sampling`; empty for most."""
     chain: list[Processor] = []
     window = params.penalty_window
-    if params.logit_bias:
-        chain.append(_bias(params.logit_bias))
+    if params.logit_bias or words.bias:
+        chain.append(_bias(_joined(params.logit_bias, words.bias)))
     if params.repetition_penalty != 1.0:
         chain.append(_repetition(params.repetition_penalty, window))
     if params.presence_penalty or params.frequency_penalty:
@@ -53,6 +54,14 @@ def processors(
     if params.min_tokens and (ends := (*eos_ids, *params.stop_ids)):
         chain.append(_not_before(params.min_tokens, prompt_tokens, ends))
     return chain
+
+
+def _joined(bias: dict[int, float], more: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Biases of ids and of texts; a token that has several gets their sum."""
+    joined = dict(bias)
+    for token, value in more:
+        joined[token] = joined.get(token, 0.0) + value
+    return joined
 
 
 def _bias(bias: dict[int, float]) -> Processor:

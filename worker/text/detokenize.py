@@ -50,6 +50,11 @@ class Vocabulary:
         self._spaces_stripped = 0
         self._table = self._byte_table() or self._piece_table()
 
+    def with_special(self) -> "Vocabulary":
+        """The same, with text for all special tokens."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return Vocabulary(self._tokenizer, frozenset(str(entry.content) for entry in added.values()))
+
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for text that follows `context`, whose end decides about leading spaces.
 

@@ -1,6 +1,6 @@
 """From a request body to `protocol.Generate`: the one place where OpenAI's words become the engine's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from gateway.api.common.canonical import chat_prompt, sendable
@@ -38,6 +38,10 @@ RESERVED_KWARGS: Final = frozenset(
 )
 # Each choice is sent all of them.
 BIAS_MAX: Final = 16_384
+# Each is encoded by the worker.
+BIAS_TEXTS_MAX: Final = 256
+BIAS_TEXT_CHARS_MAX: Final = 16_384
+_Biases = tuple[dict[int, float], tuple[tuple[str, float], ...]]
 _MASK63: Final = (1 << 63) - 1
 _MASK64: Final = (1 << 64) - 1
 
@@ -142,7 +146,7 @@ def _generates(
         raise BadRequest("'min_tokens' is more than 'max_tokens'.", "min_tokens", "invalid_value")
     constraint = lower_constraint(request, after_reasoning=has_reasoning)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    bias = _logit_bias(request.logit_bias or {})
+    bias = _biases(request.logit_bias or {})
     return [
         Generate(
             next_rid(),
@@ -162,13 +166,14 @@ def _generates(
             sparse_keep=sparse_keep(request.sparse_prefill),
             prediction=prediction,
             includes_stop=bool(request.include_stop_str_in_output),
+            shows_special=request.skip_special_tokens is False,
             truncate=truncate,
         )
         for index in range(len(prompts) * choices)
     ]
 
 
-def _sampling(request: SamplingFields, model: SamplingDefaults, bias: dict[int, float], seed: int) -> Sampling:
+def _sampling(request: SamplingFields, model: SamplingDefaults, bias: _Biases, seed: int) -> Sampling:
     top_k = first(request.top_k, model.top_k, 0)
     more = sampler_values(request)
     repetition = first(request.repetition_penalty, model.repetition_penalty, 1.0)
@@ -181,7 +186,8 @@ def _sampling(request: SamplingFields, model: SamplingDefaults, bias: dict[int, 
         repetition_penalty=repetition if request.penalty_window is not None else 1.0,
         presence_penalty=first(request.presence_penalty, model.presence_penalty, 0.0),
         frequency_penalty=first(request.frequency_penalty, model.frequency_penalty, 0.0),
-        logit_bias=bias,
+        logit_bias=bias[0],
+        bias_texts=bias[1],
         seed=seed,
         ignore_eos=bool(request.ignore_eos),
         **more,
@@ -201,16 +207,25 @@ def first(asked: float | None, configured: float | None, default: float) -> Any:
     return default if configured is None else configured
 
 
-def _logit_bias(raw: dict[str, float]) -> dict[int, float]:
-    bias: dict[int, float] = {}
-    if len(raw) > BIAS_MAX:
-        raise BadRequest(f"'logit_bias' has {len(raw)} entries; at most {BIAS_MAX} are taken.", "logit_bias")
-    for key, value in raw.items():
-        # int() alone would take "+1", " 1" and "1_0".
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise BadRequest(f"'logit_bias' keys are token ids, not {key[:50]!r}.", "logit_bias", "invalid_value")
-        bias[int(key)] = value
-    return bias
+def _biases(given: Mapping[str, float] | Sequence[tuple[int | str, float]]) -> _Biases:
+    """Biases by id, and those of texts. Raises `BadRequest`."""
+    ids: dict[int, float] = {}
+    texts: list[tuple[str, float]] = []
+    if len(given) > BIAS_MAX:
+        raise BadRequest(f"'logit_bias' has {len(given)} entries; at most {BIAS_MAX} are taken.", "logit_bias")
+    for key, value in given.items() if isinstance(given, Mapping) else given:
+        # int() alone would take "+1", " 1" and "1_0". In a list a number that is text is text.
+        if isinstance(key, int) or (isinstance(given, Mapping) and key.isascii() and key.isdigit() and len(key) <= 10):
+            ids[int(key)] = value
+        elif not key or (isinstance(given, Mapping) and key.lstrip("+-").isdigit()):
+            message = f"'logit_bias' keys are token ids or texts, not {key[:50]!r}."
+            raise BadRequest(message, "logit_bias", "invalid_value")
+        else:
+            texts.append((sendable(key, "logit_bias"), value))
+    if len(texts) > BIAS_TEXTS_MAX or sum(len(text) for text, _ in texts) > BIAS_TEXT_CHARS_MAX:
+        message = f"'logit_bias' names more than {BIAS_TEXTS_MAX} texts, or longer ones: send token ids."
+        raise BadRequest(message, "logit_bias", "invalid_value")
+    return ids, tuple(texts)
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------------

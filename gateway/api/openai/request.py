@@ -30,6 +30,7 @@ Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Positive = Annotated[float, Meta(gt=0, le=1e6)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+BiasText = Annotated[str, Meta(min_length=1, max_length=256), shape(TEXT)]
 Choices = Annotated[int, Meta(ge=1, le=16)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
@@ -199,7 +200,8 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Positive | None = None
-    logit_bias: dict[str, Bias] | None = None
+    # By id, in OpenAI's words; or texts, each of whose tokens gets it, in llama.cpp's.
+    logit_bias: dict[str, Bias] | list[tuple[TokenId | BiasText, Bias]] | None = None
     ignore_eos: bool | None = None
     # Ours and vLLM's: lower runs first; seconds until the request is given up; whom to share cached prefixes with.
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None

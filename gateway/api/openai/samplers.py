@@ -59,8 +59,8 @@ class SamplerFields(Struct, frozen=True, kw_only=True):
     use_beam_search: Never | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=1 << 31), shape({"const": 0})] | None = None
     return_token_ids: Never | None = None
-    # Special tokens have no text here.
-    skip_special_tokens: Annotated[bool, shape({"const": True})] | None = None
+    # False leaves the special tokens of the output in its text.
+    skip_special_tokens: bool | None = None
 
     @property
     def penalty_window(self) -> int | None:
@@ -120,11 +120,16 @@ def _refuse_unserved(request: SamplerFields) -> None:
         name = "dynatemp_range" if request.dynatemp_range else "dynamic_temperature"
         raise Unsupported(f"'{name}' is not supported: set a temperature.", name)
     if request.prompt_logprobs:
-        message = "'prompt_logprobs' is not supported: ask /v1/completions for 'echo' with 'logprobs'."
+        message = (
+            "'prompt_logprobs' is not supported: ranks of a prompt's tokens are not computed. For their "
+            "log-probabilities ask /v1/completions for 'echo' with 'logprobs'."
+        )
         raise Unsupported(message, "prompt_logprobs")
     if request.return_token_ids:
-        raise Unsupported("'return_token_ids' is not supported: /tokenize gives the ids of a text.", "return_token_ids")
-    if request.skip_special_tokens is False:
-        raise Unsupported("'skip_special_tokens': special tokens have no text here.", "skip_special_tokens")
+        message = (
+            "'return_token_ids' is not supported: an answer is sent as text, and ids of tokens that have none, such as "
+            "the end of the sequence, are not kept. /tokenize gives the ids of a prompt."
+        )
+        raise Unsupported(message, "return_token_ids")
     if request.use_beam_search:
         raise Unsupported("'use_beam_search' is not supported: ask for choices with 'n'.", "use_beam_search")

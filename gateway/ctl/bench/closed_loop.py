@@ -14,7 +14,8 @@ from gateway.ctl.bench.measure import Summary, summarize_ms, table
 
 CHAT: Final = "chat"
 COMPLETION: Final = "completion"
-_PATHS: Final = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions"}
+EMBEDDING: Final = "embedding"
+_PATHS: Final = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions", EMBEDDING: "/v1/embeddings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,10 @@ class Load:
         return _PATHS[self.endpoint]
 
     def body(self, job: Job) -> bytes:
-        """The JSON of one streaming greedy request."""
+        """The JSON of one streaming greedy request, or of one text to embed."""
+        if self.endpoint == EMBEDDING:
+            body = {"model": self.model, "input": job.prompt, "encoding_format": "base64"}
+            return msgspec.json.encode(body | (self.extra or {}))
         prompt: dict[str, Any] = (
             {"messages": [{"role": "user", "content": job.prompt}]} if self.endpoint == CHAT else {"prompt": job.prompt}
         )
@@ -49,7 +53,8 @@ class Load:
 
 
 class Report(msgspec.Struct, frozen=True):
-    """One measurement. `tokens_per_s` counts output tokens as the server's usage does, over the whole wall time."""
+    """One measurement. `tokens_per_s` counts output tokens as the server's usage does, over the whole wall time; of
+    embeddings, which have none, those of the prompts."""
 
     concurrency: int
     requests: int
@@ -71,6 +76,14 @@ class _Fault(msgspec.Struct):
     message: str
 
 
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+
+
+class _Embedded(msgspec.Struct):
+    usage: _Usage = _Usage()
+
+
 class _Refused(msgspec.Struct):
     error: _Fault
 
@@ -84,7 +97,9 @@ async def closed_loop(load: Load, jobs: Sequence[Job], concurrency: int) -> tupl
 
     async def client(connection: Connection) -> None:
         for at in todo:
-            replies[at] = await connection.request(load.path, bodies[at], load.timeout_s)
+            reply = replies[at] = await connection.request(load.path, bodies[at], load.timeout_s)
+            if load.endpoint == EMBEDDING and reply.ok:
+                reply.prompt_tokens = _prompt_tokens(reply.body)
 
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -101,14 +116,15 @@ async def sweep(load: Load, concurrencies: Sequence[int], jobs: Callable[[int], 
     reports: list[Report] = []
     for concurrency in concurrencies:
         wall_s, replies = await closed_loop(load, jobs(concurrency), concurrency)
-        reports.append(report(concurrency, wall_s, replies))
+        reports.append(report(concurrency, wall_s, replies, load_generates=load.endpoint != EMBEDDING))
     return reports
 
 
-def report(concurrency: int, wall_s: float, replies: Sequence[Reply]) -> Report:
+def report(concurrency: int, wall_s: float, replies: Sequence[Reply], *, load_generates: bool = True) -> Report:
     """Fold replies. Tokens of failed requests are not counted; inter-token times are gaps between events with text."""
     good = [reply for reply in replies if reply.ok]
     tokens = sum(reply.completion_tokens for reply in good)
+    prompt_tokens = sum(reply.prompt_tokens for reply in good)
     events = sum(len(reply.times) for reply in good)
     failures = [reply.error or f"HTTP {reply.status}: {_refusal(reply.body)}" for reply in replies if not reply.ok]
     return Report(
@@ -116,10 +132,10 @@ def report(concurrency: int, wall_s: float, replies: Sequence[Reply]) -> Report:
         requests=len(replies),
         errors=len(failures),
         wall_s=round(wall_s, 4),
-        prompt_tokens=sum(reply.prompt_tokens for reply in good),
+        prompt_tokens=prompt_tokens,
         completion_tokens=tokens,
         cached_tokens=sum(reply.cached_tokens for reply in good),
-        tokens_per_s=round(tokens / wall_s, 2),
+        tokens_per_s=round((tokens if load_generates else prompt_tokens) / wall_s, 2),
         requests_per_s=round(len(good) / wall_s, 3),
         ttft_ms=summarize_ms([reply.times[0] - reply.sent for reply in good if reply.times]),
         itl_ms=summarize_ms([b - a for reply in good for a, b in pairwise(reply.times)]),
@@ -127,6 +143,13 @@ def report(concurrency: int, wall_s: float, replies: Sequence[Reply]) -> Report:
         events_per_token=round(events / tokens, 3) if tokens else 0.0,
         first_errors=list(dict.fromkeys(failures))[:5],
     )
+
+
+def _prompt_tokens(body: bytes) -> int:
+    try:
+        return msgspec.json.decode(body, type=_Embedded).usage.prompt_tokens
+    except msgspec.MsgspecError:
+        return 0
 
 
 def _refusal(body: bytes) -> str:

@@ -8,8 +8,10 @@ from gateway.ctl import client
 from gateway.ctl.complete import Model
 from gateway.ctl.printing import Json, print_json
 from gateway.failed import Failed
+from protocol.kinds import EMBED, RERANK
 
 if TYPE_CHECKING:
+    from gateway.admin_types import Status
     from gateway.ctl.bench.closed_loop import Load, Report
 
 # For each client of a round.
@@ -28,6 +30,7 @@ def bench(
 ) -> None:
     """Load a model with streams and show how long they wait for the first and the next tokens, and tokens per second.
 
+    Of a model of embeddings it is texts a second; its tokens are those of the texts.
     It uses the running daemon as it is, over its own socket: no key is needed, and what others do meanwhile counts.
 
     Example: mlxctl bench demo --concurrency 1,4
@@ -49,12 +52,18 @@ def bench(
 def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requests: int) -> "list[Report]":
     """One report for each of `rounds`. Raises `Failed`."""
     from gateway.ctl.bench.client import Target, run
-    from gateway.ctl.bench.closed_loop import CHAT, Job, Load, sweep
+    from gateway.ctl.bench.closed_loop import CHAT, EMBEDDING, Job, Load, sweep
     from gateway.ctl.bench.words import Prompts
 
-    client.status()
+    kind = _kind(client.status(), model)
+    if kind == RERANK:
+        raise Failed(f"{model} scores pairs of texts: bench measures models of text and of embeddings")
     target = Target("mlxd", 80, socket=str(client.admin_socket()))
-    load = Load(target, model, CHAT, {"ignore_eos": True}, LOAD_TIMEOUT_S)
+    load = (
+        Load(target, model, EMBEDDING, None, LOAD_TIMEOUT_S)
+        if kind == EMBED
+        else Load(target, model, CHAT, {"ignore_eos": True}, LOAD_TIMEOUT_S)
+    )
 
     async def measured() -> "list[Report]":
         prompts = Prompts(None, seed=0, tokens_per_word=await _tokens_per_word(load, prompt_tokens))
@@ -63,6 +72,17 @@ def measure(model: str, rounds: list[int], prompt_tokens: int, tokens: int, requ
         )
 
     return run(measured())
+
+
+def _kind(status: "Status", name: str) -> str:
+    """Kind of a model of the daemon, by its worker or by its files; empty for a name that it does not know."""
+    from gateway.model_files.metadata import kind_of_files
+
+    base = name.partition(":")[0]
+    for model in status.models:
+        if {name, base} & {model.name, *model.aliases}:
+            return model.kind or kind_of_files(model.path)
+    return ""
 
 
 async def _tokens_per_word(load: "Load", tokens: int) -> float:

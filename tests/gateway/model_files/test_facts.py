@@ -1,12 +1,16 @@
 """Facts from a model's files: counted exactly where they can be, and left out where they cannot."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from gateway.model_files.facts import FactsReader, ModelFacts, parameters
 from gateway.model_files.metadata import Tensor
+from worker.prompt.infill import _forms
 
 
 def tensor(dtype: str, *shape: int) -> Tensor:
@@ -63,3 +67,17 @@ def test_a_download_that_goes_on_and_a_changed_folder_are_read_again(tmp_path: P
     config.write_text('{"model_type": "y", "quantization": 4, "n_ctx": 7}')
     os.utime(config, ns=(1, 1))
     assert read() == ModelFacts("y", 7, 2, 4, chat_template="T")
+
+
+@pytest.mark.parametrize("is_ascii", [True, False])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("form", _forms())
+def test_a_vocabulary_to_fill_in_the_middle_is_seen_for_each_form_that_workers_know(
+    tmp_path: Path, form: Any, name: str, is_ascii: bool
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "x"}')
+    content = tmp_path / name
+    content.write_text('{"added_tokens": [{"content": "<s>"}]}')
+    assert not FactsReader().read(str(tmp_path)).fills_middle
+    content.write_text(json.dumps({"added_tokens": [{"content": form.order[0][0]}]}, ensure_ascii=is_ascii))
+    assert FactsReader().read(str(tmp_path)).fills_middle

@@ -1,11 +1,13 @@
 """Requests to rows: whatever a request holds, it becomes a row that is safe to run, or `RequestInvalid`."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.model.loader import load
 from worker.prompt.intake import Intake
+from worker.sampling.penalties import processors
 
 CONTEXT = 64
 
@@ -301,3 +304,23 @@ def test_a_successor_gives_calls_the_same_ids_and_another_answer_gives_others(
 
     assert ids(1) == ids(1)
     assert len({*ids(1), *ids(2)}) == 4
+
+
+def test_a_bias_of_a_text_is_one_of_each_of_its_tokens_beside_those_of_ids(intake: Intake) -> None:
+    ids = row(intake, TextPrompt("kato mira")).prompt
+    own = row(
+        intake, TokensPrompt((1,)), Sampling(logit_bias={ids[0]: 1.0}, bias_texts=(("kato mira", 2.0), ("", 1.0)))
+    )
+    assert own.words.bias == tuple((token, 2.0) for token in ids)
+    (bias,) = processors(own.sampling, 1, own.words)
+    logits: Any = bias(mx.array([1]), mx.zeros((1, VOCAB)))[0].tolist()
+    expected = {token: 2.0 * ids.count(token) + (token == ids[0]) for token in ids}
+    assert {at: value for at, value in enumerate(logits) if value} == expected
+
+
+def test_special_tokens_have_text_for_requests_that_want_it_and_for_no_others(intake: Intake) -> None:
+    (special,) = intake.vocabulary.hidden & {row(intake, chat(USER)).prompt[0]}
+    for shows, prompt in itertools.product((True, False), (TokensPrompt((1,)), chat(USER))):
+        detokenizer = row(intake, prompt, shows_special=shows).detokenizer
+        text = "".join(detokenizer.add(token) for token in (special, 20)) + detokenizer.finish()
+        assert (intake.vocabulary.decode([special]) in text) is shows

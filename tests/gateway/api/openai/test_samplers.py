@@ -84,7 +84,6 @@ def test_dry_has_the_breakers_of_its_first_implementation_unless_others_are_name
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"return_token_ids": True}, "return_token_ids"),
-        ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"dry_multiplier": 1, "dry_sequence_breakers": "x"}, "dry_sequence_breakers"),
     ],
@@ -99,3 +98,18 @@ def test_neutral_values_of_what_is_not_served_are_taken() -> None:
     neutral = {"mirostat_mode": 0, "dynatemp_range": 0, "use_beam_search": False, "top_n_sigma": -1, "typical_p": 1}
 
     assert sampling(**neutral) == sampling()
+
+
+def test_biases_are_of_ids_or_of_texts_in_openais_words_and_in_llama_cpps() -> None:
+    both = sampling(logit_bias={"5": 1, "yes": -2.5, " no": 3})
+    assert both.logit_bias == {5: 1}
+    assert both.bias_texts == (("yes", -2.5), (" no", 3))
+    listed = sampling(logit_bias=[[5, 1], ["7", -1], ["yes", 2]])
+    assert listed.logit_bias == {5: 1}
+    assert listed.bias_texts == (("7", -1), ("yes", 2))
+
+
+def test_special_tokens_are_part_of_the_text_where_they_are_asked_for() -> None:
+    assert completion(skip_special_tokens=False).shows_special
+    assert not completion(skip_special_tokens=True).shows_special
+    assert not completion().shows_special

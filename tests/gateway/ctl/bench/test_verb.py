@@ -1,5 +1,5 @@
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from gateway.access.key_file import KeyFile
 from gateway.ctl.bench.words import Prompts
 from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
+from tests.support.reading_models import build_embedder, build_reranker
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +63,26 @@ def test_without_a_daemon_there_is_nothing_to_measure(tmp_path: Path) -> None:
 def test_a_prompt_without_a_tokenizer_is_as_long_as_words_are_said_to_be() -> None:
     assert len(Prompts(None, 0, tokens_per_word=2.0).make(100).split()) == 50
     assert len(Prompts(None, 0).make(150).split()) == 100
+
+
+@pytest.fixture
+def readers(tmp_path: Path) -> Iterator[Path]:
+    """The home of a daemon with real workers of models that read."""
+    models = (("reader", build_embedder), ("judge", build_reranker))
+    tables = [f'[models.{name}]\npath = "{build("bert", tmp_path / name)}"\n' for name, build in models]
+    (tmp_path / "mlxd.toml").write_text("".join(["[server]\nport = 0\n", *tables]))
+    with DaemonProcess(tmp_path, module="gateway.main"):
+        yield tmp_path
+
+
+def test_embeddings_are_measured_by_their_texts_and_scores_of_pairs_are_not(readers: Path) -> None:
+    done = ctl(readers, "bench", "reader", "--concurrency", "2", "--prompt-tokens", "12", "--requests", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    (report,) = json.loads(done.stdout)["reports"]
+    assert (report["requests"], report["errors"], report["completion_tokens"]) == (4, 0, 0)
+    assert report["prompt_tokens"] > 4
+    assert report["tokens_per_s"] > report["requests_per_s"] > 0
+
+    refused = ctl(readers, "bench", "judge")
+    assert refused.returncode == 1
+    assert "scores pairs of texts" in refused.stderr
