@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.admin_types import Captured, CapturedLine
 from gateway.config.settings import ServerConfig
 from gateway.http.media_digests import MediaDigests
+from gateway.http.multipart import FORM
 from gateway.request.record import Header, Record
 from gateway.wall_clock import WallClock
 
@@ -35,6 +36,8 @@ BODY_BYTES_MAX: Final = 4 * 1024 * 1024
 PENDING_MAX: Final = 64
 SWEEP_S: Final = 60.0
 REDACTED: Final = "[redacted]"
+# Content types of bodies that are told by size and digest.
+_AUDIO: Final = b"audio/"
 _SECRET_WORDS: Final = ("auth", "cookie", "credential", "key", "password", "secret", "session", "token")
 
 _whole = msgspec.json.Decoder(Captured)
@@ -48,8 +51,9 @@ class Tape:
         self._headers: list[Header] = scope["headers"]
         self._receive = receive
         self._send = send
-        self._asked = _Body(MediaDigests())
-        self._answered = _Body()
+        kind = next((value for name, value in self._headers if name.lower() == b"content-type"), b"")
+        self._asked: _Body | _Bytes = _Bytes() if kind.startswith(FORM) else _Body(MediaDigests())
+        self._answered: _Body | _Bytes = _Body()
         self._answer_headers: list[Header] = []
 
     async def receive(self) -> Message:
@@ -61,6 +65,8 @@ class Tape:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._answer_headers = list(message.get("headers", ()))
+            if any(name == b"content-type" and value.startswith(_AUDIO) for name, value in self._answer_headers):
+                self._answered = _Bytes()
         else:
             self._answered.add(message.get("body", b""))
         await self._send(message)
@@ -111,6 +117,24 @@ class _Body:
         if self._media is not None:
             self._keep(self._media.finish())
         return b"".join(self._chunks).decode(errors="replace")
+
+
+class _Bytes:
+    """Size and digest of a body that is no text: a form with a file, or a file of audio."""
+
+    is_cut = False
+
+    def __init__(self) -> None:
+        self._digest = hashlib.blake2b(digest_size=32)
+        self._size = 0
+
+    def add(self, chunk: bytes) -> None:
+        self._digest.update(chunk)
+        self._size += len(chunk)
+
+    def text(self) -> str:
+        """Both in words. The last call."""
+        return f"[{self._size} bytes, {self._digest.hexdigest()[:16]}]"
 
 
 def _redacted(headers: list[Header]) -> list[tuple[str, str]]:

@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 from protocol.kinds import EMBED
+from protocol.spec import WorkerSpec
 from protocol.verify import Check
 from tests.support.adapters import mlx_adapter
+from tests.support.audio_models import build_moonshine, build_qwen_tts
 from tests.support.drafters import copying_assistant, copying_block, damped, eagle, gemma4
 from tests.support.engine import spec
 from tests.support.models import ARCHITECTURES, build
@@ -120,6 +122,15 @@ def test_vectors_and_scores_are_verified_alone_and_beside_others(
         checks = [msgspec.json.decode(line, type=Check) for line in capsys.readouterr().out.splitlines()]
         assert [check.name for check in checks] == ["together", "equal lengths"]
         assert all(check.is_good and check.requests == 8 and check.drift < 1e-6 for check in checks)
+
+
+def test_what_is_heard_and_spoken_is_verified_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (build_moonshine(tmp_path / "hears"), build_qwen_tts(tmp_path / "speaks")):
+        status = main(["--spec", msgspec.json.encode(WorkerSpec("m", str(folder), 1, "", "")).decode()])
+        checks = [msgspec.json.decode(line, type=Check) for line in capsys.readouterr().out.splitlines()]
+        assert (status, [check.name for check in checks]) == (0, ["again"])
+        assert checks[0].tokens > 0
+        assert checks[0].is_good
 
 
 def test_a_vector_that_others_change_is_found(tmp_path: Path) -> None:

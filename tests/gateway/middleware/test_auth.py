@@ -273,6 +273,9 @@ async def test_a_key_expires(tmp_path: Path) -> None:
 # -- scopes ----------------------------------------------------------------------------------------------------------
 
 
+FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+
+
 def asking(model: str) -> list[tuple[str, dict[str, Any]]]:
     """A body for every route that takes a model's name."""
     messages = [{"role": "user", "content": "hi"}]
@@ -280,6 +283,8 @@ def asking(model: str) -> list[tuple[str, dict[str, Any]]]:
     scored = {"model": model, "text_1": "hi", "text_2": "a"}
     return [
         ("/v1/embeddings", {"model": model, "input": "hi"}),
+        ("/v1/audio/speech", {"model": model, "input": "hi"}),
+        *((path, {"model": model}) for path in FORMS),
         *((path, ranked) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         *((path, scored) for path in ("/score", "/v1/score")),
         ("/v1/chat/completions", {"model": model, "messages": messages, "max_tokens": 2}),
@@ -314,8 +319,14 @@ async def test_every_route_that_takes_a_model_is_among_those_tested_for_scopes(g
 async def test_a_model_outside_of_a_keys_scope_does_not_exist(gateway: Gateway, home: Path, name: str) -> None:
     secret = make(home, f"scoped-{name.replace('/', '-')}", models=("m",))
     for path, body in asking(name):
-        answer = await gateway.client.post(path, headers=bearer(secret), json=body)
-        unknown = await gateway.client.post(path, headers=bearer(secret), json=body | {"model": "no-such-model"})
+        answer, unknown = [
+            await gateway.client.post(
+                path,
+                headers=bearer(secret),
+                **({"data": asked, "files": {"file": b"RIFF"}} if path in FORMS else {"json": asked}),
+            )
+            for asked in (body, body | {"model": "no-such-model"})
+        ]
         assert answer.status_code == unknown.status_code == 404, path
         # Nothing but the name differs, and no other name is told.
         assert answer.text.replace(name, "?").replace(answer.headers["x-request-id"], "") == unknown.text.replace(
