@@ -62,9 +62,9 @@ def kill(args: argparse.Namespace, ranks: int) -> None:
         processes[-1].send_signal(signal.SIGKILL)
         for rank, process in enumerate(processes[:-1]):
             try:
-                status: int | str = process.wait(30)
+                status: int | str = process.wait(90)
             except subprocess.TimeoutExpired:
-                status = "still runs after 30 s"
+                status = "still runs after 90 s"
             print(f"rank {ranks - 1} killed: rank {rank} ends with {status} after {time.monotonic() - began:.2f} s")
         stop(processes)
 

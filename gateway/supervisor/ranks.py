@@ -152,7 +152,8 @@ class Group:
 def _verdict(status: int | None, lost: Sequence[int | None]) -> int | None:
     """Exit status of a group, of which followers that ended before rank 0 did may be the cause."""
     if not lost:
-        return status
+        # Native code that lost a partner ends its process with 1, and so does the guard of a rank that is stuck in it.
+        return Exit.PARTNER_LOST if status == 1 else status
     final = next((each for each in lost if each in FINAL_EXITS), None)
     if final is not None:
         return final

@@ -1,5 +1,6 @@
 """A follower of a group that goes astray once a request's row has come: by its first argument."""
 
+import ctypes
 import os
 import sys
 import time
@@ -34,6 +35,8 @@ class Astray(Follower):
                 time.sleep(0.02)
             case "hang" if is_first:
                 time.sleep(3600)
+            case "hold" if is_first:  # Python's lock, as native code may
+                ctypes.PyDLL(None).sleep(3600)
             case "extra" if is_first:
                 mx.eval(mx.distributed.all_sum(mx.zeros(3)))
             case "budget" if is_first:

@@ -3,6 +3,7 @@
 A rank whose partner is gone waits in a collective forever: it is ended from here, by the end of its process.
 """
 
+import faulthandler
 import logging
 import threading
 import time
@@ -70,6 +71,7 @@ class _Watch:
     def close(self) -> None:
         self._is_closing.set()
         self._thread.join(timeout=5.0)
+        faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
         try:
@@ -80,6 +82,17 @@ class _Watch:
 
     def _watch(self) -> None:
         raise NotImplementedError
+
+    @property
+    def limit_s(self) -> float:
+        """The longest that a plan may take."""
+        return max(self.rank.step_s, SLOWER * self.progress.longest_s)
+
+    def guard(self) -> None:
+        """End the process where this thread does not come back in time: native code that waits for a partner may hold
+        Python's lock (NCCL's does). The stacks go to stderr, and the status is 1."""
+        if self.progress.begun:
+            faulthandler.dump_traceback_later(max(self.rank.beat_s, self.limit_s), exit=True)
 
     def _beat(self) -> bytes:
         return group.encode(Beat(self.rank.rank, self.progress.begun, self.progress.done))
@@ -112,6 +125,7 @@ class LeadWatch(_Watch):
             looked = now
             if now - said >= BEAT_S:
                 said = now
+                self.guard()
                 self._say(socket)
                 self._check(now)
         socket.close()
@@ -146,8 +160,8 @@ class LeadWatch(_Watch):
         for rank, heard in self._heard.items():
             if now - heard > self.rank.beat_s:
                 self.lose(f"rank {rank} ({self._name(rank)}) has been silent for {now - heard:.0f} s")
-        began_at, limit_s = self.progress.began_at, max(self.rank.step_s, SLOWER * self.progress.longest_s)
-        if began_at and now - began_at > limit_s:
+        began_at = self.progress.began_at
+        if began_at and now - began_at > self.limit_s:
             behind = [rank for rank, beat in self._beats.items() if beat.done < self.progress.begun]
             who = ", ".join(f"rank {rank} ({self._name(rank)})" for rank in behind) or "no other rank"
             self.lose(f"plan {self.progress.begun} has taken {now - began_at:.0f} s; {who} has not done it either")
@@ -173,6 +187,7 @@ class FollowerWatch(_Watch):
         heard = looked = time.monotonic()
         patience_s = self.rank.join_s
         while not self._is_closing.is_set():
+            self.guard()
             with suppress(zmq.Again):  # until rank 0 is there
                 socket.send(self._beat(), zmq.NOBLOCK)
             if socket.poll(_BEAT_MS):

@@ -94,6 +94,16 @@ def test_a_step_that_takes_too_long_ends_the_group(run_dir: Path, folder: Path) 
         assert group.process.wait(patient(4 * FIRST_S)) == Exit.PARTNER_LOST
 
 
+def test_a_rank_that_holds_the_interpreter_is_ended_without_it(run_dir: Path, folder: Path) -> None:
+    with group_of(run_dir, folder, "hold", beat_s=patient(1), step_s=patient(1)) as group:
+        group.ready()
+        group.submit(request(2000))
+        assert "rank 1 (local) has been silent" in farewell(group)
+        assert group.process.wait(patient(60)) == Exit.PARTNER_LOST
+        assert group.ranks[1].wait(patient(5 * FIRST_S)) == 1
+        assert "Timeout" in group.stderr(), "its stacks are in the log"
+
+
 def test_an_absent_follower_is_named_at_the_deadline(run_dir: Path, folder: Path) -> None:
     group = group_of(run_dir, folder, join_s=1.0)
     group.specs = group.specs[:1]
