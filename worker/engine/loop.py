@@ -345,6 +345,8 @@ class Engine:
             self.pacer.chosen()
             return
         self._is_waiting = False
+        # A step as others: its request is kept alive by it.
+        self._gauges.step_seq += 1
         self._batch.wait()
         try:
             self._sparse.step(self.pacer.choosing_s(self._batch.prefilling, self._batch.decoding))

@@ -1,6 +1,7 @@
 """Sparse prefill in a real engine: which tokens run, at which positions, and that nothing else changes the answer."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from tests.support.engine import EngineHarness, Result, spec
 from tests.support.heads import damp
 from tests.support.models import VOCAB, build
 from tests.worker.engine.test_exact import tokens
+from worker.sparse.importance import LOOKAHEAD
 from worker.sparse.kept import BLOCK, Kept, count_kept
 from worker.speculation.noisy import NoisyDrafts
 
-# Seven of its fifteen blocks are left out; what is kept and 256 tokens more fill the room of KV but for eight.
-PROMPT = 14 * BLOCK + 120
-KEEP = 0.5
+# Two of its ten blocks are left out; what is kept and 256 tokens more fill the room of KV but for eight.
+PROMPT = 9 * BLOCK + 120
+KEEP = 0.8
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
@@ -55,7 +57,7 @@ def requests() -> list[Generate]:
     """Sparse ones of two prompts, whole ones beside them, and one too short to be sparse."""
     whole = structs.replace(request(4, 3, sparse_keep=None), prompt=prompt(3, 300))
     short = structs.replace(request(5, 4), prompt=prompt(4, 100))
-    return [request(1, 1), request(2, 2), request(3, 2, sparse_keep=0.7), whole, short]
+    return [request(1, 1), request(2, 2), request(3, 2, sparse_keep=0.9), whole, short]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def test_the_answer_is_that_of_the_whole_prompt_with_what_was_left_out_hidden(
     assert [entry.logprob for entry in result.logprobs] == pytest.approx(logprobs, abs=1e-4)
     assert result.usage is not None
     assert (result.usage.prompt, result.usage.kept) == (PROMPT, count_kept(PROMPT, KEEP))
-    assert row.kept.count == count_kept(PROMPT, KEEP) < PROMPT // 2 + BLOCK
+    assert row.kept.count == count_kept(PROMPT, KEEP) == PROMPT - 2 * BLOCK
 
 
 def test_what_is_kept_whole_answers_as_without(engine: EngineHarness, alone: list[Result]) -> None:
@@ -158,8 +160,10 @@ def test_a_row_resumed_by_another_worker_goes_on_as_it_would_have(pair: tuple[Pa
 
 
 def test_a_preempted_row_goes_on_as_it_would_have(pair: tuple[Path, Path], engine: EngineHarness) -> None:
-    sparse = request(1, 1, max_tokens=280, priority=1)
-    urgent = structs.replace(request(2, 3, sparse_keep=None, max_tokens=280), prompt=prompt(3, 1016))
+    # The first 250 tokens of both outputs are given to them: the next ones cross the border.
+    given = prompt(5, 250).ids
+    sparse = request(1, 1, max_tokens=280, priority=1, resume=given)
+    urgent = structs.replace(request(2, 3, sparse_keep=None, max_tokens=280, resume=given), prompt=prompt(3, 1016))
     expected = engine.run([sparse, urgent])
     limit = engine.kv_cost.bytes(2, 1280) + 1
     with EngineHarness(settings(pair, cache_bytes=0, kv_bytes=limit)) as small:
@@ -172,21 +176,14 @@ def test_a_preempted_row_goes_on_as_it_would_have(pair: tuple[Path, Path], engin
     assert_same([first, second], expected)
 
 
-def test_a_draft_model_drafts_for_whole_prompts_and_reads_no_sparse_one(
-    pair: tuple[Path, Path], alone: list[Result]
-) -> None:
-    with EngineHarness(settings(pair, speculate="auto", cache_bytes=1 << 30)) as engine:
-        assert_same(engine.run(requests()[:3]), alone[:3])
-        assert engine.loaded.proposer is not None
-        assert engine.loaded.proposer.nbytes == engine.loaded.proposer.unread == 0
-
-
 def test_nothing_of_a_sparse_prompt_is_stored_and_of_stored_ones_the_leading_part_is_reused(
     pair: tuple[Path, Path], alone: list[Result], tmp_path: Path
 ) -> None:
     disk: dict[str, Any] = {"disk_cache_dir": str(tmp_path / "prefixes"), "disk_cache_bytes": 1 << 30}
-    with EngineHarness(settings(pair, cache_bytes=1 << 30, **disk)) as engine:
+    with EngineHarness(settings(pair, cache_bytes=1 << 30, speculate="auto", **disk)) as engine:
         assert_same(engine.run(requests()[:1]), alone[:1])
+        assert engine.loaded.proposer is not None
+        assert engine.loaded.proposer.nbytes == engine.loaded.proposer.unread == 0, "it reads no prompt to draft"
         assert (len(engine.engine.cache), engine.engine.cache.nbytes) == (0, 0)
         whole = engine.run([request(9, 1, sparse_keep=None)])[0]
         assert whole.usage is not None
@@ -208,7 +205,7 @@ def test_streams_go_on_while_a_prompt_is_read_and_an_abort_ends_the_reading(engi
     sparse = engine.submit(request(21, 8))
     engine.wait(lambda: sparse.ids or sparse.terminals)
     assert len(stream.ids) - before > 2
-    gone = engine.submit(structs.replace(request(23, 7), prompt=prompt(7, 4000)))
+    gone = engine.submit(structs.replace(request(23, 7), prompt=prompt(7, 3900)))
     engine.wait(lambda: engine.engine.sparse.is_busy)
     engine.command(Abort((23,)))
     engine.wait(lambda: gone.terminals)
@@ -217,3 +214,32 @@ def test_streams_go_on_while_a_prompt_is_read_and_an_abort_ends_the_reading(engi
     engine.command(Abort((20,)))
     engine.wait(lambda: stream.terminals)
     assert gone.ids == []
+
+
+def test_each_part_of_a_reading_is_a_step_that_keeps_its_request_alive(
+    engine: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, seen = engine.engine.sparse, list[int]()
+    step = rows.step
+
+    def one_pass(_limit_s: float) -> None:
+        seen.append(engine.gauges.step_seq)
+        step(0.0)
+
+    monkeypatch.setattr(rows, "step", one_pass)
+    engine.run([request(40, 9, max_tokens=1)])
+    assert len(seen) > LOOKAHEAD
+    assert all(later > before for before, later in pairwise(seen))
+
+
+def test_a_reading_that_fails_ends_its_own_request_only(engine: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_limit_s: float) -> None:
+        raise ValueError("no such head")
+
+    monkeypatch.setattr(engine.engine.sparse, "step", fail)
+    broken, whole = engine.run([request(41, 10), request(42, 3, sparse_keep=None, max_tokens=3)])
+    monkeypatch.undo()
+    assert broken.failure is not None
+    assert "its prompt was read by the draft model: ValueError: no such head" in broken.failure.message
+    assert len(whole.ids) == 3
+    assert engine.run([request(43, 10, max_tokens=3)])[0].finish is Finish.LENGTH
