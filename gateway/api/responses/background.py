@@ -188,7 +188,7 @@ class Background:
             if generation.form != self.form:
                 self.form = generation.form
                 self.journal.put(Placed(self.form), b"")
-            self.journal.put(Written(deltas), self.encoder.encode(deltas))
+            self.journal.put(Written(deltas, generation.left_out), self.encoder.encode(deltas))
 
     def check(self) -> None:
         """Raises `ApiError` for one that is to end before it has begun."""

@@ -56,6 +56,8 @@ class Written(Struct, frozen=True, array_like=True, tag=3):
     """Deltas that were encoded together: so are they again, and their events get the same numbers."""
 
     deltas: list[Delta]
+    # Turns and tokens of the prompt that were left out of it.
+    left_out: tuple[int, int] = (0, 0)
 
 
 class Left(Struct, frozen=True, array_like=True, tag=4):

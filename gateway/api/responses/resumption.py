@@ -38,7 +38,7 @@ from gateway.request.generation import Generation
 from gateway.request.record import Record
 from gateway.services import Services
 from protocol.codec import pack
-from protocol.messages import ChatPrompt
+from protocol.messages import ChatPrompt, Generate
 
 PATH: Final = "/v1/responses"
 log = logging.getLogger(__name__)
@@ -58,6 +58,19 @@ class Replayed:
 
     token_ids: list[int] = field(default_factory=list[int])
     fruitless: int = 0
+    # Turns and tokens that were left out of its prompt.
+    left_out: tuple[int, int] = (0, 0)
+
+    def rest_of(self, generate: Generate, rid: int, deadline_ms: int) -> Generate:
+        """The request for what is missing."""
+        is_cut = generate.truncate != 0 and len(self.token_ids) > 0
+        return msgspec.structs.replace(
+            generate,
+            rid=rid,
+            resume=tuple(self.token_ids),
+            left_out=self.left_out if is_cut else None,
+            deadline_ms=deadline_ms,
+        )
 
 
 class Resumption:
@@ -161,12 +174,8 @@ class Resumption:
             record.media = tuple(msgspec.structs.replace(each, data=b"") for each in prompt.media)
             record.media_bytes = media_lease.size_bytes
         left_ms = int((asked.began + asked.limit_s - time.time()) * 1000)
-        generate = msgspec.structs.replace(
-            asked.generate,
-            rid=services.link.next_rid(),
-            resume=tuple(replayed.token_ids),
-            deadline_ms=max(1, left_ms) if asked.limit_s else 0,
-        )
+        deadline_ms = max(1, left_ms) if asked.limit_s else 0
+        generate = replayed.rest_of(asked.generate, services.link.next_rid(), deadline_ms)
         packed = await services.bodies.work(record.body_bytes + record.media_bytes, pack, [generate])
         background.check()
         return held.enter_context(Generation(services, model, packed, record, background.run.bind, form=form or ""))
@@ -215,10 +224,10 @@ def replay(background: Background, records: list[JournalRecord]) -> Replayed:
                 replayed.fruitless += 1
             case Started():
                 events.add(encoder.started())
-            case Written(deltas):
+            case Written(deltas, left_out):
                 events.add(encoder.encode(deltas))
                 replayed.token_ids += [token for delta in deltas for token in delta.token_ids]
-                replayed.fruitless = 0
+                replayed.left_out, replayed.fruitless = left_out, 0
             case Placed(form):
                 background.form = form
             case Left():

@@ -25,7 +25,7 @@ from gateway.api.responses.items import Output
 from gateway.api.responses.journal_records import MAGIC, Asked, Begun, NotUnderstood, Started, Written, framed, parsed
 from gateway.api.responses.request import decode_responses
 from gateway.api.responses.response import Response
-from gateway.api.responses.resumption import replay
+from gateway.api.responses.resumption import Replayed, replay
 from gateway.api.responses.tools import toolbox
 from gateway.config.settings import MediaConfig, ModelConfig, ServerConfig
 from gateway.errors import Unavailable
@@ -230,6 +230,17 @@ def test_everything_that_is_said_is_told_again_alike() -> None:
     # The rest comes out alike too, of a string that was cut within an escape.
     rest = [Delta(1, Kind.TOOL_ARGS, 'e9"}', (8,), c), Delta(1, Kind.TOOL_END, tool=c, finish=Finish.TOOL_CALLS)]
     assert second.encoder.encode(rest) + second.encoder.end() == first.encoder.encode(rest) + first.encoder.end()
+
+
+def test_what_was_left_out_of_a_prompt_stays_left_out_after_a_restart() -> None:
+    run = Run(bare(), Output("0", {}, False), lambda: 0, keep_nothing, lambda _: None)
+    generate = Generate(1, TextPrompt("hi"), Sampling(), truncate=-1)
+    written = [Written([Delta(1, text="x", token_ids=(token,))], (3, 900)) for token in (5, 6)]
+    replayed = replay(Background("k", run, 0), [Begun("b"), Started(), *written])
+    expected = Generate(7, TextPrompt("hi"), Sampling(), truncate=-1, resume=(5, 6), left_out=(3, 900), deadline_ms=9)
+    assert replayed.rest_of(generate, 7, 9) == expected
+    # Without a token of it, the next worker decides.
+    assert Replayed().rest_of(generate, 7, 9).left_out is None
 
 
 # -- what lies on the disk ---------------------------------------------------------------------------------------------
