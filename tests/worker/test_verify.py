@@ -58,7 +58,7 @@ def drafted_by(kind: str, folder: Path) -> tuple[Path, Path]:
             return target, copying_block(folder / "drafter", target, "dspark")
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "dflash", "assistant"])
+@pytest.mark.parametrize("kind", scaled(["draft_model", "eagle3", "dflash", "assistant"], ["dflash"]))
 def test_drafts_of_each_kind_are_verified(kind: str, tmp_path: Path) -> None:
     target, drafter = drafted_by(kind, tmp_path)
     wanted = spec(target, draft=str(drafter))
