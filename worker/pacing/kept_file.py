@@ -22,9 +22,10 @@ EVERY_S: Final = 600.0
 
 
 def open_kept(folder: str, form: str, spec: WorkerSpec) -> "KeptFile":
-    """The file of this model in this form, on this machine."""
+    """The file of this model in this form, on this machine, with its experts where they are."""
     here = machine()
-    return KeptFile(Path(folder), digest(FORMAT, form, spec.name, here), spec.name, spec.path, here)
+    key = digest(FORMAT, form, spec.name, here, spec.experts, spec.expert_cache_bytes)
+    return KeptFile(Path(folder), key, spec.name, spec.path, here)
 
 
 class KeptFile:

@@ -38,6 +38,8 @@ def calibrate(
     """
     config = read_config()
     configured = model_of(config, model)
+    if configured.group.nodes:
+        raise Failed(f"{configured.name} is run by a group of processes: a model of one process can be calibrated")
     if not json and any(each.name == configured.name and each.pid for each in running_models() or ()):
         typer.echo(f"{configured.name} is loaded in the daemon too: what it serves meanwhile makes the figures worse.")
     for finding in findings(config, configured, seconds):
@@ -81,6 +83,8 @@ def spec_of(model: ModelConfig) -> WorkerSpec:
         parser=model.parser,
         chat_template=model.chat_template,
         kind="" if model.kind == "auto" else model.kind,
+        experts=model.experts,
+        expert_cache_bytes=-1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes,
     )
 
 

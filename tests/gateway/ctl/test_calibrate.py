@@ -1,0 +1,61 @@
+"""`mlxctl calibrate`: a real model is measured in a process of its own, and what lacks is said in a sentence."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gateway.config.settings import ModelConfig
+from gateway.ctl.calibrate.verb import line, spec_of
+from gateway.model_files.known_times import KnownTimes
+from protocol.wisdom import Finding, wisdom_dir
+from tests.support.ctl import ctl
+
+
+def test_a_model_is_measured_and_info_tells_of_it(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    path = model_folder("qwen3")
+    (tmp_path / "mlxd.toml").write_text(f'[models.m]\npath = "{path}"\nprefill_chunk = 64\nmax_running = "auto"\n')
+    done = ctl(tmp_path, "calibrate", "m", "--seconds", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    findings = [json.loads(each) for each in done.stdout.splitlines()]
+    assert (findings[0]["kind"], findings[-1]["kind"]) == ("decode", "max_running")
+
+    kept = KnownTimes(wisdom_dir(tmp_path)).of("m", str(path))
+    assert kept is not None
+    assert kept.calibration is not None
+    assert kept.calibration.max_running == findings[-1]["size"]
+    assert f"max_running = {findings[-1]['size']} is enough" in ctl(tmp_path, "info", "m").stdout
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ('path = "/nowhere"', "could not be calibrated"),
+        ('group = { nodes = ["local", "local"] }', "is run by a group of processes"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_said(tmp_path: Path, table: str, reason: str) -> None:
+    (tmp_path / "mlxd.toml").write_text(f"[models.m]\n{table}\n")
+    done = ctl(tmp_path, "calibrate", "m", "--seconds", "1")
+    assert done.returncode == 1
+    assert reason in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_calibration_has_the_key_of_the_workers_that_are_to_use_it() -> None:
+    model = ModelConfig(name="m", path="p", dtype="bfloat16", kv_bits=8, experts="disk", expert_cache_bytes=1 << 30)
+    spec = spec_of(model)
+    assert (spec.name, spec.path, spec.dtype, spec.kv_bits) == ("m", "p", "bfloat16", 8)
+    assert (spec.experts, spec.expert_cache_bytes) == ("disk", 1 << 30)
+    assert spec_of(ModelConfig(name="m", path="p")).expert_cache_bytes == -1
+
+
+def test_each_finding_is_a_line_for_people() -> None:
+    findings = [Finding("decode", 4, 51.25), Finding("prefill", 512, 900.0), Finding("buffers", 1 << 30)]
+    assert [line(each).split() for each in (*findings, Finding("max_running", 8))] == [
+        ["4", "rows", "51.2", "tok/s"],
+        ["512", "prompt", "900.0", "tok/s"],
+        ["free", "buffers:", "1.0", "GiB"],
+        ["max_running:", "8", "are", "enough"],
+    ]
