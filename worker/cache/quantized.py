@@ -72,10 +72,12 @@ class QuantizedKV(RaggedKVCache):
         return super().update_and_fetch(keys, values)
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        seen = tuple(array[..., : self._seen, :] for array in self.arrays)
         if self._gives_codes:
+            seen = tuple(array[..., : self._seen, :] for array in self.arrays)
             return seen[:3], seen[3:]
-        return self.form.dequantize(seen[:3]), self.form.dequantize(seen[3:])
+        # All of the room, which lies in one piece: of a part of it, codes would be copied first.
+        keys, values = self.form.dequantize(self.arrays[:3]), self.form.dequantize(self.arrays[3:])
+        return keys[..., : self._seen, :], values[..., : self._seen, :]
 
     def extract(self, row: int) -> "QuantizedKV":
         alone = QuantizedKV(self.form, Lengths((self.lengths.of[row],)))
