@@ -343,7 +343,7 @@ class Broker:
         tenancy.leaving = reason
         tenancy.pid, tenancy.available = worker.pid, self.machine.available()
         # What must come back is what it has now.
-        tenancy.footprint = self.machine.footprint(worker.pid) or tenancy.footprint
+        tenancy.footprint = sum(map(self.machine.footprint, worker.pids)) or tenancy.footprint
         self._events.evicted(name, reason)
         return True
 
@@ -395,7 +395,7 @@ class Broker:
         self._link.ping(worker, 0)
         stats = worker.stats
         if stats is not None and stats.share_bytes == target:
-            tenancy.footprint = self.machine.footprint(worker.pid)
+            tenancy.footprint = sum(map(self.machine.footprint, worker.pids))
             if tenancy.footprint <= target:
                 tenancy.share, tenancy.shrinking_to = target, None
                 return

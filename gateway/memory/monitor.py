@@ -71,16 +71,16 @@ class MemoryWatch:
     async def _measure(self) -> None:
         """In a thread: a large process has many pages to count."""
         machine = self._broker.machine
-        pids = {tenancy.name: self._worker_of(tenancy.name).pid for tenancy in self._broker.tenancies.values()}
+        pids = {tenancy.name: self._worker_of(tenancy.name).pids for tenancy in self._broker.tenancies.values()}
 
         def footprints() -> dict[str, int]:
-            return {name: machine.footprint(pid) for name, pid in pids.items() if pid}
+            return {name: sum(map(machine.footprint, own)) for name, own in pids.items() if own}
 
         for name, footprint in (await asyncio.to_thread(footprints)).items():
             tenancy = self._broker.tenancies.get(name)
             # Another incarnation may have taken its place meanwhile.
-            if tenancy is not None and self._worker_of(name).pid == pids[name] and not tenancy.leaving:
-                tenancy.pid, tenancy.footprint = pids[name], footprint
+            if tenancy is not None and self._worker_of(name).pids == pids[name] and not tenancy.leaving:
+                tenancy.pid, tenancy.footprint = pids[name][0], footprint
 
     def _is_short(self) -> bool:
         broker = self._broker

@@ -105,6 +105,11 @@ class WorkerHandle:
         return self._lifecycle.incarnation.pid
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """Processes on this machine: several of a group."""
+        return self._lifecycle.incarnation.pids
+
+    @property
     def ready(self) -> Ready | None:
         return self._lifecycle.incarnation.ready
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from gateway.link.sequence import Connection, Runner, Sequence
 from gateway.link.transport import WorkerGone
 from gateway.supervisor.ports import Effects, Process, Wire
+from gateway.supervisor.ranks import Group
 from gateway.supervisor.state import Limits
 from gateway.supervisor.timers import Watchers
 from protocol.failures import Code, Failure
@@ -68,6 +69,13 @@ class Incarnation:
     @property
     def pid(self) -> int:
         return self.process.pid if self.process is not None else 0
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Processes on this machine: several of a group."""
+        if isinstance(self.process, Group):
+            return self.process.pids
+        return (self.process.pid,) if self.process is not None else ()
 
     @property
     def is_adopted(self) -> bool:

@@ -89,9 +89,12 @@ class Group:
     Rank 0 hears of a lost follower by itself. Its end is the end of all of them: none is left when `wait` returns.
     """
 
-    def __init__(self, lead: Process, followers: Sequence[Process]) -> None:
+    def __init__(self, lead: Process, followers: Sequence[Process], here: Sequence[int]) -> None:
+        """`here` are the pids of the followers on this machine."""
+        self.pids = (lead.pid, *here)
         self._lead = lead
         self._followers = list(followers)
+        self._is_killed = False
 
     @property
     def pid(self) -> int:
@@ -106,7 +109,8 @@ class Group:
             lead = tasks.create_task(self._lead.wait())
             followers = [tasks.create_task(follower.wait()) for follower in self._followers]
             await asyncio.wait([lead, *followers], return_when=asyncio.FIRST_COMPLETED)
-            lost = [task.result() for task in followers if task.done()] if not lead.done() else []
+            is_first = not lead.done() and not self._is_killed
+            lost = [task.result() for task in followers if task.done()] if is_first else []
             if lost:
                 await self._end([self._lead], [lead], (NOTICE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL))
             await asyncio.wait([lead])
@@ -133,6 +137,7 @@ class Group:
     def signal(self, signum: int) -> None:
         self._lead.signal(signum)
         if signum == signal.SIGKILL:
+            self._is_killed = True
             for follower in self._followers:
                 follower.signal(signum)
 

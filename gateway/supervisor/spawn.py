@@ -93,7 +93,7 @@ class Spawner:
                 process.signal(signal.SIGKILL)
             raise
         self._registry.add(_record(lead.pid, spec, argv, recorded))
-        return Group(lead, followers)
+        return Group(lead, followers, [process.pid for process in recorded])
 
     def _start(self, spec: WorkerSpec, label: str, forget: Callable[[], None]) -> tuple["Child", list[str]]:
         """Start a process in a session of its own, so that no signal to our group reaches it. Raises `OSError`."""
@@ -125,7 +125,8 @@ class Spawner:
         lead = Adopted(survivor.process, lambda: self._registry.remove(survivor.name))
         if not survivor.ranks:
             return lead
-        return Group(lead, [Adopted(process, lambda: None) for process in survivor.ranks])
+        followers = [Adopted(process, lambda: None) for process in survivor.ranks]
+        return Group(lead, followers, [follower.pid for follower in followers])
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import msgspec
 from protocol import codec
 from protocol import messages as m
 from protocol.failures import Code, Failure
-from protocol.stats import Drafted, Stats
+from protocol.stats import Drafted, RankStats, Stats
 
 FOLDER = Path(__file__).parent / "golden"
 _FAILURE = Failure(Code.ROW_FAILED, "failed", "détail", "top_k")
@@ -29,6 +29,7 @@ _STATS = Stats(
     drafted=(Drafted("lookup", 4, 9, 7, (4, 3)),),
     draft_width=4,
     draft_gain=1.5,
+    ranks=(RankStats(2**33, 12), RankStats(7)),
     kv_bits=8,
     sparse_prompts=2,
     sparse_prompt_tokens=9000,
@@ -115,6 +116,7 @@ def up() -> list[m.Up]:
             kind="embed",
             embedding=m.EmbeddingInfo(768, True, ("query", "document")),
             adapters=_ADAPTERS,
+            group=m.GroupInfo("pipeline", "ring", (m.RankInfo(0, "local"), m.RankInfo(1, "né", "h", 7, "gpu", 9))),
             kv_bits=8,
             audio=m.AudioInfo(True, True, True, True, 16000, ("alba",), ("en",), ("wav",), "none"),
         ),

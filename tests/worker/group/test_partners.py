@@ -13,7 +13,7 @@ from protocol.messages import Generate, Goodbye, Sampling, Step, TextPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
 from tests.support.ranks import ROOT, RunningGroup, group_spec
-from tests.support.scale import patient
+from tests.support.scale import patient, scaled
 from worker.group.watch import FIRST_S
 
 PROMPT = "ka to mi ra sen lu por vi " * 12
@@ -48,7 +48,7 @@ def farewell(group: RunningGroup) -> str:
     return f"{goodbye.failure.message} {goodbye.failure.detail}"
 
 
-@pytest.mark.parametrize("fault", ["extra", "budget", "other"])
+@pytest.mark.parametrize("fault", ["extra", "budget", *scaled(["other"], [])])
 def test_a_follower_out_of_step_is_noticed_before_a_wrong_token_leaves(
     fault: str, run_dir: Path, folder: Path, expected: list[int]
 ) -> None:

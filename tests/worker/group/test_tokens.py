@@ -28,9 +28,17 @@ SETTINGS = {"prefill_chunk": 64, "speculate": "off"}
 CASES = [
     ("qwen3", "tensor"),
     ("qwen3_moe", "pipeline"),
-    ("qwen3_5", "tensor"),
     ("qwen3_5", "pipeline"),
-    *scaled([("qwen2", "tensor"), ("qwen2", "pipeline"), ("qwen3_moe", "tensor"), ("gpt_oss", "tensor")], []),
+    *scaled(
+        [
+            ("qwen3_5", "tensor"),
+            ("qwen2", "tensor"),
+            ("qwen2", "pipeline"),
+            ("qwen3_moe", "tensor"),
+            ("gpt_oss", "tensor"),
+        ],
+        [],
+    ),
 ]
 
 
