@@ -25,6 +25,7 @@ from gateway.http.listen import BACKLOG, CannotListen, close_all, file_limit, li
 from gateway.keep_awake import Awake
 from gateway.link.link import Link
 from gateway.nodes.local_agent import make_agent
+from gateway.nodes.remote_nodes import RemoteNodes
 from gateway.pool import Pool
 from gateway.reload import Reloader, facts_of
 from gateway.supervisor.spawn import Command, default_command
@@ -64,6 +65,7 @@ class Daemon:
         self._pool = Pool(config, link, metrics, command=command)
         self._app = create_app(config, self._pool, link, metrics)
         live = self._app.services.live
+        self._pool.elsewhere = self._nodes = RemoteNodes(lambda: live.config, self._pool.need_of)
         clients = public_connections(live, metrics, file_limit())
         self._reloader = Reloader(self._app, read)
         assert self._app.backend is not None
@@ -144,6 +146,7 @@ class Daemon:
                 while (signum := await self._signals.get()) is signal.SIGHUP and _has_terminal() is had_terminal:
                     await self._reload()
                 await (self._hand_over() if signum is signal.SIGUSR2 else self._drain(signum))
+                await self._nodes.close()
                 await self._app.finish(FLUSH_S)
                 for chore in chores:
                     chore.cancel()

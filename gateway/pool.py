@@ -5,21 +5,23 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 
 from gateway.config.settings import Config, ModelConfig
 from gateway.link.link import Link
 from gateway.memory.broker import Broker
+from gateway.memory.estimate import Need
 from gateway.memory.host import Machine, ThisMachine
 from gateway.memory.monitor import MemoryWatch
 from gateway.model_files.known_times import KnownTimes
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.ports import Effects, Process
+from gateway.supervisor.ranks import RankStarter, is_local
 from gateway.supervisor.registry import Registry, Survivor
 from gateway.supervisor.spawn import Command, Spawner, default_command
 from gateway.supervisor.state import Events, Limits, MemoryView, ModelUnavailable, State, WorkerView
@@ -64,6 +66,8 @@ class Pool:
         self._broker = Broker(
             config, self._workers, link, events, machine or ThisMachine(), self._limits, time.monotonic, self.times
         )
+        # Of groups with ranks on other machines; None where there can be none.
+        self.elsewhere: Elsewhere | None = None
         self._effects: Effects | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._is_cleared = asyncio.Event()
@@ -76,8 +80,9 @@ class Pool:
         The run directory's lock must be held. Loads wait until unwanted leftovers are gone; adoption does not.
         """
         registry = Registry(self._config.run_dir)
-        spawner = Spawner(self._config.home, registry, self._command)
-        self._effects = _RealEffects(registry, spawner, self._is_cleared, self._broker)
+        starters = self.elsewhere.starters if self.elsewhere is not None else None
+        spawner = Spawner(self._config.home, registry, self._command, starters)
+        self._effects = _RealEffects(registry, spawner, self._is_cleared, self._broker, self.elsewhere)
         for model in self._config.models.values():
             self._workers[model.name] = self._make(model, self._effects)
         unwanted = [survivor for survivor in registry.survivors() if not self._adopt(survivor, spawner)]
@@ -88,13 +93,17 @@ class Pool:
     def _adopt(self, survivor: Survivor, spawner: Spawner) -> bool:
         """Whether an earlier gateway's worker is what the configuration wants; otherwise it is to be stopped."""
         worker, spec, process = self._workers.get(survivor.name), survivor.spec, survivor.process
-        if worker is not None and spec is not None and loads_alike(spec, worker.spec):
+        is_whole = spec is None or spec.group is None or is_local(spec.group)
+        if worker is not None and spec is not None and is_whole and loads_alike(spec, worker.spec):
             log.info("adopting worker %s#%d (pid %d)", worker.name, process.epoch, process.pid)
             self._broker.adopt(worker.name, spec.memory_bytes)
             worker.adopt(spawner.adopt(survivor), process.epoch)
             return True
         if worker is None:
             reason = "its model is not configured"
+        elif not is_whole:
+            reason = "ranks of it on other machines have ended with the gateway before"
+            self._reloaded.add(worker.name)
         elif spec is not None:
             reason = "its configuration has changed"
         else:
@@ -163,6 +172,8 @@ class Pool:
         """
         old, self._config = self._config, config
         self._broker.configure(config)
+        if self.elsewhere is not None:
+            self.elsewhere.apply(config)
         removed = [name for name in old.models if name not in config.models]
         added = [model for name, model in config.models.items() if name not in old.models]
         kept = [(old.models[name], model) for name, model in config.models.items() if name in old.models]
@@ -207,6 +218,10 @@ class Pool:
     def broker(self) -> Broker:
         """Memory of this machine, for what is no model of this gateway."""
         return self._broker
+
+    def need_of(self, model: str) -> Need:
+        """Memory that a configured model needs in one process. Reads files."""
+        return self._broker.need_of(self._config.models[model])
 
     def start_rank(self, spec: WorkerSpec) -> Process:
         """Start a rank of another gateway's group, whose memory was granted already. Raises `OSError`."""
@@ -401,11 +416,35 @@ class Lease:
         self._broker.release(self._model)
 
 
+class Elsewhere(Protocol):
+    """Port to the other machines of groups: their memory, and starts of ranks there."""
+
+    @property
+    def starters(self) -> Mapping[str, RankStarter]: ...
+    async def admit(self, spec: WorkerSpec, admit: Callable[[], Awaitable[int]], withdraw: Callable[[], None]) -> int:
+        """Return when all machines of a group have granted its memory: the share of this one, which `admit` asks for.
+
+        Raises `ModelUnavailable`.
+        """
+        ...
+
+    def apply(self, config: Config) -> None: ...
+    def entered(self, model: str, state: State) -> None: ...
+
+
 class _RealEffects:
     """The real clock, chance and processes."""
 
-    def __init__(self, registry: Registry, spawner: Spawner, is_cleared: asyncio.Event, broker: Broker) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        spawner: Spawner,
+        is_cleared: asyncio.Event,
+        broker: Broker,
+        elsewhere: Elsewhere | None,
+    ) -> None:
         self._broker = broker
+        self._elsewhere = elsewhere
         self._registry = registry
         self._spawner = spawner
         self._is_cleared = is_cleared
@@ -425,13 +464,20 @@ class _RealEffects:
     async def admit(self, spec: WorkerSpec) -> int:
         """Leftovers may still hold the memory that this worker needs."""
         await self._is_cleared.wait()
-        return await self._broker.admit(spec.name)
+        broker, name = self._broker, spec.name
+        if spec.group is None or is_local(spec.group):
+            return await broker.admit(name)
+        if self._elsewhere is None:
+            raise ModelUnavailable(Failure(Code.BAD_CONFIG, f"model '{name}': there are no other machines here"))
+        return await self._elsewhere.admit(spec, lambda: broker.admit(name), lambda: broker.withdraw(name))
 
     def overload(self, model: str) -> Failure | None:
         return self._broker.overload(model)
 
     def entered(self, model: str, state: State) -> None:
         self._broker.entered(model, state)
+        if self._elsewhere is not None:
+            self._elsewhere.entered(model, state)
 
     def spawn(self, spec: WorkerSpec) -> Process:
         return self._spawner.spawn(spec)

@@ -1,3 +1,3 @@
 """Memory of the machine: estimates, grants, the broker and its policy."""
 
-__all__ = ["broker", "host", "monitor"]
+__all__ = ["broker", "estimate", "host", "monitor"]

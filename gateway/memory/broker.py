@@ -14,13 +14,14 @@ from gateway.config.settings import Config, ModelConfig
 from gateway.link.link import Link
 from gateway.link.transport import WorkerGone
 from gateway.memory import policy
-from gateway.memory.estimate import Need, estimate
+from gateway.memory.estimate import Need, estimate, parts_of, portion
 from gateway.memory.grants import Asking, Return, Tenancy
 from gateway.memory.host import Machine
 from gateway.memory.policy import Never, Plan, Tenant, Terms
 from gateway.memory.pressure import Pressure
 from gateway.model_files.known_times import KnownTimes
 from gateway.supervisor.handle import WorkerHandle
+from gateway.supervisor.ranks import LOCAL
 from gateway.supervisor.state import Limits, MemoryEvents, MemoryView, ModelMemory, ModelUnavailable, State
 from protocol.failures import Code, Failure
 from protocol.messages import SetMemory
@@ -95,7 +96,7 @@ class Broker:
         model = self._models.get(name)
         if model is None:  # removed, and on its way out
             return 0
-        need = await asyncio.to_thread(self._estimate, model)
+        need = await asyncio.to_thread(self._need_here, model)
         return await self._wait_for(Asking(name, number, since, need, asyncio.get_running_loop().create_future()))
 
     async def admit_guest(self, name: str, size_bytes: int) -> None:
@@ -153,11 +154,21 @@ class Broker:
 
     def adopt(self, name: str, share: int) -> None:
         """A worker of an earlier gateway has this share already."""
-        need = self._estimate(self._models[name])
+        need = self._need_here(self._models[name])
         share = share or need.floor
         self.tenancies[name] = self._tenancy(name, share, need)
 
-    def _estimate(self, model: ModelConfig) -> Need:
+    def _need_here(self, model: ModelConfig) -> Need:
+        """Of the ranks of a group those on this machine: its grant is for all of them."""
+        need, group = self.need_of(model), model.group
+        if not group.nodes:
+            return need
+        parts = zip(group.nodes, parts_of(len(group.nodes), group.split), strict=True)
+        here = [part for node, part in parts if node == LOCAL]
+        return portion(need, sum(here), len(here))
+
+    def need_of(self, model: ModelConfig) -> Need:
+        """Memory of a model in one process. Reads files."""
         wisdom = self._times.of(model.name, model.path) if self._times is not None else None
         return estimate(model, self.budget, wisdom.load if wisdom is not None else None)
 

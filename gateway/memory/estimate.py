@@ -1,12 +1,13 @@
 """Memory that a model needs, before it is loaded: from its files' headers and its settings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from gateway.config.settings import ModelConfig
 from gateway.model_files.adapter_sizes import adapter_sizes
 from gateway.model_files.metadata import Info, Unreadable, find, inspect
-from gateway.model_files.worker_memory import MIB, fixed_bytes
+from gateway.model_files.worker_memory import BUFFER_BYTES, MIB, OVERHEAD_BYTES, fixed_bytes
 from protocol.kinds import AUDIO, EMBED, RERANK
 from protocol.wisdom import LoadFacts
 
@@ -38,6 +39,21 @@ class Need:
     def within(self, cap: int) -> int:
         """The floor under a cap: less than comfortable is better than nothing."""
         return min(self.floor, max(self.least, cap))
+
+
+def portion(need: Need, part: float, processes: int) -> Need:
+    """Need of so many ranks that have a part of a model together; `need` is that of one process with all of it."""
+    process = OVERHEAD_BYTES + BUFFER_BYTES
+
+    def own(count: int) -> int:
+        return int(max(0, count - process) * part) + processes * process
+
+    return Need(int(need.weights * part), own(need.least), own(need.floor), own(need.most))
+
+
+def parts_of(ranks: int, split: Sequence[int]) -> list[float]:
+    """The part of a model that each rank of a group has; `split` are layers by rank, or empty."""
+    return [layers / sum(split) for layers in split] if split else [1 / max(1, ranks)] * ranks
 
 
 def estimate(model: ModelConfig, lendable: int, load: LoadFacts | None = None) -> Need:

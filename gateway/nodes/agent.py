@@ -108,7 +108,8 @@ class Agent:
         self._reservations = Reservations(limits.reservations, limits.reservations_of_one)
         self._heard: dict[str, float] = {}
         self._asking: dict[str, int] = {}
-        self._refused_keys: set[str] = set()
+        # Keys of strangers, of which the log has told; few.
+        self.refused_keys: set[str] = set()
         self._boot = host.describe(0, "").boot
         self._tasks: asyncio.TaskGroup | None = None
         self._context: zmq.asyncio.Context | None = None
@@ -120,7 +121,12 @@ class Agent:
         """Listen. Raises `zmq.ZMQError`."""
         self._context = zmq.asyncio.Context()
         self._guard = guard(self._context, Admitted(self._nodes, self._refuse_key))
-        self._router = sockets.bind_secure_router(self._context, f"tcp://{self._address}", self._own)
+        try:
+            self._router = sockets.bind_secure_router(self._context, f"tcp://{self._address}", self._own)
+        except BaseException:  # Re-raised: a context with open sockets would wait for them at its end.
+            self._guard.stop()
+            self._context.destroy(0)
+            raise
 
     @property
     def endpoint(self) -> str:
@@ -136,13 +142,14 @@ class Agent:
                 tasks.create_task(self._look_after())
                 await self._receive()
         finally:
-            self._leave()
-            if self._heard:
-                # A gateway drops what it has not read of a connection that ends.
-                await asyncio.sleep(FAREWELL_S)
-            self._guard.stop()
-            self._router.close(0)
-            self._context.term()
+            try:
+                self._leave()
+                if self._heard:
+                    # A gateway drops what it has not read of a connection that ends.
+                    await asyncio.sleep(FAREWELL_S)
+            finally:
+                self._guard.stop()
+                self._context.destroy(0)
 
     def _leave(self) -> None:
         """End everything at once, and tell those whose it was."""
@@ -341,8 +348,8 @@ class Agent:
 
     def _refuse_key(self, public: str) -> None:
         # Strangers can come at any rate: each key is named once, and few of them.
-        if public not in self._refused_keys and len(self._refused_keys) < 100:
-            self._refused_keys.add(public)
+        if public not in self.refused_keys and len(self.refused_keys) < 100:
+            self.refused_keys.add(public)
             log.warning("refused a node of an unknown key, fingerprint %s", fingerprint(public))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -1,6 +1,7 @@
 """Client of one node's agent: orders with deadlines, and the end of ranks, told by the agent or by its silence."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -45,6 +46,10 @@ _TROUBLES: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it has another key than ours says",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not admit our key",
 }
+
+# After these libzmq connects no more.
+_FINAL: Final = frozenset({zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL})
+REFUSED_S: Final = 0.5
 
 
 class NodeLost(Exception):
@@ -117,10 +122,9 @@ class AgentClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._lose("the connection was closed")
-        if self._context is not None:
-            self._dealer.disable_monitor()
-            self._context.destroy(0)
-        self._context = None
+        context, self._context = self._context, None
+        if context is not None:
+            context.destroy(0)
 
     # -- orders ------------------------------------------------------------------------------------------------------
 
@@ -244,6 +248,15 @@ class AgentClient:
                 self._trouble = ""
             elif event in _TROUBLES and not (event == zmq.EVENT_CONNECT_RETRIED and self._trouble):
                 self._trouble = _TROUBLES[event]
+            if event in _FINAL:
+                await asyncio.sleep(REFUSED_S)
+                self._connect_again()
+
+    def _connect_again(self) -> None:
+        """The other end may know our key by now."""
+        with contextlib.suppress(zmq.ZMQError):  # libzmq may have forgotten the address
+            self._dealer.disconnect(f"tcp://{self.address}")
+        self._dealer.connect(f"tcp://{self.address}")
 
     def _no_answer(self, deadline_s: float) -> str:
         return f"node {self.name} ({self.address}) did not answer within {deadline_s:.0f} s{self._why()}"

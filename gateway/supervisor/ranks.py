@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from gateway.supervisor.ports import Process
 from protocol.curve import make_pair
 from protocol.failures import FINAL_EXITS, Exit
-from protocol.spec import RankSpec, WorkerSpec
+from protocol.spec import GroupSpec, RankSpec, WorkerSpec
 
 # Name of this machine among a group's nodes.
 LOCAL: Final = "local"
@@ -38,11 +38,18 @@ class Place:
 class RankStarter(Protocol):
     """Start of ranks on one node: here, or by the agent of another machine."""
 
-    def place(self) -> Place: ...
+    def place(self, nodes: Sequence[str]) -> Place:
+        """The place of this node in a group over `nodes`, by rank."""
+        ...
 
     def start(self, spec: WorkerSpec) -> Process:
         """Start a rank. Returns at once: where it cannot be started, that is how the process ends. Raises `OSError`."""
         ...
+
+
+def is_local(group: GroupSpec) -> bool:
+    """Whether all ranks are of this machine."""
+    return all(node == LOCAL for node in group.nodes)
 
 
 def ranks_of(spec: WorkerSpec, places: Mapping[str, Place] | None = None) -> list[WorkerSpec]:
@@ -52,6 +59,8 @@ def ranks_of(spec: WorkerSpec, places: Mapping[str, Place] | None = None) -> lis
     """
     assert spec.group is not None
     nodes, places = spec.group.nodes, {LOCAL: Place(), **(places or {})}
+    if is_local(spec.group):
+        places[LOCAL] = Place()
     keys = [make_pair() for _ in nodes]
     # Ranks on other machines come by the address that they know this one by.
     host = next((places[node].host for node in nodes if node != LOCAL), places[LOCAL].host)

@@ -61,15 +61,16 @@ class Spawner:
         self._starters = starters if starters is not None else {}
 
     def spawn(self, spec: WorkerSpec) -> Process:
-        """Start a worker, or all ranks of its group. Raises `OSError`."""
-        if spec.group is None:
+        """Start a worker, or all ranks of its group; of another gateway's group one rank. Raises `OSError`."""
+        if spec.group is None or spec.rank is not None:
             child, argv = self._start(spec, f"{spec.name}#{spec.epoch}", lambda: self._registry.remove(spec.name))
             self._registry.add(_record(child.pid, spec, argv, []))
             return child
         return self._spawn_group(spec, spec.group)
 
     def _spawn_group(self, spec: WorkerSpec, group: GroupSpec) -> Process:
-        places = {node: self._starters[node].place() for node in group.nodes if node in self._starters}
+        nodes = group.nodes
+        places = {node: self._starters[node].place(nodes) for node in nodes if node in self._starters}
         absent = [node for node in group.nodes if node != LOCAL and node not in places]
         if absent:
             raise FileNotFoundError(f"there is no node '{absent[0]}'")

@@ -1,6 +1,7 @@
 """Hosts of a small office in one process: real brokers, agents and clients, and ranks that are processes that sleep."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from os import pipe
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from gateway.config.settings import Config, MemoryConfig, ModelConfig, ServerConfig
 from gateway.link.link import Link
@@ -31,10 +33,24 @@ from tests.support.scale import patient
 MIB = 1 << 20
 BUDGET = 1000 * MIB
 DEADLINE_S = patient(5)
+THERE = "127.0.0.2"
 QUICK = AgentLimits(silence_s=patient(0.3), look_s=0.02, term_s=0.05, abort_s=0.1)
 # A rank in these tests: a process that lives until a signal, or one that ends by itself.
 SLEEPS = "import time; print('INFO rank is up', flush=True); time.sleep(600)"
 ENDS = "import sys; print('ERROR no such tensor', flush=True); sys.exit(66)"
+
+
+def _has_second_loopback() -> bool:
+    """Linux has all of 127.0.0.0/8, macOS one address of it."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((THERE, 0))
+        except OSError:
+            return False
+    return True
+
+
+needs_second_loopback = pytest.mark.skipif(not _has_second_loopback(), reason=f"ifconfig lo0 alias {THERE}")
 
 
 class Ranks:
@@ -86,9 +102,7 @@ class Host:
 
 
 @asynccontextmanager
-async def host(
-    home: Path, name: str, *, budget: int = BUDGET, keys: KeyPair | None = None, port: str = "*"
-) -> AsyncGenerator[Host]:
+async def host(home: Path, name: str, *, budget: int = BUDGET, keys: KeyPair | None = None) -> AsyncGenerator[Host]:
     keys = keys or make_pair()
     config = Config(
         home=home,
@@ -101,10 +115,11 @@ async def host(
     broker = Broker(config, {}, link, Recorder(), ThisMachine(), Limits(), time.monotonic)
     ranks, known = Ranks(), dict[str, str]()
     this = ThisHost(lambda: config, broker, ranks.start, ("ipc://down", "ipc://up"))
-    agent = Agent(f"127.0.0.1:{port}", keys, lambda: known, this, QUICK)
+    agent = Agent("127.0.0.1:*", keys, lambda: known, this, QUICK)
     agent.open()
     made = Host(name, keys, broker, ranks, agent, this, known, asyncio.create_task(agent.run()))
     settling = asyncio.create_task(broker.run())
+    await asyncio.sleep(0)  # a task that is cancelled before it begins closes nothing
     try:
         yield made
     finally:
