@@ -91,7 +91,7 @@ def load_config(
     ui = source.convert(source.table(raw.get("ui", {}), UiConfig, ("ui",)), UiConfig, ("ui",))
     node = read_node(source, raw.get("node", {}), server.node_name)
     nodes = read_nodes(source, raw.get("nodes", {}), node, server.node_name, bad_name)
-    check_groups(source, models, nodes)
+    check_groups(source, models, node, nodes)
     return Config(
         home=home,
         server=server,

@@ -53,3 +53,31 @@ def test_files_that_the_ranks_do_not_divide_are_refused_with_the_number(tmp_path
     (folder / "config.json").write_text(json.dumps(settings | {"model_type": "gemma3_text"}))
     with pytest.raises(ConfigError, match="mlx-lm cannot run 'gemma3_text' pipeline-parallel; it needs one process"):
         load(tmp_path, 'nodes = ["local", "local"]', path=str(folder))
+
+
+def over(home: Path, group: str, address: str = "10.0.0.2:8486", own: str = "", far: str = "") -> str:
+    """The reason for which a group with a rank on another machine is refused; empty where it is not."""
+    (home / "studio2.public").write_text("ab" * 32)
+    node = f"[node]\nfabric = {{ rdma = {{ {own} }} }}\n" if own else ""
+    other = f'[nodes.studio2]\nkey = "studio2.public"\naddress = "{address}"\nfabric = {{ rdma = {{ {far} }} }}\n'
+    (home / "mlxd.toml").write_text(f'[models.big]\npath = "absent/model"\ngroup = {{ {group} }}\n{node}{other}')
+    try:
+        load_config(home, has_keys=lambda _: True)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_on_another_machine_needs_the_address_of_its_agent(tmp_path: Path) -> None:
+    assert over(tmp_path, 'nodes = ["local", "studio2"]') == ""
+    assert "has no address" in over(tmp_path, 'nodes = ["local", "studio2"]', address="")
+
+
+def test_another_machine_has_one_rank_of_a_group(tmp_path: Path) -> None:
+    assert "one rank of a group at most" in over(tmp_path, 'nodes = ["local", "studio2", "studio2"]')
+
+
+def test_jaccl_without_a_cable_between_two_machines_is_refused(tmp_path: Path) -> None:
+    jaccl = 'nodes = ["local", "studio2"], backend = "jaccl"'
+    assert over(tmp_path, jaccl, own='studio2 = "rdma_en5"', far='local = "rdma_en5"') == ""
+    assert "rank 1 has no device towards rank 0" in over(tmp_path, jaccl, own='studio2 = "rdma_en5"')
