@@ -9,6 +9,8 @@ from gateway.supervisor.state import Limits, ModelUnavailable, State
 from protocol.failures import Code, Failure
 from protocol.messages import (
     MINOR,
+    AdapterInfo,
+    AdaptersSet,
     Detokenize,
     Drain,
     Drained,
@@ -17,6 +19,7 @@ from protocol.messages import (
     Generate,
     Goodbye,
     Sampling,
+    SetAdapters,
     Shutdown,
     TextPrompt,
     Tokenize,
@@ -315,6 +318,53 @@ async def test_a_ready_worker_is_replaced_by_one_of_the_new_specification_and_it
         assert (m.worker.state, sequence.epoch, sequence.is_over) == (State.READY, 2, False)
         assert [spec.context for spec in m.world.specs] == [0, 99]
         assert m.worker.restarts == 0
+
+
+def adapt(m: Machine, *adapters: tuple[str, str]) -> None:
+    m.worker.change(replace(m.worker.spec, adapters=adapters), 60.0, is_preload=False, is_reload=False)
+
+
+def orders(m: Machine) -> list[SetAdapters]:
+    """Orders about adapters that the worker was sent."""
+    return [message for message in m.world.sent if isinstance(message, SetAdapters)]
+
+
+async def test_a_worker_is_told_of_other_adapters_and_what_it_has_is_known_from_then_on() -> None:
+    async with Machine() as m:
+        sql, docs = ("sql", "/sql"), ("docs", "/docs")
+        adapt(m, sql)
+        await m.bring_up()
+        # It was started with others than it is to have now.
+        assert orders(m) == [SetAdapters(0, (sql,))]
+        m.worker.post(AdaptersSet(1, 0, (AdapterInfo(*sql, rank=4),), 2000))
+        await settle()
+        assert m.worker.ready is not None
+        assert ([info.name for info in m.worker.ready.adapters], m.worker.ready.weights_bytes) == (["sql"], 2000)
+        # One after the other, although nothing was answered yet.
+        adapt(m, sql, docs)
+        adapt(m, sql)
+        adapt(m, sql)
+        await settle()
+        assert orders(m)[1:] == [SetAdapters(0, (sql, docs)), SetAdapters(0, (sql,))]
+        assert (m.worker.state, m.worker.epoch) == (State.READY, 1)
+
+
+async def test_a_worker_of_a_version_without_adapters_is_not_told_of_them_and_replaced_for_one() -> None:
+    async with Machine() as m:
+        m.worker.adopt(FakeProcess(pid=4242, is_adopted=True), 17)
+        adapt(m, ("sql", "/sql"))
+        await settle()
+        m.hello(minor=0)
+        m.ready()
+        m.worker.post(Drained(17, 0))
+        await settle()
+        assert orders(m) == []
+        refused = m.worker.refusal(Generate(1, TextPrompt("hi"), Sampling(), adapter="sql"))
+        assert refused is not None
+        assert refused.code is Code.INCOMPATIBLE
+        m.pong()
+        await settle()
+        assert m.worker.state is State.STOPPING
 
 
 async def test_a_change_that_needs_no_other_worker_waits_for_the_next_one() -> None:
