@@ -17,7 +17,9 @@ MODULES: Final = "modules.json"
 # Architectures that see all of their input at once, and so generate nothing.
 ENCODERS: Final = ("bert", "roberta", "xlm-roberta", "camembert", "modernbert", "nomic_bert")
 # Families that hear speech and write it down, and that speak, by their names in mlx-audio.
-HEARERS: Final = ("whisper", "moonshine")
+HEARERS: Final = ("whisper", "moonshine", "parakeet", "qwen3_asr")
+# Of the configuration of parakeet, which has no model_type.
+_NEMO: Final = "nemo.collections.asr."
 SPEAKERS: Final = ("soprano", "qwen3_tts")
 # Its configuration is that of the decoder inside of it.
 _SOPRANO: Final = re.compile(r"(^|[-_.])soprano([-_.]|$)", re.IGNORECASE)
@@ -46,7 +48,9 @@ def kind_of(config: Mapping[str, Any], files: Container[str], name: str) -> str:
 
 def audio_family(config: Mapping[str, Any], name: str) -> str:
     """The family of a model that hears or speaks; empty for any other."""
-    model_type = config.get("model_type")
+    model_type, target = config.get("model_type"), config.get("target")
+    if isinstance(target, str) and target.startswith(_NEMO):
+        return "parakeet"
     if model_type in (*HEARERS, *SPEAKERS):
         return str(model_type)
     return "soprano" if _SOPRANO.search(name.rstrip("/").rpartition("/")[2]) else ""

@@ -31,11 +31,11 @@ def obstacles(config: dict[str, Any] | None, files: Sequence[str]) -> list[str]:
 
 def architecture_obstacles(config: dict[str, Any]) -> list[str]:
     """Reasons that its architecture alone gives, as clauses."""
-    if not isinstance(model_type := config.get("model_type"), str):
-        return ["its config.json names no model_type"]
     if audio_family(config, ""):
         has_library = importlib.util.find_spec("mlx_audio") is not None
         return [] if has_library else ["mlx-audio, which hears and speaks, is not installed: mlxctl setup audio"]
+    if not isinstance(model_type := config.get("model_type"), str):
+        return ["its config.json names no model_type"]
     return (
         []
         if model_type in ENCODERS or _is_known(model_type)

@@ -102,6 +102,62 @@ def build_moonshine(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def build_qwen_asr(folder: Path, *, seed: int = 0) -> Path:
+    from mlx_audio.stt.models.qwen3_asr.qwen3_asr import Model, ModelConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tiny_tokenizer(["<|audio_start|>", "<|audio_pad|>", "<|audio_end|>", "<asr_text>"])
+    start, pad, end = tokenizer.convert_tokens_to_ids(["<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"])
+    config = {
+        "model_type": "qwen3_asr", "audio_token_id": pad, "audio_start_token_id": start, "audio_end_token_id": end,
+        "audio_config": {
+            "num_mel_bins": 128, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32,
+            "d_model": 32, "output_dim": 32, "downsample_hidden_size": 8,
+        },
+        "text_config": {
+            "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "rope_theta": 10000.0,
+        },
+        "support_languages": ["English", "German"],
+    }  # fmt: skip
+    mx.random.seed(seed)
+    _save(folder, config, Model(ModelConfig.from_dict(config)))
+    tokenizer.save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=128).save_pretrained(folder)
+    return folder
+
+
+def build_parakeet(folder: Path, *, seed: int = 0) -> Path:
+    from mlx_audio.stt.models.parakeet.parakeet import Model, ModelConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["\u2581ka", "to", "\u2581mi", "ra", ".", "\u2581sen"]
+    config = {
+        "target": "nemo.collections.asr.models.rnnt_bpe_models.EncDecRNNTBPEModel",
+        "model_defaults": {"tdt_durations": [0, 1, 2, 3, 4]},
+        "preprocessor": {
+            "sample_rate": 16000, "normalize": "per_feature", "window_size": 0.025, "window_stride": 0.01,
+            "window": "hann", "features": 16, "n_fft": 512, "dither": 0.0,
+        },
+        "encoder": {
+            "feat_in": 16, "n_layers": 1, "d_model": 32, "n_heads": 2, "ff_expansion_factor": 2,
+            "subsampling_factor": 8, "self_attention_model": "rel_pos", "subsampling": "dw_striding",
+            "conv_kernel_size": 9, "subsampling_conv_channels": 8, "pos_emb_max_len": 5000,
+        },
+        "decoder": {
+            "blank_as_pad": True, "vocab_size": len(words), "prednet": {"pred_hidden": 16, "pred_rnn_layers": 1},
+        },
+        "joint": {
+            "num_classes": len(words), "vocabulary": words, "num_extra_outputs": 5,
+            "jointnet": {"joint_hidden": 16, "activation": "relu", "encoder_hidden": 32, "pred_hidden": 16},
+        },
+        "decoding": {"model_type": "tdt", "durations": [0, 1, 2, 3, 4], "greedy": {"max_symbols": 4}},
+    }  # fmt: skip
+    mx.random.seed(seed)
+    _save(folder, config, Model(ModelConfig.from_dict(config)))
+    return folder
+
+
 def build_soprano(folder: Path, *, seed: int = 0) -> Path:
     """Its decoder has the size that the library gives every Soprano but 1.1. No sentence ends before its last token."""
     from mlx_audio.tts.models.soprano import Model, ModelConfig

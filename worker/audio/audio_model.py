@@ -26,6 +26,8 @@ from worker.model.memory import has_gpu
 MISSING: Final = "mlx-audio is not installed; install it with: mlxctl setup audio"
 # Files of transformers that may name code beside the weights, which mlx-audio would run without a question.
 _CODE: Final = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+# It has the model_type of one that writes down.
+_ALIGNER: Final = "qwen3_forced_aligner"
 # Whisper's decoding knows two.
 _WHISPER_DTYPES: Final = {"float32": mx.float32, "float16": mx.float16}
 
@@ -109,6 +111,9 @@ def _family(config: dict[str, Any], name: str) -> str:
         kind = config.get("model_type")
         message = f"the audio family {kind!r} is not served; these are: {served}"
         raise LoadFailed(Code.MODEL_UNSUPPORTED, message)
+    thinker = config.get("thinker_config")
+    if isinstance(thinker, dict) and thinker.get("model_type") == _ALIGNER:
+        raise LoadFailed(Code.MODEL_UNSUPPORTED, "a model that aligns a text with a clip is not served")
     return family
 
 

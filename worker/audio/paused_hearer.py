@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from protocol.transcript import Segment, Word
 from worker.audio.hearer import Check, Samples, Window, Wish
@@ -21,20 +22,21 @@ _TOKENS_LEAST: Final = 64
 class Family:
     """Call of a family's `generate`, and what it can be told.
 
-    `arguments` are those of a window: of so many tokens at most, as a request wants it. Languages by code and name.
+    `arguments` are those of a model's window: of so many tokens at most, as a request wants it. Languages by code and
+    name.
     """
 
-    arguments: Callable[[int, Wish], dict[str, Any]]
+    arguments: Callable[[Any, int, Wish], dict[str, Any]]
     languages: Mapping[str, str]
     has_text: bool = False
     has_words: bool = False
 
 
-def _moonshine(tokens: int, wish: Wish) -> dict[str, Any]:
+def _moonshine(_model: Any, tokens: int, wish: Wish) -> dict[str, Any]:
     return {"max_tokens": tokens, "temperature": wish.temperature}
 
 
-def _qwen(tokens: int, wish: Wish) -> dict[str, Any]:
+def _qwen(_model: Any, tokens: int, wish: Wish) -> dict[str, Any]:
     return {
         "max_tokens": tokens,
         "temperature": wish.temperature,
@@ -43,8 +45,10 @@ def _qwen(tokens: int, wish: Wish) -> dict[str, Any]:
     }
 
 
-def _parakeet(_tokens: int, _wish: Wish) -> dict[str, Any]:
-    return {"dtype": mx.float32}
+def _parakeet(model: Any, _tokens: int, _wish: Wish) -> dict[str, Any]:
+    # It writes down at most some tokens a frame; samples are in the format of its weights.
+    parameters: Any = tree_flatten(model.parameters())
+    return {"dtype": next(array.dtype for _, array in parameters)}
 
 
 # As its model card lists them.
@@ -87,7 +91,9 @@ class PausedHearer:
             mx.random.seed((wish.seed + start) % (1 << 64))
             seconds = (end - start) / self.rate
             tokens = max(_TOKENS_LEAST, int(seconds * _TOKENS_A_SECOND))
-            result = self._model.generate(mx.array(samples[start:end]), **self._family.arguments(tokens, wish))
+            result = self._model.generate(
+                mx.array(samples[start:end]), **self._family.arguments(self._model, tokens, wish)
+            )
             yield self._window(result, start / self.rate, seconds, is_first=at == 0)
 
     def _window(self, result: Any, offset: float, seconds: float, *, is_first: bool) -> Window:
