@@ -32,9 +32,10 @@ class _Hiding:
         return getattr(self._cache, name)
 
     def make_mask(self, count: int, *_args: Any, **_named: Any) -> mx.array:
-        at, begin, end = mx.arange(count), _RUNS[0][1], _RUNS[1][0]
-        is_hidden = (at[None] >= begin) & (at[None] < end) & (at[:, None] >= end)
-        return ((at[None] <= at[:, None]) & ~is_hidden)[None, None]
+        rows, slots = mx.arange(count)[:, None], mx.arange(self._cache.lengths.seen(count))[None]
+        begin, end = _RUNS[0][1], _RUNS[1][0]
+        is_hidden = (slots >= begin) & (slots < end) & (rows >= end)
+        return ((slots <= rows) & ~is_hidden)[None, None]
 
 
 def gap_problem(model: Any, vocab_size: int) -> str:

@@ -18,6 +18,7 @@ from tests.support.engine import EngineHarness, Result, spec
 from tests.support.heads import damp
 from tests.support.models import VOCAB, build
 from tests.worker.engine.test_exact import tokens
+from worker.cache import ragged
 from worker.sparse.importance import LOOKAHEAD
 from worker.sparse.kept import BLOCK, Kept, count_kept
 from worker.speculation.noisy import NoisyDrafts
@@ -142,8 +143,11 @@ def test_sparse_and_whole_rows_in_one_batch_answer_as_alone(engine: EngineHarnes
     assert stats.sparse_read_s > 0
 
 
-def test_a_row_resumed_by_another_worker_goes_on_as_it_would_have(pair: tuple[Path, Path], alone: list[Result]) -> None:
-    """With drafts of any length, which change no token; and what drafts reads no sparse prompt."""
+def test_a_row_resumed_by_another_worker_goes_on_as_it_would_have(
+    pair: tuple[Path, Path], alone: list[Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts of any length, and attention over all of the room, as on CUDA."""
+    monkeypatch.setattr(ragged, "sees_room", True)
     drafter = NoisyDrafts(VOCAB)
     for each, result in zip(requests(), alone, strict=True):
         assert isinstance(each.prompt, TokensPrompt)
