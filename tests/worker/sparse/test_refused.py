@@ -7,11 +7,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models import deepseek_v3, qwen3
 from mlx_lm.utils import load_model
 
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import spec
-from tests.support.models import VOCAB
+from tests.support.models import ARCHITECTURES, VOCAB
+from worker.cache.quantized import KvForm, set_kv_form
 from worker.checked_model import load_checked
 from worker.errors import LoadFailed, RequestInvalid
 from worker.prompt.sparse_limits import NO_SPARSE, SparseLimits
@@ -71,6 +73,23 @@ def test_a_model_whose_layers_need_every_token_is_refused(
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe"])
 def test_positions_of_these_follow_their_caches(architecture: str, model_folder: Callable[[str], Path]) -> None:
     assert gap_problem(load_model(model_folder(architecture))[0], VOCAB) == ""
+
+
+@pytest.mark.parametrize("reads_codes", [True, False])
+def test_positions_follow_caches_of_quantized_kv(reads_codes: bool) -> None:
+    sizes = {**ARCHITECTURES["qwen3"][1], "head_dim": 64, "num_hidden_layers": 2}
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(sizes))
+    set_kv_form(model, KvForm(4, 32, reads_codes))
+    assert gap_problem(model, VOCAB) == ""
+
+
+def test_positions_follow_caches_of_latent_attention() -> None:
+    sizes: dict[str, Any] = {
+        "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+        "num_hidden_layers": 2, "first_k_dense_replace": 2, "hidden_size": 64, "intermediate_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": VOCAB, "model_type": "deepseek_v3",
+    }  # fmt: skip
+    assert gap_problem(deepseek_v3.Model(deepseek_v3.ModelArgs(**sizes)), VOCAB) == ""
 
 
 class _Counting(nn.Module):
