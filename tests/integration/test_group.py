@@ -41,18 +41,23 @@ def group_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def daemon(group_model: Path) -> Iterator[GroupDaemon]:
+def home(group_model: Path) -> Iterator[Path]:
     with short_home() as home:
         write_config(home, ("m",))
         config = home / "mlxd.toml"
         config.write_text(config.read_text().replace('path = "demo"', f'path = "{group_model}"\n{GROUP}'))
-        with GroupDaemon(home, module="gateway.main") as running:
-            yield running
-            left = running.ranks()
-        end = time.monotonic() + DEADLINE_S
-        while any(process.is_running() for process in left):
-            assert time.monotonic() < end, "a rank outlives its daemon"
-            time.sleep(0.05)
+        yield home
+
+
+@pytest.fixture
+def daemon(home: Path) -> Iterator[GroupDaemon]:
+    with GroupDaemon(home, module="gateway.main") as running:
+        yield running
+        left = running.ranks()
+    end = time.monotonic() + DEADLINE_S
+    while any(process.is_running() for process in left):
+        assert time.monotonic() < end, "a rank outlives its daemon"
+        time.sleep(0.05)
 
 
 async def test_streams_go_on_when_a_rank_is_killed_and_when_one_hangs(daemon: GroupDaemon) -> None:
@@ -74,6 +79,28 @@ async def test_streams_go_on_when_a_rank_is_killed_and_when_one_hangs(daemon: Gr
     assert model["epoch"] == 4
     assert daemon.counter("requests_quarantined_total") == 0
     assert not pids & set(psutil.pids()), "every rank of an earlier start has ended"
+
+
+async def test_the_next_gateway_adopts_all_ranks_and_ends_them_together(home: Path) -> None:
+    body = {"model": "m", "prompt": "ka to", "max_tokens": 8, "temperature": 0}
+
+    def answer(daemon: GroupDaemon) -> str:
+        response = daemon.client.post("/v1/completions", json=body, timeout=DEADLINE_S)
+        return response.json()["choices"][0]["text"]
+
+    first = GroupDaemon(home, module="gateway.main").__enter__()
+    expected, ranks = answer(first), first.ranks()
+    first.process.kill()
+    first.process.wait()
+    first.client.close()
+    with GroupDaemon(home, module="gateway.main") as daemon:
+        await until(lambda: daemon.is_ready(epoch=1), DEADLINE_S)
+        assert [rank["pid"] for rank in daemon.model()["group"]["ranks"]] == [process.pid for process in ranks]
+        assert answer(daemon) == expected
+        ranks[1].kill()
+        await until(lambda: not ranks[0].is_running(), DEADLINE_S)
+        assert answer(daemon) == expected
+        assert daemon.is_ready(epoch=2)
 
 
 def test_status_and_verify_know_the_ranks(daemon: GroupDaemon) -> None:
