@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from msgspec import structs
 
-from gateway.config.settings import AudioConfig, ModelConfig
+from gateway.config.settings import AudioConfig, MediaConfig, ModelConfig
 from gateway.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, running
 from tests.support.audio_models import build_moonshine, build_qwen_tts, build_whisper, tone
@@ -236,3 +237,21 @@ async def test_a_killed_worker_is_a_pause_for_a_transcript_and_for_speech(gatewa
     await kill("speaker")
     assert (await heard(gateway)).json()["text"] == whole
     assert await spoken(gateway, response_format="pcm") == speech
+
+
+async def test_files_of_all_requests_share_the_room_of_media(gateway: Gateway) -> None:
+    numbers = gateway.app.services.media.numbers
+    before = numbers.used_bytes
+    await heard(gateway)
+    assert numbers.used_bytes == before
+    limited = structs.replace(gateway.app.services.config, media=MediaConfig(in_flight_bytes=1024))
+    kept = gateway.app.services.config
+    gateway.app.services.live.apply(limited)
+    try:
+        reply = await gateway.client.post(
+            "/v1/audio/transcriptions", files={"file": ("a.wav", CLIP)}, data={"model": "whisper"}
+        )
+    finally:
+        gateway.app.services.live.apply(kept)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "media_memory_full")
+    assert numbers.used_bytes == before

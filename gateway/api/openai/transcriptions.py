@@ -107,6 +107,9 @@ class Transcriptions:
         is_stream = isinstance(request, TranscriptionRequest) and request.stream
         granularities = _checked(request, is_stream=is_stream)
         model, seed = serve.begin(services, record, request.model, is_stream, request.seed, unknown)
+        assert record.media_lease is not None, "the middleware makes one for each request"
+        record.media_lease.owner = record.caller.key or ""
+        record.media_lease.grow(len(data))
         record.media_bytes = len(data)
         generate = Generate(
             services.link.next_rid(),
