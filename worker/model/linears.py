@@ -41,8 +41,9 @@ class Linears:
             elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
                 self._tables.add(_tail(path))
 
-    def __len__(self) -> int:
-        return len(self._places)
+    @property
+    def places(self) -> list[Place]:
+        return list(self._places.values())
 
     def find(self, name: str) -> Place | None:
         """The layer of this name, or of the same name inside of a text model that is called otherwise."""
