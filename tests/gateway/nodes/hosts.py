@@ -34,7 +34,9 @@ MIB = 1 << 20
 BUDGET = 1000 * MIB
 DEADLINE_S = patient(5)
 THERE = "127.0.0.2"
-QUICK = AgentLimits(silence_s=patient(0.3), look_s=0.02, term_s=0.05, abort_s=0.1)
+# All ends of a test are on one loop, which may stand still for a while. Where silence is what is tested it is shorter.
+SILENCE_S = patient(5)
+SHORT_S = patient(0.5)
 # A rank in these tests: a process that lives until a signal, or one that ends by itself.
 SLEEPS = "import time; print('INFO rank is up', flush=True); time.sleep(600)"
 ENDS = "import sys; print('ERROR no such tensor', flush=True); sys.exit(66)"
@@ -102,8 +104,9 @@ class Host:
 
 
 @asynccontextmanager
-async def host(home: Path, name: str, *, budget: int = BUDGET, keys: KeyPair | None = None) -> AsyncGenerator[Host]:
-    keys = keys or make_pair()
+async def host(home: Path, name: str, *, budget: int = BUDGET, silence_s: float = SILENCE_S) -> AsyncGenerator[Host]:
+    keys = make_pair()
+    limits = AgentLimits(silence_s=silence_s, look_s=0.02, term_s=0.05, abort_s=0.1)
     config = Config(
         home=home,
         server=ServerConfig(node=name),
@@ -115,7 +118,7 @@ async def host(home: Path, name: str, *, budget: int = BUDGET, keys: KeyPair | N
     broker = Broker(config, {}, link, Recorder(), ThisMachine(), Limits(), time.monotonic)
     ranks, known = Ranks(), dict[str, str]()
     this = ThisHost(lambda: config, broker, ranks.start, ("ipc://down", "ipc://up"))
-    agent = Agent("127.0.0.1:*", keys, lambda: known, this, QUICK)
+    agent = Agent("127.0.0.1:*", keys, lambda: known, this, limits)
     agent.open()
     made = Host(name, keys, broker, ranks, agent, this, known, asyncio.create_task(agent.run()))
     settling = asyncio.create_task(broker.run())
@@ -132,7 +135,7 @@ async def host(home: Path, name: str, *, budget: int = BUDGET, keys: KeyPair | N
 async def client(to: Host, own: KeyPair, name: str = "studio1") -> AsyncGenerator[AgentClient]:
     """A gateway's connection to a host, which knows it under `name`."""
     to.known[own.public] = name
-    made = AgentClient(to.name, to.agent.endpoint, to.keys.public, own, silence_s=patient(2), pulse_s=0.05)
+    made = AgentClient(to.name, to.agent.endpoint, to.keys.public, own, silence_s=SILENCE_S, pulse_s=0.05)
     made.open()
     try:
         yield made
@@ -141,11 +144,11 @@ async def client(to: Host, own: KeyPair, name: str = "studio1") -> AsyncGenerato
 
 
 @asynccontextmanager
-async def pair(budget: int = BUDGET) -> AsyncGenerator[tuple[Host, AgentClient]]:
+async def pair(silence_s: float = SILENCE_S) -> AsyncGenerator[tuple[Host, AgentClient]]:
     """A host, and a gateway that may use it."""
     async with AsyncExitStack() as stack:
         home = stack.enter_context(short_home())
-        far = await stack.enter_async_context(host(home, "studio2", budget=budget))
+        far = await stack.enter_async_context(host(home, "studio2", silence_s=silence_s))
         yield far, await stack.enter_async_context(client(far, make_pair()))
 
 

@@ -29,7 +29,19 @@ from protocol.node_agent import (
     Spawn,
     Spawned,
 )
-from tests.gateway.nodes.hosts import BUDGET, DEADLINE_S, ENDS, MIB, Host, client, form, pair, rank_of, rank_spec
+from tests.gateway.nodes.hosts import (
+    BUDGET,
+    DEADLINE_S,
+    ENDS,
+    MIB,
+    SHORT_S,
+    Host,
+    client,
+    form,
+    pair,
+    rank_of,
+    rank_spec,
+)
 from tests.support.pool import until
 
 pytestmark = pytest.mark.anyio
@@ -223,7 +235,7 @@ async def test_memory_that_is_not_committed_in_time_is_taken_back() -> None:
 
 
 async def test_ranks_of_a_gateway_that_has_vanished_end_and_their_memory_is_free() -> None:
-    async with pair() as (far, gateway):
+    async with pair(SHORT_S) as (far, gateway):
         _, process = await started(far, gateway)
         await gateway.close()  # nothing is said: as if its machine had lost its power
 

@@ -25,6 +25,8 @@ from protocol.spec import GroupSpec
 from tests.gateway.nodes.hosts import (
     DEADLINE_S,
     MIB,
+    SHORT_S,
+    SILENCE_S,
     Host,
     host,
     rank_of,
@@ -59,10 +61,10 @@ class Near:
 
 
 @asynccontextmanager
-async def office(**node: object) -> AsyncGenerator[tuple[Near, Host]]:
+async def office(silence_s: float = SILENCE_S, **node: object) -> AsyncGenerator[tuple[Near, Host]]:
     async with AsyncExitStack() as stack:
         near_home, far_home = (stack.enter_context(short_home()) for _ in range(2))
-        far = await stack.enter_async_context(host(far_home, "studio2"))
+        far = await stack.enter_async_context(host(far_home, "studio2", silence_s=silence_s))
         own = own_pair(near_home)
         far.known[own.public] = "studio1"
         key = str(keep_public(near_home, "studio2", far.keys.public))
@@ -149,7 +151,7 @@ async def test_a_node_that_does_not_answer_yet_is_waited_for() -> None:
 
 
 async def test_a_node_that_leaves_the_configuration_is_left() -> None:
-    async with office() as (near, far):
+    async with office(SHORT_S) as (near, far):
         await near.admit()
         near.config = msgspec.structs.replace(near.config, nodes={})
         near.nodes.apply(near.config)
