@@ -52,7 +52,7 @@ def farewell(group: RunningGroup) -> str:
 def test_a_follower_out_of_step_is_noticed_before_a_wrong_token_leaves(
     fault: str, run_dir: Path, folder: Path, expected: list[int]
 ) -> None:
-    with group_of(run_dir, folder, fault) as group:
+    with group_of(run_dir, folder, fault, step_s=patient(2)) as group:
         group.ready()
         warm = group.run([request(1)])[0]
         assert warm.ids == expected, "before it went astray"
