@@ -33,6 +33,8 @@ RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 2000
 REMOTE_FRAMES: Final = 1000
 REMOTE_FRAME_BYTES: Final = 1 << 20
+# Of sockets that publish: messages that wait for one subscriber.
+EVENT_FRAMES: Final = 10_000
 
 
 class PathTooLong(ValueError):
@@ -64,6 +66,27 @@ def bind_router(context: zmq.Context[Any], address: str) -> Any:
 def bind_pull(context: zmq.Context[Any], address: str) -> Any:
     socket = _make(context, zmq.PULL)
     socket.bind(address)
+    return socket
+
+
+def bind_events(context: zmq.Context[Any], address: str) -> Any:
+    """A PUB; what a slow subscriber has not taken is dropped. Raises `ZMQError`."""
+    return _bind_bounded(context, zmq.PUB, address)
+
+
+def bind_replays(context: zmq.Context[Any], address: str) -> Any:
+    """A ROUTER that answers those who missed events. Raises `ZMQError`."""
+    return _bind_bounded(context, zmq.ROUTER, address)
+
+
+def _bind_bounded(context: zmq.Context[Any], kind: int, address: str) -> Any:
+    socket = context.socket(kind)
+    socket.set_hwm(EVENT_FRAMES)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError:
+        socket.close(0)
+        raise
     return socket
 
 

@@ -130,6 +130,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     experts: str = "memory"
     expert_cache_bytes: int = -1
 
+    # Where events of the prefix cache are published, and replayed to those who missed some; empty is nowhere.
+    kv_events: str = ""
+    kv_events_replay: str = ""
+    kv_events_topic: str = ""
+
     def __post_init__(self) -> None:
         # msgspec leaves a default out only where it is the very object: a number beyond 256 that was computed is not.
         for field in msgspec.structs.fields(self):

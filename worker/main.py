@@ -27,6 +27,7 @@ from worker.engine.gauges import Gauges
 from worker.link import Control, Link, Question
 
 if TYPE_CHECKING:
+    from worker.cache.block_events import Journal
     from worker.engine.inbox import Inbox
     from worker.engine.loop import Engine
     from worker.engine.row import Row
@@ -112,6 +113,20 @@ def _media_info(loaded: "Loaded", intake: "Intake") -> MediaInfo | None:
     if processor is None:
         return MediaInfo(tower_bytes, reason=intake.no_media) if intake.no_media else None
     return MediaInfo(tower_bytes, processor.image_tokens, processor.max_pixels)
+
+
+def _journal(spec: WorkerSpec) -> "Journal | None":
+    """Journal of the prefix cache that is published, where that is asked for. Raises `LoadFailed`."""
+    if not spec.kv_events:
+        return None
+    from worker.cache.block_events import Journal
+    from worker.errors import LoadFailed
+    from worker.kv_publisher import CannotPublish, KvPublisher
+
+    try:
+        return Journal(KvPublisher(spec.kv_events, spec.kv_events_replay, spec.kv_events_topic).put)
+    except CannotPublish as error:
+        raise LoadFailed(Code.BAD_CONFIG, str(error)) from None
 
 
 def _keep_load(engine: "Engine", loaded: "Loaded", gauges: Gauges, seconds: float, warm_up_s: float) -> None:
@@ -214,7 +229,15 @@ class Process:
         # Ranks of a group do the same, whatever was measured here.
         keeps = os.environ.get(FOLDER_ENV, "") if lead is None else ""
         engine = Engine(
-            loaded, self._spec, inbox, self._link.send, self._gauges, intake.writer, keeps=keeps, partners=lead
+            loaded,
+            self._spec,
+            inbox,
+            self._link.send,
+            self._gauges,
+            intake.writer,
+            keeps=keeps,
+            partners=lead,
+            journal=_journal(self._spec),
         )
         warmed = time.monotonic()
         self._link.send(Loading(self._spec.epoch, "warmup", loaded.weights_bytes, loaded.weights_bytes))

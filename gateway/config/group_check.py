@@ -70,6 +70,7 @@ def _conflict(model: ModelConfig) -> str:
         "kv_bits": model.kv_bits is not None,
         "adapters": bool(model.adapters),
         "sparse_prefill": model.sparse_prefill.keep > 0,
+        "kv_events": bool(model.kv_events.endpoint),
         "experts": model.experts != "memory",
         "kind": model.kind not in (AUTO, TEXT),
     }

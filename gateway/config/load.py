@@ -10,6 +10,7 @@ from msgspec import Struct, structs
 from gateway.config.address import bad_proxy
 from gateway.config.certificate import CertificateUnusable, load
 from gateway.config.group_check import check_groups
+from gateway.config.kv_event_addresses import bad_kv_events
 from gateway.config.names import Names
 from gateway.config.node_tables import read_node, read_nodes
 from gateway.config.origins import bad_host, bad_origin, is_loopback
@@ -27,6 +28,7 @@ from gateway.config.settings import (
     ConfigError,
     FallbackConfig,
     GroupConfig,
+    KvEventsConfig,
     MediaConfig,
     MemoryConfig,
     ModelConfig,
@@ -56,6 +58,7 @@ _TABLES: Final[dict[str, type[Struct]]] = {
     "fallback": FallbackConfig,
     "sparse_prefill": SparsePrefillConfig,
     "group": GroupConfig,
+    "kv_events": KvEventsConfig,
 }
 
 
@@ -207,6 +210,8 @@ def _models(source: Source, raw: Any) -> dict[str, ModelConfig]:
             raise source.error("deterministic runs one request at a time: batching is 'single'", (*where, "batching"))
         if model.kv_bits and model.kind not in ("auto", "text"):
             raise source.error("kv_bits is for models that generate text", (*where, "kv_bits"))
+        if reason := bad_kv_events(model.kv_events):
+            raise source.error(reason, (*where, "kv_events"))
         if reason := _bad_experts(model):
             raise source.error(reason, where)
         if reason := bad_parser(model.parser):

@@ -171,6 +171,18 @@ class SparsePrefillConfig(Struct, frozen=True, forbid_unknown_fields=True):
     from_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 8192
 
 
+class KvEventsConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`kv_events` of a model: addresses at which its worker publishes what its prefix cache holds, for routers.
+
+    They tell prompts as token ids, to all that connect: so beyond this machine only where `plain` says so.
+    """
+
+    endpoint: str = ""
+    replay: str = ""
+    topic: str = ""
+    plain: bool = False
+
+
 class FallbackConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`fallback` of a model: upstreams, in order, to which its requests go when they cannot be served here."""
 
@@ -247,6 +259,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ttl_s: Seconds = 0.0
     fallback: FallbackConfig = FallbackConfig()
     group: GroupConfig = GroupConfig()
+    kv_events: KvEventsConfig = KvEventsConfig()
     # Of a request: the one of its adapters that it names.
     adapter: str = ""
 

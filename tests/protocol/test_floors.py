@@ -88,14 +88,15 @@ WORKER: Final = {
     "start_audio": "audio engine link model take_requests",
     "checked_model": "errors model adapters sparse drafting engine prompt",
     "group": "errors model cache engine",
-    "main": "errors vision model adapters jobs embedding engine prompt link start_reader start_audio checked_model "
-    "group",
+    "main": "errors vision model adapters cache kv_publisher jobs embedding engine prompt link start_reader "
+    "start_audio checked_model group",
     "verify": "errors vision model adapters group engine prompt checked_model sparse speculation embedding "
     "verify_reader verify_audio",
     "verify_reader": "embedding",
     "calibrate": "errors model speculation engine pacing prompt embedding checked_model",
     "verify_audio": "audio",
     "repack": "errors experts model",
+    "kv_publisher": "cache",
     "__main__": "main",
     "smoke": "errors prompt checked_model verify",
 }

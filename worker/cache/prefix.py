@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from worker.cache.block_events import Journal
 from worker.cache.branch import Branch
 from worker.cache.counts import Counts
 from worker.cache.disk import CacheDisk, Entry, Read
@@ -56,11 +57,13 @@ class PrefixCache:
         max_arrays: int = MAX_ARRAYS,
         disk: CacheDisk | None = None,
         disk_min_tokens: int = 0,
+        journal: Journal | None = None,
     ) -> None:
         self._layout = layout
         self._budget = budget
         self._max_arrays = max_arrays
-        self._tree = Tree(layout)
+        self._tree = Tree(layout, journal)
+        self._journal = journal
         self._disk = disk
         self._disk_min_tokens = max(MIN_TOKENS, disk_min_tokens)
         # What `persist` chose in this tick and in the one before.
@@ -260,6 +263,11 @@ class PrefixCache:
         if self._disk.lost - self._lost > _PRUNE_EVERY:
             self._lost = self._disk.lost
             self._tree.prune()
+
+    def tell(self) -> None:
+        """Tell those who listen what it has come to hold and let go of; called once a tick."""
+        if self._journal is not None:
+            self._journal.flush()
 
     def flush(self) -> None:
         """Give the writer all that was chosen, for when there is no next tick."""

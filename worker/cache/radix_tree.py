@@ -10,7 +10,7 @@ newer than its held descendants, so that the oldest is always an end and evictin
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -81,11 +81,19 @@ Path = list[tuple[Node, int]]
 """Edges along some tokens, each with how many of its tokens match; only the last may match in part."""
 
 
+class Listener(Protocol):
+    """Hears of the nodes that get KV and lose it, with the salt of their tree."""
+
+    def hold(self, salt: str, node: Node) -> None: ...
+    def let_go(self, salt: str, node: Node) -> None: ...
+
+
 class Tree:
     """The nodes and their books. `nbytes` and `arrays` are exactly the sums over the held nodes."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, listener: "Listener | None" = None) -> None:
         self.layout = layout
+        self._listener = listener
         self.price: Price | None = None
         self.nbytes = 0
         self.arrays = 0
@@ -163,6 +171,8 @@ class Tree:
         node.span = span
         self._recency[node] = None
         self._account(node)
+        if self._listener is not None:
+            self._listener.hold(self._salt(node), node)
 
     def set_state(self, node: Node, state: list[Any]) -> None:
         node.state = state
@@ -310,12 +320,21 @@ class Tree:
 
     def _let_go(self, node: Node) -> None:
         assert not _has_held_children(node)
+        if self._listener is not None:
+            self._listener.let_go(self._salt(node), node)
         del self._recency[node]
         node.span = node.state = None
         node.is_longer = False
         self._account(node)
         if not node.is_on_disk:
             self._detach(node)
+
+    def _salt(self, node: Node) -> str:
+        """The salt of the tree that a node is in."""
+        top = node
+        while top.parent is not None:
+            top = top.parent
+        return next(salt for salt, root in self._roots.items() if root is top)
 
     def _detach(self, node: Node) -> None:
         """Forget a node and all below; none of them is held."""

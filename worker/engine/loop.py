@@ -23,6 +23,7 @@ from protocol.messages import (
 )
 from protocol.spec import USUAL_RUNNING, WorkerSpec
 from worker.cache import batched
+from worker.cache.block_events import Journal
 from worker.cache.prefix import PrefixCache
 from worker.cache.quantized import make_caches
 from worker.engine.adapter_orders import AdapterOrders
@@ -83,6 +84,7 @@ class Engine:
         drafter: Drafter | None = None,
         keeps: str = "",
         partners: Partners | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._loaded = loaded
         self._partners = partners
@@ -95,7 +97,7 @@ class Engine:
         self._gauges = gauges
         self._writer = writer
         self._plan = loaded.plan
-        self._memory = MemoryLimits(loaded, spec, gauges, lambda: inbox.put(Wake.UP), keeps, partners)
+        self._memory = MemoryLimits(loaded, spec, gauges, lambda: inbox.put(Wake.UP), keeps, partners, journal)
         self.kept = kept = self._memory.kept
         self.max_running = _max_running(spec, kept, self._plan.lane)
         self._encoder: Encoder | None = None
@@ -154,6 +156,7 @@ class Engine:
             self._flush()
             self._recovering(self._batch.settle)
             self._recovering(self._memory.cache.hand_over)
+            self._memory.cache.tell()
             self._recovering(self._tend_memory)
             self._recovering(self._adapters.tend)
             if self.pacer.rests:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.spec import WorkerSpec
+from worker.cache.block_events import Journal
 from worker.cache.fingerprint import form_of, open_disk
 from worker.cache.kv import Layout
 from worker.cache.prefix import PrefixCache
@@ -41,6 +42,7 @@ class MemoryLimits:
         wake: Callable[[], None],
         keeps: str = "",
         partners: Partners | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._gauges = gauges
         self._partners = partners
@@ -61,7 +63,7 @@ class MemoryLimits:
         if partners is not None:
             self.cache = partners.cache(layout, budget)
         else:
-            self.cache = PrefixCache(layout, budget, disk=disk, disk_min_tokens=spec.disk_cache_tokens)
+            self.cache = PrefixCache(layout, budget, disk=disk, disk_min_tokens=spec.disk_cache_tokens, journal=journal)
         # Known once the engine is warm.
         self.kv_cost: KvCost
         self.kv: KvBudget
