@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from gateway.config.settings import PeerConfig
+from gateway.config.settings import ModelConfig, PeerConfig
 from protocol.messages import MAJOR, MINOR
 from protocol.peering import (
     STATUS_PATH,
@@ -59,8 +59,8 @@ class Scripted:
 
 
 @asynccontextmanager
-async def beside(scripted: Scripted) -> AsyncGenerator[Gateway]:
-    """A gateway with this one peer, `b`."""
+async def beside(scripted: Scripted, models: Sequence[ModelConfig] = ()) -> AsyncGenerator[Gateway]:
+    """A gateway with this one peer, `b`, and models of its own."""
     server = await asyncio.start_server(scripted.handle, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:
@@ -68,7 +68,7 @@ async def beside(scripted: Scripted) -> AsyncGenerator[Gateway]:
             key_file = home / "b.key"
             key_file.write_text("secret\n")
             async with door(
-                home, PeerConfig(name="b", url=f"http://127.0.0.1:{port}", key_file=str(key_file))
+                home, PeerConfig(name="b", url=f"http://127.0.0.1:{port}", key_file=str(key_file)), models=models
             ) as gateway:
                 yield gateway
     finally:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gateway.config.settings import PeerConfig
+from gateway.config.settings import ModelConfig, PeerConfig
+from gateway.peers.forms import Forms
 from gateway.peers.node import REFUSAL_BYTES_MAX, Declined, Node
 from gateway.peers.plausibility import Claims
 from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, Unsendable
@@ -32,6 +33,7 @@ from protocol.peering import FrameReader, PeerModel, PeerRequest, PeerUp
 from protocol.stats import Stats
 from tests.gateway.harness import Gateway, chat, until
 from tests.gateway.peers.scripted import MODEL, Scripted, answer, beside
+from tests.support.pool import tokens
 
 pytestmark = pytest.mark.anyio
 
@@ -244,6 +246,26 @@ async def test_a_peer_that_refuses_is_not_asked_again_at_once_by_its_own_name_ei
             assert scripted.requests == 1
         finally:
             client.cancel()
+
+
+async def test_a_peer_that_names_a_model_and_does_not_have_it_costs_no_request(tmp_path: Path) -> None:
+    """It says that its model has the form of ours and that it is idle, so it is asked first."""
+
+    async def deny(_: PeerRequest, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 404 X\r\ncontent-length: 0\r\n\r\n")
+
+    ours = ModelConfig(name="m", path="demo")
+    forms = Forms()
+    await forms.refresh([ours])
+    scripted = Scripted(deny, models=[replace(MODEL, form=forms.known(ours), ready=READY)])
+    async with beside(scripted, [ours]) as gateway:
+        await until(lambda: gateway.app.services.fleet.forms.known(ours) != "")
+        for _ in range(2):
+            reply = await gateway.client.post("/v1/chat/completions", json=chat())
+            assert reply.json()["choices"][0]["message"]["content"] == tokens(5)
+            assert "x-mlxd-served-by" not in reply.headers
+        # Loading costs time here, so it was asked; and then no more.
+        assert scripted.requests == 1
 
 
 async def drains_at_once(gateway: Gateway) -> bool:

@@ -1,6 +1,7 @@
 """Models of a peer are served behind this gateway's names, as messages of the protocol."""
 
 import json
+from base64 import b64encode
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from gateway.access.key_file import KeyFile
 from gateway.config.settings import ModelConfig, SamplingDefaults, ServerConfig, keys_path
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.gateway.peers.pairs import door, key_for, peer
+from tests.support.pictures import encoded, halves
 from tests.support.pool import short_home, tokens
 
 pytestmark = pytest.mark.anyio
@@ -177,6 +179,25 @@ async def test_the_admin_api_explains_where_a_request_would_go(pair: tuple[Gatew
         assert [(place["name"], place["state"]) for place in peers["places"]] == [("b", "up")]
         assert (await owner.get("/v1/route", params={"model": "nope"})).status_code == 404
         assert (await owner.get("/v1/route", params={"model": "m", "tokens": "²"})).status_code == 400
+
+
+async def test_a_picture_travels_in_the_request_and_is_counted_at_the_door() -> None:
+    picture = encoded(halves(8, 6))
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(picture).decode()}"}}
+    words = {"type": "text", "text": "see"}
+    with short_home() as home, short_home() as far_home:
+        key_file = key_for(far_home)
+        async with running(far_home, worker="seeing") as far, door(home, peer(far, key_file)) as near:
+            body = chat(messages=[{"role": "user", "content": [words, image]}])
+            reply = await near.client.post("/v1/chat/completions", json=body)
+            assert (reply.status_code, reply.headers["x-mlxd-served-by"]) == (200, "b"), reply.text
+            given = json.loads(reply.json()["choices"][0]["message"]["content"])
+            assert given["messages"][0]["content"] == [words, {"type": "image", "media": 0}]
+            assert [(each["kind"], bytes.fromhex(each["data"])) for each in given["media"]] == [("image", picture)]
+            assert reply.json()["usage"]["prompt_tokens"] == 3 + 16
+            # A model that only takes text is not sent one.
+            refused = await near.client.post("/v1/chat/completions", json=body | {"model": "own"})
+            assert refused.status_code == 400
 
 
 async def test_a_node_with_a_name_tells_it_and_one_without_tells_nothing(pair: tuple[Gateway, Gateway]) -> None:
