@@ -1,6 +1,11 @@
 """Statistics that a worker sends of itself several times a second."""
 
+from typing import Final
+
 import msgspec
+
+# Tokens of a block, in numbers for routers and in events of the prefix cache.
+BLOCK: Final = 64
 
 
 class Drafted(msgspec.Struct, frozen=True, array_like=True):
@@ -97,3 +102,5 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     expert_misses: int = 0
     expert_evictions: int = 0
     expert_read_bytes: int = 0
+    # Blocks of `BLOCK` tokens that running rows and cached prefixes have room for, as one long sequence.
+    kv_blocks: int = 0

@@ -13,7 +13,7 @@ from gateway.supervisor.state import MemoryView
 from gateway.telemetry.histogram import Histogram
 from gateway.telemetry.logs import dropped_records
 from gateway.telemetry.metrics import KeyMetrics, Metrics, ModelMetrics
-from gateway.telemetry.vllm_names import lora_requests, with_vllm_names
+from gateway.telemetry.vllm_names import cache_config, lora_requests, with_vllm_names
 from protocol.stats import Drafted, Stats
 
 # The values of a family's labels, and the number.
@@ -209,7 +209,9 @@ class _OfMetrics(Collector):
         families = self._families()
         if not self._metrics.has_vllm_names():
             return families
-        return chain(with_vllm_names(families), [lora_requests(self._metrics.models)])
+        return chain(
+            with_vllm_names(families), [lora_requests(self._metrics.models), cache_config(self._metrics.models)]
+        )
 
     def describe(self) -> Iterable[Metric]:
         # Registering must not collect.

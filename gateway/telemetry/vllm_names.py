@@ -9,6 +9,7 @@ from prometheus_client.samples import Sample
 
 from gateway.telemetry.metrics import ModelMetrics
 from protocol.spec import ADAPTERS_MAX
+from protocol.stats import BLOCK
 
 OURS: Final = "mlxd_"
 # Those of ours that vLLM has too, with the same meaning and unit; by vLLM's name where it is another.
@@ -44,6 +45,22 @@ def lora_requests(models: Mapping[str, ModelMetrics]) -> Metric:
             labels = {"model_name": model, "engine": "0", "max_lora": str(ADAPTERS_MAX)}
             labels |= {"running_lora_adapters": running, "waiting_lora_adapters": ""}
             family.samples.append(Sample(family.name, labels, time.time()))
+    return family
+
+
+def cache_config(models: Mapping[str, ModelMetrics]) -> Metric:
+    """What loaded models hold of KV, in blocks as their events have them; the value is 1."""
+    family = Metric("vllm:cache_config_info", "KV that a model has room for, in blocks of tokens.", "gauge")
+    for model, numbers in models.items():
+        stats = numbers.stats
+        if stats is not None and stats.kv_blocks:
+            labels = {"model_name": model, "engine": "0", "block_size": str(BLOCK)}
+            labels |= {"num_gpu_blocks": str(stats.kv_blocks)}
+            labels |= {
+                "cache_dtype": f"int{stats.kv_bits}" if stats.kv_bits else "auto",
+                "enable_prefix_caching": "True",
+            }
+            family.samples.append(Sample(family.name, labels, 1.0))
     return family
 
 

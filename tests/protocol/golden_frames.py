@@ -40,6 +40,7 @@ _STATS = Stats(
     expert_misses=5,
     expert_evictions=3,
     expert_read_bytes=2**32,
+    kv_blocks=512,
 )
 
 

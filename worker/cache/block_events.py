@@ -11,9 +11,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from protocol.stats import BLOCK
 from worker.cache.radix_tree import Node, Tokens
 
-BLOCK: Final = 64
 # The memory that holds a block, in vLLM's words.
 MEDIUM: Final = "GPU"
 

@@ -35,6 +35,7 @@ class Gauges:
     mem_cache: int = 0
     footprint: int = 0
     kv_limit: int = 0
+    kv_blocks: int = 0
     share_bytes: int = 0
     wired_limit: int = 0
     preemptions: int = 0
@@ -131,6 +132,7 @@ class Gauges:
             heard_s=round(self.heard_s, 3),
             spoken_s=round(self.spoken_s, 3),
             audio_s=round(self.audio_s, 3),
+            kv_blocks=self.kv_blocks,
             expert_cache_bytes=self.experts.cache_bytes if self.experts is not None else 0,
             expert_hits=self.experts.hits if self.experts is not None else 0,
             expert_misses=self.experts.misses if self.experts is not None else 0,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.spec import WorkerSpec
+from protocol.stats import BLOCK
 from worker.cache.block_events import Journal
 from worker.cache.fingerprint import form_of, open_disk
 from worker.cache.kv import Layout
@@ -82,6 +83,7 @@ class MemoryLimits:
             self.features.resize(limits.features)
         self.kv = KvBudget(self.kv_cost, limits.kv, limits.buffers, step)
         self._gauges.kv_limit = limits.kv
+        self._gauges.kv_blocks = self.kv_cost.longest(limits.kv + self.cache.budget) // BLOCK
         make_room()
         self.share.enforce(limits)
         self._gauges.share_bytes = self.share.bytes

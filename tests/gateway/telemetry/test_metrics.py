@@ -17,6 +17,7 @@ STATS = Stats(
     drafted=(Drafted("lookup", 4, 9, 7, (4, 3)),),
     draft_width=4,
     draft_gain=1.5,
+    kv_blocks=512,
 )
 
 
@@ -147,6 +148,9 @@ def test_the_series_that_vllm_has_are_shown_under_its_names_where_that_is_wanted
     assert found["vllm:request_queue_time_seconds_sum{engine=0,model_name=m}"] == 1
     assert found["vllm:e2e_request_latency_seconds_bucket{engine=0,le=+Inf,model_name=m}"] == 0
     assert found["vllm:iteration_tokens_total_sum{engine=0,model_name=m}"] == 2
+    (config,) = [name for name in found if name.startswith("vllm:cache_config_info{")]
+    assert "block_size=64" in config
+    assert "num_gpu_blocks=512" in config
     metrics.model("m").adapters.update({"sql": 3, "docs": 1})
     metrics.model("m").adapters_running.update({"sql": 2, "docs": 0})
     text = Exposition(metrics).text().decode()
