@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from protocol.messages import ChatPrompt, Generate
+from protocol.messages import ChatPrompt, Generate, TextPrompt
 from worker.prompt.media_prompt import Encoded
 
 # Prompts that are cut may be this many times as long as the context.
@@ -22,8 +22,12 @@ _OPENING: Final = ("system", "developer")
 
 
 def is_cut(request: Generate) -> bool:
-    """Whether something may be left out of the prompt. A sequence that goes on keeps what it has begun with."""
-    return request.truncate != 0 and request.left_out != (0, 0)
+    """Whether something may be left out of the prompt. A sequence that goes on keeps what it has begun with.
+
+    A prompt to fill in the middle is never cut: without the tokens that mark its parts it is another text.
+    """
+    is_infill = isinstance(request.prompt, TextPrompt) and request.prompt.infill is not None
+    return request.truncate != 0 and request.left_out != (0, 0) and not is_infill
 
 
 def fit_turns(request: Generate, prompt: ChatPrompt, context: int, encode: Callable[[ChatPrompt], Encoded]) -> Encoded:

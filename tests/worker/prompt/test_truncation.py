@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from protocol.messages import ChatPrompt, Generate, Prompt, Sampling, TextPrompt, TokensPrompt
+from protocol.messages import ChatPrompt, Generate, Infill, Prompt, Sampling, TextPrompt, TokensPrompt
 from tests.support.engine import spec
 from worker.checked_model import load_checked
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
+from worker.prompt.infill import InfillPrompts
 from worker.prompt.intake import Intake
 from worker.prompt.truncation import _least, excess, turn_starts  # pyright: ignore[reportPrivateUsage]
 
@@ -106,6 +107,21 @@ def test_the_last_tokens_of_a_text_are_kept(intake: Intake, truncate: int, kept:
     assert len(fitted.prompt) == kept if truncate > 0 else kept - CONTEXT // 4 < len(fitted.prompt) <= kept
     text = TextPrompt("ka to mi ra " * 30)
     assert row(intake, text, truncate=12).prompt == row(intake, text).prompt[-12:]
+
+
+def test_a_prompt_to_fill_in_the_middle_is_refused_and_never_cut(
+    intake: Intake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its first tokens, which mark its parts, the model would continue another text."""
+
+    def encode(_infill: InfillPrompts, prefix: str, _parts: Infill) -> list[int]:
+        return [7, *(20 for _ in prefix), 8, 9]
+
+    monkeypatch.setattr(InfillPrompts, "encode", encode)
+    fitting = row(intake, TextPrompt("k" * 20, Infill("mi")), truncate=-1)
+    assert (fitting.prompt[0], len(fitting.prompt), fitting.left_out) == (7, 23, (0, 0))
+    with pytest.raises(RequestInvalid, match="maximum context length"):
+        row(intake, TextPrompt("k" * (CONTEXT + 20), Infill("mi")), truncate=-1)
 
 
 @given(st.integers(1, 60), st.integers(0, 70), st.integers(1, 60))
