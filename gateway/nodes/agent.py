@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, assert_never
 import zmq
 import zmq.asyncio
 
-from gateway.nodes.reservations import Reservation, Reservations, Stage
+from gateway.nodes.reservations import Reservation, Reservations, Stage, label_of
 from gateway.supervisor.ports import Process
 from gateway.supervisor.state import ModelUnavailable
 from protocol import node_agent, sockets
@@ -159,7 +159,7 @@ class Agent:
                 process.close()
             exited = Exited(reservation.number, -signal.SIGKILL, ["the daemon of its node has ended"])
             self._say(reservation.identity, exited)
-            self._host.give_back(self._label(reservation), 0 if process is None else process.pid)
+            self._host.give_back(reservation.label, 0 if process is None else process.pid)
 
     async def _receive(self) -> None:
         while True:
@@ -193,7 +193,7 @@ class Agent:
                         self._end(reservation)
             for reservation in self._reservations:
                 if reservation.stage is Stage.HELD and now >= reservation.expires_at:
-                    log.info("%s: its time is over", self._label(reservation))
+                    log.info("%s: its time is over", reservation.label)
                     self._end(reservation)
 
     # -- orders ------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class Agent:
         if failure is not None:
             await self._send(identity, Refused(order.call, failure))
             return
-        reservation = Reservation(owner, identity, order)
+        reservation = Reservation(owner, identity, order, label_of(order, self._name(owner)))
         self._reservations.add(reservation)
         reservation.task = self._start(self._reserve(reservation))
 
@@ -267,11 +267,11 @@ class Agent:
                 why = f"has no model of the form {order.form[:8]} ({order.model})"
                 await self._refuse(reservation.identity, order.call, why, Code.MODEL_MISSING)
                 return
-            await self._host.grant(self._label(reservation), order.size_bytes)
+            await self._host.grant(reservation.label, order.size_bytes)
             is_held = True
             reservation.stage = Stage.HELD
             reservation.expires_at = self._now() + order.ttl_s
-            log.info("%s: %d MiB are reserved", self._label(reservation), order.size_bytes >> 20)
+            log.info("%s: %d MiB are reserved", reservation.label, order.size_bytes >> 20)
             await self._send(reservation.identity, Reserved(order.call, order.size_bytes, order.form))
         except ModelUnavailable as error:
             await self._send(reservation.identity, Refused(order.call, error.failure))
@@ -284,7 +284,7 @@ class Agent:
                 self._reservations.remove(reservation)
 
     def _spawn(self, reservation: Reservation, order: Spawn) -> Answer:
-        label = self._label(reservation)
+        label = reservation.label
         try:
             process = self._host.spawn(label, reservation.path, order.spec, reservation.order.size_bytes)
         except (OSError, ValueError) as error:
@@ -307,7 +307,7 @@ class Agent:
         if stage is Stage.WAITING and reservation.task is not None:
             reservation.task.cancel()
         elif stage in (Stage.HELD, Stage.COMMITTED):
-            self._host.give_back(self._label(reservation), 0)
+            self._host.give_back(reservation.label, 0)
         self._reservations.remove(reservation)
 
     async def _escalate(self, process: Process) -> None:
@@ -323,9 +323,9 @@ class Agent:
         if reservation.task is not None:
             reservation.task.cancel()
         process.close()
-        log.info("%s: ended with status %s", self._label(reservation), status)
+        log.info("%s: ended with status %s", reservation.label, status)
         self._reservations.remove(reservation)
-        self._host.give_back(self._label(reservation), pid)
+        self._host.give_back(reservation.label, pid)
         await self._send(
             reservation.identity, Exited(reservation.number, UNKNOWN_EXIT if status is None else status, lines)
         )
@@ -361,9 +361,6 @@ class Agent:
             await work
         except Exception:  # The root of a task: what one order runs into must not end the others.
             log.exception("internal error in the agent")
-
-    def _label(self, reservation: Reservation) -> str:
-        return reservation.label(self._name(reservation.owner))
 
     def _name(self, owner: str) -> str:
         return self._nodes().get(owner) or fingerprint(owner)[:9]

@@ -34,6 +34,8 @@ class Reservation:
     # The route to the connection that asked.
     identity: bytes
     order: Reserve
+    # Its name in logs and in the broker, from its first moment to its last: the node may be renamed meanwhile.
+    label: str
     stage: Stage = Stage.WAITING
     # The folder of this machine's own copy of the model.
     path: str = ""
@@ -46,10 +48,6 @@ class Reservation:
     @property
     def number(self) -> int:
         return self.order.reservation
-
-    def label(self, node: str) -> str:
-        """Its name in logs and in the broker. No model can have it: names of models have no spaces."""
-        return f"rank {self.order.rank} of {self.order.group} ({node}, {self.number})"
 
 
 class Reservations:
@@ -107,3 +105,8 @@ def _problem(order: Reserve) -> str:
     if any(len(name) > NAME_CHARS_MAX or not name.isprintable() for name in names) or not order.form:
         return "names are printable, and a model is named by its form"
     return ""
+
+
+def label_of(order: Reserve, node: str) -> str:
+    """The label of a reservation of this node. No model can have it: names of models have no spaces."""
+    return f"rank {order.rank} of {order.group} ({node}, {order.reservation})"

@@ -243,6 +243,18 @@ async def test_ranks_of_a_gateway_that_has_vanished_end_and_their_memory_is_free
         await until(lambda: far.held == 0)
 
 
+async def test_memory_is_free_after_its_gateway_was_renamed_or_removed() -> None:
+    async with pair() as (far, gateway):
+        await reserve(far, gateway)
+        rank, _ = await started(far, gateway)
+        far.known.update(dict.fromkeys(far.known, "renamed"))
+        rank.signal(signal.SIGKILL)
+        await until(lambda: far.held == 100 * MIB)
+
+        far.known.clear()
+        await until(lambda: far.held == 0)
+
+
 async def test_ranks_end_with_the_daemon_of_their_node_and_their_gateway_is_told() -> None:
     async with pair() as (far, gateway):
         rank, process = await started(far, gateway)
