@@ -195,13 +195,15 @@ async def test_a_huge_prompt_is_tokenized_beside_the_stream_that_runs(home: Path
     model = build("qwen3", tmp_path / "model", max_position_embeddings=1 << 17)
     async with Running(config(home, path=str(model)), command=default_command) as running:
         worker = await running.ready()
-        stream = running.generate(worker, "one", 3000)
+        # More than it has said by then, however quick it is: a stream that has ended answers at once, and for ever.
+        stream = running.generate(worker, "one", 120_000)
         await stream.next()
         question = Tokenize(running.link.next_rid(), TextPrompt("lorem ipsum dolor sit amet " * 60_000))
         asking = asyncio.create_task(running.link.ask(worker, question))
         said = 0
         while not asking.done():
             said += len(await stream.next(0.05))
+            await asyncio.sleep(0)
         running.link.abort(stream.rids, "client")
 
         assert (await asking).count > 256_000
