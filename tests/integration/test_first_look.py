@@ -59,7 +59,10 @@ def test_an_absent_folder_is_told_by_check_and_is_no_reason_not_to_start(tmp_pat
         ("[models.demo]\nmax_loaded = 1", ":2: unknown key 'max_loaded' in [models.demo]; it belongs in [memory]"),
         ("[models.demo]\ntemperature = 1", "'temperature' in [models.demo]; it belongs in [models.NAME.sampling]"),
         ("[memory]\nlog_level = 1", "'log_level' in [memory]; it belongs in [server] or [models.NAME]"),
-        ("name = 1", "unknown key 'name'; known keys: media, memory, models, peers, server, ui, upstreams"),
+        (
+            "name = 1",
+            "unknown key 'name'; known keys: audio, media, memory, models, node, nodes, peers, server, ui, upstreams",
+        ),
     ],
 )
 def test_a_key_in_the_wrong_table_is_shown_its_own(tmp_path: Path, text: str, expected: str) -> None:

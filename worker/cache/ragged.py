@@ -398,9 +398,12 @@ class RaggedWindowCache(BatchRotatingKVCache):
         return RotatingKVCache.from_state(state)
 
 
-def room(tokens: int) -> int:
-    """Slots for so many tokens. On CUDA it grows by a quarter or more at once, so that few sizes are ever compiled."""
-    step = max(STEP, 1 << max(0, (tokens - 1).bit_length() - 3)) if sees_room else STEP
+def room(tokens: int, least: int = STEP) -> int:
+    """Slots for so many tokens, in steps of `least`.
+
+    On CUDA they grow by an eighth or more at once, so that few sizes are ever compiled.
+    """
+    step = max(least, 1 << max(0, (tokens - 1).bit_length() - 3)) if sees_room else least
     return -(-tokens // step) * step
 
 

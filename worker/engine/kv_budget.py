@@ -53,14 +53,14 @@ class KvCost:
 
     def bytes(self, rows: int, tokens: int) -> int:
         """Of `rows` sequences padded to `tokens` tokens."""
-        padded = room(tokens)
+        padded = room(tokens, STEP_TOKENS)
         windows = sum(each * min(padded, size) for each, size in self.windows)
         return rows * (self.token_bytes * padded + windows + self.fixed_bytes)
 
     def transient(self, rows: int, tokens: int) -> int:
         """Bytes that a join, or growth by a step, takes beside `bytes` for a moment: the KV of all rows is made
         again, layer by layer, and a layer's old KV is freed once its new one exists."""
-        return rows * self.widest * room(tokens)
+        return rows * self.widest * room(tokens, STEP_TOKENS)
 
     def stored(self, tokens: int, checkpoints: int) -> int:
         """Of a prefix in the prefix cache, at most: its tokens' ids and KV, and its checkpoints."""

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
 from tests.support.engine import spec
@@ -23,7 +24,7 @@ def part(model: Any, rows: list[list[int]]) -> Part:
     width = max(len(row) for row in rows)
     caches = batched.merge([make_prompt_cache(model) for _ in rows])
     inputs = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
-    members: list[Any] = [Member.__new__(Member) for _ in rows]
+    members = [Member(at, [row], 1, [], [], (), StopSequences().matcher()) for at, row in enumerate(rows)]
     return Part(members, inputs, caches, [len(row) for row in rows])
 
 
