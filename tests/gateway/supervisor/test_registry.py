@@ -50,6 +50,16 @@ def rewrite(run_dir: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(content))
 
 
+def test_a_name_too_long_for_a_file_is_neither_written_nor_in_the_way(
+    tmp_path: Path, process: subprocess.Popen[bytes]
+) -> None:
+    registry = Registry(tmp_path)
+    name = "é" * 60
+    registry.add(msgspec.structs.replace(record(process), spec=spec(name)))
+    registry.remove(name)
+    assert registry.survivors() == []
+
+
 def test_epochs_go_on_where_an_earlier_gateway_left_them(tmp_path: Path) -> None:
     assert [Registry(tmp_path).next_epoch() for _ in range(3)] == [1, 2, 3]
 
