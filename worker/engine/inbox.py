@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from protocol.failures import Failure
-from protocol.messages import Abort, AdaptersSet, Drain, SetMemory, SetPace, Shutdown
+from protocol.messages import Abort, AdaptersSet, Drain, Drained, SetMemory, SetPace, Shutdown
 from worker.adapters.adapter_files import Files
 from worker.engine.row import Row
 
@@ -31,6 +31,40 @@ class Wake(Enum):
     """A wake-up: another thread has finished something that a row may be waiting for."""
 
     UP = auto()
+
+
+@dataclass(slots=True)
+class DrainOrder:
+    """The newest order to drain, done or not: rows end within a time, and no new ones are taken until they have.
+
+    Owned by the engine thread; times are of the monotonic clock.
+    """
+
+    until: float | None = None
+    aborted: int = 0
+    # When the newest one ended: what came before, and took its time in the intake, is refused as well.
+    ended: float = float("-inf")
+
+    def begin(self, deadline_s: float) -> None:
+        self.until = time.monotonic() + deadline_s
+
+    @property
+    def is_on(self) -> bool:
+        return self.until is not None
+
+    def refuses(self, arrived: float) -> bool:
+        """Whether a row that arrived then is not taken."""
+        return self.is_on or arrived <= self.ended
+
+    def is_due(self, now: float) -> bool:
+        """Whether rows that still run have had their time."""
+        return self.until is not None and now >= self.until
+
+    def end(self, epoch: int) -> Drained:
+        """The answer, once no row is left."""
+        answer = Drained(epoch, self.aborted)
+        self.until, self.aborted, self.ended = None, 0, time.monotonic()
+        return answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,10 @@ from worker.cache.prefix import PrefixCache
 from worker.cache.quantized import make_caches
 from worker.engine.adapter_orders import AdapterOrders
 from worker.engine.batch import Batch
-from worker.engine.drain_order import DrainOrder
 from worker.engine.emitter import Emitter
 from worker.engine.forward import can_pack
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import AdapterOrder, Command, Inbox, Wake
+from worker.engine.inbox import AdapterOrder, Command, DrainOrder, Inbox, Wake
 from worker.engine.kv_budget import KvCost
 from worker.engine.memory_limits import MemoryLimits
 from worker.engine.outbox import Outbox
