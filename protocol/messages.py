@@ -279,6 +279,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     left_out: tuple[int, int] | None = None
     # Special tokens of the output are part of its text.
     shows_special: bool = False
+    # With `truncate`, of a chat too the first tokens are left out as of a text, and not its oldest turns.
+    cuts_tokens: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):

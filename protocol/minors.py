@@ -11,7 +11,7 @@ from protocol.messages import ChatPrompt, EmbedPrompt, Generate, Prompt, Samplin
 
 # Of fields that change the output. Embeddings and scores are asked of workers only that say they are for these.
 SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {
-    Generate: {"includes_stop": 1, "shows_special": 1, "adapter": 1, "sparse_keep": 1, "truncate": 1},
+    Generate: {"includes_stop": 1, "shows_special": 1, "adapter": 1, "sparse_keep": 1, "truncate": 1, "cuts_tokens": 1},
     ChatPrompt: {"media": 1},
     TextPrompt: {"infill": 1},
     Sampling: dict.fromkeys(

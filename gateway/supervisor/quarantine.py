@@ -34,6 +34,7 @@ def fingerprint(request: Generate) -> bytes:
         constraint=request.constraint,
         adapter=request.adapter,
         truncate=request.truncate,
+        cuts_tokens=request.cuts_tokens,
     )
     return hashlib.blake2b(_encoder.encode(same), digest_size=16).digest()
 

@@ -52,6 +52,19 @@ async def test_what_does_not_fit_is_refused_with_both_numbers_or_cut_and_told(tm
         kept = {"model": "m", "prompt": "ka to mi", "max_tokens": 4, "truncate_prompt_tokens": 3}
         reply = await gateway.client.post("/v1/completions", json=kept)
         assert reply.json()["usage"]["prompt_tokens"] == 3
+        chat = {"model": "m", "messages": TURNS, "max_tokens": 4, "temperature": 0}
+        asked = await gateway.client.post("/tokenize", json={"model": "m", "messages": TURNS})
+        whole = asked.json()["count"]
+        for most in (3, -1):
+            for stream in (False, True):
+                body = chat | {"truncate_prompt_tokens": most, "stream": stream}
+                reply = await gateway.client.post("/v1/chat/completions", json=body)
+                assert reply.status_code == 200, reply.text
+                turns, tokens = map(int, reply.headers["x-mlxd-truncated"].split(";"))
+                assert turns == 0
+                assert tokens == whole - 3 or (most == -1 and whole - tokens < CONTEXT < whole)
+                if not stream:
+                    assert reply.json()["usage"]["prompt_tokens"] == whole - tokens
         fits = {"model": "m", "input": "ka", "max_output_tokens": 4, "truncation": "auto"}
         assert "x-mlxd-truncated" not in (await gateway.client.post("/v1/responses", json=fits)).headers
 

@@ -71,6 +71,7 @@ def down() -> list[m.Down]:
             adapter="sql",
             sparse_keep=0.25,
             truncate=-1,
+            cuts_tokens=True,
             left_out=(2, 900),
         ),
         m.Generate(3, m.TokensPrompt((0, 1, 151_935)), m.Sampling(), 0, top_logprobs=0),

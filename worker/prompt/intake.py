@@ -294,7 +294,7 @@ class Intake:
         prompt, salt = request.prompt, request.cache_salt
         if not is_cut(request):
             return self._encode(prompt, salt)
-        if isinstance(prompt, ChatPrompt):
+        if isinstance(prompt, ChatPrompt) and not request.cuts_tokens:
             return fit_turns(request, prompt, self.max_context, lambda part: self._encode(part, salt, CONTEXTS))
         opening = self._encoder.opening if isinstance(prompt, TextPrompt) else 0
         return fit_tokens(request, self._encode(prompt, salt, CONTEXTS), opening, self.max_context)

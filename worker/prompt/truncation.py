@@ -12,7 +12,9 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from protocol.failures import Code
 from protocol.messages import ChatPrompt, Generate, TextPrompt
+from worker.errors import RequestInvalid
 from worker.prompt.media_prompt import Encoded
 
 # Prompts that are cut may be this many times as long as the context.
@@ -67,7 +69,12 @@ def fit_tokens(request: Generate, whole: Encoded, opening: int, context: int) ->
     less = min(less, tokens - opening - 1)
     if less <= 0:
         return whole
-    return Encoded([*whole.ids[:opening], *whole.ids[opening + less :]], left_out=(0, less))
+    if whole.spans:
+        message = "The prompt is longer than 'truncate_prompt_tokens' allows, and one with media cannot be cut."
+        raise RequestInvalid(Code.UNSUPPORTED, message, param="truncate_prompt_tokens")
+    # The end of a chat's text, which tells where its answer begins, is what it was.
+    text = whole.text if isinstance(request.prompt, ChatPrompt) else None
+    return replace(whole, ids=[*whole.ids[:opening], *whole.ids[opening + less :]], text=text, left_out=(0, less))
 
 
 def excess(tokens: int, context: int, max_tokens: int | None) -> int:

@@ -14,7 +14,7 @@ from gateway.api.openai.samplers import sampler_values
 from gateway.api.openai.tools import lower_tools
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
-from protocol.messages import Generate, Infill, Prompt, Sampling, TextPrompt, TokensPrompt
+from protocol.messages import ChatPrompt, Generate, Infill, Prompt, Sampling, TextPrompt, TokensPrompt
 
 # What the worker itself passes to the template, and what would change how it is called.
 RESERVED_KWARGS: Final = frozenset(
@@ -75,6 +75,7 @@ def lower_chat(
         thinking_budget=thinking.budget,
         has_reasoning=True,
         prediction=sendable(request.prediction.text, "prediction") if request.prediction is not None else "",
+        truncate=request.truncate_prompt_tokens or 0,
     )
 
 
@@ -168,6 +169,7 @@ def _generates(
             includes_stop=bool(request.include_stop_str_in_output),
             shows_special=request.skip_special_tokens is False,
             truncate=truncate,
+            cuts_tokens=bool(truncate) and isinstance(prompts[index // choices], ChatPrompt),
         )
         for index in range(len(prompts) * choices)
     ]

@@ -225,6 +225,13 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+class PromptFields(SamplingFields, frozen=True, kw_only=True):
+    """vLLM's fields of both bodies about the tokens of the prompt."""
+
+    # The last tokens of a prompt that are kept, -1 for as many as fit.
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
+
+
 class PredictedPart(Struct, frozen=True):
     """A part of a prediction."""
 
@@ -244,7 +251,7 @@ class Prediction(Struct, frozen=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+class ChatRequest(PromptFields, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -259,7 +266,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     # vLLM's; false is the same as continuing the final message, and only together with it.
     add_generation_prompt: bool | None = None
-    truncate_prompt_tokens: Annotated[Any, UNSERVED] = None
     # Others' spellings of the same; `thinking` puts them in order.
     reasoning: ReasoningSpec | None = None
     thinking: ThinkingSpec | None = None
@@ -279,7 +285,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     web_search_options: Annotated[Any, UNSERVED] = None
 
 
-class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+class CompletionRequest(PromptFields, frozen=True, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: Annotated[str, shape(TEXT)] | Annotated[list[str | TokenId | list[TokenId]], shape(PROMPTS)]
@@ -287,8 +293,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     # The text behind what is to be filled in, for models that were trained for it.
     suffix: str | None = None
-    # vLLM's: the last tokens of a prompt that are kept, -1 for as many as fit.
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
     # Known, not served yet.
     best_of: Annotated[int, Meta(ge=0, le=1 << 40), shape({"maximum": 1})] | None = None
 
@@ -345,7 +349,7 @@ def _refuse_unserved_chat(request: ChatRequest) -> None:
         raise Unsupported("Only the modality 'text' is supported.", "modalities")
     if request.prediction is not None and request.prediction.type != "content":
         raise Unsupported("Only predictions of the type 'content' are supported.", "prediction.type")
-    for name in ("audio", "web_search_options", "truncate_prompt_tokens"):
+    for name in ("audio", "web_search_options"):
         # An empty object asks for it too.
         if getattr(request, name) is not None:
             raise Unsupported(f"'{name}' is not supported.", name)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from protocol.messages import ChatPrompt, Generate, Infill, Prompt, Sampling, TextPrompt, TokensPrompt
+from protocol.messages import ChatPrompt, Generate, Infill, Prompt, Sampling, TextPrompt, Tokenize, TokensPrompt
 from tests.support.engine import spec
 from worker.checked_model import load_checked
 from worker.engine.row import Row
@@ -107,6 +107,22 @@ def test_the_last_tokens_of_a_text_are_kept(intake: Intake, truncate: int, kept:
     assert len(fitted.prompt) == kept if truncate > 0 else kept - CONTEXT // 4 < len(fitted.prompt) <= kept
     text = TextPrompt("ka to mi ra " * 30)
     assert row(intake, text, truncate=12).prompt == row(intake, text).prompt[-12:]
+
+
+@pytest.mark.parametrize(("truncate", "kept"), [(5, 5), (CONTEXT - 1, CONTEXT - 1), (-1, None)])
+def test_the_last_tokens_of_a_chat_are_kept_where_its_request_cuts_tokens(
+    intake: Intake, truncate: int, kept: int | None
+) -> None:
+    whole = intake.tokenize(Tokenize(1, chat(20), True), lambda: True)
+    assert whole is not None
+    fitted = row(intake, chat(20), max_tokens=10, truncate=truncate, cuts_tokens=True)
+    turns, tokens = fitted.left_out
+    assert (turns, fitted.prompt) == (0, list(whole.ids[tokens:]))
+    assert len(fitted.prompt) == (kept or len(whole.ids) - excess(len(whole.ids), CONTEXT, 10))
+    again = row(intake, chat(20), max_tokens=10, truncate=truncate, cuts_tokens=True, left_out=fitted.left_out)
+    assert again.prompt == fitted.prompt
+    fits = row(intake, chat(1), max_tokens=10, truncate=-1, cuts_tokens=True)
+    assert fits.left_out == (0, 0)
 
 
 def test_a_prompt_to_fill_in_the_middle_is_refused_and_never_cut(

@@ -142,7 +142,16 @@ def test_the_last_assistant_message_can_be_continued() -> None:
     assert chat(messages=begun)[0].prompt == generate.prompt
     assert chat(messages=begun, add_generation_prompt=False)[0].prompt == generate.prompt
     assert refused(chat, add_generation_prompt=False).param == "add_generation_prompt"
-    assert refused(chat, truncate_prompt_tokens=5).param == "truncate_prompt_tokens"
+
+
+def test_the_first_tokens_of_a_chat_may_be_cut_as_those_of_a_text() -> None:
+    [generate] = chat(truncate_prompt_tokens=-1)
+    assert (generate.truncate, generate.cuts_tokens) == (-1, True)
+    [generate] = chat(truncate_prompt_tokens=7)
+    assert (generate.truncate, generate.cuts_tokens) == (7, True)
+    [generate] = chat()
+    assert (generate.truncate, generate.cuts_tokens) == (0, False)
+    assert refused(chat, truncate_prompt_tokens=-2).param == "truncate_prompt_tokens"
 
 
 def test_logprobs_of_chat_are_a_flag_and_a_count() -> None:
