@@ -12,6 +12,7 @@ from gateway.access.caller import OWNER
 from gateway.adapter_loads import NotAllowed, allowed_path, with_adapter
 from gateway.admin.orders import Order, note
 from gateway.admin_types import AdapterList, AdapterLoad, AdapterRef, AdapterStatus
+from gateway.config.settings import Config
 from gateway.errors import ApiError, BadRequest, Unavailable, from_failure
 from gateway.http.exchange import read_body, send_body
 from gateway.reload import Reloader
@@ -89,6 +90,10 @@ class Load:
         except NotAllowed as reason:  # another order was quicker
             raise BadRequest(f"The adapter {asked.lora_name!r} cannot be loaded: {reason}.", "lora_name") from None
         info = await _until(services, model, asked.lora_name, path)
+        if _path_of(services.config, model, asked.lora_name) != path:
+            what = f"adapter {asked.lora_name!r}" if model in services.config.models else f"model {model!r}"
+            message = f"The adapter {asked.lora_name!r} was not loaded: the {what} was taken out meanwhile."
+            raise BadRequest(message, "lora_name")
         if info is None or info.failure is not None:
             await self._reloader.unload_adapter(model, asked.lora_name)
             if info is None or info.failure is None:
@@ -136,9 +141,12 @@ class Unload:
 
 
 async def _until(services: Services, model: str, name: str, path: str | None) -> AdapterInfo | None:
-    """Wait until a worker has an adapter from this path, or has it no more: its word on it, None where it has none."""
+    """Wait until a worker has an adapter from this path, or has it no more: its word on it, None where it has none.
+
+    It ends as well when a reload, or another order, takes out an adapter that is waited for.
+    """
     end = time.monotonic() + CHANGE_S
-    while time.monotonic() < end:
+    while time.monotonic() < end and path in (None, _path_of(services.config, model, name)):
         worker = services.pool.find(model)
         if worker is None or worker.ready is None:
             return None
@@ -147,6 +155,12 @@ async def _until(services: Services, model: str, name: str, path: str | None) ->
             return info
         await asyncio.sleep(_POLL_S)
     return None
+
+
+def _path_of(config: Config, model: str, name: str) -> str | None:
+    """The folder of an adapter, None where the configuration is without it or its model."""
+    known = config.models.get(model)
+    return None if known is None else known.adapters.get(name)
 
 
 def status_of(services: Services, model: str, name: str, *, is_configured: bool) -> AdapterStatus:

@@ -23,6 +23,8 @@ from protocol.messages import (
     MINOR,
     Abort,
     Accepted,
+    AdapterInfo,
+    AdaptersSet,
     Delta,
     Detokenize,
     Down,
@@ -38,6 +40,7 @@ from protocol.messages import (
     Pong,
     Ready,
     Rejected,
+    SetAdapters,
     SetLogLevel,
     SetMemory,
     SetPace,
@@ -84,6 +87,7 @@ class Scripted:
         self.boot = 0
         self.is_ready = False
         self.stuck_since = 0.0
+        self.adapters = SetAdapters(0, spec.adapters)
         self.orders = [SetMemory(spec.memory_bytes)]
         # What it holds for nothing.
         self.ballast = b""
@@ -144,8 +148,14 @@ class Scripted:
                 self.send(Tokenized(rid, len(ids), text="".join(f"t{i} " for i in ids)))
             case Ping(seq, t_ns):
                 self.send(Pong(seq, t_ns, self.stats()))
+            case SetAdapters():
+                self.adapters = message
+                if not self.options.adapters_at_drain:
+                    self.tell_adapters()
             case Drain(deadline_s):
                 self.drain_at = time.monotonic() + deadline_s
+                if self.options.adapters_at_drain:
+                    self.tell_adapters()
             case Shutdown():
                 if not self.options.ignore_sigterm:
                     self.send_step([self.end(rid, Finish.ABORT) for rid in list(self.rows)])
@@ -238,6 +248,10 @@ class Scripted:
         self.send_step([self.end(rid, Finish.ABORT) for rid in list(self.rows)])
         self.send(Drained(self.epoch, aborted))
 
+    def tell_adapters(self) -> None:
+        infos = tuple(AdapterInfo(name, path, 1) for name, path in self.adapters.adapters)
+        self.send(AdaptersSet(self.epoch, self.adapters.call_id, infos))
+
     def tell_load(self, part: float) -> None:
         """Each tenth of it."""
         if (tenths := int(part * 10)) > self.tenths_loaded:
@@ -285,6 +299,7 @@ def main(kind: type[Scripted] = Scripted) -> int:
     parser.add_argument("--exit-on-load", type=int)
     parser.add_argument("--goodbye-code", type=int)
     parser.add_argument("--ignore-prompt", help="as if it waited for others for ever")
+    parser.add_argument("--adapters-at-drain", action="store_true", help="loaded only when it is told to drain")
     parser.add_argument("--ignore-sigterm", action="store_true", help="and Shutdown")
     parser.add_argument("--epoch-offset", type=int, default=0, help="claim another epoch")
     parser.add_argument("--major", type=int, default=MAJOR, help="claim another protocol")
