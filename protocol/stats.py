@@ -102,5 +102,6 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     expert_misses: int = 0
     expert_evictions: int = 0
     expert_read_bytes: int = 0
-    # Blocks of `BLOCK` tokens that running rows and cached prefixes have room for, as one long sequence.
+    # Blocks of `BLOCK` tokens that running rows and cached prefixes have room for, as one long sequence; 0 for a model
+    # whose KV does not grow with the text.
     kv_blocks: int = 0

@@ -49,7 +49,10 @@ def lora_requests(models: Mapping[str, ModelMetrics]) -> Metric:
 
 
 def cache_config(models: Mapping[str, ModelMetrics]) -> Metric:
-    """Room for KV of loaded models, in blocks as their events have them; the value is 1."""
+    """Room for KV of loaded models, in blocks as their events have them; the value is 1.
+
+    A model whose KV does not grow with the text has no blocks, and no sample.
+    """
     family = Metric("vllm:cache_config_info", "KV that a model has room for, in blocks of tokens.", "gauge")
     for model, numbers in models.items():
         stats = numbers.stats

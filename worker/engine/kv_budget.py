@@ -18,6 +18,8 @@ from worker.engine.row import Row
 STEP_TOKENS: Final = STEP
 # A token's id in the prefix cache.
 ID_BYTES: Final = 4
+# Longer than any context.
+ANY_LENGTH: Final = 2**31 - 1
 # Admission counts on this much output; a row that grows further may have to make room for older ones.
 RESERVED_OUTPUT: Final = 256
 
@@ -72,12 +74,17 @@ class KvCost:
         return budget // (self.token_bytes + ID_BYTES)
 
     def longest(self, budget: int) -> int:
-        """The longest sequence that fits `budget` alone, in tokens."""
+        """The longest sequence that fits `budget` alone, in tokens; `ANY_LENGTH` where nothing grows beyond it."""
+        whole = self.fixed_bytes + sum(each * size for each, size in self.windows)
+        if not self.token_bytes and (budget >= whole or not self.windows):
+            return ANY_LENGTH
         per_token = self.token_bytes or sum(each for each, _ in self.windows)
-        if per_token == 0:
-            return 2**31 - 1
-        fixed = self.fixed_bytes + (sum(each * size for each, size in self.windows) if self.token_bytes else 0)
+        fixed = whole if self.token_bytes else self.fixed_bytes
         return max(0, (budget - fixed) // per_token // STEP_TOKENS * STEP_TOKENS)
+
+    def blocks(self, budget: int, size: int) -> int:
+        """Blocks of `size` tokens that `budget` has room for; 0 where KV does not grow with the text."""
+        return self.longest(budget) // size if self.token_bytes else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class MemoryLimits:
             self.features.resize(limits.features)
         self.kv = KvBudget(self.kv_cost, limits.kv, limits.buffers, step)
         self._gauges.kv_limit = limits.kv
-        self._gauges.kv_blocks = self.kv_cost.longest(limits.kv + self.cache.budget) // BLOCK
+        self._gauges.kv_blocks = self.kv_cost.blocks(limits.kv + self.cache.budget, BLOCK)
         make_room()
         self.share.enforce(limits)
         self._gauges.share_bytes = self.share.bytes

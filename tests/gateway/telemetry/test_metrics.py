@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.supervisor.state import Events, State
@@ -151,6 +152,8 @@ def test_the_series_that_vllm_has_are_shown_under_its_names_where_that_is_wanted
     (config,) = [name for name in found if name.startswith("vllm:cache_config_info{")]
     assert "block_size=64" in config
     assert "num_gpu_blocks=512" in config
+    metrics.step("m", Step(1, 2, [], structs.replace(STATS, kv_blocks=0)))
+    assert "vllm:cache_config_info{" not in Exposition(metrics).text().decode(), "its KV does not grow"
     metrics.model("m").adapters.update({"sql": 3, "docs": 1})
     metrics.model("m").adapters_running.update({"sql": 2, "docs": 0})
     text = Exposition(metrics).text().decode()

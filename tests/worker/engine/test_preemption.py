@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.messages import Generate, Sampling, TokensPrompt
+from protocol.stats import BLOCK
 from tests.support.engine import EngineHarness, spec
 from tests.support.rows import row
 from tests.support.scale import scaled
-from worker.engine.kv_budget import KvBudget, KvCost
+from worker.engine.kv_budget import ANY_LENGTH, KvBudget, KvCost
 
 
 def requests(count: int, prompt: int, output: int) -> list[Generate]:
@@ -115,5 +116,24 @@ def test_the_context_is_limited_to_what_memory_holds() -> None:
     cost = KvCost(token_bytes=1000, windows=(), fixed_bytes=5000)
     assert cost.longest(5000 + 1000 * 1000) == 768
     assert cost.bytes(2, 768) == 2 * (768_000 + 5000)
+    assert cost.blocks(5000 + 1000 * 1000, 64) == 768 // 64
     windowed = KvCost(token_bytes=100, windows=((50, 128),), fixed_bytes=0)
     assert windowed.bytes(1, 1024) == 100 * 1024 + 50 * 128
+
+
+def test_a_model_whose_kv_does_not_grow_has_any_context_and_no_blocks() -> None:
+    state = KvCost(token_bytes=0, windows=(), fixed_bytes=5000)
+    windows = KvCost(token_bytes=0, windows=((50, 1024),), fixed_bytes=5000)
+    assert state.longest(0) == windows.longest(5000 + 50 * 1024) == ANY_LENGTH
+    assert windows.longest(5000 + 50 * 800) == 768
+    assert state.blocks(1 << 30, 64) == windows.blocks(1 << 30, 64) == 0
+
+
+@pytest.mark.parametrize(("architecture", "has_blocks"), [("qwen3", True), ("mamba", False)])
+def test_blocks_are_told_of_models_that_have_some(
+    architecture: str, has_blocks: bool, model_folder: Callable[[str], Path]
+) -> None:
+    with EngineHarness(spec(model_folder(architecture))) as engine:
+        room, context = engine.gauges.kv_blocks, engine.loaded.max_context
+    assert (0 < room < 1 << 24) is has_blocks
+    assert (room * BLOCK >= context) is has_blocks
