@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from gateway.config.settings import Config, ModelConfig
+from gateway.config.worker_spec import worker_spec
 from gateway.link.link import Link
 from gateway.memory.broker import Broker
 from gateway.memory.estimate import Need
@@ -26,7 +27,7 @@ from gateway.supervisor.registry import Registry, Survivor
 from gateway.supervisor.spawn import Command, Spawner, default_command
 from gateway.supervisor.state import Events, Limits, MemoryView, ModelUnavailable, State, WorkerView
 from protocol.failures import Code, Failure
-from protocol.spec import GroupSpec, WorkerSpec
+from protocol.spec import WorkerSpec
 from protocol.wisdom import wisdom_dir
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 # What a leftover that nobody wants any more gets between SIGTERM and SIGKILL: its weights are unknown.
 LEFTOVER_GRACE_S = 30.0
 RELEASE_POLL_S = 0.02
-WAITING_MAX = 1 << 20
 _HANDED_OVER = Failure(Code.DRAINING, "the server is being restarted")
 
 
@@ -345,50 +345,7 @@ class Pool:
             worker.kill()
 
     def _spec(self, model: ModelConfig, config: Config | None = None) -> WorkerSpec:
-        config = config or self._config
-        # Ranks of a group have other parts of a prefix, which no file holds together.
-        has_disk = not model.group.nodes and model.cache.disk_bytes > 0 and model.cache.ram_bytes != 0
-        return WorkerSpec(
-            name=model.name,
-            path=model.path,
-            epoch=0,
-            down=self._link.down,
-            up=self._link.up,
-            dtype=model.dtype,
-            context=model.context,
-            max_running=0 if model.max_running == "auto" else model.max_running,
-            # Admission is the bound; a successor is handed at once all that ran and waited, under whatever bound.
-            max_waiting=WAITING_MAX,
-            prefill_chunk=model.prefill_chunk,
-            batching=model.batching,
-            deterministic=model.deterministic,
-            speculate=model.speculate,
-            draft=model.draft,
-            sparse_keep=model.sparse_prefill.keep,
-            sparse_from=model.sparse_prefill.from_tokens if model.sparse_prefill.keep else 0,
-            kind="" if model.kind == "auto" else model.kind,
-            matryoshka=model.matryoshka,
-            kv_bits=model.kv_bits or 0,
-            adapters=tuple(model.adapters.items()),
-            experts=model.experts,
-            kv_events=model.kv_events.endpoint,
-            kv_events_replay=model.kv_events.replay,
-            kv_events_topic=model.kv_events.topic,
-            expert_cache_bytes=-1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes,
-            trust_remote_code=model.trust_remote_code,
-            log_level=model.log_level or config.server.log_level,
-            parser=model.parser,
-            chat_template=model.chat_template,
-            cache_bytes=-1 if model.cache.ram_bytes is None else model.cache.ram_bytes,
-            kv_bytes=-1 if model.kv_bytes is None else model.kv_bytes,
-            disk_cache_dir=str(config.prefix_cache_dir) if has_disk else "",
-            disk_cache_bytes=config.prefix_cache_bytes if has_disk else 0,
-            disk_cache_tokens=model.cache.disk_min_tokens if has_disk else 0,
-            media_bytes=config.media.max_size_bytes,
-            media_count=config.media.max_count,
-            media_pixels=config.media.max_pixels,
-            group=_group(model),
-        )
+        return worker_spec(config or self._config, model, self._link.down, self._link.up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,11 +451,6 @@ def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
     """
     changes = {"epoch": 0, "log_level": "", "disk_cache_bytes": 0, "memory_bytes": 0, "adapters": ()}
     return msgspec.structs.replace(one, **changes) == msgspec.structs.replace(other, **changes)
-
-
-def _group(model: ModelConfig) -> GroupSpec | None:
-    group = model.group
-    return GroupSpec(group.nodes, group.parallel, group.backend, group.split) if group.nodes else None
 
 
 def _gone(model: str) -> Failure:

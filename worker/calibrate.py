@@ -211,7 +211,7 @@ class Bench:
 
 def calibrate(spec: WorkerSpec, seconds: float, folder: str, tell: Callable[[Finding], None]) -> None:
     """Measure and write. Raises `LoadFailed`, and `OSError` where the results cannot be written."""
-    spec = replace(spec, cache_bytes=0)
+    spec = replace(spec, cache_bytes=0, disk_cache_dir="", disk_cache_bytes=0)
     loaded = load_checked(spec, lambda _stage, _done, _total: None)
     writer, gauges, blocks = Intake(loaded, spec.parser).writer, Gauges(), _Blocks(loaded.vocab_size)
     engine = Engine(loaded, spec, Inbox(), lambda _message: None, gauges, writer, blocks, keeps=folder)

@@ -222,10 +222,7 @@ class Verifier:
         yield self._compare("batched", self._session(spec).run([requests]))
         small = replace(spec, prefill_chunk=SMALL_CHUNK)
         yield self._compare(f"chunks of {SMALL_CHUNK}", self._session(small).run([requests]))
-        warm = self._session(replace(spec, cache_bytes=CACHE_BYTES)).run([requests, requests])
-        yield self._compare("cache in memory", warm, must_hit=True)
-        if self._partners is None:
-            yield self._disk()
+        yield from self._cached()
         yield self._preempted()
         yield self._resumed()
         if self._partners is not None:
@@ -258,6 +255,15 @@ class Verifier:
         likelihoods = [[each.logprob for each in output.logprobs] for output in (first, second)]
         note = "another picture under the same text changes nothing" if likelihoods[0] == likelihoods[1] else ""
         return Check("two pictures", 2, len(first.ids) + len(second.ids), note=note)
+
+    def _cached(self) -> Generator[Check]:
+        if not self._loaded.plan.reuses_prefixes:
+            yield Check("cache in memory", note=self._loaded.plan.reason, is_skipped=True)
+            return
+        warm = self._session(replace(self._spec, cache_bytes=CACHE_BYTES)).run([self._requests, self._requests])
+        yield self._compare("cache in memory", warm, must_hit=True)
+        if self._partners is None:
+            yield self._disk()
 
     def _disk(self) -> Check:
         with tempfile.TemporaryDirectory(prefix="mlxd-verify-") as folder:

@@ -14,4 +14,5 @@ __all__ = [
     "periods",
     "settings",
     "syntax",
+    "worker_spec",
 ]

@@ -196,11 +196,12 @@ def verify(
     from gateway.ctl import verify as verifying
     from gateway.ctl.offline import model_of, read_config
 
-    config = model_of(read_config(), model)
+    config = read_config()
+    configured = model_of(config, model)
     if not json:
         typer.echo(verifying.HEADER)
     is_good = True
-    for check in verifying.checks(config, tokens, kill=kill):
+    for check in verifying.checks(config, configured, tokens, kill=kill):
         is_good &= check.is_good
         typer.echo(verifying.encode(check) if json else verifying.row(check))
     if not is_good:

@@ -13,12 +13,13 @@ from typing import IO, Any, Final
 
 import msgspec
 
-from gateway.config.settings import ModelConfig
+from gateway.config.settings import Config, ModelConfig
+from gateway.config.worker_spec import worker_spec
 from gateway.ctl import client
 from gateway.failed import Failed
 from gateway.supervisor.ranks import LOCAL, ranks_of
 from gateway.supervisor.spawn import default_command
-from protocol.spec import STDIN, GroupSpec, WorkerSpec
+from protocol.spec import STDIN, WorkerSpec
 from protocol.verify import Check, Difference
 
 STREAMS: Final = 6
@@ -32,34 +33,18 @@ NOTHING_WRONG: Final = frozenset({0, 1})
 _check = msgspec.json.Decoder(Check)
 
 
-def checks(model: ModelConfig, tokens: int, *, kill: bool) -> Generator[Check, None, None]:
+def checks(config: Config, model: ModelConfig, tokens: int, *, kill: bool) -> Generator[Check, None, None]:
     """Every check, as it is done. Raises `Failed`."""
-    yield from in_process(model, tokens)
+    yield from in_process(config, model, tokens)
     if kill:
         yield through_daemon(model.name)
 
 
-def in_process(model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
+def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
     """Load the model once more, beside the daemon's, and compare its outputs. Raises `Failed`."""
-    spec = WorkerSpec(
-        name=model.name,
-        path=model.path,
-        epoch=1,
-        down="",
-        up="",
-        dtype=model.dtype,
-        context=model.context,
-        prefill_chunk=model.prefill_chunk,
-        trust_remote_code=model.trust_remote_code,
-        parser=model.parser,
-        chat_template=model.chat_template,
-        kind="" if model.kind == "auto" else model.kind,
-        kv_bits=model.kv_bits or 0,
-        experts=model.experts,
-        expert_cache_bytes=-1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes,
-        group=_group(model),
-        adapters=tuple(model.adapters.items()),
-    )
+    if set(model.group.nodes) - {LOCAL}:
+        raise Failed("a model with ranks on other machines cannot be verified by a process beside the daemon")
+    spec = worker_spec(config, model)
     first, *followers = ranks_of(spec) if spec.group is not None else [spec]
     argv = [sys.executable, "-P", "-m", "worker.verify", "--spec", STDIN, "--tokens", str(tokens)]
     with ExitStack() as ranks:
@@ -72,16 +57,6 @@ def in_process(model: ModelConfig, tokens: int) -> Generator[Check, None, None]:
                 yield _check.decode(line)
     if process.returncode not in NOTHING_WRONG:
         raise Failed(f"the model could not be verified (exit status {process.returncode})")
-
-
-def _group(model: ModelConfig) -> GroupSpec | None:
-    """Raises `Failed`."""
-    group = model.group
-    if not group.nodes:
-        return None
-    if set(group.nodes) != {LOCAL}:
-        raise Failed("a model with ranks on other machines cannot be verified by a process beside the daemon")
-    return GroupSpec(group.nodes, group.parallel, group.backend, group.split)
 
 
 @contextmanager

@@ -43,6 +43,13 @@ def test_every_way_of_running_a_request_gives_its_own_tokens(
     assert [check.name for check in checks if check.cached] == ["cache in memory", "cache on disk"]
 
 
+def test_caches_are_not_verified_of_a_model_that_reuses_no_prefixes(model_folder: Callable[[str], Path]) -> None:
+    wanted = spec(model_folder("qwen3"), deterministic=True)
+    checks = list(Verifier(load_checked(wanted, lambda *_: None), wanted, 4, 8)._cached())  # pyright: ignore[reportPrivateUsage]
+    assert [(check.name, check.is_skipped, check.is_good) for check in checks] == [("cache in memory", True, True)]
+    assert "deterministic" in checks[0].note
+
+
 def drafted_by(kind: str, folder: Path) -> tuple[Path, Path]:
     """A model and what drafts for it."""
     match kind:

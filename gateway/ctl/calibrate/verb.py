@@ -11,11 +11,12 @@ import msgspec
 import typer
 
 from gateway.config.settings import Config, ModelConfig
+from gateway.config.worker_spec import worker_spec
 from gateway.ctl.complete import Model
 from gateway.ctl.offline import model_of, read_config, running_models
 from gateway.ctl.printing import Json
 from gateway.failed import Failed
-from protocol.spec import STDIN, WorkerSpec
+from protocol.spec import STDIN
 from protocol.wisdom import FOLDER_ENV, Finding, wisdom_dir
 
 SECONDS: Final = 60.0
@@ -51,7 +52,7 @@ def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[Fin
     argv = [sys.executable, "-P", "-m", "worker.calibrate", "--spec", STDIN, "--seconds", str(seconds)]
     environment = {**os.environ, FOLDER_ENV: str(wisdom_dir(config.home))}
     with tempfile.TemporaryFile() as stdin:
-        stdin.write(msgspec.json.encode(spec_of(model)))
+        stdin.write(msgspec.json.encode(worker_spec(config, model)))
         stdin.seek(0)
         # The arguments are ours.
         process = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, env=environment)
@@ -61,31 +62,6 @@ def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[Fin
             yield _finding.decode(text)
     if process.returncode:
         raise Failed(f"the model could not be calibrated (exit status {process.returncode})")
-
-
-def spec_of(model: ModelConfig) -> WorkerSpec:
-    """Specification by which its weights, caches and lane are those of its workers, as the key of the results says."""
-    return WorkerSpec(
-        name=model.name,
-        path=model.path,
-        epoch=1,
-        down="",
-        up="",
-        dtype=model.dtype,
-        context=model.context,
-        prefill_chunk=model.prefill_chunk,
-        batching=model.batching,
-        deterministic=model.deterministic,
-        speculate=model.speculate,
-        draft=model.draft,
-        kv_bits=model.kv_bits or 0,
-        trust_remote_code=model.trust_remote_code,
-        parser=model.parser,
-        chat_template=model.chat_template,
-        kind="" if model.kind == "auto" else model.kind,
-        experts=model.experts,
-        expert_cache_bytes=-1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes,
-    )
 
 
 def line(finding: Finding) -> str:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.settings import ModelConfig
-from gateway.ctl.calibrate.verb import line, spec_of
+from gateway.ctl.calibrate.verb import line
 from gateway.model_files.known_times import KnownTimes
 from protocol.wisdom import Finding, wisdom_dir
 from tests.support.ctl import ctl
@@ -41,14 +40,6 @@ def test_what_cannot_be_calibrated_is_said(tmp_path: Path, table: str, reason: s
     assert done.returncode == 1
     assert reason in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_calibration_has_the_key_of_the_workers_that_are_to_use_it() -> None:
-    model = ModelConfig(name="m", path="p", dtype="bfloat16", kv_bits=8, experts="disk", expert_cache_bytes=1 << 30)
-    spec = spec_of(model)
-    assert (spec.name, spec.path, spec.dtype, spec.kv_bits) == ("m", "p", "bfloat16", 8)
-    assert (spec.experts, spec.expert_cache_bytes) == ("disk", 1 << 30)
-    assert spec_of(ModelConfig(name="m", path="p")).expert_cache_bytes == -1
 
 
 def test_each_finding_is_a_line_for_people() -> None:

@@ -1,0 +1,63 @@
+"""Specification of a worker, as the settings of its model say."""
+
+from typing import Final
+
+from gateway.config.settings import Config, ModelConfig
+from protocol.spec import GroupSpec, WorkerSpec
+
+# Admission is the bound; a successor is handed at once all that ran and waited, under whatever bound.
+WAITING_MAX: Final = 1 << 20
+
+
+def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = "") -> WorkerSpec:
+    """The specification of a model's worker; without addresses, of a process that only loads the model as it does.
+
+    Its epoch, its share of memory and its rank are those of a start, and are set there.
+    """
+    # Ranks of a group have other parts of a prefix, which no file holds together.
+    has_disk = not model.group.nodes and model.cache.disk_bytes > 0 and model.cache.ram_bytes != 0
+    return WorkerSpec(
+        name=model.name,
+        path=model.path,
+        epoch=0,
+        down=down,
+        up=up,
+        dtype=model.dtype,
+        context=model.context,
+        max_running=0 if model.max_running == "auto" else model.max_running,
+        max_waiting=WAITING_MAX,
+        prefill_chunk=model.prefill_chunk,
+        batching=model.batching,
+        deterministic=model.deterministic,
+        speculate=model.speculate,
+        draft=model.draft,
+        sparse_keep=model.sparse_prefill.keep,
+        sparse_from=model.sparse_prefill.from_tokens if model.sparse_prefill.keep else 0,
+        kind="" if model.kind == "auto" else model.kind,
+        matryoshka=model.matryoshka,
+        kv_bits=model.kv_bits or 0,
+        adapters=tuple(model.adapters.items()),
+        experts=model.experts,
+        kv_events=model.kv_events.endpoint,
+        kv_events_replay=model.kv_events.replay,
+        kv_events_topic=model.kv_events.topic,
+        expert_cache_bytes=-1 if model.expert_cache_bytes == "auto" else model.expert_cache_bytes,
+        trust_remote_code=model.trust_remote_code,
+        log_level=model.log_level or config.server.log_level,
+        parser=model.parser,
+        chat_template=model.chat_template,
+        cache_bytes=-1 if model.cache.ram_bytes is None else model.cache.ram_bytes,
+        kv_bytes=-1 if model.kv_bytes is None else model.kv_bytes,
+        disk_cache_dir=str(config.prefix_cache_dir) if has_disk else "",
+        disk_cache_bytes=config.prefix_cache_bytes if has_disk else 0,
+        disk_cache_tokens=model.cache.disk_min_tokens if has_disk else 0,
+        media_bytes=config.media.max_size_bytes,
+        media_count=config.media.max_count,
+        media_pixels=config.media.max_pixels,
+        group=_group(model),
+    )
+
+
+def _group(model: ModelConfig) -> GroupSpec | None:
+    group = model.group
+    return GroupSpec(group.nodes, group.parallel, group.backend, group.split) if group.nodes else None

@@ -1,0 +1,122 @@
+"""A worker's specification is made of its model's settings in one place: for the daemon, `verify` and `calibrate`."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import fields, replace
+
+from gateway.config.settings import (
+    CacheConfig,
+    Config,
+    GroupConfig,
+    KvEventsConfig,
+    MediaConfig,
+    ModelConfig,
+    ServerConfig,
+    SparsePrefillConfig,
+)
+from gateway.config.worker_spec import worker_spec
+from gateway.ctl.calibrate.verb import findings
+from gateway.ctl.verify import in_process
+from gateway.link.link import Link
+from gateway.pool import Pool
+from protocol.spec import WorkerSpec
+from tests.support.machine import Recorder
+from tests.support.pool import short_home
+
+# Of one start, not of the settings: `epoch`, `memory_bytes` and `rank`; and how long a worker outlives its gateway.
+UNSET = {"epoch", "down", "up", "memory_bytes", "rank", "orphan_grace_s", "orphan_max_s"}
+MODEL = ModelConfig(
+    name="m",
+    path="p",
+    dtype="bfloat16",
+    context=77,
+    max_running="auto",
+    prefill_chunk=64,
+    batching="single",
+    deterministic=True,
+    speculate="off",
+    draft="d",
+    sparse_prefill=SparsePrefillConfig(0.5, 100),
+    kind="text",
+    matryoshka=True,
+    adapters={"a": "folder"},
+    trust_remote_code=True,
+    parser="hermes",
+    chat_template="{{ 1 }}",
+    cache=CacheConfig(1 << 30, 1 << 31, 7),
+    kv_bytes=1 << 29,
+    kv_bits=8,
+    log_level="debug",
+    experts="disk",
+    expert_cache_bytes=1 << 28,
+    kv_events=KvEventsConfig("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "t"),
+)
+
+
+@pytest.fixture
+def config() -> Iterator[Config]:
+    """Settings of which each differs from its default as far as a worker is told of it."""
+    with short_home() as home:
+        media = MediaConfig(max_size_bytes=2048, max_count=3, max_pixels=4096)
+        yield Config(home, ServerConfig(), {"m": MODEL}, home / "mlxd.toml", media=media)
+
+
+def told(spec: WorkerSpec) -> set[str]:
+    """Fields that differ from their defaults."""
+    return {field.name for field in fields(spec) if getattr(spec, field.name) != field.default}
+
+
+def test_a_specification_has_every_field_that_settings_decide(config: Config) -> None:
+    spec = worker_spec(config, MODEL, "ipc://down", "ipc://up")
+    group = worker_spec(config, replace(MODEL, group=GroupConfig(("local", "local"), "pipeline", "ring", (1, 2))))
+    assert group.group is not None
+    assert (group.group.nodes, group.group.split) == (("local", "local"), (1, 2))
+    assert not group.disk_cache_dir
+    everything = {field.name for field in fields(WorkerSpec)}
+    assert told(spec) | {"group"} | UNSET == everything
+    assert (spec.down, spec.up) == ("ipc://down", "ipc://up")
+    assert (spec.max_running, spec.expert_cache_bytes, spec.sparse_from) == (0, 1 << 28, 100)
+
+
+def test_settings_as_they_come_leave_a_specification_as_its_defaults_are(config: Config) -> None:
+    spec = worker_spec(replace(config, media=MediaConfig()), ModelConfig(name="m", path="p"))
+    usual = {"name", "path", "epoch", "down", "up", "max_waiting"}
+    assert told(spec) == {*usual, "disk_cache_dir", "disk_cache_bytes", "disk_cache_tokens"}
+
+
+def verified(config: Config) -> None:
+    assert list(in_process(config, MODEL, 1)) == []
+
+
+def calibrated(config: Config) -> None:
+    assert list(findings(config, MODEL, 1.0)) == []
+
+
+@pytest.mark.parametrize("run", [verified, calibrated])
+def test_programs_beside_the_daemon_are_told_what_its_workers_are(
+    run: Callable[[Config], None], config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreter, received = tmp_path / "python", tmp_path / "spec.json"
+    interpreter.write_text(f"#!/bin/sh\ncat > {received}\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    run(config)
+    assert msgspec.json.decode(received.read_bytes(), type=WorkerSpec) == worker_spec(config, MODEL)
+
+
+def test_workers_of_the_daemon_are_told_the_same(config: Config) -> None:
+    async def scenario() -> None:
+        link = Link(config.run_dir, Recorder())
+        pool = Pool(config, link, Recorder(), command=lambda _spec: [sys.executable, "-c", ""])
+        await pool.start()
+        try:
+            assert pool.worker("m").spec == worker_spec(config, MODEL, link.down, link.up)
+        finally:
+            await pool.stop(0.0)
+
+    asyncio.run(scenario())
