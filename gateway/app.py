@@ -36,7 +36,7 @@ from gateway.link.link import Link
 from gateway.middleware.auth import Auth, Trusted
 from gateway.middleware.cors import Cors
 from gateway.middleware.entry import Entry
-from gateway.pool import Applied, Pool
+from gateway.pool.pool import Applied, Pool
 from gateway.reload import Reloader
 from gateway.services import Services, Tracer
 from gateway.telemetry.metrics import Metrics

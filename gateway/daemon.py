@@ -26,7 +26,7 @@ from gateway.keep_awake import Awake
 from gateway.link.link import Link
 from gateway.nodes.local_agent import make_agent
 from gateway.nodes.remote_nodes import RemoteNodes
-from gateway.pool import Pool
+from gateway.pool.pool import Pool
 from gateway.reload import Reloader, facts_of
 from gateway.supervisor.spawn import Command, default_command
 from gateway.supervisor.state import State

@@ -13,7 +13,7 @@ from gateway.adapter_loads import AdapterLoads, with_adapter
 from gateway.admin_types import Reload
 from gateway.config.settings import Config, ConfigError, ModelConfig, file_key
 from gateway.errors import Unavailable
-from gateway.pool import Applied
+from gateway.pool.pool import Applied
 from gateway.services import Services
 from gateway.telemetry.logs import set_level
 

@@ -21,7 +21,7 @@ from gateway.media.resolve import Fetch, bounded, fetch_public
 from gateway.peers.fleet import Fleet
 from gateway.peers.placement import Place
 from gateway.peers.upstream_client import Clients
-from gateway.pool import Pool
+from gateway.pool.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.bodies import Bodies, memory_bytes, share_bytes
 from gateway.request.in_flight import Requests

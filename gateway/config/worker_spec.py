@@ -2,6 +2,8 @@
 
 from typing import Final
 
+import msgspec
+
 from gateway.config.settings import Config, ModelConfig
 from protocol.spec import GroupSpec, WorkerSpec
 
@@ -56,6 +58,16 @@ def worker_spec(config: Config, model: ModelConfig, down: str = "", up: str = ""
         media_pixels=config.media.max_pixels,
         group=_group(model),
     )
+
+
+def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
+    """Whether a worker of one configuration serves the other without a restart.
+
+    How much it logs is no reason, nor is the cap of the cache folder that all share: that counts from its next start.
+    Adapters are loaded and unloaded while it runs.
+    """
+    changes = {"epoch": 0, "log_level": "", "disk_cache_bytes": 0, "memory_bytes": 0, "adapters": ()}
+    return msgspec.structs.replace(one, **changes) == msgspec.structs.replace(other, **changes)
 
 
 def _group(model: ModelConfig) -> GroupSpec | None:

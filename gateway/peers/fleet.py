@@ -18,7 +18,7 @@ from gateway.peers.journey import HERE, Candidate, Journey, no_peer
 from gateway.peers.node import POLL_S, Node
 from gateway.peers.peer_stream import Loss, PeerStream
 from gateway.peers.placement import Choice, Place
-from gateway.pool import Pool
+from gateway.pool.pool import Pool
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.state import SHUTTING_DOWN, State, WorkerView
 from gateway.task_set import TaskSet

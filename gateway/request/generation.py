@@ -18,7 +18,7 @@ from gateway.link.link import LATE
 from gateway.link.transport import WorkerGone
 from gateway.media.modalities import check, likely_tokens
 from gateway.peers.peer_stream import PeerStream
-from gateway.pool import Pool
+from gateway.pool.pool import Pool
 from gateway.request.headers import relaxed_header, served_by_header, truncated_header
 from gateway.request.model_kind import check_kind
 from gateway.request.record import Header, Record

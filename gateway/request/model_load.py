@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.config.settings import ModelConfig
-from gateway.pool import Pool
+from gateway.pool.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.in_flight import Requests
 from gateway.supervisor.state import State

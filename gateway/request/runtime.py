@@ -6,7 +6,7 @@ from gateway.access.ledger import Ledger
 from gateway.config.settings import Config, ModelConfig
 from gateway.link.link import Link
 from gateway.peers.fleet import Fleet
-from gateway.pool import Pool
+from gateway.pool.pool import Pool
 from gateway.request.admission import Admission
 from gateway.request.in_flight import Requests
 from gateway.request.routing import Live, Router

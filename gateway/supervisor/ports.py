@@ -1,4 +1,4 @@
-"""Ports of a worker's state machine to the outside: the real ones are in spawn.py, link.py and pool.py."""
+"""Ports of a worker's state machine: the real ones are in spawn.py, link.py and effects.py of the pool."""
 
 from collections.abc import Iterable
 from typing import Protocol

@@ -33,7 +33,7 @@ from gateway.http.connection_limits import public_connections
 from gateway.http.handshake import HANDSHAKE_S, Handshake
 from gateway.http.listen import file_limit
 from gateway.link.link import Link
-from gateway.pool import Pool
+from gateway.pool.pool import Pool
 from gateway.supervisor.spawn import default_command
 from gateway.supervisor.state import Limits
 from gateway.telemetry.metrics import Metrics

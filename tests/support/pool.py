@@ -17,7 +17,7 @@ from gateway.config.settings import Config, ModelConfig, ServerConfig
 from gateway.link.collector import Collector
 from gateway.link.link import Link
 from gateway.memory.host import Machine
-from gateway.pool import Pool
+from gateway.pool.pool import Pool
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.spawn import Command
 from gateway.supervisor.state import Limits

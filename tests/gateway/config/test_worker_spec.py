@@ -23,7 +23,7 @@ from gateway.config.worker_spec import worker_spec
 from gateway.ctl.calibrate.verb import findings
 from gateway.ctl.verify import in_process
 from gateway.link.link import Link
-from gateway.pool import Pool
+from gateway.pool.pool import Pool
 from protocol.spec import WorkerSpec
 from tests.support.machine import Recorder
 from tests.support.pool import short_home

@@ -2,27 +2,24 @@
 
 import asyncio
 import logging
-import random
-import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
-
-import msgspec
+from typing import Any, Self
 
 from gateway.config.settings import Config, ModelConfig
-from gateway.config.worker_spec import worker_spec
+from gateway.config.worker_spec import loads_alike, worker_spec
 from gateway.link.link import Link
 from gateway.memory.broker import Broker
 from gateway.memory.estimate import Need
 from gateway.memory.host import Machine, ThisMachine
 from gateway.memory.monitor import MemoryWatch
 from gateway.model_files.known_times import KnownTimes
+from gateway.pool.effects import Elsewhere, RealEffects
+from gateway.pool.leftovers import objection, stop_leftovers
 from gateway.supervisor.handle import WorkerHandle
 from gateway.supervisor.ports import Effects, Process
-from gateway.supervisor.ranks import RankStarter, is_local
 from gateway.supervisor.registry import Registry, Survivor
 from gateway.supervisor.spawn import Command, Spawner, default_command
 from gateway.supervisor.state import Events, Limits, MemoryView, ModelUnavailable, State, WorkerView
@@ -32,8 +29,6 @@ from protocol.wisdom import wisdom_dir
 
 log = logging.getLogger(__name__)
 
-# What a leftover that nobody wants any more gets between SIGTERM and SIGKILL: its weights are unknown.
-LEFTOVER_GRACE_S = 30.0
 RELEASE_POLL_S = 0.02
 _HANDED_OVER = Failure(Code.DRAINING, "the server is being restarted")
 
@@ -82,7 +77,7 @@ class Pool:
         registry = Registry(self._config.run_dir)
         starters = self.elsewhere.starters if self.elsewhere is not None else None
         spawner = Spawner(self._config.home, registry, self._command, starters)
-        self._effects = _RealEffects(registry, spawner, self._is_cleared, self._broker, self.elsewhere)
+        self._effects = RealEffects(registry, spawner, self._is_cleared, self._broker, self.elsewhere)
         for model in self._config.models.values():
             self._workers[model.name] = self._make(model, self._effects)
         unwanted = [survivor for survivor in registry.survivors() if not self._adopt(survivor, spawner)]
@@ -92,24 +87,18 @@ class Pool:
 
     def _adopt(self, survivor: Survivor, spawner: Spawner) -> bool:
         """Whether an earlier gateway's worker is what the configuration wants; otherwise it is to be stopped."""
-        worker, spec, process = self._workers.get(survivor.name), survivor.spec, survivor.process
-        is_whole = spec is None or spec.group is None or is_local(spec.group)
-        if worker is not None and spec is not None and is_whole and loads_alike(spec, worker.spec):
+        worker, process = self._workers.get(survivor.name), survivor.process
+        refused = objection(survivor, worker.spec if worker is not None else None)
+        if refused is None:
+            assert worker is not None
+            assert survivor.spec is not None
             log.info("adopting worker %s#%d (pid %d)", worker.name, process.epoch, process.pid)
-            self._broker.adopt(worker.name, spec.memory_bytes)
+            self._broker.adopt(worker.name, survivor.spec.memory_bytes)
             worker.adopt(spawner.adopt(survivor), process.epoch)
             return True
-        if worker is None:
-            reason = "its model is not configured"
-        elif not is_whole:
-            reason = "ranks of it on other machines have ended with the gateway before"
-            self._reloaded.add(worker.name)
-        elif spec is not None:
-            reason = "its configuration has changed"
-        else:
-            reason = f"another version of mlxd started it, and it is loaded again ({survivor.problem})"
-            self._reloaded.add(worker.name)
-        log.info("stopping worker %s#%d (pid %d): %s", survivor.name, process.epoch, process.pid, reason)
+        if refused.is_loaded_again:
+            self._reloaded.add(survivor.name)
+        log.info("stopping worker %s#%d (pid %d): %s", survivor.name, process.epoch, process.pid, refused.reason)
         return False
 
     async def wait(self) -> None:
@@ -335,9 +324,7 @@ class Pool:
         )
 
     async def _clear(self, unwanted: Sequence[Process]) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for process in unwanted:
-                tasks.create_task(_stop_leftover(process))
+        await stop_leftovers(unwanted)
         self._is_cleared.set()
 
     def _kill(self) -> None:
@@ -376,83 +363,6 @@ class Lease:
         self._broker.release(self._model)
 
 
-class Elsewhere(Protocol):
-    """Port to the other machines of groups: their memory, and starts of ranks there."""
-
-    @property
-    def starters(self) -> Mapping[str, RankStarter]: ...
-    async def admit(self, spec: WorkerSpec, admit: Callable[[], Awaitable[int]], withdraw: Callable[[], None]) -> int:
-        """Return when all machines of a group have granted its memory: the share of this one, which `admit` asks for.
-
-        Raises `ModelUnavailable`.
-        """
-        ...
-
-    def apply(self, config: Config) -> None: ...
-    def entered(self, model: str, state: State) -> None: ...
-
-
-class _RealEffects:
-    """The real clock, chance and processes."""
-
-    def __init__(
-        self,
-        registry: Registry,
-        spawner: Spawner,
-        is_cleared: asyncio.Event,
-        broker: Broker,
-        elsewhere: Elsewhere | None,
-    ) -> None:
-        self._broker = broker
-        self._elsewhere = elsewhere
-        self._registry = registry
-        self._spawner = spawner
-        self._is_cleared = is_cleared
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    async def sleep(self, s: float) -> None:
-        await asyncio.sleep(s)
-
-    def random(self) -> float:
-        return random.random()
-
-    def next_epoch(self) -> int:
-        return self._registry.next_epoch()
-
-    async def admit(self, spec: WorkerSpec) -> int:
-        """Leftovers may still hold the memory that this worker needs."""
-        await self._is_cleared.wait()
-        broker, name = self._broker, spec.name
-        if spec.group is None or is_local(spec.group):
-            return await broker.admit(name)
-        if self._elsewhere is None:
-            raise ModelUnavailable(Failure(Code.BAD_CONFIG, f"model '{name}': there are no other machines here"))
-        return await self._elsewhere.admit(spec, lambda: broker.admit(name), lambda: broker.withdraw(name))
-
-    def overload(self, model: str) -> Failure | None:
-        return self._broker.overload(model)
-
-    def entered(self, model: str, state: State) -> None:
-        self._broker.entered(model, state)
-        if self._elsewhere is not None:
-            self._elsewhere.entered(model, state)
-
-    def spawn(self, spec: WorkerSpec) -> Process:
-        return self._spawner.spawn(spec)
-
-
-def loads_alike(one: WorkerSpec, other: WorkerSpec) -> bool:
-    """Whether a worker of one configuration serves the other without a restart.
-
-    How much it logs is no reason, nor is the cap of the cache folder that all share: that counts from its next start.
-    Adapters are loaded and unloaded while it runs.
-    """
-    changes = {"epoch": 0, "log_level": "", "disk_cache_bytes": 0, "memory_bytes": 0, "adapters": ()}
-    return msgspec.structs.replace(one, **changes) == msgspec.structs.replace(other, **changes)
-
-
 def _gone(model: str) -> Failure:
     return Failure(Code.MODEL_MISSING, f"model '{model}' was removed from the configuration")
 
@@ -462,14 +372,3 @@ async def _preload(worker: WorkerHandle) -> None:
         await worker.ensure_ready()
     except ModelUnavailable as error:
         log.error("model %s was not preloaded: %s", worker.name, error)
-
-
-async def _stop_leftover(process: Process) -> None:
-    process.signal(signal.SIGTERM)
-    try:
-        async with asyncio.timeout(LEFTOVER_GRACE_S):
-            await process.wait()
-    except TimeoutError:
-        process.signal(signal.SIGKILL)
-        await process.wait()
-    process.close()

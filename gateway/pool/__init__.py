@@ -1,0 +1,3 @@
+"""Pool of workers: which models have one, its start and its end."""
+
+__all__ = ["pool"]
