@@ -18,8 +18,9 @@ import uvloop
 from gateway.access.key_file import KeysUnusable, has_keys
 from gateway.config.certificate import CertificateUnusable
 from gateway.config.load import load_config
-from gateway.config.settings import Config, ConfigError, default_home
+from gateway.config.settings import Config, ConfigError
 from gateway.daemon import Daemon
+from gateway.home.home_paths import default_home
 from gateway.home.lock import HomeUnusable, RunDir
 from gateway.http.connection_limits import TooFewFiles
 from gateway.http.listen import CannotListen, raise_file_limit

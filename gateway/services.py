@@ -12,7 +12,8 @@ from gateway.access.ledger import Ledger
 from gateway.access.strangers import Sample, Throttle
 from gateway.access.usage import UsageFile
 from gateway.config.periods import zone_of
-from gateway.config.settings import Config, ModelConfig, audit_path
+from gateway.config.settings import Config, ModelConfig
+from gateway.home.home_paths import audit_path
 from gateway.http.capture import Captures
 from gateway.http.tls import Tls
 from gateway.link.link import Link

@@ -17,9 +17,9 @@ from typing import Final, Literal
 import msgspec
 from msgspec import Struct
 
-from gateway.config.settings import audit_path
 from gateway.failed import Failed
 from gateway.home.folder import FolderRefused, HomeFolder
+from gateway.home.home_paths import audit_path
 
 MAX_BYTES: Final = 4 * 1024 * 1024
 KEEP: Final = 8

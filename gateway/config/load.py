@@ -39,11 +39,11 @@ from gateway.config.settings import (
     ThinkingDefaults,
     TlsConfig,
     UiConfig,
-    keys_path,
 )
 from gateway.config.source import Source
 from gateway.errors import ModelNotFound
 from gateway.failed import Failed
+from gateway.home.home_paths import keys_path
 from gateway.model_files.hub_cache import cached_models
 from gateway.model_files.metadata import DEMOS
 from protocol.experts import RUNNING_MAX

@@ -1,19 +1,17 @@
 """The configuration as frozen structs: every key, its type and its default. `load.py` reads it from the file."""
 
-import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct, structs
 
 from gateway.failed import Failed
+from gateway.home.home_paths import admin_socket, keys_path, log_path, run_dir, usage_path
 from protocol.spec import USUAL_RUNNING
 
-DEFAULT_HOME: Final = "~/.mlxd"
 CONFIG_NAME: Final = "mlxd.toml"
 # A name travels in argv and in a ZeroMQ routing id, which holds 255 bytes with its epoch.
 NAME_BYTES_MAX: Final = 200
@@ -465,51 +463,11 @@ class Config(Struct, frozen=True):
         return admin_socket(self.home)
 
 
-def default_home(environ: Mapping[str, str] = os.environ) -> Path:
-    """`MLXD_HOME`, or `~/.mlxd`."""
-    return Path(environ.get("MLXD_HOME") or DEFAULT_HOME).expanduser().absolute()
-
-
-def run_dir(home: Path) -> Path:
-    """The folder of a daemon's sockets and lock."""
-    return home / "run"
-
-
-def admin_socket(home: Path) -> Path:
-    """The unix socket on which a home's daemon listens to mlxctl."""
-    return run_dir(home) / "admin.sock"
-
-
 def url_of(server: ServerConfig, host: str = "", port: int = 0) -> str:
     """The base URL of a server, as configured, or where it really listens."""
     host = host or server.host
     scheme = "https" if server.tls.certificate else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port or server.port}"
-
-
-def keys_path(home: Path) -> Path:
-    """The file of a home's API keys."""
-    return home / "keys" / "keys.json"
-
-
-def node_key_path(home: Path) -> Path:
-    """The file of this node's own secret key; its public one is beside it."""
-    return home / "keys" / "node.key"
-
-
-def usage_path(home: Path) -> Path:
-    """The file of the usage of a home's API keys."""
-    return home / "state" / "usage.json"
-
-
-def log_path(home: Path) -> Path:
-    """The log file of a home; older ones are beside it."""
-    return home / "logs" / "mlxd.log"
-
-
-def audit_path(home: Path) -> Path:
-    """The audit log of a home; older ones are beside it."""
-    return home / "logs" / "audit.log"
 
 
 def file_key(field: str) -> str:

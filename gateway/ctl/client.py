@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from gateway.admin_types import DeepHealth, Status
-from gateway.config import settings
 from gateway.failed import Failed
+from gateway.home import home_paths
 
 if TYPE_CHECKING:
     import httpx
@@ -27,7 +27,7 @@ PROBE_TIMEOUT_S: Final = 30.0
 
 def admin_socket() -> Path:
     """The admin socket of this home's daemon."""
-    return settings.admin_socket(settings.default_home())
+    return home_paths.admin_socket(home_paths.default_home())
 
 
 def get(path: str, kind: type[T]) -> T:

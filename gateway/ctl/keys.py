@@ -11,10 +11,10 @@ import msgspec
 import typer
 
 from gateway.admin_types import UsageReport
-from gateway.config.settings import default_home, keys_path, usage_path
 from gateway.ctl.client import get
 from gateway.ctl.printing import Json, console, print_json, seconds, tell
 from gateway.failed import Failed
+from gateway.home.home_paths import default_home, keys_path, usage_path
 
 if TYPE_CHECKING:
     from gateway.access.key import Key

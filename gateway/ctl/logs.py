@@ -6,10 +6,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gateway.config.settings import audit_path, default_home, log_path
 from gateway.ctl.complete import a_model
 from gateway.ctl.printing import Json
 from gateway.failed import Failed
+from gateway.home.home_paths import audit_path, default_home, log_path
 from gateway.telemetry import log_file
 from gateway.telemetry.log_line import is_about, read_line
 from gateway.telemetry.logs import escaped

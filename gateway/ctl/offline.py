@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from gateway.config.settings import Config, ConfigError, ModelConfig, default_home
+from gateway.config.settings import Config, ConfigError, ModelConfig
 from gateway.ctl import client
 from gateway.failed import Failed
+from gateway.home.home_paths import default_home
 
 if TYPE_CHECKING:
     from gateway.admin_types import ModelStatus, Status

@@ -1,3 +1,3 @@
-"""Home of a daemon: its lock and its private files."""
+"""Home of a daemon: its paths, its lock and its private files."""
 
-__all__ = ["folder", "lock", "private_file", "snapshot"]
+__all__ = ["folder", "home_paths", "lock", "private_file", "snapshot"]

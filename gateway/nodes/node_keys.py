@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Final
 
 from gateway.config.node_tables import read_public
-from gateway.config.settings import node_key_path
 from gateway.failed import Failed
 from gateway.home.folder import FolderRefused, HomeFolder
+from gateway.home.home_paths import node_key_path
 from gateway.home.private_file import write_private_in
 from protocol.curve import KeyPair, is_key, make_pair, pair_of
 

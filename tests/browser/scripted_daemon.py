@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.access.key_file import has_keys
 from gateway.config.load import load_config
-from gateway.config.settings import default_home
+from gateway.home.home_paths import default_home
 from gateway.main import serve
 from protocol.spec import WorkerSpec
 from tests.support.pool import SCRIPTED

@@ -27,7 +27,7 @@ GATEWAY: Final = {
     "home": "failed",
     "connect": "failed",
     "telemetry": "errors supervisor",
-    "config": "errors failed model_files",
+    "config": "errors failed home model_files",
     "install": "failed home",
     "keep_awake": "config",
     "desktop": "link supervisor config",
@@ -39,7 +39,7 @@ GATEWAY: Final = {
     "peers": "task_set link errors admin_types supervisor model_files telemetry config pool",
     "request": "link errors admin_types supervisor model_files telemetry config access pool media peers",
     "http": "wall_clock errors admin_types telemetry config request",
-    "services": "task_set link telemetry config access pool media peers request http",
+    "services": "task_set home link telemetry config access pool media peers request http",
     "adapter_loads": "config",
     "reload": "adapter_loads errors admin_types telemetry config access pool services",
     "api.common": "link errors supervisor config media request http services",
@@ -57,7 +57,7 @@ GATEWAY: Final = {
     "middleware api web",
     "daemon": "link errors supervisor telemetry config keep_awake desktop access pool nodes http reload app",
     "main": "supervisor home telemetry config access nodes http daemon",
-    "ctl": "errors failed admin_types supervisor model_files connect telemetry config install access memory nodes "
+    "ctl": "errors failed home admin_types supervisor model_files connect telemetry config install access memory nodes "
     "media main",
 }
 WORKER: Final = {

@@ -4,7 +4,7 @@ import sys
 
 from gateway.access.key_file import has_keys
 from gateway.config.load import load_config
-from gateway.config.settings import default_home
+from gateway.home.home_paths import default_home
 from gateway.main import serve
 from tests.support.pool import scripted
 

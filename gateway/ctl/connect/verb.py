@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from gateway.config.address import from_here
-from gateway.config.settings import default_home, keys_path, url_of
+from gateway.config.settings import url_of
 from gateway.ctl.complete import complete_models
 from gateway.ctl.offline import Served, daemon, read_config, served_models
 from gateway.ctl.printing import Json, print_json
 from gateway.failed import Failed
+from gateway.home.home_paths import default_home, keys_path
 
 if TYPE_CHECKING:
     from gateway.connect.client_setups import Endpoint, Setup

@@ -21,12 +21,13 @@ from gateway.access.key_file import has_keys
 from gateway.admin_types import Status
 from gateway.config.certificate import CertificateUnusable, is_exposed, load
 from gateway.config.load import load_config
-from gateway.config.settings import CONFIG_NAME, Config, ConfigError, ServerConfig, TlsConfig, admin_socket, run_dir
+from gateway.config.settings import CONFIG_NAME, Config, ConfigError, ServerConfig, TlsConfig
 from gateway.ctl import offline
 from gateway.ctl.client import deep_health
 from gateway.ctl.doctor import checks as doctor
 from gateway.ctl.doctor.checks import Finding
 from gateway.failed import Failed
+from gateway.home.home_paths import admin_socket, run_dir
 from gateway.media.modalities import expected
 from protocol import __version__
 

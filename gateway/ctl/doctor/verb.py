@@ -18,8 +18,8 @@ def doctor(json: Json = False) -> None:
 
     Example: mlxctl doctor
     """
-    from gateway.config.settings import default_home
     from gateway.ctl.doctor.look import examine, say
+    from gateway.home.home_paths import default_home
 
     report(list(examine(default_home(), say)), json)
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.config.settings import default_home
 from gateway.ctl.printing import Json, console, print_json
+from gateway.home.home_paths import default_home
 
 if TYPE_CHECKING:
     from gateway.ctl.nodes.identity import NodeRow

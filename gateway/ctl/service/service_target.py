@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import typer
 
-from gateway.config.settings import ConfigError, ServerConfig, default_home
+from gateway.config.settings import ConfigError, ServerConfig
 from gateway.ctl.printing import print_json
 from gateway.failed import Failed
+from gateway.home.home_paths import default_home
 
 if TYPE_CHECKING:
     from gateway.install.description import Action, Manager, Service

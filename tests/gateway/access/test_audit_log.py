@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gateway.access.audit_log import KEEP, Actor, Audit, AuditUnwritable, Entry, entry, this_process
-from gateway.config.settings import audit_path
+from gateway.home.home_paths import audit_path
 from gateway.telemetry.log_file import last_lines
 from tests.support.scale import patient
 

@@ -9,8 +9,9 @@ from gateway.access.key import Key
 from gateway.access.key_file import KeyFile, has_keys
 from gateway.api.common.canonical import EFFORTS
 from gateway.config.load import load_config
-from gateway.config.settings import ConfigError, Effort, default_home
+from gateway.config.settings import ConfigError, Effort
 from gateway.config.syntax import parse_duration, parse_size
+from gateway.home.home_paths import default_home
 from gateway.model_files.hub_cache import cached_models
 
 EXAMPLE = """

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile, KeyRefused
-from gateway.config.settings import ModelConfig, keys_path
+from gateway.config.settings import ModelConfig
+from gateway.home.home_paths import keys_path
 from gateway.media.resolve import digest_of
 from protocol.codec import encode
 from protocol.messages import (

@@ -10,7 +10,8 @@ import pytest
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
-from gateway.config.settings import ModelConfig, SamplingDefaults, ServerConfig, keys_path
+from gateway.config.settings import ModelConfig, SamplingDefaults, ServerConfig
+from gateway.home.home_paths import keys_path
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.gateway.peers.pairs import door, key_for, peer
 from tests.support.pictures import encoded, halves

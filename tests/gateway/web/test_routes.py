@@ -12,7 +12,7 @@ import pytest
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile, has_keys
 from gateway.config.load import load_config
-from gateway.config.settings import audit_path
+from gateway.home.home_paths import audit_path
 from gateway.reload import Reloader
 from gateway.telemetry.log_file import RotatingFile
 from gateway.telemetry.logs import Logs

@@ -13,8 +13,9 @@ from msgspec import structs
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.config.address import Address
-from gateway.config.settings import ServerConfig, UiConfig, audit_path
+from gateway.config.settings import ServerConfig, UiConfig
 from gateway.errors import ApiError
+from gateway.home.home_paths import audit_path
 from gateway.request.record import Record
 from gateway.web.gate import _is_here  # pyright: ignore[reportPrivateUsage]
 from gateway.web.page import FOLDER, HEADERS, Page

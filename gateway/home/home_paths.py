@@ -1,0 +1,48 @@
+"""Paths of a home: its sockets, keys, logs and state."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+DEFAULT_HOME: Final = "~/.mlxd"
+
+
+def default_home(environ: Mapping[str, str] = os.environ) -> Path:
+    """`MLXD_HOME`, or `~/.mlxd`."""
+    return Path(environ.get("MLXD_HOME") or DEFAULT_HOME).expanduser().absolute()
+
+
+def run_dir(home: Path) -> Path:
+    """The folder of a daemon's sockets and lock."""
+    return home / "run"
+
+
+def admin_socket(home: Path) -> Path:
+    """The unix socket on which a home's daemon listens to mlxctl."""
+    return run_dir(home) / "admin.sock"
+
+
+def keys_path(home: Path) -> Path:
+    """The file of a home's API keys."""
+    return home / "keys" / "keys.json"
+
+
+def node_key_path(home: Path) -> Path:
+    """The file of this node's own secret key; its public one is beside it."""
+    return home / "keys" / "node.key"
+
+
+def usage_path(home: Path) -> Path:
+    """The file of the usage of a home's API keys."""
+    return home / "state" / "usage.json"
+
+
+def log_path(home: Path) -> Path:
+    """The log file of a home; older ones are beside it."""
+    return home / "logs" / "mlxd.log"
+
+
+def audit_path(home: Path) -> Path:
+    """The audit log of a home; older ones are beside it."""
+    return home / "logs" / "audit.log"
