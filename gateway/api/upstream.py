@@ -18,7 +18,8 @@ from gateway.access.caller import Caller
 from gateway.access.rate_limit import Bill, Meter
 from gateway.api.anthropic.response import anthropic_body
 from gateway.api.leaving_body import LeavingBody, bounded_body, read_asked
-from gateway.config.settings import FallbackConfig, ModelConfig, UpstreamConfig
+from gateway.config.remote_settings import UpstreamConfig
+from gateway.config.settings import FallbackConfig, ModelConfig
 from gateway.errors import (
     ApiError,
     BadRequest,

@@ -12,6 +12,7 @@ __all__ = [
     "patterns",
     "peer_tables",
     "periods",
+    "remote_settings",
     "settings",
     "syntax",
     "worker_spec",

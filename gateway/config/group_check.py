@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from gateway.config.node_tables import LOCAL
-from gateway.config.settings import GroupConfig, ModelConfig, NodeConfig, RemoteNodeConfig
+from gateway.config.remote_settings import NodeConfig, RemoteNodeConfig
+from gateway.config.settings import GroupConfig, ModelConfig
 from gateway.config.source import Source
 from gateway.model_files.metadata import Unreadable, find, read_config
 from protocol.collectives import ring_problem

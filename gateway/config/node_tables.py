@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct, structs
 
-from gateway.config.settings import FabricConfig, NodeConfig, RemoteNodeConfig
+from gateway.config.remote_settings import FabricConfig, NodeConfig, RemoteNodeConfig
 from gateway.config.source import Source
 from protocol.curve import is_key
 

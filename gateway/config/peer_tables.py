@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 from msgspec import structs
 
 from gateway.config.origins import is_loopback
-from gateway.config.settings import ModelConfig, PeerConfig, UpstreamConfig
+from gateway.config.remote_settings import PeerConfig, UpstreamConfig
+from gateway.config.settings import ModelConfig
 from gateway.config.source import Source
 
 

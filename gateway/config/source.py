@@ -10,24 +10,20 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
+from gateway.config.remote_settings import FabricConfig, NodeConfig, PeerConfig, RemoteNodeConfig, UpstreamConfig
 from gateway.config.settings import (
     AudioConfig,
     CacheConfig,
     ConfigError,
-    FabricConfig,
     FallbackConfig,
     GroupConfig,
     MediaConfig,
     MemoryConfig,
     ModelConfig,
-    NodeConfig,
-    PeerConfig,
-    RemoteNodeConfig,
     SamplingDefaults,
     ServerConfig,
     ThinkingDefaults,
     TlsConfig,
-    UpstreamConfig,
     file_key,
 )
 from gateway.config.syntax import Locator, parse_duration, parse_size

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Callable, Mapping
 
-from gateway.config.settings import Config, RemoteNodeConfig
+from gateway.config.remote_settings import RemoteNodeConfig
+from gateway.config.settings import Config
 from gateway.nodes.node_keys import NodeKeyUnusable, public_of
 
 log = logging.getLogger(__name__)

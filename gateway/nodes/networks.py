@@ -11,7 +11,7 @@ from typing import Final
 
 import psutil
 
-from gateway.config.settings import FabricConfig, NodeConfig
+from gateway.config.remote_settings import FabricConfig, NodeConfig
 from protocol.collectives import SEPARATOR
 
 # A network of two hosts.

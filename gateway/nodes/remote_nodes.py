@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway.config.node_tables import LOCAL
-from gateway.config.settings import Config, RemoteNodeConfig
+from gateway.config.remote_settings import RemoteNodeConfig
+from gateway.config.settings import Config
 from gateway.memory.estimate import Need, parts_of, portion
 from gateway.model_files.served_form import FormReader
 from gateway.nodes.agent_client import AgentClient, NodeLost, NodeRefused

@@ -13,7 +13,7 @@ from typing import Final
 import httpx
 
 from gateway.config.peer_tables import read_secret
-from gateway.config.settings import PeerConfig
+from gateway.config.remote_settings import PeerConfig
 from gateway.peers.plausibility import check_model
 from protocol.codec import MalformedFrame
 from protocol.messages import MAJOR, MINOR

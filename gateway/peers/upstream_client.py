@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from gateway.config.peer_tables import read_secret
-from gateway.config.settings import UpstreamConfig
+from gateway.config.remote_settings import UpstreamConfig
 from gateway.peers.affinity import BYTES_PER_TOKEN
 
 Header = tuple[bytes, bytes]

@@ -18,16 +18,8 @@ import msgspec
 import uvicorn
 
 from gateway.app import App, create_admin_app, create_app
-from gateway.config.settings import (
-    AudioConfig,
-    Config,
-    MediaConfig,
-    ModelConfig,
-    PeerConfig,
-    ServerConfig,
-    UpstreamConfig,
-    url_of,
-)
+from gateway.config.remote_settings import PeerConfig, UpstreamConfig
+from gateway.config.settings import AudioConfig, Config, MediaConfig, ModelConfig, ServerConfig, url_of
 from gateway.http.connection import GuardedProtocol
 from gateway.http.connection_limits import public_connections
 from gateway.http.handshake import HANDSHAKE_S, Handshake

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from gateway.config.settings import Config, RemoteNodeConfig
+from gateway.config.remote_settings import RemoteNodeConfig
+from gateway.config.settings import Config
 from gateway.ctl.doctor.checks import Finding
 from gateway.nodes.agent_client import AgentClient, NodeLost, NodeRefused
 from gateway.nodes.networks import Interface, interfaces, objection

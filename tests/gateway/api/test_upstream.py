@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
-from gateway.config.settings import FallbackConfig, ModelConfig, UpstreamConfig
+from gateway.config.remote_settings import UpstreamConfig
+from gateway.config.settings import FallbackConfig, ModelConfig
 from gateway.home.home_paths import keys_path
 from gateway.request.bodies import LARGE_BYTES
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, events, running, until

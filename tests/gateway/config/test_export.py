@@ -10,25 +10,21 @@ from msgspec import Struct
 from gateway.access.key_file import has_keys
 from gateway.config.export import keys_of, schema, to_json, to_toml
 from gateway.config.load import load_config
+from gateway.config.remote_settings import FabricConfig, NodeConfig, PeerConfig, RemoteNodeConfig, UpstreamConfig
 from gateway.config.settings import (
     AudioConfig,
     CacheConfig,
-    FabricConfig,
     FallbackConfig,
     MediaConfig,
     MemoryConfig,
     ModelConfig,
-    NodeConfig,
-    PeerConfig,
     ProfileConfig,
-    RemoteNodeConfig,
     SamplingDefaults,
     ServerConfig,
     SparsePrefillConfig,
     ThinkingDefaults,
     TlsConfig,
     UiConfig,
-    UpstreamConfig,
 )
 from tests.support.ctl import ctl
 

@@ -8,7 +8,8 @@ import pytest
 from gateway.access.key_file import has_keys
 from gateway.config.load import load_config
 from gateway.config.node_tables import LOCAL, fabrics_of
-from gateway.config.settings import Config, ConfigError, FabricConfig
+from gateway.config.remote_settings import FabricConfig
+from gateway.config.settings import Config, ConfigError
 
 KEY = "ab" * 32
 HOSTS = {

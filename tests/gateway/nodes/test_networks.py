@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.config.settings import FabricConfig, NodeConfig
+from gateway.config.remote_settings import FabricConfig, NodeConfig
 from gateway.nodes.networks import Interface, device, exposure, interfaces, trusted_ips
 
 OWN = [

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.config.settings import Config, FabricConfig, NodeConfig, RemoteNodeConfig, ServerConfig
+from gateway.config.remote_settings import FabricConfig, NodeConfig, RemoteNodeConfig
+from gateway.config.settings import Config, ServerConfig
 from gateway.memory.estimate import Need, parts_of, portion
 from gateway.nodes import remote_nodes
 from gateway.nodes.networks import Interface

@@ -7,7 +7,8 @@ from typing import Any
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
-from gateway.config.settings import ModelConfig, PeerConfig
+from gateway.config.remote_settings import PeerConfig
+from gateway.config.settings import ModelConfig
 from gateway.home.home_paths import keys_path
 from tests.gateway.harness import Gateway, running, until
 

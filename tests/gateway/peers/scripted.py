@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from gateway.config.settings import ModelConfig, PeerConfig
+from gateway.config.remote_settings import PeerConfig
+from gateway.config.settings import ModelConfig
 from protocol.messages import MAJOR, MINOR
 from protocol.peering import (
     STATUS_PATH,

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config.settings import ModelConfig, PeerConfig
+from gateway.config.remote_settings import PeerConfig
+from gateway.config.settings import ModelConfig
 from gateway.peers import journey
 from tests.gateway.harness import Gateway, chat, events, running, until
 from tests.gateway.peers.pairs import NOWHERE, door, key_for

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gateway.config.settings import ModelConfig, PeerConfig
+from gateway.config.remote_settings import PeerConfig
+from gateway.config.settings import ModelConfig
 from gateway.peers.forms import Forms
 from gateway.peers.node import REFUSAL_BYTES_MAX, Declined, Node
 from gateway.peers.plausibility import Claims

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.config.settings import FabricConfig, RemoteNodeConfig
+from gateway.config.remote_settings import FabricConfig, RemoteNodeConfig
 from gateway.ctl.nodes import identity, node_table
 from gateway.ctl.nodes.identity import NodeRow
 from gateway.ctl.nodes.node_checks import examine_nodes, judge
