@@ -217,7 +217,7 @@ def text(args: argparse.Namespace) -> None:
     """The demo model as it serves, with its head, `speculate` off and auto by turns."""
     from worker.checked_model import load_checked
     from worker.speculation.speculator import Speculator
-    from worker.verify import Session
+    from worker.verify.engine_session import Session
 
     args.geometry, args.dtype = "demo", "auto"
     loaded = load_checked(structs.replace(_spec("demo", "auto"), speculate="auto"), lambda *_: None)

@@ -31,7 +31,7 @@ from worker.cache.kv import leaves
 from worker.engine.self_check import SAMPLE, choose
 from worker.errors import LoadFailed
 from worker.model.loader import Loaded
-from worker.verify import Verifier
+from worker.verify.verifier import Verifier
 
 CONFIGURATIONS: Final = Path(__file__).parent / "support" / "architectures.json"
 PAGE: Final = Path(__file__).parents[1] / "docs" / "models.md"

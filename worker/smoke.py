@@ -12,7 +12,7 @@ from protocol.spec import WorkerSpec
 from worker.checked_model import load_checked
 from worker.errors import LoadFailed
 from worker.prompt.intake import Intake
-from worker.verify import Session
+from worker.verify.engine_session import Session
 
 # Of no link and no gateway; nothing is cached.
 SPEC: Final = WorkerSpec(name="demo", path="demo", epoch=1, down="", up="", cache_bytes=0)

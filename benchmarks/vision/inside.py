@@ -129,7 +129,7 @@ def _decode(loaded: "Loaded", turn: int) -> tuple[float, list[list[int]]]:
     from protocol.messages import Generate, Sampling, Step, TokensPrompt, Up
     from protocol.spec import WorkerSpec
     from worker.prompt.intake import Intake
-    from worker.verify import Session
+    from worker.verify.engine_session import Session
 
     class Timed(Session):
         times: list[float]

@@ -90,11 +90,8 @@ WORKER: Final = {
     "group": "errors model cache engine",
     "main": "errors vision model adapters cache kv_publisher jobs embedding engine prompt link start_reader "
     "start_audio checked_model group",
-    "verify": "errors vision model adapters group engine prompt checked_model sparse speculation embedding "
-    "verify_reader verify_audio",
-    "verify_reader": "embedding",
+    "verify": "errors vision model adapters group engine prompt checked_model sparse speculation embedding audio",
     "calibrate": "errors model speculation engine pacing prompt embedding checked_model",
-    "verify_audio": "audio",
     "repack": "errors experts model",
     "kv_publisher": "cache",
     "__main__": "main",

@@ -13,7 +13,7 @@ from worker.engine.row import Row
 from worker.model.loader import Loaded
 from worker.prompt.intake import Intake
 from worker.speculation.drafter import Drafter
-from worker.verify import Output, Session
+from worker.verify.engine_session import Output, Session
 from worker.vision.features import FeatureCache
 
 

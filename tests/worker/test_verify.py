@@ -22,8 +22,9 @@ from tests.support.scale import scaled
 from worker.checked_model import load_checked
 from worker.embedding.job import Item, Numbers
 from worker.embedding.load_model import load_reader
-from worker.verify import Verifier, main
-from worker.verify_reader import reader_checks
+from worker.verify.__main__ import main
+from worker.verify.reader_checks import reader_checks
+from worker.verify.verifier import Verifier
 
 NAMES = [
     "alone", "batched", "chunks of 32", "cache in memory", "cache on disk", "preempted", "resumed",

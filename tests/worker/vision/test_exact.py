@@ -20,7 +20,7 @@ from tests.support.vision_models import FAMILIES, image, prompt, sound, video
 from worker.engine import kv_budget
 from worker.model.loader import Loaded, load
 from worker.speculation.noisy import NoisyDrafts
-from worker.verify import Output
+from worker.verify.engine_session import Output
 from worker.vision.graft import Graft
 
 # Each graft between them: embeddings, positions, deepstack, attention inside an image.
