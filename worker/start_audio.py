@@ -10,6 +10,7 @@ from protocol.spec import WorkerSpec
 from worker.audio.ask_audio import AudioIntake
 from worker.audio.audio_loop import AudioLoop, Command
 from worker.audio.audio_model import load_audio_model
+from worker.audio.clip_queue import ClipQueue
 from worker.audio.sample_room import SampleRoom
 from worker.engine.gauges import Gauges
 from worker.link import Link
@@ -33,8 +34,9 @@ def start_audio(
     progress("warmup", model.weights_bytes, model.weights_bytes)
     loop.warm_up()
     gauges.measure_memory()
-    intake = AudioIntake(model, room, loop.check)
-    take_requests(spec.epoch, model.weights_bytes, intake, inbox, link, gauges, refusing)
+    clips = ClipQueue(spec, inbox, room, link.send, gauges, refusing)
+    clips.start()
+    take_requests(spec.epoch, model.weights_bytes, AudioIntake(model, loop.check), clips, link, gauges, refusing)
     return loop, Ready(
         epoch=spec.epoch,
         model_path=str(model.path),

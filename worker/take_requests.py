@@ -16,11 +16,19 @@ from worker.prompt.questions import Answerer, Questions
 Refusing = Callable[[int], AbstractContextManager[None]]
 
 
+class Inbox(Protocol):
+    """Door to the loop, for any thread."""
+
+    def put(self, command: Any, /) -> None:
+        """Take a job or a command. Never waits."""
+        ...
+
+
 class Preparing(Answerer, Protocol):
     """Makes a job of a request, and answers questions about tokens."""
 
     def job(self, request: Generate, arrived: float) -> Any:
-        """A job that is safe to run. Raises `RequestInvalid`."""
+        """A job that is safe to run, in the form that the inbox takes. Raises `RequestInvalid`."""
         ...
 
 
@@ -28,7 +36,7 @@ def take_requests(
     epoch: int,
     weights_bytes: int,
     preparer: Preparing,
-    inbox: "SimpleQueue[Any]",
+    inbox: Inbox,
     link: Link,
     gauges: Gauges,
     refusing: Refusing,

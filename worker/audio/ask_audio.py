@@ -13,32 +13,31 @@ from protocol.transcript import HEARD_RATE, SPOKEN_RATE, Part
 from worker.audio import sound_writer
 from worker.audio.audio_job import AudioJob, Piece
 from worker.audio.audio_model import AudioModel
+from worker.audio.clip_queue import Clip
 from worker.audio.hearer import Check, Hearer, Samples, Wish
-from worker.audio.sample_room import SampleRoom
 from worker.audio.sound_writer import SoundWriter
 from worker.audio.speaker import Instructions, Speaker, Speech
 from worker.errors import RequestInvalid
-from worker.vision.sounds import read_audio
+from worker.vision.sounds import Reserve, read_audio
 
 # Less is no word, and nothing that a window could be made of.
 _LEAST_S: Final = 0.1
 _NOT_FINITE: Final = "the model gave no number for a part of the speech"
 # Bytes of text that are about a token, to count what is to be spoken.
 _CHARS_PER_TOKEN: Final = 4
-# A request without a deadline does not wait forever for others' samples.
-_ROOM_S: Final = 600.0
+# A request without a deadline does not wait forever to be decoded.
+_WAIT_S: Final = 600.0
 
 
 class AudioIntake:
     """Turns requests into jobs for one loaded model. `check` is the loop's."""
 
-    def __init__(self, model: AudioModel, room: SampleRoom, check: Check) -> None:
+    def __init__(self, model: AudioModel, check: Check) -> None:
         self._model = model
-        self._room = room
         self._check = check
 
-    def job(self, request: Generate, arrived: float) -> AudioJob:
-        """A job that is safe to run. Raises `RequestInvalid`."""
+    def job(self, request: Generate, arrived: float) -> AudioJob | Clip:
+        """A job that is safe to run, or the clip that it is made of. Quick. Raises `RequestInvalid`."""
         match request.prompt, self._model.hearer, self._model.speaker:
             case HearPrompt() as prompt, hearer, _ if hearer is not None:
                 return self._hearing(request, arrived, prompt, hearer)
@@ -47,24 +46,36 @@ class AudioIntake:
             case _:
                 raise self._wrong_kind()
 
+    def job_now(self, request: Generate) -> AudioJob:
+        """A job, its clip decoded: for checks outside of a loop. Raises `RequestInvalid`."""
+        job = self.job(request, 0.0)
+        return job.decode(lambda _size: None) if isinstance(job, Clip) else job
+
     def tokenize(self, request: Tokenize | Detokenize, is_wanted: Callable[[], bool]) -> Tokenized | None:
         """A model of audio has no tokens for clients. Raises `RequestInvalid`."""
         raise self._wrong_kind()
 
     # -- hearing -----------------------------------------------------------------------------------------------------
 
-    def _hearing(self, request: Generate, arrived: float, prompt: HearPrompt, hearer: Hearer) -> AudioJob:
+    def _hearing(self, request: Generate, arrived: float, prompt: HearPrompt, hearer: Hearer) -> Clip:
         wish = _wish(request, prompt, hearer)
-        if not self._room.wait(request.deadline_ms / 1e3 if request.deadline_ms else _ROOM_S):
-            message = "The clips of other requests fill the memory for them; try again."
-            raise RequestInvalid(Code.BUSY, message)
+
+        def decode(reserve: Reserve) -> AudioJob:
+            return self._decoded(request, arrived, prompt, hearer, wish, reserve)
+
+        ends = arrived + (request.deadline_ms / 1e3 if request.deadline_ms else _WAIT_S)
+        return Clip(request.rid, request.priority, request.tenant, ends, decode)
+
+    def _decoded(
+        self, request: Generate, arrived: float, prompt: HearPrompt, hearer: Hearer, wish: Wish, reserve: Reserve
+    ) -> AudioJob:
+        """Raises `RequestInvalid`, and what `reserve` raises."""
         media = Media("audio", hashlib.blake2b(prompt.data, digest_size=32).digest(), prompt.data, param="file")
-        samples = read_audio(media, hearer.rate, prompt.most_s or float("inf"))
+        samples = read_audio(media, hearer.rate, prompt.most_s or float("inf"), reserve)
         seconds = len(samples) / hearer.rate
         if seconds < _LEAST_S:
             message = f"The audio clip lasts {seconds:.3f} seconds; {_LEAST_S:g} is the least that can be heard."
             raise RequestInvalid(Code.INVALID_AUDIO, message, param="file")
-        self._room.take(samples.nbytes)
         return AudioJob(
             rid=request.rid,
             arrived=arrived,

@@ -132,7 +132,7 @@ class AudioLoop(TurnLoop[AudioJob]):
 
     def _let_go(self, job: AudioJob) -> None:
         """Free what it holds. The work that is being computed ends by `Cut`."""
-        self._room.give_back(job.sample_bytes)
+        self._room.give_back(job.tenant, job.sample_bytes)
         job.sample_bytes = 0
         if job is not self._job:
             job.work.close()

@@ -1,6 +1,7 @@
-"""Room for samples of clips that wait for their turn, so that the intake decodes no more than memory holds."""
+"""Room for the samples of clips: of those that are being decoded, and of jobs until they end."""
 
 import threading
+from collections import Counter
 from typing import Final
 
 # An hour of a clip at 16,000 samples a second is 230 MB.
@@ -8,23 +9,31 @@ _BYTES: Final = 512 << 20
 
 
 class SampleRoom:
-    """Bytes of samples in all jobs. One thread takes, another gives back."""
+    """Bytes of samples by tenant. For all threads. What is larger than all of the room gets in alone."""
 
     def __init__(self, most_bytes: int = _BYTES) -> None:
         self._most = most_bytes
-        self._held = 0
-        self._changed = threading.Condition()
+        self._held: Counter[str] = Counter()
+        # Also the lock of those who wait for room.
+        self.changed = threading.Condition()
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """Wait until something is free; whether it is. What is decoded then is taken, whatever its size."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._held < self._most, timeout_s)
+    def fits(self, size_bytes: int, own_bytes: int = 0) -> bool:
+        """Whether there is room for so much, of which `own_bytes` are held already."""
+        with self.changed:
+            others = self._held.total() - own_bytes
+            return not others or others + size_bytes <= self._most
 
-    def take(self, size_bytes: int) -> None:
-        with self._changed:
-            self._held += size_bytes
+    def take(self, tenant: str, size_bytes: int) -> None:
+        with self.changed:
+            self._held[tenant] += size_bytes
 
-    def give_back(self, size_bytes: int) -> None:
-        with self._changed:
-            self._held -= size_bytes
-            self._changed.notify_all()
+    def give_back(self, tenant: str, size_bytes: int) -> None:
+        with self.changed:
+            self._held[tenant] -= size_bytes
+            if not self._held[tenant]:
+                del self._held[tenant]
+            self.changed.notify_all()
+
+    def held(self, tenant: str) -> int:
+        """Bytes of one tenant."""
+        return self._held[tenant]

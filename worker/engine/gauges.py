@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Gauges:
     """One writer, the engine; a torn read across fields is harmless. `busy_since` is 0 while the engine is idle.
 
-    `repaired_messages` is the sending thread's, `refused_questions` the receiving one's.
+    `repaired_messages` is the sending thread's, `refused_questions` the receiving one's, `undecoded` the decoders'.
     """
 
     running: int = 0
@@ -58,6 +58,8 @@ class Gauges:
     spoken_s: float = 0.0
     audio_s: float = 0.0
     experts: "ExpertCounts | None" = None
+    # Requests that wait before the engine's queue, for a clip to be decoded.
+    undecoded: int = 0
 
     def observe_cache(self, cache: "PrefixCache") -> None:
         self.cache_bytes, self.cache_nodes, self.cache = cache.nbytes, len(cache), cache.counts
@@ -79,7 +81,7 @@ class Gauges:
         busy_since = self.busy_since
         return Stats(
             running=self.running,
-            waiting=self.waiting,
+            waiting=self.waiting + self.undecoded,
             step_seq=self.step_seq,
             step_age_ms=int((time.monotonic() - busy_since) * 1e3) if busy_since else 0,
             mem_active=self.mem_active,

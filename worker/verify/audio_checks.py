@@ -11,7 +11,6 @@ from protocol.verify import Check, Difference
 from worker.audio.ask_audio import AudioIntake
 from worker.audio.audio_job import AudioJob, Piece
 from worker.audio.audio_model import AudioModel, load_audio_model
-from worker.audio.sample_room import SampleRoom
 from worker.audio.sound_writer import SoundWriter
 
 _RATE: Final = 16_000
@@ -25,8 +24,8 @@ def audio_checks(model: AudioModel) -> Generator[Check]:
     prompt = HearPrompt(_tone()) if model.hearer is not None else SpeakPrompt(_TEXT, format="pcm")
     # At a temperature, so that a random draw that is not of the seed alone shows.
     requests = [Generate(1, prompt, Sampling(temperature=0.2, seed=seed)) for seed in (1, 2, 1)]
-    intake = AudioIntake(model, SampleRoom(), lambda: None)
-    answers = [_pieces(intake.job(request, 0.0)) for request in requests]
+    intake = AudioIntake(model, lambda: None)
+    answers = [_pieces(intake.job_now(request)) for request in requests]
     first, last = answers[0], answers[2]
     is_equal = first == last
     yield Check(

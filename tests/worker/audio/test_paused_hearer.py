@@ -20,7 +20,6 @@ from worker.audio.audio_model import AudioModel, load_audio_model
 from worker.audio.hearer import Wish
 from worker.audio.paused_hearer import PausedHearer
 from worker.audio.pauses import windows
-from worker.audio.sample_room import SampleRoom
 from worker.embedding.load_model import kind_of_spec
 from worker.errors import LoadFailed, RequestInvalid
 from worker.vision.sounds import read_audio
@@ -45,7 +44,7 @@ def nothing() -> None:
 
 def job(model: AudioModel, seconds: float = 1.0, **fields: Any) -> AudioJob:
     request = Generate(1, HearPrompt(tone(seconds), **fields), Sampling(temperature=0.0))
-    return AudioIntake(model, SampleRoom(), nothing).job(request, 0.0)
+    return AudioIntake(model, nothing).job_now(request)
 
 
 def test_one_window_is_what_the_library_hears(model: AudioModel) -> None:

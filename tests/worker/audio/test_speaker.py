@@ -13,7 +13,6 @@ from tests.support.audio_models import build_qwen_tts, build_soprano
 from worker.audio.ask_audio import AudioIntake
 from worker.audio.audio_job import AudioJob
 from worker.audio.audio_model import AudioModel, load_audio_model
-from worker.audio.sample_room import SampleRoom
 from worker.audio.sentences import groups
 from worker.errors import LoadFailed, RequestInvalid
 
@@ -25,7 +24,7 @@ def load(folder: Path) -> AudioModel:
 def job(model: AudioModel, text: str = "Hi.", seed: int = 1, **settings: Any) -> AudioJob:
     prompt = SpeakPrompt(text, **{"format": "pcm", **settings})
     request = Generate(1, prompt, Sampling(seed=seed))
-    return AudioIntake(model, SampleRoom(), lambda: None).job(request, 0.0)
+    return AudioIntake(model, lambda: None).job_now(request)
 
 
 def spoken(job: AudioJob) -> bytes:

@@ -3,6 +3,7 @@
 import io
 import random
 import struct
+import tracemalloc
 import wave
 
 import numpy as np
@@ -13,7 +14,7 @@ from protocol.failures import Code
 from protocol.messages import Media
 from tests.support.scale import scaled
 from worker.errors import RequestInvalid
-from worker.vision import clips
+from worker.vision import clips, sounds
 from worker.vision.sounds import read_audio, resampled
 
 RATE = 16_000
@@ -129,3 +130,45 @@ def test_a_compressed_file_is_read_by_pyav() -> None:
     assert np.abs(samples[800:-800] - tone(RATE)[800 : len(samples) - 800]).max() < 0.05
     assert refusal(b"ID3\x04" + struct.pack(">I", 7))[0] is Code.INVALID_AUDIO
     assert refusal(file.getvalue(), most_s=0.1)[0] is Code.INVALID_AUDIO
+
+
+@pytest.mark.parametrize("own", [8_000, 44_100])
+def test_a_long_wav_file_is_the_same_sound_read_in_parts(own: int) -> None:
+    seconds = sounds.WHOLE_S + 33.25
+    levels = tone(own, seconds) * np.linspace(0.2, 1.0, int(own * seconds))
+    told: list[int] = []
+    samples = read_audio(media(wav(levels, own)), RATE, 1e9, told.append)
+
+    whole = resampled(levels, own, RATE)
+    assert len(samples) == len(whole)
+    assert np.abs(samples - whole)[100:-100].max() < 1e-3
+    assert told[0] == samples.nbytes
+    assert max(told) == samples.nbytes
+
+
+def test_a_long_wav_file_takes_little_beside_its_samples() -> None:
+    data = wav(tone(8_000, 900.0), 8_000, width=1)
+    tracemalloc.start()
+    try:
+        samples = read_audio(media(data), RATE, 1e9)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < samples.nbytes + (48 << 20)
+
+
+def test_a_wav_file_that_is_cut_short_gives_what_it_has() -> None:
+    data = wav(tone(8_000, 200.0), 8_000)
+    samples = read_audio(media(data[: 44 + 2 * 8_000 * 70]), RATE, 1e9)
+    assert len(samples) == 70 * RATE
+
+
+def test_what_a_reservation_raises_ends_the_reading() -> None:
+    class Full(Exception):
+        pass
+
+    def refuse(_size: int) -> None:
+        raise Full
+
+    with pytest.raises(Full):
+        read_audio(media(wav(tone(RATE), RATE)), RATE, 30.0, refuse)

@@ -1,0 +1,240 @@
+"""Clips that wait to be decoded: in an order of their own, within the room for samples, and until their deadlines."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Final
+
+from protocol.failures import Code, Failure
+from protocol.messages import Abort, Delta, Drain, Finish, Rejected, Shutdown, Step, Up
+from protocol.spec import USUAL_RUNNING, WorkerSpec
+from worker.audio.audio_job import AudioJob
+from worker.audio.sample_room import SampleRoom
+from worker.engine.gauges import Gauges
+from worker.vision.sounds import Reserve
+
+# A long clip does not hold up a short one.
+_DECODERS: Final = 2
+# A clip that does not fit yet is passed by so many that do, and by none after them.
+_PASSED_MOST: Final = 32
+# Growth of a clip whose length is not known.
+_GROWTH: Final = 2
+_FULL: Final = Failure(Code.BUSY, "the clips of other requests fill the memory for clips; try again")
+_CROWDED: Final = Failure(Code.BUSY, "the model's queue is full; try again")
+_LATE: Final = Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed")
+_STOPPING: Final = Failure(Code.DRAINING, "the model is being stopped; try again")
+
+
+class _NoRoom(Exception):
+    """The clip that is being decoded needs more room than there is now."""
+
+
+class _Ended(Exception):
+    """The request of the clip that is being decoded has ended meanwhile."""
+
+
+@dataclass(slots=True, eq=False)
+class Clip:
+    """A request to hear whose clip is not decoded. Owned by the queue. `ends` is of the monotonic clock.
+
+    `decode` makes the job of it, within the room that it reserves.
+    """
+
+    rid: int
+    priority: int
+    tenant: str
+    ends: float
+    decode: Callable[[Reserve], AudioJob]
+    # Bytes of its samples as far as they are known, and those that are taken for it.
+    needed: int = 0
+    reserved: int = 0
+    passed: int = 0
+    number: int = 0
+    is_ended: bool = False
+
+
+class ClipQueue:
+    """The door to the inbox of a loop: clips wait in it until they are decoded, commands for them are obeyed here.
+
+    `put` never waits, and is for any thread. Every clip becomes a job in the inbox, or ends here, exactly once.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        inbox: "SimpleQueue[Any]",
+        room: SampleRoom,
+        send: Callable[[Up], None],
+        gauges: Gauges,
+        refusing: Callable[[int], AbstractContextManager[None]],
+    ) -> None:
+        """`refusing` makes whatever goes wrong inside of it a `Rejected` of that rid."""
+        self._spec = spec
+        self._inbox = inbox
+        self._room = room
+        self._send = send
+        self._gauges = gauges
+        self._refusing = refusing
+        # What is here is guarded by the room's lock.
+        self._waiting: dict[int, Clip] = {}
+        self._decoding: dict[int, Clip] = {}
+        self._numbers = 0
+
+    def start(self) -> None:
+        for number in range(_DECODERS):
+            threading.Thread(target=self._run, name=f"decoder-{number}", daemon=True).start()
+
+    def put(self, command: Any) -> None:
+        """A clip waits here; what is not for clips goes on to the loop."""
+        match command:
+            case Clip():
+                self._take_in(command)
+                return
+            case Abort(rids=rids):
+                command = Abort(tuple(self._abort(rids)), command.reason)
+            case Drain() | Shutdown():
+                self._refuse_all()
+            case _:
+                pass
+        self._inbox.put(command)
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def _take_in(self, clip: Clip) -> None:
+        with self._room.changed:
+            if len(self._waiting) >= (self._spec.max_running or USUAL_RUNNING) + self._spec.max_waiting:
+                self._send(Rejected(clip.rid, _CROWDED))
+                return
+            self._numbers += 1
+            clip.number = self._numbers
+            self._waiting[clip.rid] = clip
+            self._count()
+            self._room.changed.notify_all()
+
+    def _abort(self, rids: Iterable[int]) -> list[int]:
+        """End clips whose clients have left. Returns the rids that are not of clips."""
+        others: list[int] = []
+        with self._room.changed:
+            for rid in rids:
+                clip = self._waiting.get(rid) or self._decoding.get(rid)
+                if clip is None or clip.is_ended:
+                    others.append(rid)
+                else:
+                    self._end(clip, None)
+        return others
+
+    def _refuse_all(self) -> None:
+        with self._room.changed:
+            for clip in (*self._waiting.values(), *self._decoding.values()):
+                if not clip.is_ended:
+                    self._end(clip, _STOPPING)
+
+    def _expire(self) -> None:
+        """End what waits in vain, and what is decoded too late."""
+        now = time.monotonic()
+        for clip in [each for each in self._waiting.values() if now >= each.ends]:
+            self._end(clip, _FULL)
+        for clip in self._decoding.values():
+            if now >= clip.ends and not clip.is_ended:
+                self._end(clip, _LATE)
+
+    def _end(self, clip: Clip, failure: Failure | None) -> None:
+        """The terminal event of a clip that becomes no job: it was aborted, or else why."""
+        clip.is_ended = True
+        if self._waiting.pop(clip.rid, None) is not None:
+            self._count()
+            self._room.changed.notify_all()
+        if failure is not None:
+            self._send(Rejected(clip.rid, failure))
+        else:
+            self._send(Step(self._spec.epoch, self._gauges.step_seq, [Delta(clip.rid, finish=Finish.ABORT)]))
+
+    def _count(self) -> None:
+        self._gauges.undecoded = len(self._waiting)
+
+    # -- decoding ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            clip = self._next()
+            with self._refusing(clip.rid):
+                self._decode(clip)
+
+    def _next(self) -> Clip:
+        """The next clip for which there is room, which is taken."""
+        changed = self._room.changed
+        with changed:
+            while True:
+                self._expire()
+                clip = self._first_fitting()
+                if clip is not None:
+                    del self._waiting[clip.rid]
+                    self._decoding[clip.rid] = clip
+                    self._count()
+                    clip.reserved = clip.needed
+                    self._room.take(clip.tenant, clip.reserved)
+                    return clip
+                ends = min((each.ends for each in self._waiting.values()), default=None)
+                changed.wait(None if ends is None else max(0.0, ends - time.monotonic()))
+
+    def _first_fitting(self) -> Clip | None:
+        """By priority, then of the tenant that holds the least, then as they came."""
+
+        def order(clip: Clip) -> tuple[int, int, int]:
+            return clip.priority, self._room.held(clip.tenant), clip.number
+
+        before: list[Clip] = []
+        for clip in sorted(self._waiting.values(), key=order):
+            if self._room.fits(clip.needed):
+                for each in before:
+                    each.passed += 1
+                return clip
+            if clip.passed >= _PASSED_MOST:
+                return None
+            before.append(clip)
+        return None
+
+    def _decode(self, clip: Clip) -> None:
+        job: AudioJob | None = None
+        is_short = False
+        try:
+            job = clip.decode(lambda size: self._reserve(clip, size))
+        except _NoRoom:
+            is_short = True
+        except _Ended:
+            pass
+        except BaseException:
+            if not clip.is_ended:
+                raise
+        finally:
+            self._leave(clip, job, is_short=is_short)
+
+    def _leave(self, clip: Clip, job: AudioJob | None, *, is_short: bool) -> None:
+        """A clip that is not being decoded any more: its job goes to the loop, or it waits for room again."""
+        with self._room.changed:
+            del self._decoding[clip.rid]
+            reserved, clip.reserved = clip.reserved, 0
+            if job is not None and not clip.is_ended:
+                reserved -= job.sample_bytes
+                self._inbox.put(job)
+            elif is_short and not clip.is_ended:
+                self._waiting[clip.rid] = clip
+                self._count()
+            self._room.give_back(clip.tenant, reserved)
+
+    def _reserve(self, clip: Clip, size_bytes: int) -> None:
+        """Raises `_Ended`, and `_NoRoom`: then it begins again when there is as much as it probably needs."""
+        with self._room.changed:
+            self._expire()
+            if clip.is_ended:
+                raise _Ended
+            if size_bytes <= clip.reserved:
+                return
+            if not self._room.fits(size_bytes, clip.reserved):
+                clip.needed = size_bytes if not clip.reserved else max(size_bytes, _GROWTH * clip.reserved)
+                raise _NoRoom
+            self._room.take(clip.tenant, size_bytes - clip.reserved)
+            clip.reserved = size_bytes
