@@ -8,7 +8,7 @@ import pytest
 from gateway.api.ollama.conversation import Turn, read_context, write_context
 from gateway.api.ollama.lowering import lower_chat, lower_generate
 from gateway.api.ollama.options import read_options
-from gateway.api.ollama.request import decode_chat, decode_generate
+from gateway.api.ollama.request import decode_chat, decode_generate, is_zero
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
 from protocol.messages import ChatPrompt, ConstraintKind, Generate, Infill, TextPrompt
@@ -162,3 +162,17 @@ def test_no_other_numbers_are_a_context() -> None:
 def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], word: str) -> None:
     with pytest.raises(BadRequest, match=word):
         completed(prompt="x", **fields)
+
+
+@pytest.mark.parametrize("text", ["0", "-0", " 0s ", "0.0", "0.", "00", "0h0m0s", "0.00ms"])
+def test_a_time_of_nothing_is_zero_in_all_its_forms(text: str) -> None:
+    assert is_zero(text)
+
+
+@pytest.mark.parametrize("text", ["", "5m", "-1", "0s0", "0m1s", "s", "0x"])
+def test_any_other_time_is_not_zero(text: str) -> None:
+    assert not is_zero(text)
+
+
+def test_a_row_of_zeros_that_ends_in_something_else_is_refused_at_once() -> None:
+    assert not is_zero("0" * 63 + "x"), "a search of all ways to part it would not end"
