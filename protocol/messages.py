@@ -281,6 +281,12 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=2):
     shows_special: bool = False
     # With `truncate`, of a chat too the first tokens are left out as of a text, and not its oldest turns.
     cuts_tokens: bool = False
+    # The ids of the prompt are sent before its answer.
+    prompt_ids: bool = False
+    # Of each token of the prompt its log-probability and rank, and so many of the likeliest tokens there, are sent
+    # before its answer; None is not wanted. The client has so many entries of an earlier worker: the others are sent.
+    prompt_logprobs: int | None = None
+    prompt_scored: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -567,6 +573,24 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: tuple[tuple[bytes, float], ...] = ()
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One token of a prompt: its id, bytes, log-probability (natural) and rank, which is 1 of the likeliest, and the
+    likeliest tokens there, best first. The first of a prompt has the rank 0, and no number as its log-probability."""
+
+    id: int
+    token: bytes
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, bytes, float], ...] = ()
+
+
+class PromptPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A part of what a request wants to know of its prompt: all ids, or the next log-probabilities."""
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[PromptLogprob, ...] = ()
+
+
 class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Usage of one sequence. Times are milliseconds spent queued, prefilling and decoding.
 
@@ -621,6 +645,11 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # The stop string that ended the sequence, if one did.
     stop: str = ""
     data: bytes = b""
+    # Alone in its delta, and before all output but an echo.
+    prompt: PromptPart | None = None
+    # With `finish`, the sampled ids that no text accounts for: those of a stop string, and the end-of-sequence token.
+    # Behind all `token_ids` they make up `usage.completion`.
+    ending_ids: tuple[int, ...] = ()
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=37):

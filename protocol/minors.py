@@ -11,7 +11,19 @@ from protocol.messages import ChatPrompt, EmbedPrompt, Generate, Prompt, Samplin
 
 # Of fields that change the output. Embeddings and scores are asked of workers only that say they are for these.
 SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {
-    Generate: {"includes_stop": 1, "shows_special": 1, "adapter": 1, "sparse_keep": 1, "truncate": 1, "cuts_tokens": 1},
+    Generate: dict.fromkeys(
+        (
+            "includes_stop",
+            "shows_special",
+            "adapter",
+            "sparse_keep",
+            "truncate",
+            "cuts_tokens",
+            "prompt_ids",
+            "prompt_logprobs",
+        ),
+        1,
+    ),
     ChatPrompt: {"media": 1},
     TextPrompt: {"infill": 1},
     Sampling: dict.fromkeys(
@@ -35,6 +47,7 @@ IGNORABLE: Final = frozenset(
     {
         "tenant",
         "left_out",
+        "prompt_scored",
         "most_drafted",
         "prediction",
         "xtc_threshold",

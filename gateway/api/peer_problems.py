@@ -50,6 +50,10 @@ def _problems_of(request: Generate) -> Iterator[str]:
         yield "its constraint is too long"
     if request.top_logprobs is not None and not 0 <= request.top_logprobs <= TOP_LOGPROBS_MAX:
         yield f"top_logprobs is {request.top_logprobs}"
+    if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= TOP_LOGPROBS_MAX:
+        yield f"prompt_logprobs is {request.prompt_logprobs}"
+    if not 0 <= request.prompt_scored <= ID_MAX:
+        yield f"prompt_scored is {request.prompt_scored}"
     if request.max_tokens is not None and request.max_tokens < 0:
         yield f"max_tokens is {request.max_tokens}"
     if request.deadline_ms < 0 or len(request.resume) > RESUME_MAX:

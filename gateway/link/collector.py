@@ -19,8 +19,8 @@ class Collector:
     """Everything said about the sequences of one request, for one reader.
 
     The link adds and delivers, one task reads. Nothing is dropped and the order per rid is kept; unread deltas of one
-    rid and kind become one, so what waits for a slow reader is bounded by `max_tokens`. Exactly one terminal delta per
-    rid comes out, whatever is put. A terminal delta that the gateway made (`fail`) carries no usage.
+    rid and kind become one, so what waits for a slow reader is bounded by its prompt and `max_tokens`. Exactly one
+    terminal delta per rid comes out, whatever is put. A terminal delta that the gateway made (`fail`) carries no usage.
     """
 
     __slots__ = (
@@ -169,7 +169,9 @@ class Collector:
     def _join(self, index: int, delta: Delta) -> bool:
         last = self._unread[index]
         if isinstance(last, Delta):
-            if last.data or not _is_joinable(last.kind, last.tool and last.tool.index, delta):
+            if last.data or last.prompt is not None:
+                return False
+            if not _is_joinable(last.kind, last.tool and last.tool.index, delta):
                 return False
             self._unread[index] = last = _Run(last)
             self._has_runs = True
@@ -208,7 +210,7 @@ class Collector:
 
 
 def _is_joinable(kind: Kind, tool_index: int | None, delta: Delta) -> bool:
-    if delta.kind is not kind or kind not in _JOINABLE or delta.data:
+    if delta.kind is not kind or kind not in _JOINABLE or delta.data or delta.prompt is not None:
         return False
     return (delta.tool and delta.tool.index) == tool_index
 
@@ -252,4 +254,5 @@ class _Run:
             usage=last.usage,
             failure=last.failure,
             stop=last.stop,
+            ending_ids=last.ending_ids,
         )

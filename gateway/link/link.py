@@ -310,7 +310,10 @@ class Link:
                     continue
                 self._end(sequence)
             sequence.token_ids.extend(delta.token_ids)
-            sequence.is_begun = True
+            if delta.prompt is None:
+                sequence.is_begun = True
+            else:
+                sequence.note_prompt(delta.prompt)
             if sequence.is_watched and delta.token_ids:
                 self._note_progress(sequence)
             collector = sequence.collector

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from gateway.link.collector import Collector
 from protocol.failures import Failure
-from protocol.messages import AdaptersSet, Drained, Generate, Goodbye, Hello, Loading, Pong, Ready
+from protocol.messages import AdaptersSet, Drained, Generate, Goodbye, Hello, Loading, Pong, PromptPart, Ready
 from protocol.stats import Stats
 
 # The epoch of a sequence that no worker has: real ones begin at 1.
@@ -32,8 +32,11 @@ class Sequence:
     # Ends it when its worker does not.
     timer: TimerHandle | None = None
     token_ids: list[int] = field(default_factory=list)
-    # The client has had a delta: an echo must not come again.
+    # The client has had a delta of its output: an echo must not come again.
     is_begun: bool = False
+    # Of its prompt, the client has had the ids, and so many entries of its log-probabilities.
+    has_prompt_ids: bool = False
+    prompt_scored: int = 0
     # It has ended or was aborted.
     is_over: bool = False
     # Its worker is told of its first token, or its end.
@@ -65,6 +68,11 @@ class Sequence:
         """Whether its newest worker has sent no token of it: it was waiting or in its prefill."""
         return len(self.token_ids) == self.given
 
+    def note_prompt(self, part: PromptPart) -> None:
+        """The client is sent a part of what it wants to know of the prompt."""
+        self.has_prompt_ids = self.has_prompt_ids or bool(part.ids)
+        self.prompt_scored += len(part.logprobs)
+
     def continuation(self, now: float) -> Generate:
         """The message that resumes the sequence on its next worker."""
         return replace(
@@ -72,6 +80,8 @@ class Sequence:
             resume=tuple(self.token_ids),
             echo=self.generate.echo and not self.is_begun,
             left_out=self.generate.left_out if self.left_out is None else self.left_out,
+            prompt_ids=self.generate.prompt_ids and not self.has_prompt_ids,
+            prompt_scored=self.prompt_scored,
             deadline_ms=0 if self.deadline is None else max(1, int((self.deadline - now) * 1000)),
         )
 

@@ -57,8 +57,8 @@ class Fleet(Protocol):
 class Journey:
     """The places of one request. Owned by its generation; what was lost is moved on by a task of the fleet.
 
-    `served_by` is the peer that serves it, or empty. A place where tokens were generated fixes `form`: only where the
-    model has the same form can the next token be the same.
+    `served_by` is the peer that serves it, or empty. A place where tokens were generated or scored fixes `form`: only
+    where the model has the same form can the next token be the same.
     """
 
     fleet: Fleet
@@ -110,7 +110,7 @@ class Journey:
 
     async def _move(self, left: list[Sequence]) -> bool:
         """Give the sequences to another place. False where there is none now."""
-        needs_form = any(sequence.token_ids for sequence in left)
+        needs_form = any(sequence.token_ids or sequence.prompt_scored for sequence in left)
         stream = self._next("failover", self.form if needs_form else None)
         link = self.fleet.link
         if stream is not None:

@@ -7,7 +7,7 @@ from typing import Final
 from msgspec.structs import astuple
 
 from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, prompt_bytes
-from protocol.messages import Accepted, Delta, Generate, Kind, Progress, Ready, Usage
+from protocol.messages import Accepted, Delta, Generate, Kind, Progress, PromptPart, Ready, Usage
 from protocol.peering import PeerModel
 
 # More than any count or time of a machine.
@@ -53,6 +53,10 @@ class _Expected:
     tokens_max: int
     chars_max: int
     tokens: int
+    # Entries of the prompt's log-probabilities that may come, and likeliest tokens in one; whether its ids may.
+    prompt_entries: int = 0
+    prompt_top: int = 0
+    has_prompt_ids: bool = False
     chars: int = 0
 
 
@@ -80,9 +84,13 @@ class Claims:
         if request.echo:
             # The prompt comes back, each of its tokens with its alternatives.
             chars += prompt_bytes(request)
+        if request.echo or request.prompt_ids or request.prompt_logprobs is not None:
             self.frame_bytes = MAX_FRAME_BYTES
         self.frame_bytes = min(self.frame_bytes, MAX_FRAME_BYTES)
-        self._sequences[request.rid] = _Expected(had, max(most, had), chars, had)
+        entries = 0 if request.prompt_logprobs is None else max(0, self._context - request.prompt_scored)
+        self._sequences[request.rid] = _Expected(
+            had, max(most, had), chars, had, entries, request.prompt_logprobs or 0, request.prompt_ids
+        )
         self.calls.setdefault(request.rid, _ANY_CALL if had else NO_CALL)
 
     def check_accepted(self, accepted: Accepted) -> None:
@@ -99,7 +107,7 @@ class Claims:
         expected = self._sequences.get(delta.rid)
         if expected is None:
             return  # of a sequence that nobody asked for: the link drops it
-        ids = delta.token_ids
+        ids = (*delta.token_ids, *delta.ending_ids) if delta.ending_ids else delta.token_ids
         expected.tokens += len(ids)
         _must(expected.tokens <= expected.tokens_max, "more tokens than were asked for")
         _must(not ids or (min(ids) >= 0 and max(ids) <= ID_MAX), "an id of a token is out of range")
@@ -107,6 +115,8 @@ class Claims:
         if delta.tool is not None:
             expected.chars += len(delta.tool.name) + len(delta.tool.call_id)
         _must(expected.chars <= expected.chars_max, "more text than its tokens can have")
+        if delta.prompt is not None:
+            _check_prompt(expected, delta, delta.prompt, self._context)
         _must(not delta.data, "vectors or scores, which were not asked for")
         self._follow(delta)
         if delta.usage is not None:
@@ -135,6 +145,20 @@ class Claims:
         _must(usage.cached <= usage.prompt + expected.had, "its usage has more cached tokens than the prompt has")
         completion_max = min(expected.tokens_max, expected.tokens + HELD_MAX)
         _must(usage.reasoning <= usage.completion <= completion_max, "its usage has more tokens than came")
+
+
+def _check_prompt(expected: _Expected, delta: Delta, part: PromptPart, context: int) -> None:
+    """Check what is told of a prompt: what was asked for, once, and alone."""
+    _must(not (delta.text or delta.token_ids or delta.finish), "a part of its prompt comes with output")
+    _must(not part.ids or expected.has_prompt_ids, "ids of its prompt, which were not asked for or came before")
+    expected.has_prompt_ids = expected.has_prompt_ids and not part.ids
+    expected.prompt_entries -= len(part.logprobs)
+    _must(expected.prompt_entries >= 0, "more log-probabilities of its prompt than were asked for")
+    _must(all(len(each.top) <= expected.prompt_top for each in part.logprobs), "more likeliest tokens than asked for")
+    ids = (*part.ids, *(token for each in part.logprobs for token in (each.id, *(other for other, _, _ in each.top))))
+    _must(len(part.ids) <= context, "ids of its prompt, of more than the context")
+    _must(not ids or (min(ids) >= 0 and max(ids) <= ID_MAX), "an id of its prompt is out of range")
+    _must(all(0 <= each.rank <= ID_MAX for each in part.logprobs), "a rank of its prompt is out of range")
 
 
 def _must(is_possible: bool, problem: str) -> None:

@@ -35,6 +35,7 @@ def fingerprint(request: Generate) -> bytes:
         adapter=request.adapter,
         truncate=request.truncate,
         cuts_tokens=request.cuts_tokens,
+        prompt_logprobs=request.prompt_logprobs,
     )
     return hashlib.blake2b(_encoder.encode(same), digest_size=16).digest()
 

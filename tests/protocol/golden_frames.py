@@ -72,6 +72,9 @@ def down() -> list[m.Down]:
             sparse_keep=0.25,
             truncate=-1,
             cuts_tokens=True,
+            prompt_ids=True,
+            prompt_logprobs=3,
+            prompt_scored=128,
             left_out=(2, 900),
         ),
         m.Generate(3, m.TokensPrompt((0, 1, 151_935)), m.Sampling(), 0, top_logprobs=0),
@@ -106,6 +109,8 @@ def up() -> list[m.Up]:
         m.Delta(2, finish=m.Finish.ERROR, usage=_USAGE, failure=_FAILURE),
         *(m.Delta(3, finish=finish) for finish in (m.Finish.STOP, m.Finish.LENGTH, m.Finish.ABORT)),
         m.Delta(4, finish=m.Finish.STOP, usage=_USAGE, data=b"\x00\x00\x80\x3f"),
+        m.Delta(5, prompt=m.PromptPart((5, 6), (m.PromptLogprob(5, b"n", -0.5, 2, ((6, b"\xff", -0.25),)),))),
+        m.Delta(5, finish=m.Finish.STOP, usage=_USAGE, ending_ids=(7, 151_645)),
     ]
     return [
         m.Hello("qwen", 3, 4242, 1, 0, "0.1.0", "0.32.4", "loading"),

@@ -57,6 +57,8 @@ def test_every_ignorable_field_is_one_of_a_request() -> None:
         (Generate(1, TextPrompt("a"), Sampling(bad_words=("b",))), "bad_words"),
         (Generate(1, TextPrompt("a"), Sampling(), includes_stop=True), "includes_stop"),
         (Generate(1, TextPrompt("a"), Sampling(), top_logprobs=0, echo=True), "logprobs of the prompt"),
+        (Generate(1, TextPrompt("a"), Sampling(), prompt_logprobs=0), "prompt_logprobs"),
+        (Generate(1, TextPrompt("a"), Sampling(), prompt_ids=True), "prompt_ids"),
         (Generate(1, TextPrompt("a"), Sampling(), top_logprobs=1), None),
         (Generate(1, TokensPrompt((1,)), Sampling(0.5, top_k=3, ignore_eos=True), **OLD), None),
     ],

@@ -17,6 +17,7 @@ from protocol.messages import (
     Generate,
     Kind,
     Progress,
+    PromptLogprob,
     Rejected,
     Shutdown,
     Step,
@@ -49,6 +50,10 @@ class Result:
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     accepted: int | None = None
+    # Of the prompt.
+    prompt_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    ending_ids: list[int] = field(default_factory=list)
     progress: list[tuple[int, int]] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
     finish: Finish | None = None
@@ -158,6 +163,10 @@ class EngineHarness:
         result.text += delta.text
         result.ids += delta.token_ids
         result.logprobs += delta.logprobs or ()
+        result.ending_ids += delta.ending_ids
+        if delta.prompt is not None:
+            result.prompt_ids += delta.prompt.ids
+            result.prompt_logprobs += delta.prompt.logprobs
         if delta.text:
             result.events.append((delta.kind, delta.text))
         if delta.finish is not None:

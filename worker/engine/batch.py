@@ -66,7 +66,7 @@ class Tick:
     returned: list[Row]
     scored: list[tuple[Row, Scores]]
     # Log-probabilities of prompts that have more of them than before.
-    scoring: list[Scores]
+    scoring: list[tuple[Row, Scores]]
 
 
 class Batch:
@@ -156,7 +156,7 @@ class Batch:
 
         `is_first`: no row that waits comes before it.
         """
-        if row.scores_prompt:
+        if row.scored_top is not None:
             return False  # it computes all of its prompt
         if self.is_prefilling_prefix_of(row):
             return True
@@ -197,7 +197,7 @@ class Batch:
         self.settle()
         tokens, keys = row.tokens(), row.keys()
         ticket, row.ticket = row.ticket, None
-        scores = Scores(row.prompt, row.top_logprobs or 0) if row.scores_prompt else None
+        scores = None if row.scored_top is None else Scores(row.prompt, row.scored_top)
         reused, caches = 0, []
         if scores is None:
             self._store_running(keys, row.cache_salt)
@@ -225,6 +225,7 @@ class Batch:
             row.adapter_slot,
             row.kept,
             tokens[:-1].tolist() if row.kept is not None and guards else (),
+            keeps_whole=self._media.keeps_whole(row),
         )
         row.uid = uid
         self._media.place(uid, placement)
@@ -300,7 +301,7 @@ class Batch:
         prompted, generated = self._generator.next(most, rides=rides, reads=reads)
         progress: list[tuple[Row, int, int]] = []
         scored: list[tuple[Row, Scores]] = []
-        scoring: list[Scores] = []
+        scoring: list[tuple[Row, Scores]] = []
         prefilled = 0
         for step in prompted:
             row = self._rows[step.uid]
@@ -318,7 +319,7 @@ class Batch:
                 self._checkpoint(row, is_prompt_end=step.is_prompt_end)
             progress.append((row, done, total))
             if row.scores is not None:
-                scoring.append(row.scores)
+                scoring.append((row, row.scores))
         errors = [(uid, guard.error) for uid, guards in self._guards.items() for guard in guards]
         broken = [(self._rows[uid], error) for uid, error in (*errors, *self._masks.errors()) if error is not None]
         tokens: list[Token] = []

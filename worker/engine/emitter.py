@@ -11,6 +11,7 @@ from worker.engine.outbox import Outbox
 from worker.engine.output import Piece, Writer
 from worker.engine.row import Row
 from worker.sampling.logprobs import LogprobReader
+from worker.sampling.prompt_scores import Scores
 from worker.text.encodable import encodable
 
 log = logging.getLogger("mlxd.worker")
@@ -38,12 +39,13 @@ class Emitter:
         for row, done, total in tick.progress:
             if row.want_progress:
                 self._outbox.send(Progress(row.rid, done, total, row.cached or 0))
-        for scores in tick.scoring:
-            self._logprobs.extend(scores)
+        for row, scores in tick.scoring:
+            self._tell_scores(row, scores)
         for row, scores in tick.scored:
-            self._logprobs.extend(scores)
-            self._outbox.echo(row, tuple(scores.entries))
-            row.scores_prompt = False  # only now: a row that comes back from a failed tick is scored again
+            self._tell_scores(row, scores)
+            if row.echo and row.top_logprobs is not None:
+                self._outbox.echo(row, tuple(scores.entries))
+            row.scored_top = None  # only now: a row that comes back from a failed tick is scored again
             if row.max_tokens <= len(row.output):
                 self._finish(row, Finish.LENGTH)
         closed: set[Row] = set()
@@ -76,6 +78,18 @@ class Emitter:
         """End a row by an error of its own."""
         log.error("row %d failed while %s", row.rid, when)
         self._finish(row, Finish.ERROR, Failure(Code.ROW_FAILED, encodable(f"the request failed while {when}")))
+
+    def _tell_scores(self, row: Row, scores: Scores) -> None:
+        """Send what is new of a prompt's scores, which a row that was scored before has sent in part, and keep the
+        entries of its echo."""
+        at, fresh = scores.take()
+        ids = row.prompt[at : at + len(fresh)]
+        if row.echo and row.top_logprobs is not None:
+            scores.entries += self._logprobs.echo(ids, fresh, row.top_logprobs)
+        begin = max(0, row.scores_told - at)
+        if row.prompt_logprobs is not None and fresh[begin:]:
+            self._outbox.tell_prompt(row, self._logprobs.prompt(ids[begin:], fresh[begin:], row.prompt_logprobs))
+            row.scores_told = at + len(fresh)
 
     def _read_logprobs(self, tokens: Sequence[Token]) -> list[TokenLogprob | None]:
         wanted = [token for token in tokens if token.row.top_logprobs is not None]

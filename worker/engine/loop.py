@@ -283,9 +283,11 @@ class Engine:
             del self._tombstones[row.rid]
             self._finish(row, Finish.ABORT)
             return
-        if row.echo and not row.scores_prompt:
+        if row.tells_prompt:
+            self._outbox.tell_prompt(row)
+        if row.echo and (row.scored_top is None or row.top_logprobs is None):
             self._outbox.echo(row)
-        if row.max_tokens <= len(row.output) and not row.scores_prompt:
+        if row.max_tokens <= len(row.output) and row.scored_top is None:
             self._finish(row, Finish.LENGTH)
             return
         self._queue.push(row)

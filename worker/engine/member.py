@@ -56,6 +56,8 @@ class Member:
     # Of its prompt, the tokens that run, if not all do; and all but the last, with what was generated before.
     kept: Kept | None = None
     text: Sequence[int] = ()
+    # Its segments are cut only where a chunk has no room for them: tokens of a medium see each other.
+    keeps_whole: bool = False
 
     def __post_init__(self) -> None:
         last = self.segments[-1]

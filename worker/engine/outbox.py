@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.failures import Failure
-from protocol.messages import Delta, Kind, Step, TokenLogprob, Up, Usage
+from protocol.messages import Delta, Kind, PromptLogprob, PromptPart, Step, TokenLogprob, Up, Usage
 from worker.engine.gauges import Gauges
 from worker.engine.output import Piece
 from worker.engine.row import Row
@@ -31,11 +31,16 @@ class Outbox:
         """The text of a prompt, and the log-probabilities of its tokens, before its answer."""
         self._deltas.append(Delta(row.rid, text=row.echo, logprobs=logprobs))
 
+    def tell_prompt(self, row: Row, logprobs: tuple[PromptLogprob, ...] = ()) -> None:
+        """Log-probabilities of the next tokens of a prompt; without them, all of its ids."""
+        self._deltas.append(Delta(row.rid, prompt=PromptPart(() if logprobs else tuple(row.prompt), logprobs)))
+
     def say(self, row: Row, piece: Piece, usage: Usage | None = None, failure: Failure | None = None) -> None:
         """One delta for each event; ids and logprobs ride on the first, the end on the last."""
         ids: tuple[int, ...] = tuple(row.unsent)
         logprobs, rest = piece.logprobs, len(piece.events) or 1
         row.unsent.clear()
+        ending = () if piece.finish is None else tuple(token for _, token, _ in row.held)
         for event in piece.events or _NOTHING:
             rest -= 1
             is_last = rest == 0
@@ -51,6 +56,7 @@ class Outbox:
                     usage if is_last else None,
                     failure if is_last else None,
                     row.stops.hit if is_last else "",
+                    ending_ids=ending if is_last else (),
                 )
             )
             ids, logprobs = (), None

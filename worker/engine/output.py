@@ -80,6 +80,9 @@ class Writer:
             # A malformed call must not look like one that is whole.
             finish = Finish.LENGTH if row.parser.is_broken else Finish.TOOL_CALLS
         logprobs = self._release(row, is_stopped)
+        if is_eos:
+            # It has no text that could let go of it: its id goes with the end.
+            row.held.append((row.text_seen, token, None))
         if is_eos and row.echo and logprob is not None:
             # Clients that score texts count on an entry for each token.
             logprobs = (*(logprobs or ()), logprob)

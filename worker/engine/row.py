@@ -38,8 +38,13 @@ class Row:
     arrived: float
     top_logprobs: int | None = None
     echo: str = ""
-    # The tokens of the prompt get log-probabilities, which come with its echo; False once they have.
-    scores_prompt: bool = False
+    # The ids of the prompt are sent before its answer.
+    tells_prompt: bool = False
+    # The tokens of the prompt get log-probabilities, with so many of the likeliest; None once they have.
+    scored_top: int | None = None
+    # Likeliest tokens in entries beside the echo's, None where there are no such entries; and how many were sent.
+    prompt_logprobs: int | None = None
+    scores_told: int = 0
     # Those that are known, while there are more to come.
     scores: Scores | None = None
     priority: int = 0

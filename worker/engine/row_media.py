@@ -73,6 +73,10 @@ class RowMedia:
         if self._graft is not None:
             self._graft.placements.clear()
 
+    def keeps_whole(self, row: Row) -> bool:
+        """Whether a row has media that no chunk may cut."""
+        return self._keeps_whole and bool(row.media)
+
     def widened(self, chunk: int, prefilling: Iterable[Row]) -> int:
         """A chunk that has room for the longest medium in prefill, where none may be cut."""
         if not self._keeps_whole:

@@ -43,9 +43,10 @@ class ScoredRows:
         """Run the next slice of one of them; its tokens."""
         member = rows.members[0]
         assert member.scores is not None
-        part = member.segments[0][: min(most, SLICE)]
+        part = member.segments[0][: most if member.keeps_whole else min(most, SLICE)]
         logits = forward(self._model, Part(rows.members, mx.array([part]), rows.caches, [len(part)]))
-        member.scores.add(logits[0])
+        for at in range(0, len(part), SLICE):
+            member.scores.add(logits[0, at : at + SLICE])
         rows.evaluate()
         return len(part)
 

@@ -182,6 +182,8 @@ class Follower:
     def _tick(self, plan: Plan) -> None:
         tick = self._batch.tick(plan.chunk, rides=plan.rides)
         self.crc = tally(self.crc, tick.tokens)
+        for _, scores in tick.scoring:
+            scores.take()  # rank 0 has them
         for token in tick.tokens:
             if token.ended is not None:
                 del self._rows[token.row.rid]
@@ -217,7 +219,7 @@ class Follower:
     def _insert(self, op: Insert) -> None:
         row = silent_row(op.rid, op.prompt, op.max_tokens, ignore_eos=op.ignore_eos, stop_ids=op.stop_ids)
         row.output, row.boundaries, row.cache_salt = op.output, op.boundaries, op.salt
-        row.scores_prompt, row.top_logprobs = op.top is not None, op.top
+        row.scored_top = op.top
         self._batch.insert(row)
         if row.reused != op.reused:
             raise PartnerLost(f"{row.reused} tokens of a prompt are cached here, and {op.reused} on rank 0")

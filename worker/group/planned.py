@@ -93,7 +93,6 @@ class PlannedBatch(Batch):
 
 
 def _insert(row: Row) -> Insert:
-    scored = (row.top_logprobs or 0) if row.scores_prompt else None
     return Insert(
         row.rid,
         row.prompt,
@@ -104,5 +103,5 @@ def _insert(row: Row) -> Insert:
         row.sampling.stop_ids,
         row.boundaries,
         row.cache_salt,
-        scored,
+        row.scored_top,
     )

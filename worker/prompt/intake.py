@@ -41,6 +41,7 @@ from worker.prompt.templates import Renderer
 from worker.prompt.token_limits import check_limits
 from worker.prompt.truncation import CONTEXTS, fit_tokens, fit_turns, is_cut
 from worker.prompt.word_ids import WordIds
+from worker.sampling.prompt_scores import scored_top
 from worker.speculation.drafter import ALL, Drafting
 from worker.speculation.text import BREAK
 from worker.structured.guides import Rules
@@ -143,7 +144,10 @@ class Intake:
             arrived=arrived,
             top_logprobs=request.top_logprobs,
             echo=(text if text is not None else self.vocabulary.decode(ids)) if request.echo else "",
-            scores_prompt=request.echo and request.top_logprobs is not None,
+            tells_prompt=request.prompt_ids,
+            scored_top=scored_top(request, len(ids)),
+            prompt_logprobs=request.prompt_logprobs,
+            scores_told=request.prompt_scored,
             priority=request.priority,
             deadline=arrived + request.deadline_ms / 1e3 if request.deadline_ms else None,
             want_progress=request.want_progress,
@@ -387,7 +391,8 @@ class Intake:
             if value and self.is_restricted(request):
                 message = f"{param} cannot be combined with a format of the output or tools that must be called"
                 raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
-        for param, value in (("top_k", sampling.top_k), ("top_logprobs", request.top_logprobs or 0)):
+        likeliest = (("top_logprobs", request.top_logprobs), ("prompt_logprobs", request.prompt_logprobs))
+        for param, value in (("top_k", sampling.top_k), *((param, value or 0) for param, value in likeliest)):
             if not 0 <= value <= self._vocab_size:
                 message = f"{param} is {value}, but the model's vocabulary has {self._vocab_size} tokens"
                 raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)

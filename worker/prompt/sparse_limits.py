@@ -28,7 +28,7 @@ class SparseLimits:
             raise _refused("This model has no sparse prefill: its configuration names no 'sparse_prefill'.")
         if not 0 <= wanted <= 1:
             raise _refused(f"'{PARAM}' keeps a part of the prompt between 0 and 1, not {wanted}.")
-        if request.echo and request.top_logprobs is not None:
+        if request.prompt_logprobs is not None or (request.echo and request.top_logprobs is not None):
             raise _refused("A sparse prefill has no log-probabilities of the prompt.")
         if has_media:
             raise _refused("A sparse prefill takes text only, neither images, video nor audio.")

@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from protocol.messages import TokenLogprob
-from worker.sampling.prompt_scores import Scores
+from protocol.messages import PromptLogprob, TokenLogprob
+from worker.sampling.prompt_scores import Score
 
 
 class LogprobReader:
@@ -31,14 +31,25 @@ class LogprobReader:
             mx.eval(pending)
         return [self._entry(token, *read) for (token, _, _), read in zip(rows, pending, strict=True)]
 
-    def extend(self, scores: Scores) -> None:
-        """Make the entries of a prompt's tokens as far as they are scored. Nothing comes before the first, whose
-        log-probability is not a number."""
-        if not scores.entries:
-            scores.entries.append(TokenLogprob(self._token_bytes(scores.ids[0]), math.nan))
-        for at in range(len(scores.entries), len(scores.own) + 1):
-            own, top = scores.own[at - 1], self._named(scores.likeliest[at - 1])
-            scores.entries.append(TokenLogprob(self._token_bytes(scores.ids[at]), own, top))
+    def echo(self, ids: Sequence[int], scores: Sequence[Score], top: int) -> list[TokenLogprob]:
+        """Entries of these tokens of a prompt, in the form of sampled ones."""
+        return [
+            TokenLogprob(self._token_bytes(token), score.logprob, self._named(score.likeliest[:top]))
+            for token, score in zip(ids, scores, strict=True)
+        ]
+
+    def prompt(self, ids: Sequence[int], scores: Sequence[Score], top: int) -> tuple[PromptLogprob, ...]:
+        """Entries of these tokens of a prompt."""
+        return tuple(
+            PromptLogprob(
+                token,
+                self._token_bytes(token),
+                score.logprob,
+                score.rank,
+                tuple((each, self._token_bytes(each), value) for each, value in score.likeliest[:top]),
+            )
+            for token, score in zip(ids, scores, strict=True)
+        )
 
     def _named(self, top: Sequence[tuple[int, float]]) -> tuple[tuple[bytes, float], ...]:
         return tuple((self._token_bytes(token), value) for token, value in top)

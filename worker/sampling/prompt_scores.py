@@ -1,44 +1,76 @@
 """Log-probabilities of a prompt's own tokens, as they become known."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 
-from protocol.messages import TokenLogprob
+from protocol.messages import Generate, TokenLogprob
+
+
+class Score(NamedTuple):
+    """Of one token: its log-probability, one more than the tokens that are likelier, and the likeliest, best first."""
+
+    logprob: float
+    rank: int
+    likeliest: list[tuple[int, float]]
+
+
+# Nothing comes before the first token.
+FIRST: Final = Score(math.nan, 0, [])
 
 
 @dataclass(slots=True)
 class Scores:
-    """Of each token of a prompt but the first: its log-probability, and the likeliest tokens, best first.
+    """Scores of each token of a prompt. `ids` is the whole of it; `top` says how many likeliest tokens are wanted.
 
-    `ids` is the whole prompt; `top` says how many likeliest tokens are wanted.
+    They are taken as they become known, because those of a long prompt are many, and take seconds to be made into
+    entries.
     """
 
     ids: Sequence[int]
     top: int
-    own: list[float] = field(default_factory=list[float])
-    likeliest: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
-    # As they are sent; made as the scores become known, because those of a long prompt take seconds.
+    count: int = 1
+    # Entries of an echo, which is sent whole.
     entries: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    _fresh: list[Score] = field(default_factory=lambda: [FIRST])
+
+    def take(self) -> tuple[int, list[Score]]:
+        """Scores that were not taken yet, and the position of the first of them."""
+        fresh, self._fresh = self._fresh, []
+        return self.count - len(fresh), fresh
 
     def add(self, logits: mx.array) -> None:
         """Take the logits `[positions, vocab]` of the next positions."""
         values = logits.astype(mx.float32)
         values = values - mx.logsumexp(values, axis=-1, keepdims=True)
-        begin = len(self.own) + 1
-        targets = mx.array(list(self.ids[begin : begin + logits.shape[0]]))
-        own: Any = mx.take_along_axis(values, targets[:, None], axis=-1)[:, 0]
+        targets = mx.array(list(self.ids[self.count : self.count + logits.shape[0]]))
+        own = mx.take_along_axis(values, targets[:, None], axis=-1)
+        ranks = 1 + mx.sum(values > own, axis=-1)
+        self.count += logits.shape[0]
+        numbers: Any
         if not self.top:
-            self.own += own.tolist()
-            self.likeliest += [[] for _ in range(logits.shape[0])]
+            mx.eval(own, ranks)
+            numbers = zip(own[:, 0].tolist(), ranks.tolist(), strict=True)  # type: ignore[arg-type]
+            self._fresh += [Score(logprob, rank, []) for logprob, rank in numbers]
             return
         ids = mx.argpartition(-values, kth=self.top - 1, axis=-1)[:, : self.top]
         best = mx.take_along_axis(values, ids, axis=-1)
-        mx.eval(own, ids, best)
-        self.own += own.tolist()
-        pairs: Any = zip(ids.tolist(), best.tolist(), strict=True)  # type: ignore[arg-type]
-        for tokens, chances in pairs:
+        mx.eval(own, ranks, ids, best)
+        numbers = zip(own[:, 0].tolist(), ranks.tolist(), ids.tolist(), best.tolist(), strict=True)  # type: ignore[arg-type]
+        for logprob, rank, tokens, chances in numbers:
             ordered = sorted(zip(tokens, chances, strict=True), key=lambda pair: (-pair[1], pair[0]))
-            self.likeliest.append(ordered)
+            self._fresh.append(Score(logprob, rank, ordered))
+
+
+def scored_top(request: Generate, tokens: int) -> int | None:
+    """Likeliest tokens to find at each position of a prompt of so many tokens; None where it need not be scored.
+
+    A sequence that goes on with its output was scored before that began.
+    """
+    echoed = request.top_logprobs if request.echo else None
+    told = request.prompt_logprobs if request.prompt_scored < tokens else None
+    wanted = [top for top in (echoed, told) if top is not None]
+    return max(wanted) if wanted and not request.resume else None

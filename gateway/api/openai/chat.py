@@ -27,7 +27,13 @@ class ChatCompletions:
             services, record, model, lambda: lower_chat(request, model, services.link.next_rid, seed, deadline_ms)
         )
         heading = Heading(
-            serve.new_id("chatcmpl"), serve.now(), model.full_name, choices, choices, is_legacy=bool(request.functions)
+            serve.new_id("chatcmpl"),
+            serve.now(),
+            model.full_name,
+            choices,
+            choices,
+            is_legacy=bool(request.functions),
+            tells_ids=bool(request.return_token_ids),
         )
         job = serve.Job(services, record, model, generates)
         if request.stream:

@@ -1,11 +1,13 @@
 """Canonical events as OpenAI chat chunks, and folded into one chat completion."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from msgspec import UNSET
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
-from gateway.api.openai.choices import ChoiceFold, ChoiceStream, Heading, Partial
+from gateway.api.openai.choices import ChoiceFold, ChoiceStream, Heading, Partial, event
 from gateway.api.openai.response import (
     ChatChoice,
     ChatChunk,
@@ -28,13 +30,23 @@ class ChatStream(ChoiceStream[ChatChunkChoice]):
 
     def __init__(self, heading: Heading, include_usage: bool) -> None:
         super().__init__(heading, include_usage, ChatChunk, "content")
+        # Choices whose first chunk waits for the ids of their prompt.
+        self._unopened = set(range(heading.choices)) if heading.tells_ids else set[int]()
 
     def begin(self, prompt_tokens: int) -> bytes:
-        opening = ChatDelta(role="assistant", content="", refusal=None)
-        return b"".join(self._event(ChatChunkChoice(index, opening)) for index in range(self._heading.choices))
+        if self._heading.tells_ids:
+            return b""
+        return b"".join(self._event(_opening(index)) for index in range(self._heading.choices))
 
     def keepalive(self) -> bytes:
-        return self._event(self._blank(0))
+        return b": keepalive\n\n" if self._unopened else self._event(self._blank(0))
+
+    def _opened(self, index: int, ids: Sequence[int]) -> bytes:
+        self._unopened.discard(index)
+        heading = self._heading
+        usage = None if self._include_usage else UNSET
+        choices = [_opening(index)]
+        return event(ChatChunk(heading.id, heading.created, heading.model, choices, usage, prompt_token_ids=ids))
 
     def _blank(self, index: int) -> ChatChunkChoice:
         return ChatChunkChoice(index, ChatDelta(content=""))
@@ -130,7 +142,15 @@ class ChatFold(ChoiceFold[ChatChoice, _Partial]):
     def _whole(self, index: int, choice: _Partial) -> ChatChoice:
         logprobs = None if choice.logprobs is None else ChatLogprobs(choice.logprobs)
         message = _message(choice, self._heading.is_legacy)
-        return ChatChoice(index, message, logprobs, _reason(choice.finish, self._heading))
+        return ChatChoice(index, message, logprobs, _reason(choice.finish, self._heading), self._ids_of(choice))
+
+    def _answer(self, answer: Struct) -> Struct:
+        logprobs, ids = self._prompt_of(0)
+        return replace(answer, prompt_logprobs=logprobs, prompt_token_ids=ids)
+
+
+def _opening(index: int) -> ChatChunkChoice:
+    return ChatChunkChoice(index, ChatDelta(role="assistant", content="", refusal=None))
 
 
 def _message(choice: _Partial, is_legacy: bool) -> ChatMessage:

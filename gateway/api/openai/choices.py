@@ -2,13 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec.structs import replace
 
-from gateway.api.openai.response import UsageBody, sum_usage
+from gateway.api.openai.prompt_logprobs import encode_entries, whole
+from gateway.api.openai.response import TokenIds, UsageBody, sum_usage
 from gateway.errors import ApiError, openai_body
 from protocol.messages import Delta, Finish, Kind, Usage
 
@@ -26,7 +28,8 @@ _TEXT: Final = Kind.TEXT
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Fields common to every chunk and the whole answer. `is_legacy`: calls have the shape from before tools."""
+    """Fields common to every chunk and the whole answer. `is_legacy`: calls have the shape from before tools.
+    `tells_ids`: ids of the prompt and of the output stand beside the text."""
 
     id: str
     created: int
@@ -34,6 +37,7 @@ class Heading:
     choices: int
     choices_per_prompt: int = 1
     is_legacy: bool = False
+    tells_ids: bool = False
 
 
 @dataclass(slots=True)
@@ -42,6 +46,10 @@ class Partial:
 
     finish: Finish = Finish.STOP
     usage: Usage | None = None
+    token_ids: list[int] = field(default_factory=list[int])
+    # Of its prompt: ids, and log-probabilities as JSON.
+    prompt_ids: tuple[int, ...] = ()
+    prompt_logprobs: list[bytes] = field(default_factory=list[bytes])
 
 
 class ChoiceStream(ABC, Generic[C]):
@@ -61,6 +69,7 @@ class ChoiceStream(ABC, Generic[C]):
         self._include_usage = include_usage
         self._shape = shape
         self._key = f'"{key}":""'.encode()
+        self._tells_ids = heading.tells_ids
         self._usages: dict[int, Usage] = {}
         self._choices: dict[int, int] = {}
         # rid -> the bytes before a piece of text; the bytes after it are the same for all.
@@ -77,7 +86,7 @@ class ChoiceStream(ABC, Generic[C]):
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         parts: list[bytes] = []
         for delta in deltas:
-            if delta.kind is _TEXT and delta.finish is None and delta.logprobs is None:
+            if delta.kind is _TEXT and delta.finish is None and delta.logprobs is None and not self._tells_ids:
                 if delta.text:
                     parts += (self._before[delta.rid], encode(delta.text), self._after)
             else:
@@ -105,15 +114,30 @@ class ChoiceStream(ABC, Generic[C]):
     def _ended(self, index: int, finish: Finish) -> C:
         """The last of a choice: why it ended."""
 
+    @abstractmethod
+    def _opened(self, index: int, ids: Sequence[int]) -> bytes:
+        """The first chunk of a choice whose prompt's ids are told."""
+
     def _encode_any(self, delta: Delta) -> bytes:
         index = self._choices[delta.rid]
-        event = self._said(index, delta)
-        events = b"" if event is None else self._event(event)
+        if delta.prompt is not None:
+            return self._opened(index, delta.prompt.ids)
+        choice = self._said(index, delta)
+        if self._tells_ids:
+            choice = self._with_ids(index, choice, delta.token_ids)
+        events = b"" if choice is None else self._event(choice)
         if delta.finish is not None:
             if delta.usage is not None:
                 self._usages[delta.rid] = delta.usage
-            events += self._event(self._ended(index, delta.finish))
+            ended = self._ended(index, delta.finish)
+            events += self._event(replace(ended, token_ids=delta.ending_ids) if self._tells_ids else ended)
         return events
+
+    def _with_ids(self, index: int, choice: C | None, ids: Sequence[int]) -> C | None:
+        """A choice with its ids, which are sent even where the text is held back."""
+        if choice is None and not ids:
+            return None
+        return replace(self._blank(index) if choice is None else choice, token_ids=ids)
 
     def _event(self, choice: C) -> bytes:
         return self._chunk([choice], None)
@@ -121,7 +145,12 @@ class ChoiceStream(ABC, Generic[C]):
     def _chunk(self, choices: list[C], usage: UsageBody | None) -> bytes:
         heading = self._heading
         shown = usage if self._include_usage else UNSET
-        return b"data: " + encode(self._shape(heading.id, heading.created, heading.model, choices, shown)) + b"\n\n"
+        return event(self._shape(heading.id, heading.created, heading.model, choices, shown))
+
+
+def event(chunk: Struct) -> bytes:
+    """A chunk as a server-sent event."""
+    return b"data: " + encode(chunk) + b"\n\n"
 
 
 class ChoiceFold(ABC, Generic[C, P]):
@@ -144,16 +173,37 @@ class ChoiceFold(ABC, Generic[C, P]):
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             choice = self._choices[delta.rid]
+            if delta.prompt is not None:
+                choice.prompt_ids = choice.prompt_ids or delta.prompt.ids
+                if delta.prompt.logprobs:
+                    choice.prompt_logprobs.append(encode_entries(delta.prompt.logprobs))
+                continue
             self._take(choice, delta)
+            choice.token_ids += delta.token_ids
             if delta.finish is not None:
                 choice.finish, choice.usage = delta.finish, delta.usage
+                choice.token_ids += delta.ending_ids
 
     def result(self) -> bytes:
         heading = self._heading
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices.values())]
         usages = [choice.usage for choice in self._choices.values() if choice.usage is not None]
         usage = sum_usage(usages, heading.choices_per_prompt)
-        return encode(self._shape(heading.id, heading.created, heading.model, choices, usage))
+        return encode(self._answer(self._shape(heading.id, heading.created, heading.model, choices, usage)))
+
+    def _answer(self, answer: Struct) -> Struct:
+        """The answer with all that is told of the prompt beside its choices."""
+        return answer
+
+    def _ids_of(self, choice: P) -> TokenIds:
+        """The ids of a choice, if they are told."""
+        return choice.token_ids if self._heading.tells_ids else UNSET
+
+    def _prompt_of(self, index: int) -> tuple[Raw | UnsetType, TokenIds]:
+        """Log-probabilities and ids of a choice's prompt, as far as they are told: with the first of its choices."""
+        first = list(self._choices.values())[index - index % self._heading.choices_per_prompt]
+        logprobs = whole(first.prompt_logprobs) if first.prompt_logprobs else UNSET
+        return logprobs, first.prompt_ids if self._heading.tells_ids else UNSET
 
     @abstractmethod
     def _take(self, choice: P, delta: Delta) -> None:

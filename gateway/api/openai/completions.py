@@ -26,7 +26,14 @@ class Completions:
         generates = await serve.lower(
             services, record, model, lambda: lower_completion(request, model, services.link.next_rid, seed, deadline_ms)
         )
-        heading = Heading(serve.new_id("cmpl"), serve.now(), model.full_name, len(generates), request.n or 1)
+        heading = Heading(
+            serve.new_id("cmpl"),
+            serve.now(),
+            model.full_name,
+            len(generates),
+            request.n or 1,
+            tells_ids=bool(request.return_token_ids),
+        )
         job = serve.Job(services, record, model, generates)
         if request.stream:
             await job.stream(TextStream(heading, request.wants_usage), receive, send)

@@ -1,5 +1,6 @@
 """Canonical events as OpenAI text completion chunks, and folded into one completion."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.api.openai.choices import ChoiceFold, ChoiceStream, Heading, Partial
@@ -29,6 +30,9 @@ class TextStream(ChoiceStream[TextChoice]):
         builder = self._builders.setdefault(index, TextLogprobsBuilder())
         return TextChoice(index, delta.text, builder.build(delta.logprobs))
 
+    def _opened(self, index: int, ids: Sequence[int]) -> bytes:
+        return self._event(TextChoice(index, "", token_ids=(), prompt_token_ids=ids))
+
     def _ended(self, index: int, finish: Finish) -> TextChoice:
         return TextChoice(index, "", finish_reason=_reason(finish))
 
@@ -53,7 +57,8 @@ class TextFold(ChoiceFold[TextChoice, _Partial]):
 
     def _whole(self, index: int, choice: _Partial) -> TextChoice:
         logprobs = None if choice.logprobs is None else TextLogprobsBuilder().build(choice.logprobs)
-        return TextChoice(index, "".join(choice.text), logprobs, _reason(choice.finish))
+        reason, ids = _reason(choice.finish), self._ids_of(choice)
+        return TextChoice(index, "".join(choice.text), logprobs, reason, ids, *self._prompt_of(index))
 
 
 def _reason(finish: Finish) -> str:

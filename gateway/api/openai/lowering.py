@@ -9,7 +9,7 @@ from gateway.api.common.drafts import most_drafted, sparse_keep
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.media_parts import media_options
 from gateway.api.openai.messages import turns
-from gateway.api.openai.request import PROMPTS_MAX, ChatRequest, CompletionRequest, SamplingFields
+from gateway.api.openai.request import PROMPTS_MAX, ChatRequest, CompletionRequest, PromptFields, SamplingFields
 from gateway.api.openai.samplers import sampler_values
 from gateway.api.openai.tools import lower_tools
 from gateway.config.settings import ModelConfig, SamplingDefaults
@@ -75,7 +75,7 @@ def lower_chat(
         thinking_budget=thinking.budget,
         has_reasoning=True,
         prediction=sendable(request.prediction.text, "prediction") if request.prediction is not None else "",
-        truncate=request.truncate_prompt_tokens or 0,
+        about=request,
     )
 
 
@@ -97,7 +97,7 @@ def lower_completion(
         top_logprobs=request.logprobs,
         echo=echo,
         deadline_ms=deadline_ms,
-        truncate=request.truncate_prompt_tokens or 0,
+        about=request,
     )
 
 
@@ -140,7 +140,7 @@ def _generates(
     thinking_budget: int | None = None,
     has_reasoning: bool = False,
     prediction: str = "",
-    truncate: int = 0,
+    about: PromptFields | None = None,
 ) -> list[Generate]:
     choices = request.n or 1
     if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
@@ -148,6 +148,9 @@ def _generates(
     constraint = lower_constraint(request, after_reasoning=has_reasoning)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     bias = _biases(request.logit_bias or {})
+    truncate = (about.truncate_prompt_tokens or 0) if about is not None else 0
+    tells_ids = about is not None and bool(about.return_token_ids)
+    scored = about.scored if about is not None else None
     return [
         Generate(
             next_rid(),
@@ -170,6 +173,9 @@ def _generates(
             shows_special=request.skip_special_tokens is False,
             truncate=truncate,
             cuts_tokens=bool(truncate) and isinstance(prompts[index // choices], ChatPrompt),
+            # Choices of one prompt are told of it once, but each in a stream.
+            prompt_ids=tells_ids and (bool(request.stream) or index % choices == 0),
+            prompt_logprobs=scored if index % choices == 0 else None,
         )
         for index in range(len(prompts) * choices)
     ]

@@ -12,7 +12,7 @@ from gateway.api.common.drafts import SparsePrefill, Speculate
 from gateway.api.common.thinking import ReasoningSpec, ThinkingSpec
 from gateway.api.openai.samplers import SamplerFields
 from gateway.api.openai.tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
-from gateway.errors import Unsupported
+from gateway.errors import BadRequest, Unsupported
 from gateway.media.reference import DETAILS
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
@@ -41,6 +41,8 @@ TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 # Several texts, the ids of one prompt, or those of several.
 _ID: Final = {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}
 _IDS: Final = {"type": "array", "items": _ID, "minItems": 1}
+PROMPT_LOGPROBS_MAX: Final = 20
+PROMPT_LOGPROBS: Final = {"minimum": 0, "maximum": PROMPT_LOGPROBS_MAX}
 PROMPTS: Final = {
     "minItems": 1,
     "maxItems": PROMPTS_MAX,
@@ -230,6 +232,15 @@ class PromptFields(SamplingFields, frozen=True, kw_only=True):
 
     # The last tokens of a prompt that are kept, -1 for as many as fit.
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
+    # Likeliest tokens to tell at each position of the prompt, beside its own.
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=1 << 31), shape(PROMPT_LOGPROBS)] | None = None
+    # The ids of the prompt and of the output beside the text.
+    return_token_ids: bool | None = None
+
+    @property
+    def scored(self) -> int | None:
+        """Likeliest tokens of each position of the prompt to find; None where nothing is told of it."""
+        return None if self.stream else self.prompt_logprobs
 
 
 class PredictedPart(Struct, frozen=True):
@@ -328,7 +339,7 @@ def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
     """The request, and the names of its unknown fields. Raises `BadRequest`."""
     request, unknown = _chat.decode(body)
     _refuse_unserved_chat(request)
-    return request, unknown
+    return request, unknown + _ignored(request)
 
 
 def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
@@ -341,7 +352,23 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
         raise Unsupported(message, "truncate_prompt_tokens")
     if request.best_of is not None and request.best_of > (request.n or 1):
         raise Unsupported("'best_of' greater than 'n' is not supported.", "best_of")
-    return request, unknown
+    return request, unknown + _ignored(request)
+
+
+def _ignored(request: PromptFields) -> list[str]:
+    """Known fields that do nothing here. Raises `BadRequest` as vLLM does, and at the limit that it has by default."""
+    asked = request.prompt_logprobs
+    if asked is None:
+        return []
+    if not 0 <= asked <= PROMPT_LOGPROBS_MAX:
+        message = f"'prompt_logprobs' is at most {PROMPT_LOGPROBS_MAX}; -1 would be the whole vocabulary."
+        raise BadRequest(message, "prompt_logprobs", "invalid_value")
+    if not request.stream:
+        return []
+    if asked:
+        message = "'prompt_logprobs' are not available in streams: chunks have no place for them. Set 'stream': false."
+        raise BadRequest(message, "prompt_logprobs", "invalid_value")
+    return ["prompt_logprobs"]
 
 
 def _refuse_unserved_chat(request: ChatRequest) -> None:

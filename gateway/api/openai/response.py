@@ -1,15 +1,15 @@
 """Answers of OpenAI's chat completions and completions. A struct's tag is its first field on the wire."""
 
 import math
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Sequence
 
 from msgspec import UNSET, Struct, UnsetType
 
+from gateway.api.openai.prompt_logprobs import LOGPROB_MIN, PromptLogprobs
 from protocol.messages import Finish, TokenLogprob, Usage
 
-# JSON has no minus infinity; OpenAI writes this.
-LOGPROB_MIN: Final = -9999.0
+# vLLM's, of answers whose request asks for ids.
+TokenIds = Sequence[int] | UnsetType
 
 
 class PromptTokens(Struct, frozen=True, omit_defaults=True):
@@ -88,6 +88,7 @@ class ChatChunkChoice(Struct, frozen=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: TokenIds = UNSET
 
 
 class ChatChunk(Struct, frozen=True, tag_field="object", tag="chat.completion.chunk"):
@@ -98,6 +99,7 @@ class ChatChunk(Struct, frozen=True, tag_field="object", tag="chat.completion.ch
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageBody | UnsetType | None = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 class ChatMessage(Struct, frozen=True, tag_field="role", tag="assistant"):
@@ -114,6 +116,7 @@ class ChatChoice(Struct, frozen=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    token_ids: TokenIds = UNSET
 
 
 class ChatCompletion(Struct, frozen=True, tag_field="object", tag="chat.completion"):
@@ -122,6 +125,8 @@ class ChatCompletion(Struct, frozen=True, tag_field="object", tag="chat.completi
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_logprobs: PromptLogprobs = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 # -- completions -----------------------------------------------------------------------------------------------------
@@ -141,6 +146,9 @@ class TextChoice(Struct, frozen=True):
     text: str
     logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: TokenIds = UNSET
+    prompt_logprobs: PromptLogprobs = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 class TextCompletion(Struct, frozen=True, tag_field="object", tag="text_completion"):

@@ -57,8 +57,6 @@ class SamplerFields(Struct, frozen=True, kw_only=True):
     dynatemp_range: Off | None = None
     dynamic_temperature: Never | None = None
     use_beam_search: Never | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=-1, le=1 << 31), shape({"const": 0})] | None = None
-    return_token_ids: Never | None = None
     # False leaves the special tokens of the output in its text.
     skip_special_tokens: bool | None = None
 
@@ -119,17 +117,5 @@ def _refuse_unserved(request: SamplerFields) -> None:
     if request.dynatemp_range or request.dynamic_temperature:
         name = "dynatemp_range" if request.dynatemp_range else "dynamic_temperature"
         raise Unsupported(f"'{name}' is not supported: set a temperature.", name)
-    if request.prompt_logprobs:
-        message = (
-            "'prompt_logprobs' is not supported: ranks of a prompt's tokens are not computed. For their "
-            "log-probabilities ask /v1/completions for 'echo' with 'logprobs'."
-        )
-        raise Unsupported(message, "prompt_logprobs")
-    if request.return_token_ids:
-        message = (
-            "'return_token_ids' is not supported: an answer is sent as text, and ids of tokens that have none, such as "
-            "the end of the sequence, are not kept. /tokenize gives the ids of a prompt."
-        )
-        raise Unsupported(message, "return_token_ids")
     if request.use_beam_search:
         raise Unsupported("'use_beam_search' is not supported: ask for choices with 'n'.", "use_beam_search")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gateway.link.collector import Collector
 from protocol.failures import Code, Failure
-from protocol.messages import Delta, Finish, Kind, TokenLogprob, Tool, Usage
+from protocol.messages import Delta, Finish, Kind, PromptLogprob, PromptPart, TokenLogprob, Tool, Usage
 from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
@@ -39,11 +39,28 @@ async def test_unread_deltas_of_one_kind_become_one_with_everything_in_it() -> N
     usage = Usage(prompt=3, cached=0, completion=2)
     collector.put(Delta(7, text="a", token_ids=(1,), logprobs=(one,)))
     collector.put(Delta(7, token_ids=(2,), logprobs=(two,)))
-    collector.put(Delta(7, text="b", finish=Finish.STOP, usage=usage))
+    collector.put(Delta(7, text="b", finish=Finish.STOP, usage=usage, ending_ids=(3,)))
     assert await collector.next() == [
-        Delta(7, text="ab", token_ids=(1, 2), logprobs=(one, two), finish=Finish.STOP, usage=usage)
+        Delta(
+            7,
+            text="ab",
+            token_ids=(1, 2),
+            logprobs=(one, two),
+            finish=Finish.STOP,
+            usage=usage,
+            ending_ids=(3,),
+        )
     ]
     assert collector.is_done
+
+
+async def test_parts_of_a_prompt_stay_apart_from_output_and_from_each_other() -> None:
+    collector = Collector([7])
+    entries = tuple(PromptLogprob(token, b"x", -1.0, 1) for token in (5, 6))
+    parts = [Delta(7, prompt=PromptPart((5, 6))), *(Delta(7, prompt=PromptPart(logprobs=(each,))) for each in entries)]
+    for delta in (*parts, Delta(7, text="a"), Delta(7, text="b")):
+        collector.put(delta)
+    assert await collector.next() == [*parts, Delta(7, text="ab")]
 
 
 async def test_kinds_and_tool_calls_are_never_merged_across_their_borders() -> None:

@@ -25,6 +25,8 @@ from protocol.messages import (
     Ping,
     Pong,
     Progress,
+    PromptLogprob,
+    PromptPart,
     Ready,
     Rejected,
     Sampling,
@@ -227,6 +229,21 @@ async def test_an_echo_that_never_came_is_asked_for_again(home: Path) -> None:
         sequence, _ = await detached(wire, request)
         wire.link.resume(wire.runner, sequence)
         assert wire.hear() == request
+
+
+async def test_what_the_client_has_had_of_its_prompt_is_not_asked_for_again(home: Path) -> None:
+    async with Wire(home) as wire:
+        request = replace(wire.request(), echo=True, prompt_ids=True, prompt_logprobs=1)
+        ids = Delta(request.rid, prompt=PromptPart((5, 6, 7)))
+        entries = tuple(PromptLogprob(token, b"x", -1.0, 1) for token in (5, 6))
+        scores = Delta(request.rid, prompt=PromptPart(logprobs=entries))
+        sequence, _ = await detached(wire, request, ids, scores)
+        for _ in range(2):
+            wire.link.attach(wire.runner)
+            wire.link.resume(wire.runner, sequence)
+            # Neither the echo nor a token has come.
+            assert wire.hear() == replace(request, prompt_ids=False, prompt_scored=2)
+            (sequence,) = wire.link.detach(3)
 
 
 async def test_nothing_that_is_said_of_a_parked_sequence_counts(home: Path) -> None:

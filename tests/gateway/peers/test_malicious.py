@@ -22,6 +22,8 @@ from protocol.messages import (
     Generate,
     Kind,
     Progress,
+    PromptLogprob,
+    PromptPart,
     Ready,
     Sampling,
     Step,
@@ -119,6 +121,7 @@ async def test_a_status_with_a_number_that_cannot_be_is_refused(tmp_path: Path, 
 RID = 7
 ASKED = Generate(RID, TextPrompt("hi"), Sampling(), max_tokens=5)
 TOOL = Tool(0, "call", "f")
+ENTRY = PromptLogprob(5, b"a", -0.5, 1, ((5, b"a", -0.5),))
 
 
 def check(stream: Claims, message: Accepted | Progress | Delta) -> None:
@@ -162,6 +165,10 @@ def claims(asked: Generate = ASKED) -> Claims:
         Delta(RID, Kind.TOOL_BEGIN),
         Delta(RID, Kind.TOOL_ARGS, "{", tool=TOOL),
         Delta(RID, Kind.TOOL_END, tool=TOOL),
+        Delta(RID, text="x", token_ids=(1, 2, 3), ending_ids=(4, 5, 6)),
+        Delta(RID, finish=Finish.STOP, ending_ids=(-1,)),
+        Delta(RID, prompt=PromptPart((1, 2))),
+        Delta(RID, prompt=PromptPart(logprobs=(ENTRY,))),
     ],
 )
 def test_what_cannot_be_true_of_a_request_is_malformed(bad: Accepted | Progress | Delta) -> None:
@@ -175,6 +182,29 @@ def test_tokens_add_up_over_deltas_and_with_those_that_an_earlier_place_sent() -
     stream.check(Delta(RID, text="x", token_ids=(5,)))
     with pytest.raises(MalformedFrame):
         stream.check(Delta(RID, text="x", token_ids=(6,)))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Delta(RID, text="x", prompt=PromptPart((1, 2))),
+        Delta(RID, prompt=PromptPart((1, 1 << 40))),
+        Delta(RID, prompt=PromptPart((1,) * 1001)),
+        Delta(RID, prompt=PromptPart(logprobs=(ENTRY,) * 999)),
+        Delta(RID, prompt=PromptPart(logprobs=(replace(ENTRY, id=-1),))),
+        Delta(RID, prompt=PromptPart(logprobs=(replace(ENTRY, rank=-1),))),
+        Delta(RID, prompt=PromptPart(logprobs=(replace(ENTRY, top=ENTRY.top * 2),))),
+    ],
+)
+def test_of_a_prompt_no_more_is_told_than_was_asked_for(bad: Delta) -> None:
+    stream = claims(replace(ASKED, prompt_ids=True, prompt_logprobs=1, prompt_scored=2))
+    with pytest.raises(MalformedFrame):
+        stream.check(bad)
+    stream = claims(replace(ASKED, prompt_ids=True, prompt_logprobs=1, prompt_scored=2))
+    stream.check(Delta(RID, prompt=PromptPart((1,) * 1000)))
+    stream.check(Delta(RID, prompt=PromptPart(logprobs=(ENTRY,) * 998)))
+    with pytest.raises(MalformedFrame):
+        stream.check(Delta(RID, prompt=PromptPart((1,))))
 
 
 def test_a_tool_call_goes_on_where_the_stream_before_was_lost() -> None:

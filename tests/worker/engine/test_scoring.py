@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from msgspec import structs
 
-from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
+from protocol.messages import Abort, Finish, Generate, Sampling, TokenLogprob, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import VOCAB
 from worker.engine.batch import Batch
@@ -19,7 +19,7 @@ from worker.engine.generator import Generator
 from worker.engine.member import Members
 from worker.engine.scoring import SLICE, ScoredRows
 from worker.sampling.logprobs import LogprobReader
-from worker.sampling.prompt_scores import Scores
+from worker.sampling.prompt_scores import Score
 
 rids = itertools.count(1)
 LENGTHS = (1, 2, SLICE, SLICE + 1, 2 * SLICE + 3)
@@ -166,17 +166,91 @@ def test_entries_of_a_prompt_are_made_as_its_scores_come_and_not_at_its_end(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    extend = LogprobReader.extend
+    echo = LogprobReader.echo
 
-    def counted(reader: LogprobReader, scores: Scores) -> None:
-        before = len(scores.entries)
-        extend(reader, scores)
-        made.append(len(scores.entries) - before)
+    def counted(reader: LogprobReader, ids: Sequence[int], scores: Sequence[Score], top: int) -> list[TokenLogprob]:
+        made.append(len(ids))
+        return echo(reader, ids, scores, top)
 
-    monkeypatch.setattr(LogprobReader, "extend", counted)
+    monkeypatch.setattr(LogprobReader, "echo", counted)
     rng = random.Random(2)
     ids = tuple(rng.randrange(10, VOCAB) for _ in range(8 * SLICE))
     with EngineHarness(spec(model_folder("qwen3"))) as engine:
         result = engine.run([scored(ids, max_tokens=0)])[0]
     assert len(result.logprobs) == sum(made) == len(ids)
     assert max(made) <= SLICE + 1
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
+def test_entries_of_a_prompt_have_the_ranks_of_one_pass_beside_an_echo_or_alone(
+    architecture: str, model_folder: Callable[[str], Path]
+) -> None:
+    top = 3
+    with EngineHarness(spec(model_folder(architecture), prefill_chunk=128)) as engine:
+        requests = [structs.replace(scored(ids), echo=False, prompt_logprobs=top) for ids in prompts()]
+        results = engine.run(requests)
+        echoed = engine.run([structs.replace(each, rid=next(rids), echo=True) for each in requests])
+        silent = engine.run([structs.replace(each, rid=next(rids), prompt_logprobs=0) for each in requests])
+        references = [engine.loaded.model(mx.array([ids])) for ids in prompts()]
+        mx.eval(references)
+        said = engine.intake.vocabulary.token_bytes
+    for ids, result, both, least, logits in zip(prompts(), results, echoed, silent, references, strict=True):
+        assert both.prompt_logprobs[1:] == result.prompt_logprobs[1:]
+        assert [(each.token, each.logprob) for each in both.logprobs[1 : len(ids)]] == [
+            (each.token, each.logprob) for each in result.prompt_logprobs[1:]
+        ]
+        assert [(each.id, each.rank, each.top) for each in least.prompt_logprobs] == [
+            (each.id, each.rank, ()) for each in result.prompt_logprobs
+        ]
+        assert [(each.id, each.token) for each in result.prompt_logprobs] == [(token, said(token)) for token in ids]
+        first, *others = result.prompt_logprobs
+        assert (math.isnan(first.logprob), first.rank, first.top) == (True, 0, ())
+        reference: Any = (logits[0] - mx.logsumexp(logits[0], axis=-1, keepdims=True)).tolist()
+        for at, entry in enumerate(others, 1):
+            row = reference[at - 1]
+            assert entry.logprob == pytest.approx(row[entry.id], abs=1e-4)
+            assert sum(each > entry.logprob + 1e-4 for each in row) < entry.rank
+            assert entry.rank <= 1 + sum(each > entry.logprob - 1e-4 for each in row)
+            assert [value for _, _, value in entry.top] == pytest.approx(sorted(row)[: -top - 1 : -1], abs=1e-4)
+            assert all(row[token] == pytest.approx(value, abs=1e-4) for token, _, value in entry.top)
+        parts = [len(delta.prompt.logprobs) for delta in result.deltas if delta.prompt is not None]
+        assert max(parts) <= SLICE + 1
+
+
+def test_a_successor_sends_the_entries_that_the_client_has_not_had(model_folder: Callable[[str], Path]) -> None:
+    ids = prompts()[-1]
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        asked = structs.replace(scored(ids), echo=False, prompt_logprobs=2, prompt_ids=True)
+        whole = engine.run([asked])[0]
+        assert (whole.prompt_ids, len(whole.prompt_logprobs)) == (list(ids), len(ids))
+        for had in (1, SLICE + 5, len(ids)):
+            again = structs.replace(asked, rid=next(rids), prompt_ids=False, prompt_scored=had)
+            result = engine.run([again])[0]
+            assert (result.prompt_ids, result.prompt_logprobs) == ([], whole.prompt_logprobs[had:])
+            assert result.ids == whole.ids
+        # Output began behind the last entry.
+        begun = structs.replace(asked, rid=next(rids), max_tokens=4, resume=(20, 21), prompt_scored=len(ids))
+        assert engine.run([begun])[0].prompt_logprobs == []
+
+
+def test_a_row_that_is_scored_again_after_a_failed_tick_tells_no_entry_twice(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks: list[int] = []
+    park = Batch._park  # pyright: ignore[reportPrivateUsage]
+
+    def fail_once(batch: Batch) -> None:
+        ticks.extend(len(rows.members[0].tokens) for rows in batch._generator._scored.rows)  # pyright: ignore[reportPrivateUsage]
+        if sum(done > 0 for done in ticks) == 2:
+            raise RuntimeError("[metal::malloc] Unable to allocate 5 bytes.")
+        park(batch)
+
+    ids = prompts()[-1]
+    with EngineHarness(spec(model_folder("qwen3"))) as engine:
+        asked = structs.replace(scored(ids), echo=False, prompt_logprobs=2)
+        whole = engine.run([asked])[0]
+        monkeypatch.setattr(Batch, "_park", fail_once)
+        result = engine.run([structs.replace(asked, rid=next(rids))])[0]
+    assert ticks.count(SLICE) == 2, "it began again"
+    assert result.prompt_logprobs[1:] == whole.prompt_logprobs[1:]
+    assert (len(result.prompt_logprobs), result.ids) == (len(ids), whole.ids)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from protocol.messages import Finish, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
@@ -101,3 +102,29 @@ def test_the_tokens_of_all_deltas_are_what_the_model_said(engine: EngineHarness)
     assert held.ids == plain.ids
     assert held.text == plain.text
     assert [token for delta in held.deltas for token in delta.token_ids] == plain.ids
+
+
+def test_every_sampled_id_is_told_once_and_those_without_text_at_the_end(engine: EngineHarness) -> None:
+    plain = one(engine, request(2))
+    assert (len(plain.ids), plain.ending_ids) == (60, [])
+    results = engine.run([request(2, (plain.text[at : at + 6],)) for at in range(10, 60, 7)])
+    assert any(result.ending_ids for result in results)
+    for stopped in results:
+        assert stopped.usage is not None
+        assert [*stopped.ids, *stopped.ending_ids] == plain.ids[: stopped.usage.completion]
+    ended = structs.replace(request(2), sampling=Sampling(1.0, seed=2, ignore_eos=True, stop_ids=(plain.ids[7],)))
+    at = plain.ids.index(plain.ids[7])
+    result = one(engine, ended)
+    assert (result.finish, result.ids, result.ending_ids) == (Finish.STOP, plain.ids[:at], [plain.ids[at]])
+    eos = engine.loaded.eos_ids[0]
+    result = one(engine, structs.replace(request(2), sampling=Sampling(0.0, logit_bias={eos: 100.0})))
+    assert (result.ids, result.ending_ids, result.text) == ([], [eos], "")
+
+
+def test_the_ids_of_a_prompt_come_before_all_output(engine: EngineHarness) -> None:
+    asked = structs.replace(request(3, max_tokens=3), prompt_ids=True)
+    assert isinstance(asked.prompt, TokensPrompt)
+    result = one(engine, asked)
+    assert result.prompt_ids == list(asked.prompt.ids)
+    assert result.deltas[0].prompt is not None
+    assert all(delta.prompt is None for delta in result.deltas[1:])

@@ -1,17 +1,21 @@
+import itertools
 import json
+import math
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gateway.api.openai.chat_encoder import ChatFold, ChatStream
 from gateway.api.openai.choices import Heading
 from gateway.api.openai.completions_encoder import TextFold, TextStream
 from gateway.api.openai.response import ChatChunk, ChatChunkChoice, ChatDelta, TextChoice, TextCompletion
 from gateway.errors import Unavailable
-from protocol.messages import Delta, Finish, Kind, TokenLogprob, Tool, Usage
+from protocol.messages import Delta, Finish, Kind, PromptLogprob, PromptPart, TokenLogprob, Tool, Usage
 from tests.support.merged import merge_chat, merge_text
 
 HEADING = Heading("id-1", 1234, 'a "quoted" model', choices=2)
@@ -120,6 +124,84 @@ def test_a_text_answer_is_the_fold_of_its_stream(batches: list[list[Delta]]) -> 
         assert (told["text"], told["logprobs"]) == (choice["text"], choice["logprobs"])
         assert told["finish"] == choice["finish_reason"]
     assert chunks[-1]["usage"] == whole["usage"]
+
+
+# -- ids of tokens ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+@given(_batches())
+def test_ids_of_a_stream_are_those_of_the_whole_answer_and_its_prompts_come_first(
+    is_chat: bool, batches: list[list[Delta]]
+) -> None:
+    heading = replace(HEADING, tells_ids=True)
+    stream = ChatStream(heading, True) if is_chat else TextStream(heading, True)
+    fold = ChatFold(heading) if is_chat else TextFold(heading)
+    stream.bind(RIDS)
+    fold.bind(RIDS)
+    count = itertools.count(100)
+    expected: dict[int, list[int]] = {0: [], 1: []}
+    data = stream.begin(1)
+    assert stream.keepalive().startswith(b":")
+    opening = [Delta(rid, prompt=PromptPart((rid, 1))) for rid in RIDS]
+    for batch in [opening, *batches]:
+        told = [
+            structs.replace(delta, token_ids=(next(count),), ending_ids=(next(count),) if delta.finish else ())
+            if delta.prompt is None
+            else delta
+            for delta in batch
+        ]
+        for delta in told:
+            expected[RIDS.index(delta.rid)] += (*delta.token_ids, *delta.ending_ids)
+        data += stream.encode(told)
+        fold.add(told)
+    chunks = events(data + stream.end())
+    whole = json.loads(fold.result())
+
+    assert {choice["index"]: choice["token_ids"] for choice in whole["choices"]} == expected
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    prompts: dict[int, list[int]] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            place = chunk if is_chat else choice
+            assert ("prompt_token_ids" in place) == (choice["index"] not in prompts), "in the first chunk alone"
+            prompts.setdefault(choice["index"], place.get("prompt_token_ids"))
+            streamed[choice["index"]] += choice.get("token_ids", [])
+    assert streamed == expected
+    assert prompts == {0: [10, 1], 1: [11, 1]}
+    if is_chat:
+        assert whole["prompt_token_ids"] == [10, 1]
+    else:
+        assert [choice["prompt_token_ids"] for choice in whole["choices"]] == [[10, 1], [11, 1]]
+
+
+def test_log_probabilities_of_a_prompt_are_vllms_and_those_of_its_choices_are_one() -> None:
+    heading = replace(HEADING, choices=4, choices_per_prompt=2)
+    chat, text = ChatFold(replace(HEADING, choices_per_prompt=2)), TextFold(heading)
+    first = PromptLogprob(5, b"a", float("nan"), 0)
+    likely = PromptLogprob(6, b"b", -0.5, 1, ((6, b"b", -0.5), (9, b"\xe2", -0.5), (8, b"c", -2.0)))
+    unlikely = PromptLogprob(7, b"d", -math.inf, 90, ((6, b"b", -0.5),))
+    parts = [PromptPart(logprobs=(first,)), PromptPart(logprobs=(likely, unlikely))]
+    form = [
+        None,
+        {
+            "6": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+            "9": {"logprob": -0.5, "rank": 1, "decoded_token": "\ufffd"},
+            "8": {"logprob": -2.0, "rank": 3, "decoded_token": "c"},
+        },
+        {
+            "7": {"logprob": -9999.0, "rank": 90, "decoded_token": "d"},
+            "6": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+        },
+    ]
+    for fold, rids in ((chat, (10, 11)), (text, (10, 11, 12, 13))):
+        fold.bind(rids)
+        fold.add([Delta(10, prompt=part) for part in parts])
+        fold.add([Delta(rid, text="x", finish=Finish.STOP, usage=Usage(3, 0, 1)) for rid in rids])
+    assert json.loads(chat.result())["prompt_logprobs"] == form
+    choices = json.loads(text.result())["choices"]
+    assert [choice.get("prompt_logprobs") for choice in choices] == [form, form, None, None]
+    assert list(choices[0]["prompt_logprobs"][2]) == ["7", "6"], "the token itself comes first"
 
 
 # -- the prebuilt chunk ----------------------------------------------------------------------------------------------

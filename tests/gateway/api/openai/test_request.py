@@ -154,6 +154,18 @@ def test_the_first_tokens_of_a_chat_may_be_cut_as_those_of_a_text() -> None:
     assert refused(chat, truncate_prompt_tokens=-2).param == "truncate_prompt_tokens"
 
 
+@pytest.mark.parametrize("lowered", [chat, completion])
+def test_choices_of_a_prompt_are_told_of_it_once_and_each_in_a_stream(lowered: Any) -> None:
+    fields = {"return_token_ids": True, "prompt_logprobs": 3, "n": 3}
+    generates = lowered(**fields)
+    assert [(each.prompt_ids, each.prompt_logprobs) for each in generates] == [(True, 3), *[(False, None)] * 2]
+    generates = lowered(stream=True, **fields | {"prompt_logprobs": 0})
+    assert [(each.prompt_ids, each.prompt_logprobs) for each in generates] == [(True, None)] * 3
+    assert [(each.prompt_ids, each.prompt_logprobs) for each in lowered()] == [(False, None)]
+    for bad in ({"prompt_logprobs": -1}, {"prompt_logprobs": 21}, {"prompt_logprobs": 1, "stream": True}):
+        assert refused(lowered, **bad).param == "prompt_logprobs"
+
+
 def test_logprobs_of_chat_are_a_flag_and_a_count() -> None:
     assert chat(logprobs=True)[0].top_logprobs == 0
     assert chat(logprobs=True, top_logprobs=20)[0].top_logprobs == 20

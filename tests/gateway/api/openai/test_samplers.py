@@ -82,8 +82,6 @@ def test_dry_has_the_breakers_of_its_first_implementation_unless_others_are_name
         ({"dynamic_temperature": True}, "dynamic_temperature"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"return_token_ids": True}, "return_token_ids"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"dry_multiplier": 1, "dry_sequence_breakers": "x"}, "dry_sequence_breakers"),
     ],
