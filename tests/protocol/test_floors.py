@@ -86,10 +86,12 @@ WORKER: Final = {
     "take_requests": "engine link prompt",
     "start_reader": "embedding engine link model take_requests",
     "start_audio": "audio engine link model take_requests",
+    "take_prompts": "adapters model engine link prompt take_requests",
     "checked_model": "errors model adapters sparse drafting engine prompt",
     "group": "errors model cache engine",
-    "main": "errors vision model adapters cache kv_publisher jobs embedding engine prompt link start_reader "
-    "start_audio checked_model group",
+    "start_text": "errors vision model adapters cache kv_publisher group engine prompt link checked_model "
+    "take_requests take_prompts",
+    "main": "errors model jobs embedding group engine link start_text start_reader start_audio",
     "verify": "errors vision model adapters group engine prompt checked_model sparse speculation embedding audio",
     "calibrate": "errors model speculation engine pacing prompt embedding checked_model",
     "repack": "errors experts model",
