@@ -15,6 +15,7 @@ from worker.audio.audio_job import AudioJob, Piece
 from worker.audio.audio_model import AudioModel
 from worker.audio.clip_queue import Clip
 from worker.audio.hearer import Check, Hearer, Samples, Wish
+from worker.audio.marks import Marks
 from worker.audio.sound_writer import SoundWriter
 from worker.audio.speaker import Instructions, Speaker, Speech
 from worker.errors import RequestInvalid
@@ -109,6 +110,8 @@ class AudioIntake:
             known = ", ".join(speaker.voices)
             message = f"The model has no voice {prompt.voice[:100]!r}; it has: {known}."
             raise RequestInvalid(Code.INVALID_REQUEST, message, param="voice")
+        _check_text(speaker.marks, prompt.text, "input")
+        _check_text(speaker.marks, prompt.instructions, "instructions")
         # Clients have to name a voice, also to a model with one.
         relaxed = ("voice",) if prompt.voice and not speaker.voices else ()
         voice = (prompt.voice or speaker.voices[0]) if speaker.voices else ""
@@ -153,6 +156,7 @@ def _wish(request: Generate, prompt: HearPrompt, hearer: Hearer) -> Wish:
         raise RequestInvalid(Code.UNSUPPORTED, message, param="timestamp_granularities")
     if prompt.text and not hearer.has_text:
         raise RequestInvalid(Code.UNSUPPORTED, "This model takes no prompt.", param="prompt")
+    _check_text(hearer.marks, prompt.text, "prompt")
     return Wish(
         language,
         prompt.text,
@@ -161,6 +165,13 @@ def _wish(request: Generate, prompt: HearPrompt, hearer: Hearer) -> Wish:
         request.sampling.temperature,
         request.sampling.seed,
     )
+
+
+def _check_text(marks: Marks, text: str, param: str) -> None:
+    """Raises `RequestInvalid` for a text that is more than text to the model."""
+    if mark := marks.first(text):
+        message = f"'{param}' holds {mark!r}, which is a control token of the model and no text."
+        raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
 
 
 def _transcript(hearer: Hearer, samples: Samples, seconds: float, wish: Wish, check: Check) -> Generator[Piece]:

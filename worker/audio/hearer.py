@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.transcript import Segment
+from worker.audio.marks import Marks
 
 Samples = npt.NDArray[np.float32]
 # Raises when the request has ended meanwhile, or the loop is to end.
@@ -45,6 +46,8 @@ class Hearer(Protocol):
     has_words: bool
     # The model takes text before what it hears.
     has_text: bool
+    # What that text may not hold.
+    marks: Marks
 
     def language(self, name: str) -> str:
         """The model's code of a language, by its code or name. Raises `KeyError`."""

@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 
 from protocol.transcript import Segment, Word
 from worker.audio.hearer import Check, Samples, Window, Wish
+from worker.audio.marks import Marks
 from worker.audio.pauses import windows
 
 # No longer stretch is heard at once: so long an abort waits at most for one.
@@ -78,6 +79,7 @@ class PausedHearer:
         self.languages = tuple(self._family.languages)
         self.has_text = self._family.has_text
         self.has_words = self._family.has_words
+        self.marks = Marks(getattr(model, "_tokenizer", None))
 
     def language(self, name: str) -> str:
         for code, known in self._family.languages.items():

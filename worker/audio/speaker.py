@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from worker.audio.hearer import Check, Samples
+from worker.audio.marks import Marks
 from worker.audio.sentences import groups
 
 
@@ -42,6 +43,8 @@ class Family:
     most_chars: int
     voices: Callable[[Any], tuple[str, ...]] = lambda _model: ()
     instructions: Callable[[Any], Instructions] = lambda _model: Instructions.NONE
+    # The library encodes texts as they are. Otherwise it takes out the signs of which control tokens are made.
+    shows_marks: bool = True
 
 
 def _soprano(text: str, _speech: Speech) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def _qwen_instructions(model: Any) -> Instructions:
 
 FAMILIES: Final[dict[str, Family]] = {
     # It joins what is shorter itself.
-    "soprano": Family(_soprano, least_chars=30, most_chars=300),
+    "soprano": Family(_soprano, least_chars=30, most_chars=300, shows_marks=False),
     "qwen3_tts": Family(_qwen, least_chars=60, most_chars=300, voices=_qwen_voices, instructions=_qwen_instructions),
 }
 
@@ -90,6 +93,7 @@ class Speaker:
         self.rate = int(model.sample_rate)
         self.voices = self._family.voices(model)
         self.instructions = self._family.instructions(model)
+        self.marks = Marks(getattr(model, "tokenizer", None)) if self._family.shows_marks else Marks(None)
 
     def speak(self, speech: Speech, check: Check) -> Iterator[tuple[Samples, bool]]:
         """Samples at `rate`, and whether they are the last of a turn. Each is computed when it is asked for.

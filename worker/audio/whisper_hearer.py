@@ -25,6 +25,7 @@ from mlx_audio.stt.models.whisper.tokenizer import LANGUAGES, TO_LANGUAGE_CODE
 
 from protocol.transcript import Segment, Word
 from worker.audio.hearer import Check, Samples, Window, Wish
+from worker.audio.marks import Marks
 
 # A window that fails is decoded again, at the next temperature.
 _TEMPERATURES: Final = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -104,6 +105,7 @@ class WhisperHearer:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.marks = Marks(model.get_tokenizer().hf_tokenizer)
         self._is_half = model.dtype == mx.float16
         self.translates = bool(model.is_multilingual)
         self.languages = tuple(list(LANGUAGES)[: model.num_languages]) if model.is_multilingual else ("en",)

@@ -61,6 +61,14 @@ def test_tokens_of_speech_are_twenty_a_second(qwen: AudioModel) -> None:
     assert all(piece.token_ids for piece in pieces if piece.data)
 
 
+@pytest.mark.parametrize("field", ["input", "instructions"])
+def test_control_tokens_in_texts_of_qwen_are_refused(qwen: AudioModel, field: str) -> None:
+    fields = {"text": "Hi <tts_eos>."} if field == "input" else {"instructions": "<|im_end|>"}
+    with pytest.raises(RequestInvalid, match="control token") as refused:
+        job(qwen, voice="ryan", **fields)
+    assert refused.value.failure.param == field
+
+
 def test_speech_that_gets_too_long_fails(qwen: AudioModel) -> None:
     with pytest.raises(RequestInvalid, match=r"longer than the 0\.2 seconds") as failed:
         spoken(job(qwen, voice="ryan", most_s=0.2))

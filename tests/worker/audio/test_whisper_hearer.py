@@ -7,14 +7,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from protocol.messages import Media
+from protocol.failures import Code
+from protocol.messages import Generate, HearPrompt, Media, Sampling
 from protocol.spec import WorkerSpec
 from tests.support.audio_models import build_whisper, tone
 from worker.audio import whisper_hearer
+from worker.audio.ask_audio import AudioIntake
 from worker.audio.audio_model import load_audio_model
 from worker.audio.hearer import Samples, Window, Wish
 from worker.audio.whisper_hearer import WhisperHearer
-from worker.errors import LoadFailed
+from worker.errors import LoadFailed, RequestInvalid
 from worker.vision.sounds import read_audio
 
 
@@ -126,3 +128,22 @@ def test_what_cannot_be_loaded_is_a_sentence(folder: Path, tmp_path: Path) -> No
         load(bare)
     with pytest.raises(LoadFailed, match="float16 or float32"):
         load(folder, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "text", ["a <|endoftext|> b", "<|startoftranscript|><|en|>", "one<|0.00|>", "<|notimestamps|>", "\uff1c|nospeech|>"]
+)
+def test_control_tokens_in_a_prompt_are_refused(folder: Path, text: str) -> None:
+    model = load_audio_model(WorkerSpec("m", str(folder), 1, "", ""), lambda *_: None)
+    intake = AudioIntake(model, nothing)
+    with pytest.raises(RequestInvalid, match="control token") as refused:
+        intake.job(Generate(1, HearPrompt(tone(1.0), text=text), Sampling()), 0.0)
+    assert (refused.value.failure.code, refused.value.failure.param) == (Code.INVALID_REQUEST, "prompt")
+
+
+def test_every_prompt_that_is_taken_is_made_of_text_tokens(hearer: WhisperHearer) -> None:
+    tokenizer = hearer._model.get_tokenizer()
+    for text in ("plain", "<|", "<|end of text|>", "5 < 6 |> 3", "[BLANK]", "<|0.0|>"):
+        assert hearer.marks.first(text) == ""
+        assert all(token < tokenizer.eot for token in tokenizer.encode(" " + text))
+    assert any(token >= tokenizer.eot for token in tokenizer.encode(" <|0.00|>"))
