@@ -25,6 +25,7 @@ GATHER_S: Final = 0.025
 # Requests of new clients come in one burst while one follows the other within this time.
 BURST_S: Final = 0.001
 _MOST_ANSWERED: Final = 1024
+_MOST_EARLY_ABORTS: Final = 1 << 16
 
 
 class Wake(Enum):
@@ -65,6 +66,31 @@ class DrainOrder:
         answer = Drained(epoch, self.aborted)
         self.until, self.aborted, self.ended = None, 0, time.monotonic()
         return answer
+
+
+class EarlyAborts:
+    """Aborts that overtook their requests, which a grammar or long prompts may hold in the intake for minutes.
+
+    The newest are kept, far more than requests can be on their way. Owned by the loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._rids: dict[int, None] = {}
+
+    def add(self, rid: int) -> None:
+        self._rids[rid] = None
+        while len(self._rids) > _MOST_EARLY_ABORTS:
+            del self._rids[next(iter(self._rids))]
+
+    def take(self, rid: int) -> bool:
+        """Whether the request was aborted before it came; that is forgotten."""
+        if rid not in self._rids:
+            return False
+        del self._rids[rid]
+        return True
+
+    def __len__(self) -> int:
+        return len(self._rids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,17 +21,15 @@ from protocol.messages import (
     Shutdown,
     Up,
 )
-from protocol.spec import USUAL_RUNNING, WorkerSpec
-from worker.cache import batched
+from protocol.spec import WorkerSpec
 from worker.cache.block_events import Journal
 from worker.cache.prefix import PrefixCache
-from worker.cache.quantized import make_caches
 from worker.engine.adapter_orders import AdapterOrders
 from worker.engine.batch import Batch
 from worker.engine.emitter import Emitter
 from worker.engine.forward import can_pack
 from worker.engine.gauges import Gauges
-from worker.engine.inbox import AdapterOrder, Command, DrainOrder, Inbox, Wake
+from worker.engine.inbox import AdapterOrder, Command, DrainOrder, EarlyAborts, Inbox, Wake
 from worker.engine.kv_budget import KvCost
 from worker.engine.memory_limits import MemoryLimits
 from worker.engine.outbox import Outbox
@@ -41,13 +39,11 @@ from worker.engine.queue import Queue
 from worker.engine.row import Row
 from worker.engine.self_check import refusal
 from worker.engine.sparse_rows import SparseRows
+from worker.engine.terms import reader_of, rows_at_once, speculation_of
 from worker.errors import RequestInvalid, StepFailed, is_allocation_failure, is_gpu_fault
 from worker.model.device import has_watchdog
-from worker.model.lanes import Lane
 from worker.model.loader import Loaded
-from worker.pacing.kept_file import KeptFile
 from worker.pacing.pacer import Pacer
-from worker.sparse.importance import Reader
 from worker.speculation.drafter import Drafter
 from worker.speculation.speculator import Speculator
 from worker.vision.encoder import Encoder
@@ -55,9 +51,6 @@ from worker.vision.features import FeatureCache
 
 log = logging.getLogger("mlxd.worker")
 
-# An abort can overtake its request, which a grammar or a queue of long prompts may hold in the intake for minutes: the
-# newest of those that named no row are kept, far more than requests can be on their way.
-_MOST_TOMBSTONES: Final = 1 << 16
 # A second failure of the step loop within this time is not bad luck.
 _RECOVERY_S: Final = 60.0
 # Rows that may wait, at a time, for another row to prefill what they share.
@@ -87,7 +80,7 @@ class Engine:
     ) -> None:
         self._loaded = loaded
         self._partners = partners
-        self.speculation, drafts = _speculation(loaded, spec)
+        self.speculation, drafts = speculation_of(loaded, spec)
         gauges.speculator = Speculator(loaded.proposer) if drafts else None
         self._drafter = drafter or gauges.speculator
         self._spec = spec
@@ -98,11 +91,11 @@ class Engine:
         self._plan = loaded.plan
         self._memory = MemoryLimits(loaded, spec, gauges, lambda: inbox.put(Wake.UP), keeps, partners, journal)
         self.kept = kept = self._memory.kept
-        self.max_running = _max_running(spec, kept, self._plan.lane)
+        self.max_running = rows_at_once(spec, kept, self._plan.lane)
         self._encoder: Encoder | None = None
         if loaded.vision is not None and self._memory.features is not None:
             self._encoder = Encoder(loaded.vision.tower, self._memory.features, lambda: inbox.put(Wake.UP))
-        self._sparse = SparseRows(_reader(loaded, spec))
+        self._sparse = SparseRows(reader_of(loaded, spec))
         gauges.choices = self._sparse.counts
         self._is_waiting = False
         self._batch = self.new_batch()
@@ -115,7 +108,7 @@ class Engine:
         self._emitter = Emitter(writer, self._outbox, self._finish)
         self._rows: dict[int, Row] = {}
         self._adapters = AdapterOrders(loaded, spec.epoch, self._memory, self._slots, self._apply_limits)
-        self._tombstones: dict[int, None] = {}
+        self._early_aborts = EarlyAborts()
         self._drain = DrainOrder()
         self._is_stopping = False
         self._recovered_at = float("-inf")
@@ -258,10 +251,8 @@ class Engine:
         row = self._rows.get(rid)
         if row is not None:
             self._finish(row, Finish.ABORT)
-            return
-        self._tombstones[rid] = None
-        while len(self._tombstones) > _MOST_TOMBSTONES:
-            del self._tombstones[next(iter(self._tombstones))]
+        else:
+            self._early_aborts.add(rid)
 
     def _enqueue(self, row: Row) -> None:
         if (refusal := self._adapters.refusal(row)) is not None:
@@ -279,8 +270,7 @@ class Engine:
         relaxed = row.rule.grammar.relaxed if row.rule is not None else ()
         self._outbox.send(Accepted(row.rid, len(row.prompt), (*relaxed, *row.relaxed), row.left_out))
         self._rows[row.rid] = row
-        if row.rid in self._tombstones:
-            del self._tombstones[row.rid]
+        if self._early_aborts.take(row.rid):
             self._finish(row, Finish.ABORT)
             return
         if row.tells_prompt:
@@ -498,34 +488,3 @@ class Engine:
             self._loaded.vision,
             self._encoder,
         )
-
-
-def _max_running(spec: WorkerSpec, kept: KeptFile | None, lane: Lane) -> int:
-    """Rows that may run together: as configured, or as a calibration has found."""
-    if lane is Lane.SINGLE:
-        return 1
-    if spec.max_running:
-        return spec.max_running
-    return kept.calibration.max_running if kept is not None and kept.calibration is not None else USUAL_RUNNING
-
-
-def _reader(loaded: Loaded, spec: WorkerSpec) -> Reader | None:
-    """The model that chooses for sparse prefills, where there are any."""
-    return Reader(loaded.draft) if spec.sparse_keep and loaded.draft is not None else None
-
-
-def _speculation(loaded: Loaded, spec: WorkerSpec) -> tuple[str, bool]:
-    """Whether there are drafts, for a person and as such."""
-    if spec.speculate == "off":
-        return "off", False
-    if spec.group is not None:
-        return "off, because ranks of a group must take the same steps", False
-    if loaded.plan.lane is not Lane.TOGETHER:
-        return f"off, because rows run in the lane {loaded.plan.lane}", False
-    if not batched.can_rewind(make_caches(loaded.model)):
-        return "off, because the caches of this architecture cannot go back to before a block", False
-    if spec.draft:
-        return f"auto, with drafts by {spec.draft}", True
-    if loaded.no_head:
-        return f"auto, without the checkpoint's head for multi-token prediction: {loaded.no_head}", True
-    return "auto", True

@@ -17,7 +17,6 @@ from protocol.messages import (
     Accepted,
     Delta,
     Drain,
-    Drained,
     Finish,
     Rejected,
     SetMemory,
@@ -28,6 +27,7 @@ from protocol.messages import (
 )
 from protocol.spec import USUAL_RUNNING, WorkerSpec
 from worker.engine.gauges import Gauges
+from worker.engine.inbox import DrainOrder, EarlyAborts
 from worker.jobs.queued import Queued
 from worker.model import memory
 from worker.pacing.rests import Rests
@@ -38,8 +38,6 @@ J = TypeVar("J", bound=Queued)
 
 _STATS_EVERY_S: Final = 0.1
 _MEMORY_EVERY_S: Final = 1.0
-# An abort can overtake its request, which waits for the intake.
-_MOST_TOMBSTONES: Final = 1 << 16
 _STOPPING: Final = Failure(Code.DRAINING, "the model is being stopped; try again")
 
 
@@ -64,11 +62,9 @@ class TurnLoop(Generic[J]):
         # Of each tenant that waits: when it last had its turn.
         self._turns: dict[str, int] = {}
         self._turn = itertools.count(1)
-        self._tombstones: dict[int, None] = {}
+        self._early_aborts = EarlyAborts()
         self._deltas: list[Delta] = []
-        self._drain_until: float | None = None
-        self._aborted_by_drain = 0
-        self._drained_at = float("-inf")
+        self._drain = DrainOrder()
         self._is_stopping = False
         self._stats_due = self._memory_due = 0.0
         self._rests = Rests()
@@ -113,7 +109,7 @@ class TurnLoop(Generic[J]):
     def _take_commands(self) -> None:
         """Everything in the inbox, aborts first; blocks only when there is nothing else to do."""
         commands: list[J | Abort | Drain | Shutdown | SetMemory | SetPace] = []
-        if not self._jobs and self._drain_until is None:
+        if not self._jobs and not self._drain.is_on:
             self._idle()
             commands.append(self._inbox.get())
         elif rest_s := self._rests.left_s(time.monotonic()):
@@ -137,7 +133,7 @@ class TurnLoop(Generic[J]):
                 for rid in command.rids:
                     self._abort(rid)
             case Drain():
-                self._drain_until = time.monotonic() + command.deadline_s
+                self._drain.begin(command.deadline_s)
             case Shutdown():
                 self._is_stopping = True
             case SetMemory():
@@ -163,16 +159,14 @@ class TurnLoop(Generic[J]):
         job = self._jobs.get(rid)
         if job is not None:
             self._finish(job, Finish.ABORT)
-            return
-        self._tombstones[rid] = None
-        while len(self._tombstones) > _MOST_TOMBSTONES:
-            del self._tombstones[next(iter(self._tombstones))]
+        else:
+            self._early_aborts.add(rid)
 
     def _enqueue(self, job: J) -> None:
         if job.rid in self._jobs:  # its one terminal event belongs to the job that is already here
             log.error("request %d arrived twice; the second was dropped", job.rid)
             return
-        if self._drain_until is not None or job.arrived <= self._drained_at:
+        if self._drain.refuses(job.arrived):
             self._send(Rejected(job.rid, _STOPPING))
             return
         if len(self._jobs) >= (self._spec.max_running or USUAL_RUNNING) + self._spec.max_waiting:
@@ -181,24 +175,19 @@ class TurnLoop(Generic[J]):
         self._send(Accepted(job.rid, job.tokens, job.relaxed))
         job.arrival = next(self._arrivals)
         self._jobs[job.rid] = job
-        if job.rid in self._tombstones:
-            del self._tombstones[job.rid]
+        if self._early_aborts.take(job.rid):
             self._finish(job, Finish.ABORT)
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
         for job in [job for job in self._jobs.values() if job.deadline is not None and now >= job.deadline]:
             self._finish(job, Finish.ERROR, Failure(Code.DEADLINE_EXCEEDED, "the request's deadline has passed"))
-        if self._drain_until is None:
-            return
-        if self._jobs and now >= self._drain_until:
-            self._aborted_by_drain = len(self._jobs)
+        if self._jobs and self._drain.is_due(now):
+            self._drain.aborted = len(self._jobs)
             self.fail_all(_STOPPING)
-        if not self._jobs:
+        if self._drain.is_on and not self._jobs:
             self._flush()
-            self._drained_at = time.monotonic()
-            self._send(Drained(self._spec.epoch, self._aborted_by_drain))
-            self._drain_until, self._aborted_by_drain = None, 0
+            self._send(self._drain.end(self._spec.epoch))
 
     # -- ends --------------------------------------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ def test_aborts_of_nobody_are_not_remembered_without_bound(engine: EngineHarness
     request = endless()
     abort(engine, *range(10**10, 10**10 + 70_000), request.rid)
     assert ended(engine, engine.submit(request)).finish is Finish.ABORT
-    assert len(engine.engine._tombstones) <= 1 << 16  # pyright: ignore[reportPrivateUsage]
+    assert len(engine.engine._early_aborts) <= 1 << 16  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_second_abort_and_an_abort_of_nobody_change_nothing(engine: EngineHarness) -> None:
