@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -21,8 +22,9 @@ from worker.cache.block_events import Event
 
 log = logging.getLogger("mlxd.worker")
 
-# Batches that are kept for a replay.
-KEPT: Final = 10_000
+# Batches that are kept for a replay, and their bytes: with its end, a replay is less than a socket holds for a client.
+KEPT: Final = 8192
+KEPT_BYTES: Final = 64 << 20
 LOOK_S: Final = 0.1
 # The worker before this one may still be ending.
 BIND_S: Final = 10.0
@@ -40,8 +42,10 @@ class KvPublisher:
         """Raises `CannotPublish`."""
         self._topic = topic.encode()
         self._waiting: SimpleQueue[Sequence[Event] | None] = SimpleQueue()
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT)
+        self._kept: deque[tuple[bytes, bytes]] = deque()
+        self._kept_bytes = 0
         self._next = 0
+        self._has_ended = False
         self._context = zmq.Context()
         self._events = self._bound(bind_events, endpoint)
         self._replays = self._bound(bind_replays, replay) if replay else None
@@ -49,7 +53,8 @@ class KvPublisher:
         self._thread.start()
 
     def put(self, events: Sequence[Event]) -> None:
-        self._waiting.put(events)
+        if not self._has_ended:
+            self._waiting.put(events)
 
     def close(self) -> None:
         """Publish what waits, and end."""
@@ -68,32 +73,44 @@ class KvPublisher:
                 time.sleep(LOOK_S)
 
     def _run(self) -> None:
-        while True:
-            try:
-                events = self._waiting.get(timeout=None if self._replays is None else LOOK_S)
-                if events is None:
-                    break
+        try:
+            while self._publish_waiting():
+                if self._replays is not None:
+                    self._replay(self._replays)
+        except Exception:  # the root of the thread
+            log.exception("events of the prefix cache are not published any more")
+        finally:
+            self._has_ended = True
+            self._context.destroy(linger=1000)
+
+    def _publish_waiting(self) -> bool:
+        """Publish all that waits, or what comes first; False at the end."""
+        with suppress(Empty):
+            events = self._waiting.get(timeout=None if self._replays is None else LOOK_S)
+            while events is not None:
                 self._publish(events)
-            except Empty:
-                pass
-            if self._replays is not None:
-                self._replay(self._replays)
-        self._context.destroy(linger=1000)
+                events = self._waiting.get_nowait()
+            return False
+        return True
 
     def _publish(self, events: Sequence[Event]) -> None:
         sequence, batch = self._next.to_bytes(8), msgspec.msgpack.encode([time.time(), events])
         self._next += 1
         self._kept.append((sequence, batch))
+        self._kept_bytes += len(batch)
+        while len(self._kept) > KEPT or self._kept_bytes > KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
         self._events.send_multipart([self._topic, sequence, batch])
 
     def _replay(self, replays: Any) -> None:
-        """Answer those who have missed something. What they send else is dropped."""
-        while replays.poll(0):
-            client, *parts = replays.recv_multipart()
-            if not parts or len(parts[-1]) != 8:
-                continue
-            begin = int.from_bytes(parts[-1])
-            for sequence, batch in self._kept:
-                if int.from_bytes(sequence) >= begin:
-                    replays.send_multipart([client, b"", sequence, batch])
-            replays.send_multipart([client, b"", END, b""])
+        """Answer one client that has missed something: what is new comes before the next. Anything else is dropped."""
+        if not replays.poll(0):
+            return
+        client, *parts = replays.recv_multipart()
+        if not parts or len(parts[-1]) != 8:
+            return
+        begin = int.from_bytes(parts[-1])
+        for sequence, batch in self._kept:
+            if int.from_bytes(sequence) >= begin:
+                replays.send_multipart([client, b"", sequence, batch])
+        replays.send_multipart([client, b"", END, b""])

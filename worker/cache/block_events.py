@@ -6,6 +6,7 @@ hash stands for all tokens up to its end, and for the salt of the request; it me
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -43,30 +44,54 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+@dataclass(slots=True, frozen=True)
+class _Blocks:
+    """Hashes of blocks that follow each other, the first with this index."""
+
+    first: int
+    hashes: list[int]
+
+    @property
+    def end(self) -> int:
+        """The position behind the last."""
+        return (self.first + len(self.hashes)) * BLOCK
+
+
 class Journal:
-    """Events of one cache, told to `tell` once a tick. Owned by the engine thread."""
+    """Events of one cache, told to `tell` once a tick. Owned by the engine thread.
+
+    Hashes are kept by node, so that only tokens that are new are hashed: a long prompt is stored in many pieces.
+    """
 
     def __init__(self, tell: Callable[[Sequence[Event]], None]) -> None:
         self._tell = tell
         self._events: list[Event] = [AllBlocksCleared()]
         self._held: set[int] = set()
+        # Of nodes with KV; a node that was cut since has hashes of blocks that end above it, too.
+        self._blocks: dict[Node, _Blocks] = {}
 
     def hold(self, salt: str, node: Node) -> None:
         """A node has its KV: blocks that end in it are held."""
-        tokens, first = _path(node), node.begin // BLOCK
-        hashes = _hashes(salt, tokens)
-        new = [at for at in range(first, len(hashes)) if hashes[at] not in self._held]
-        if not new:
+        above, tokens, begin = self._unhashed(node)
+        hashes = hash_blocks(salt.encode() if above is None else above.to_bytes(8), tokens)
+        # Blocks between the end of what was hashed and this node end in nodes that are too short to be kept.
+        skipped = (node.begin - begin) // BLOCK
+        own = hashes[skipped:]
+        self._blocks[node] = _Blocks(node.begin // BLOCK, own)
+        new = next((at for at, each in enumerate(own) if each not in self._held), len(own))
+        if new == len(own):
             return
-        self._held.update(hashes[at] for at in new)
-        own = tokens[new[0] * BLOCK : len(hashes) * BLOCK]
-        parent = hashes[new[0] - 1] if new[0] else None
-        self._events.append(BlockStored(hashes[new[0] :], parent, own.tolist(), BLOCK, None, MEDIUM))
+        at = skipped + new
+        self._held.update(hashes[at:])
+        ids = tokens[at * BLOCK : len(hashes) * BLOCK]
+        self._events.append(
+            BlockStored(hashes[at:], hashes[at - 1] if at else above, ids.tolist(), BLOCK, None, MEDIUM)
+        )
 
     def let_go(self, salt: str, node: Node) -> None:
         """A node loses its KV: blocks that end in it are not held."""
-        hashes = _hashes(salt, _path(node))
-        gone = [each for each in hashes[node.begin // BLOCK :] if each in self._held]
+        blocks = self._blocks.pop(node, _Blocks(0, []))
+        gone = [each for each in blocks.hashes[node.begin // BLOCK - blocks.first :] if each in self._held]
         if gone:
             self._held.difference_update(gone)
             self._events.append(BlockRemoved(gone, MEDIUM))
@@ -77,21 +102,24 @@ class Journal:
             events, self._events = self._events, []
             self._tell(events)
 
+    def _unhashed(self, node: Node) -> tuple[int | None, Tokens, int]:
+        """The hash of the last block that is known above a node, None for none, the tokens behind it up to the node's
+        end, and the position of the first of them."""
+        edges: list[Tokens] = []
+        at: Node | None = node
+        while at is not None:
+            blocks = self._blocks.get(at) if at is not node else None
+            if blocks is not None and blocks.hashes and blocks.end >= at.begin:
+                edges.append(at.tokens[blocks.end - at.begin :])
+                return blocks.hashes[-1], np.concatenate(edges[::-1]), blocks.end
+            edges.append(at.tokens)
+            at = at.parent
+        return None, np.concatenate(edges[::-1]), 0
 
-def _path(node: Node) -> Tokens:
-    """All tokens up to the end of a node."""
-    edges: list[Tokens] = []
-    at: Node | None = node
-    while at is not None:
-        edges.append(at.tokens)
-        at = at.parent
-    return np.concatenate(edges[::-1])
 
-
-def _hashes(salt: str, tokens: Tokens) -> list[int]:
-    """Of each whole block, chained from the first."""
+def hash_blocks(above: bytes, tokens: Tokens) -> list[int]:
+    """Of each whole block, chained from what is above."""
     hashes: list[int] = []
-    above = salt.encode()
     for begin in range(0, len(tokens) // BLOCK * BLOCK, BLOCK):
         above = hashlib.blake2b(above + tokens[begin : begin + BLOCK].tobytes(), digest_size=8).digest()
         hashes.append(int.from_bytes(above))

@@ -11,8 +11,11 @@ import zmq
 
 from tests.support.caches import filled, layout
 from tests.support.scale import patient
+from worker import kv_publisher
+from worker.cache import block_events
 from worker.cache.block_events import BLOCK, AllBlocksCleared, BlockRemoved, BlockStored, Event, Journal
 from worker.cache.prefix import PrefixCache
+from worker.cache.radix_tree import Tokens
 from worker.kv_publisher import END, CannotPublish, KvPublisher
 
 Block = tuple[int | None, tuple[int, ...]]
@@ -84,6 +87,27 @@ def test_blocks_of_two_salts_are_two() -> None:
     assert len(router.blocks) == 2
 
 
+def test_a_prompt_that_is_stored_in_pieces_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(above: bytes, tokens: Tokens) -> list[int]:
+        hashes = hash_blocks(above, tokens)
+        hashed.extend(hashes)
+        return hashes
+
+    hash_blocks = block_events.hash_blocks
+    monkeypatch.setattr(block_events, "hash_blocks", counted)
+    router, prompt = Router(), [at % 50 for at in range(1000)]
+    cache = PrefixCache(layout("plain"), 1 << 30, journal=Journal(router.hear))
+    for end in range(10, 1001, 10):
+        cache.store(np.array(prompt[:end], dtype=np.int32), filled("plain", prompt[:end]))
+    cache.tell()
+    assert router.known(prompt) == len(router.blocks) == len(hashed) == 1000 // BLOCK
+    cache.clear()
+    cache.tell()
+    assert len(hashed) == 1000 // BLOCK, "what is let go of is known"
+
+
 def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -126,6 +150,28 @@ def test_events_are_published_in_order_and_replayed_to_those_who_missed_them() -
                 assert topic == b"kv@demo"
                 assert int.from_bytes(sequence) >= 3
         assert msgspec.msgpack.decode(got)[1] == [["AllBlocksCleared"]]
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
+
+
+def test_batches_for_replays_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_publisher, "KEPT_BYTES", 3000)
+    endpoint, replay = free_address(), free_address()
+    publisher = KvPublisher(endpoint, replay)
+    context = zmq.Context()
+    asker = context.socket(zmq.DEALER)
+    try:
+        asker.connect(replay)
+        for at in range(10):
+            publisher.put([BlockStored([at], None, [1000] * 300, 64, None, "GPU")])
+        kept: list[int] = []
+        while not kept or kept[-1] != 9:
+            kept.clear()
+            asker.send(bytes(8))
+            while asker.poll(patient(10) * 1000) and (parts := asker.recv_multipart())[1] != END:
+                kept.append(int.from_bytes(parts[1]))
+        assert kept == [7, 8, 9]
     finally:
         publisher.close()
         context.destroy(linger=0)
