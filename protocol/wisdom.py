@@ -55,14 +55,17 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class LoadFacts(msgspec.Struct, frozen=True):
-    """Time of the newest load, and memory after it: of a token of KV, of a row beside its tokens, of the process."""
+    """Time of the newest load, and memory after it: of a token of KV, of a row beside its tokens, of the process.
+
+    A model that keeps no KV has 0 for the first two.
+    """
 
     seconds: Annotated[float, Meta(gt=0, le=86_400)]
     warm_up_s: Annotated[float, Meta(ge=0, le=86_400)]
     weights_bytes: Count
     footprint_bytes: Count
-    token_bytes: Count
-    row_bytes: Count
+    token_bytes: Count = 0
+    row_bytes: Count = 0
 
 
 class Speed(msgspec.Struct, frozen=True):

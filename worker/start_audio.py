@@ -7,6 +7,7 @@ from queue import SimpleQueue
 from protocol.kinds import AUDIO
 from protocol.messages import Ready
 from protocol.spec import WorkerSpec
+from protocol.wisdom import LoadFacts
 from worker.audio.ask_audio import AudioIntake
 from worker.audio.audio_loop import AudioLoop, Command
 from worker.audio.audio_model import load_audio_model
@@ -15,6 +16,7 @@ from worker.audio.sample_room import SampleRoom
 from worker.engine.gauges import Gauges
 from worker.link import Link
 from worker.model import memory
+from worker.pacing.kept_load import keep_load
 from worker.take_requests import Refusing, refused_adapters, take_requests
 
 
@@ -32,8 +34,12 @@ def start_audio(
     room = SampleRoom()
     loop = AudioLoop(model, spec, inbox, link.send, gauges, room)
     progress("warmup", model.weights_bytes, model.weights_bytes)
+    warmed = time.monotonic()
     loop.warm_up()
     gauges.measure_memory()
+    now = time.monotonic()
+    facts = LoadFacts(now - started, now - warmed, model.weights_bytes, gauges.footprint)
+    keep_load(spec, model.path, facts, ("mlx-audio",))
     clips = ClipQueue(spec, inbox, room, link.send, gauges, refusing)
     clips.start()
     take_requests(spec.epoch, model.weights_bytes, AudioIntake(model, loop.check), clips, link, gauges, refusing)

@@ -6,12 +6,14 @@ from queue import SimpleQueue
 
 from protocol.messages import Ready
 from protocol.spec import USUAL_RUNNING, WorkerSpec
+from protocol.wisdom import LoadFacts
 from worker.embedding.job_loop import Command, JobLoop
 from worker.embedding.load_model import Reader, load_reader
 from worker.embedding.prepare import Preparer
 from worker.engine.gauges import Gauges
 from worker.link import Link
 from worker.model import memory
+from worker.pacing.kept_load import keep_load
 from worker.take_requests import Refusing, refused_adapters, take_requests
 
 
@@ -33,8 +35,11 @@ def start_reader(
     inbox: SimpleQueue[Command] = SimpleQueue()
     loop = JobLoop(reader, spec, inbox, link.send, gauges)
     progress("warmup", reader.weights_bytes, reader.weights_bytes)
+    warmed = time.monotonic()
     loop.warm_up()
     gauges.measure_memory()
+    now = time.monotonic()
+    keep_load(spec, reader.path, LoadFacts(now - started, now - warmed, reader.weights_bytes, gauges.footprint))
     take_requests(spec.epoch, reader.weights_bytes, Preparer(reader), inbox, link, gauges, refusing)
     return loop, _ready(spec, reader, time.monotonic() - started)
 

@@ -9,10 +9,15 @@ import pytest
 from gateway.admin.endpoints import StatusEndpoint
 from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.request.model_load import LOAD_S
+from gateway.supervisor.spawn import default_command
 from protocol import wisdom
+from protocol.spec import WorkerSpec
 from protocol.wisdom import FORMAT, Calibration, LoadFacts, Wisdom, wisdom_dir
 from tests.gateway.harness import chat, running, serving, until
+from tests.support.audio_models import build_moonshine
 from tests.support.pool import short_home
+from tests.support.reading_models import build_embedder
+from worker.pacing.kept_load import keep_load
 
 pytestmark = pytest.mark.anyio
 
@@ -73,3 +78,39 @@ async def test_a_worker_leaves_its_times_and_the_next_one_runs_as_many_rows_as_a
         assert (shown.measured.max_running, shown.measured.calibrated_at) == (3, 1.0)
         assert shown.measured.load_s > 0
         await until(lambda: gateway.pool.worker("m").is_ready)
+
+
+@pytest.mark.parametrize("kind", ["embed", "audio"])
+async def test_a_load_of_a_model_without_tokens_is_known_after_a_restart(kind: str, tmp_path: Path) -> None:
+    folder = build_embedder("bert", tmp_path / "m") if kind == "embed" else build_moonshine(tmp_path / "m")
+    models = [ModelConfig(name="m", path=str(folder))]
+    with short_home() as home:
+        async with running(home, models=models, command=default_command) as gateway:
+            assert gateway.pool.times.load_s("m", str(folder)) == 0.0
+            unmeasured = gateway.pool.need_of("m")
+            await gateway.pool.load("m")
+            ready = gateway.pool.worker("m").ready
+            assert ready is not None
+        async with running(home, models=models, command=default_command) as gateway:
+            (file,) = wisdom_dir(home).glob("m-*.json")
+            load = wisdom.read(file).load
+            assert load is not None
+            assert load.seconds >= load.warm_up_s > 0
+            assert load.weights_bytes == ready.weights_bytes
+            assert gateway.pool.times.load_s("m", str(folder)) == load.seconds
+            # It takes more than its files tell: libraries.
+            assert gateway.pool.need_of("m").floor >= max(unmeasured.floor, load.footprint_bytes)
+            shown = StatusEndpoint(gateway.app.services).status().models[0]
+            assert shown.measured is not None
+            assert shown.measured.load_s == load.seconds
+
+
+def test_files_that_cannot_be_read_cost_a_line_and_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    monkeypatch.setenv(wisdom.FOLDER_ENV, str(tmp_path / "kept"))
+    with caplog.at_level("WARNING", logger="mlxd.worker"):
+        keep_load(WorkerSpec("m", "m", 1, "", ""), tmp_path, LoadFacts(1.0, 0.5, 1, 2))
+    assert "facts of the load are not kept" in caplog.text
+    assert not (tmp_path / "kept").exists()
