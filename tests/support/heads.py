@@ -36,12 +36,12 @@ NEXTN: dict[str, tuple[Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def build_with_head(architecture: str, folder: Path, *, damping: float = 0.12) -> Path:
+def build_with_head(architecture: str, folder: Path, *, damping: float = 0.12, **overrides: Any) -> Path:
     """A random model with a head that copies the way from a token's embedding to the logits, in `mtp.safetensors`.
 
     The head leaves out what the target's layers add, which is little: it is mostly right, and sometimes wrong.
     """
-    build(architecture, folder)
+    build(architecture, folder, **overrides)
     model, config = load_model(folder)
     damp(model, damping)
     save_model(folder, model)

@@ -52,6 +52,8 @@ def test_a_repacked_model_is_served_from_disk_with_the_same_text_and_counted(tmp
     [
         ('experts = "disk"\nmax_running = 3', "max_running"),
         ('experts = "disk"\nspeculate = "auto"', "speculate"),
+        ('experts = "disk"\ndraft = "demo"', "draft"),
+        ('experts = "disk"\ndraft = "demo"\nsparse_prefill = { keep = 0.5 }', "draft"),
         ('expert_cache = "1GiB"', "expert_cache"),
         ('experts = "flash"', "experts"),
     ],
