@@ -1,8 +1,9 @@
 """`python -m worker.repack`: a model's experts into records of their own, one layer after the other, and all else as it
-was. Prints a line for each step. Exit statuses: 0, or as a worker's where it cannot load.
+was. Prints a line for each step. Exit statuses: 0, or 1 with the reason on standard error.
 """
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -31,6 +32,8 @@ CHOSEN: Final = (
     "top_k_experts",
     "num_selected_experts",
 )
+# Files that are written again. All else is copied, the code of a model included.
+_WEIGHTS: Final = (".safetensors", ".safetensors.index.json")
 
 
 def main() -> None:
@@ -45,6 +48,8 @@ def main() -> None:
         index = repack(source, args.target.expanduser().absolute(), args.trust_remote_code, _say)
     except (LoadFailed, ValueError, OSError) as error:
         sys.exit(f"{args.source} cannot be repacked: {error}")
+    except Exception as error:  # the boundary to code of every architecture, and to files of any content
+        sys.exit(f"{args.source} cannot be repacked: {type(error).__name__}: {error}")
     _say(f"{args.target}: {index.total_bytes / 1e9:.2f} GB of experts in {len(index.layers)} layers")
 
 
@@ -56,8 +61,9 @@ def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callab
     """Write the folder `target`, which must not exist, from a model's folder. Raises `ValueError` and `OSError`.
 
     Takes memory for the experts of one layer and for a shard of the rest; `target` needs as much disk as `source` has.
+    Until it is whole it has another name, beside its own; whatever ends the work earlier, nothing of it is left.
     """
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ValueError(f"{target} is there already")
     if has_index(source):
         raise ValueError(f"{source} is repacked already")
@@ -73,23 +79,40 @@ def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callab
     switches = list(switches_of(model))
     if not switches:
         raise ValueError(f"{source} has no experts")
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / FOLDER).mkdir(parents=True)
+    # Of this process alone: another one may be at work for the same target, and other names belong to others.
+    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        index = _write(source, partial, model, switches, config, progress)
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return index
+
+
+def _write(
+    source: Path,
+    folder: Path,
+    model: Any,
+    switches: list[tuple[str, Any]],
+    config: dict[str, Any],
+    progress: Callable[[str], None],
+) -> ExpertIndex:
+    (folder / FOLDER).mkdir()
     layers: list[ExpertLayer] = []
     for at, (path, switch) in enumerate(switches):
         progress(f"experts of layer {at + 1} of {len(switches)}")
-        layers.append(_write_layer(partial / FOLDER, f"layer-{at:04d}.bin", path, switch))
+        layers.append(_write_layer(folder / FOLDER, f"layer-{at:04d}.bin", path, switch))
         put(model, path, nn.Module())
         mx.clear_cache()
     progress("all else")
-    save_model(partial, model)
+    save_model(folder, model)
     for file in source.iterdir():
-        if file.is_file() and not file.name.startswith("model") and file.suffix != ".safetensors":
-            shutil.copy(file, partial)
+        if file.is_file() and not file.name.endswith(_WEIGHTS):
+            shutil.copy(file, folder)
     index = ExpertIndex(VERSION, _chosen(config, layers), tuple(layers))
-    (partial / FOLDER / INDEX).write_bytes(msgspec.json.encode(index))
-    partial.rename(target)
+    (folder / FOLDER / INDEX).write_bytes(msgspec.json.encode(index))
     return index
 
 

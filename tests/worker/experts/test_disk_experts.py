@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from protocol.failures import Code
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build
-from tests.support.scale import FULL
+from tests.support.scale import FULL, patient
 from worker.checked_model import load_checked
 from worker.errors import LoadFailed
 from worker.experts.expert_cache import Counts
@@ -163,3 +165,47 @@ def test_only_a_model_with_experts_is_repacked_and_only_once(folder: Path, tmp_p
     with pytest.raises(ValueError, match="repacked already"):
         repack(disk_of(path), tmp_path / "twice", False, lambda _text: None)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("end", [OSError("No space left on device"), KeyboardInterrupt()])
+def test_a_repack_that_is_cut_off_leaves_nothing_and_touches_nothing(
+    folder: Path, tmp_path: Path, end: BaseException
+) -> None:
+    other = tmp_path / "out.partial"
+    other.mkdir()
+    (other / "mine").write_text("of somebody else")
+
+    def progress(text: str) -> None:
+        if text == "all else":
+            raise end
+
+    with pytest.raises(type(end)):
+        repack(model_of(folder, "qwen3_moe"), tmp_path / "out", False, progress)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    assert (other / "mine").exists()
+
+
+def test_a_repack_that_the_disk_does_not_take_says_so_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+    code = limit + "from worker.repack import main; main()"
+    argv = [sys.executable, "-P", "-c", code, str(model_of(folder, "qwen3_moe")), str(tmp_path / "out")]
+    done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=patient(60))
+    assert done.returncode == 1
+    assert "cannot be repacked" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_that_leads_nowhere_is_a_target_that_exists(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="is there already"):
+        repack(model_of(folder, "qwen3_moe"), tmp_path / "out", False, lambda _text: None)
+
+
+def test_the_code_of_a_model_is_repacked_with_it(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(model_of(folder, "qwen3_moe"), source)
+    (source / "modeling_own.py").write_text("# its own")
+    repack(source, tmp_path / "out", False, lambda _text: None)
+    assert (tmp_path / "out" / "modeling_own.py").read_text() == "# its own"
+    assert load_checked(spec(tmp_path / "out", experts="disk"), lambda *_: None).experts is not None
