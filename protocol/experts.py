@@ -4,6 +4,7 @@ A repacked folder is a model's folder whose `model*.safetensors` hold all but th
 where those are: a file for each layer, in which expert i is the `record_bytes` from `i * record_bytes` on.
 """
 
+import math
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +17,8 @@ VERSION: Final = 1
 RUNNING_MAX: Final = 2
 # Part of all experts that is kept in memory where the configuration does not say.
 USUAL_PART: Final = 4
+# Bytes of a number of each type.
+WIDTHS: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "uint8": 1}
 _INDEX_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
@@ -93,6 +96,10 @@ def _check(folder: Path, index: ExpertIndex) -> None:
         ends = [tensor.offset + tensor.bytes for tensor in layer.tensors]
         if not ends or max(ends) > layer.record_bytes or min(tensor.offset for tensor in layer.tensors) < 0:
             raise ValueError(f"the index of {folder} names tensors outside of the records of {layer.path}")
+        for tensor in layer.tensors:
+            width = WIDTHS.get(tensor.dtype, 0)
+            if min(tensor.shape, default=1) < 1 or tensor.bytes != width * math.prod(tensor.shape):
+                raise ValueError(f"the index of {folder} names no possible array for {layer.path}.{tensor.projection}")
         size = (folder / FOLDER / layer.file).stat().st_size
         if size != layer.experts * layer.record_bytes:
             raise ValueError(

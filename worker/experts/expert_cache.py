@@ -119,6 +119,7 @@ def attach(model: Any, folder: Path, index: ExpertIndex, cache_bytes: int) -> Co
         slots = index.slots(layer, cache_bytes)
         counts.cache_bytes += slots * layer.record_bytes
         switch = switches[layer.path]
+        _check(folder, switch, layer)
         _give_slots(switch, layer, slots)
         records = Records(folder / FOLDER, layer, readers)
         put(model, layer.path, DiskExperts(switch, layer, slots, records, counts))
@@ -150,6 +151,15 @@ def put(model: Any, path: str, module: nn.Module) -> None:
         owner[int(name)] = module
     else:
         setattr(owner, name, module)
+
+
+def _check(folder: Path, switch: Any, layer: ExpertLayer) -> None:
+    """Raises `ValueError` for an index that is of another model: its router would name experts that are not there."""
+    counts = {
+        name: int(each.weight.shape[0]) for name, each in switch.children().items() if isinstance(each, PROJECTIONS)
+    }
+    if counts != {tensor.projection: layer.experts for tensor in layer.tensors}:
+        raise ValueError(f"the experts of {layer.path} in {folder} are not those of its config.json")
 
 
 def _give_slots(switch: Any, layer: ExpertLayer, slots: int) -> None:

@@ -146,7 +146,22 @@ def _fewer_layers(path: Path) -> None:
     file.write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("damage", [_cut, _other_version, _outside, _fewer_layers])
+def _other_shape(path: Path) -> None:
+    file = path / FOLDER / INDEX
+    index = json.loads(file.read_text())
+    index["layers"][0]["tensors"][0]["shape"][0] += 1
+    file.write_text(json.dumps(index))
+
+
+def _fewer_experts(path: Path) -> None:
+    file, records = path / FOLDER / INDEX, path / FOLDER / "layer-0000.bin"
+    index = json.loads(file.read_text())
+    index["layers"][0]["experts"] -= 1
+    records.write_bytes(records.read_bytes()[: -index["layers"][0]["record_bytes"]])
+    file.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("damage", [_cut, _other_version, _outside, _fewer_layers, _other_shape, _fewer_experts])
 def test_a_damaged_folder_fails_to_load_with_a_sentence(folder: Path, tmp_path: Path, damage: object) -> None:
     path = tmp_path / "damaged"
     shutil.copytree(disk_of(model_of(folder, "qwen3_moe")), path)
