@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from threading import Event
 from typing import IO, Any, Final
@@ -23,8 +23,8 @@ from protocol.spec import STDIN, WorkerSpec
 from protocol.verify import Check, Difference
 
 STREAMS: Final = 6
-# Long enough to be under way when the worker is killed.
-STREAM_TOKENS: Final = 256
+# Tokens of each stream: the second where every stream of the first had ended before its worker could be killed.
+STREAM_TOKENS: Final = (256, 1536)
 FIRST_DELTA_TIMEOUT_S: Final = 600.0
 # From the end of a verification to that of the other ranks.
 FOLLOWER_S: Final = 15.0
@@ -80,30 +80,36 @@ def _following(spec: WorkerSpec) -> Generator[None, None, None]:
 
 def through_daemon(name: str) -> Check:
     """Kill the model's worker in the running daemon amid streams, which go on elsewhere. Raises `Failed`."""
-    with ThreadPoolExecutor(STREAMS) as threads:
-        expected = [threads.submit(_answer, name, index, Event()) for index in range(STREAMS)]
-        texts = [answer.result() for answer in expected]
-        begun = [Event() for _ in range(STREAMS)]
-        answers = [threads.submit(_answer, name, index, event) for index, event in enumerate(begun)]
-        for event in begun:
-            event.wait(FIRST_DELTA_TIMEOUT_S)
-        is_killed = _kill(name) and not all(answer.done() for answer in answers)
-        outputs = [answer.result() for answer in answers]
-    differences = [
-        Difference(index, _common(output, other))
-        for index, (output, other) in enumerate(zip(outputs, texts, strict=True))
-        if output != other
-    ]
-    note = "" if is_killed else "every stream had ended before its worker could be killed"
-    return Check("killed worker", STREAMS, STREAMS * STREAM_TOKENS, 0, tuple(differences), note)
+    for tokens in STREAM_TOKENS:
+        with ThreadPoolExecutor(STREAMS) as threads:
+            expected = [answer.result() for answer in _ask(threads, name, tokens, Event())]
+            pid = _pid(name)
+            has_begun = Event()
+            answers = _ask(threads, name, tokens, has_begun)
+            has_begun.wait(FIRST_DELTA_TIMEOUT_S)
+            is_killed = _kill(pid) and not all(answer.done() for answer in answers)
+            outputs = [answer.result() for answer in answers]
+        differences = [
+            Difference(index, _common(output, other))
+            for index, (output, other) in enumerate(zip(outputs, expected, strict=True))
+            if output != other
+        ]
+        if is_killed or differences:
+            return Check("killed worker", STREAMS, STREAMS * tokens, 0, tuple(differences), "")
+    note = "every stream had ended before its worker could be killed"
+    return Check("killed worker", STREAMS, STREAMS * STREAM_TOKENS[-1], 0, (), note)
 
 
-def _answer(name: str, index: int, begun: Event) -> str:
+def _ask(threads: ThreadPoolExecutor, name: str, tokens: int, has_begun: Event) -> list[Future[str]]:
+    return [threads.submit(_answer, name, index, tokens, has_begun) for index in range(STREAMS)]
+
+
+def _answer(name: str, index: int, tokens: int, has_begun: Event) -> str:
     request: dict[str, Any] = {
         "model": name,
         "stream": True,
         "messages": [{"role": "user", "content": f"Tell me story number {index}, as long as you can."}],
-        "max_tokens": STREAM_TOKENS,
+        "max_tokens": tokens,
         "seed": index,
         "temperature": 0.8 if index % 2 else 0.0,
     }
@@ -112,19 +118,24 @@ def _answer(name: str, index: int, begun: Event) -> str:
         for delta in client.stream_chat(request):
             text += (delta.get("reasoning_content") or "") + (delta.get("content") or "")
             if text:
-                begun.set()
+                has_begun.set()
     finally:
         # Also when it failed: no caller waits for it any longer.
-        begun.set()
+        has_begun.set()
     return text
 
 
-def _kill(name: str) -> bool:
-    for model in client.status().models:
-        if model.name == name and model.pid:
-            with suppress(ProcessLookupError):
-                os.kill(model.pid, signal.SIGKILL)
-                return True
+def _pid(name: str) -> int:
+    """Process of the model's worker; 0 where it has none."""
+    return next((model.pid for model in client.status().models if model.name == name), 0)
+
+
+def _kill(pid: int) -> bool:
+    if not pid:
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        return True
     return False
 
 

@@ -29,7 +29,9 @@ def home(model_folder: ModelFolder) -> Iterator[Path]:
     with short_home() as path:
         write_config(path, ("m",))
         config = path / "mlxd.toml"
-        config.write_text(config.read_text().replace('path = "demo"', f'path = "{model_folder("qwen3")}"'))
+        # One token a step: drafts would end a stream before its daemon can be.
+        model = f'path = "{model_folder("qwen3")}"\nspeculate = "off"'
+        config.write_text(config.read_text().replace('path = "demo"', model))
         yield path
 
 

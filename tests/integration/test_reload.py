@@ -69,9 +69,10 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture
 def daemon(home: Path, model_folder: Callable[[str], Path]) -> Iterator[Daemon]:
-    """Two real models: `m`, which answers, and `other`."""
+    """Two real models: `m`, which answers one token a step, so that it lasts, and `other`."""
     tables = "".join(
-        f'[models.{name}]\npath = "{model_folder("qwen3")}"\nmax_running = 32\n' for name in ("m", "other")
+        f'[models.{name}]\npath = "{model_folder("qwen3")}"\nspeculate = "off"\nmax_running = 32\n'
+        for name in ("m", "other")
     )
     (home / "mlxd.toml").write_text(f"[server]\nport = 0\n{tables}")
     with Daemon(home, module="gateway.main") as running:
