@@ -54,6 +54,8 @@ class Result:
     prompt_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     ending_ids: list[int] = field(default_factory=list)
+    # Ids that an earlier worker has told.
+    had: int = 0
     progress: list[tuple[int, int]] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
     finish: Finish | None = None
@@ -173,6 +175,9 @@ class EngineHarness:
             result.finish, result.usage, result.failure = delta.finish, delta.usage, delta.failure
             result.terminals += 1
             self.ended.append(delta.rid)
+            if delta.usage is not None:
+                told = result.had + len(result.ids) + len(result.ending_ids)
+                assert delta.usage.completion == told, "every sampled id is told once"
 
     def submit(self, request: Generate, processors: Iterable[Any] = ()) -> Result:
         result = self.results[request.rid] = Result()
@@ -184,6 +189,7 @@ class EngineHarness:
             self._receive(Rejected(request.rid, error.failure))
             return result
         row.processors = list(processors)
+        result.had = len(request.resume)
         return self.submit_row(row)
 
     def submit_row(self, row: Row) -> Result:

@@ -119,6 +119,24 @@ def test_rows_say_alone_and_beside_others_what_mlx_lm_makes_them_say(
             assert said(engine, case.requests) == case.expected
 
 
+def test_prompts_are_scored_by_their_adapters_whatever_else_is_scored(adapted: Callable[[str], Adapted]) -> None:
+    case = adapted("qwen3")
+    requests = [replace(each, prompt_logprobs=1) for each in case.requests]
+    with EngineHarness(spec(case.model, adapters=case.adapters)) as engine:
+        results = engine.run(requests)
+    for request, result, expected in zip(requests, results, case.expected, strict=True):
+        assert result.ids == expected
+        assert isinstance(request.prompt, TokensPrompt)
+        if request.adapter == "peft":
+            continue  # mlx-lm does not read it
+        ids = request.prompt.ids
+        model = reference(case.model, case.folders.get(request.adapter))
+        logits = model(mx.array([ids]))[0]
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        own = mx.take_along_axis(logprobs[:-1], mx.array(ids[1:])[:, None], axis=-1)[:, 0].tolist()
+        assert [entry.logprob for entry in result.prompt_logprobs[1:]] == pytest.approx(own, abs=1e-4)
+
+
 def test_a_prompt_that_rides_on_the_steps_of_other_adapters_changes_no_token(adapted: Callable[[str], Adapted]) -> None:
     case = adapted("quantized")
     loaded = load_checked(spec(case.model, adapters=case.adapters), lambda *_: None)
