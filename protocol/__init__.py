@@ -24,6 +24,7 @@ __all__ = [
     "stats",
     "towers",
     "transcript",
+    "unreadable",
     "verify",
     "wisdom",
 ]

@@ -1,13 +1,16 @@
 """Messages to frames and back. A bad frame is a `MalformedFrame`, a message that makes no frame an `Unsendable`."""
 
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
 from protocol.messages import Down, Generate, Prompt, Up
+from protocol.unreadable import UNREADABLE
+
+T = TypeVar("T")
 
 # A larger frame ends its connection for good: libzmq takes it for a fault of the protocol. No side may send one.
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
@@ -67,17 +70,19 @@ def prompt_bytes(request: Generate) -> int:
     return len(memoryview(prompt)) if isinstance(prompt, Raw) else len(_encode(prompt))
 
 
+def decode(decoder: "msgspec.msgpack.Decoder[T]", frame: bytes) -> T:
+    """Raises `MalformedFrame`."""
+    try:
+        return decoder.decode(frame)
+    except UNREADABLE as error:
+        raise MalformedFrame(str(error)) from error
+
+
 def decode_down(frame: bytes) -> Down:
     """Decode what the gateway sent. Raises `MalformedFrame`."""
-    try:
-        return _down.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedFrame(str(error)) from error
+    return decode(_down, frame)
 
 
 def decode_up(frame: bytes) -> Up:
     """Decode what a worker sent. Raises `MalformedFrame`."""
-    try:
-        return _up.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedFrame(str(error)) from error
+    return decode(_up, frame)

@@ -10,11 +10,11 @@ Plan: `Join` up, `Go` down, `Loaded` up, then `Plan` down and `Done` up for each
 there is a `Share` in it. Watch: `Beat` both ways, and `Failed` up.
 """
 
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
-from protocol.codec import MalformedFrame
+from protocol.codec import decode
 from protocol.failures import Failure
 
 # Routing id of a follower on both connections: its rank.
@@ -196,12 +196,10 @@ Down = Go | Plan
 Up = Join | Loaded | Done | Measured
 Watch = Beat | Failed
 
-_Message = TypeVar("_Message")
 _encoder: Final = msgspec.msgpack.Encoder()
 _down: Final[msgspec.msgpack.Decoder[Down]] = msgspec.msgpack.Decoder(Down)
 _up: Final[msgspec.msgpack.Decoder[Up]] = msgspec.msgpack.Decoder(Up)
 _watch: Final[msgspec.msgpack.Decoder[Watch]] = msgspec.msgpack.Decoder(Watch)
-_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def encode(message: Down | Up | Watch) -> bytes:
@@ -210,26 +208,19 @@ def encode(message: Down | Up | Watch) -> bytes:
 
 def decode_down(frame: bytes) -> Down:
     """Raises `MalformedFrame`."""
-    return _decode(_down, frame)
+    return decode(_down, frame)
 
 
 def decode_up(frame: bytes) -> Up:
     """Raises `MalformedFrame`."""
-    return _decode(_up, frame)
+    return decode(_up, frame)
 
 
 def decode_watch(frame: bytes) -> Watch:
     """Raises `MalformedFrame`."""
-    return _decode(_watch, frame)
+    return decode(_watch, frame)
 
 
 def identity(rank: int) -> bytes:
     """The routing id of a follower."""
     return rank.to_bytes(RANK_BYTES, "big")
-
-
-def _decode(decoder: "msgspec.msgpack.Decoder[_Message]", frame: bytes) -> _Message:
-    try:
-        return decoder.decode(frame)
-    except _UNREADABLE as error:
-        raise MalformedFrame(str(error)) from error

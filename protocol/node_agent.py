@@ -8,15 +8,13 @@ A reservation is of the key that made it, under a number that this key has chose
 memory is waited for, held for a time, then committed; one process is spawned in it.
 """
 
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
-from protocol.codec import MalformedFrame
+from protocol.codec import decode
 from protocol.failures import Failure
 from protocol.group import Versions
-
-T = TypeVar("T")
 
 # How often a gateway says that it lives while it has reservations; an agent answers each with `Alive`.
 PULSE_S: Final = 1.0
@@ -172,16 +170,9 @@ def encode(message: Order | Answer) -> bytes:
 
 def decode_order(frame: bytes) -> Order:
     """Raises `MalformedFrame`."""
-    return _decode(_orders, frame)
+    return decode(_orders, frame)
 
 
 def decode_answer(frame: bytes) -> Answer:
     """Raises `MalformedFrame`."""
-    return _decode(_answers, frame)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
-    try:
-        return decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedFrame(str(error)) from error
+    return decode(_answers, frame)

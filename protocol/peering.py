@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from protocol.codec import MAX_FRAME_BYTES, MalformedFrame
+from protocol.codec import MAX_FRAME_BYTES, MalformedFrame, decode
 from protocol.messages import (
     Accepted,
     Detokenize,
@@ -87,7 +87,6 @@ _encoder: Final = msgspec.msgpack.Encoder()
 _requests: Final = msgspec.msgpack.Decoder(PeerRequest)
 _statuses: Final = msgspec.msgpack.Decoder(PeerStatus)
 _frames: Final[msgspec.msgpack.Decoder[PeerUp]] = msgspec.msgpack.Decoder(PeerUp)
-_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def encode_status(status: PeerStatus) -> bytes:
@@ -96,10 +95,7 @@ def encode_status(status: PeerStatus) -> bytes:
 
 def decode_status(data: bytes) -> PeerStatus:
     """Raises `MalformedFrame`."""
-    try:
-        return _statuses.decode(data)
-    except _UNREADABLE as error:
-        raise MalformedFrame(str(error)) from error
+    return decode(_statuses, data)
 
 
 def encode_request(model: str, generates: list[bytes], question: bytes = b"") -> bytes:
@@ -110,10 +106,7 @@ def encode_request(model: str, generates: list[bytes], question: bytes = b"") ->
 
 def decode_request(data: bytes) -> PeerRequest:
     """Raises `MalformedFrame`."""
-    try:
-        return _requests.decode(data)
-    except _UNREADABLE as error:
-        raise MalformedFrame(str(error)) from error
+    return decode(_requests, data)
 
 
 def frame(message: PeerUp) -> bytes:
@@ -143,13 +136,6 @@ class FrameReader:
                 if len(buffer) - begin < length:
                     break
                 at = begin + length
-                yield _decode(bytes(buffer[begin:at]))
+                yield decode(_frames, bytes(buffer[begin:at]))
         finally:
             del buffer[:at]
-
-
-def _decode(body: bytes) -> PeerUp:
-    try:
-        return _frames.decode(body)
-    except _UNREADABLE as error:
-        raise MalformedFrame(str(error)) from error

@@ -14,6 +14,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from protocol.unreadable import UNREADABLE
+
 # The environment of a worker names the folder in which such files are kept; without it nothing is kept.
 FOLDER_ENV: Final = "MLXD_WISDOM"
 FORMAT: Final = 1
@@ -152,7 +154,7 @@ def read(file: Path) -> Wisdom:
         wisdom = _decoder.decode(text)
     except (FileNotFoundError, NotADirectoryError):
         raise
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise Unusable(str(error)) from None
     if wisdom.format != FORMAT:
         raise Unusable(f"it has format {wisdom.format}, not {FORMAT}")

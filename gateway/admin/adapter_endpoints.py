@@ -10,17 +10,17 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.access.caller import OWNER
 from gateway.adapter_loads import NotAllowed, allowed_path, with_adapter
+from gateway.admin.order_body import read_order
 from gateway.admin.orders import Order, note
 from gateway.admin_types import AdapterList, AdapterLoad, AdapterRef, AdapterStatus
 from gateway.config.settings import Config
 from gateway.errors import ApiError, BadRequest, Unavailable, from_failure
-from gateway.http.exchange import read_body, send_body
+from gateway.http.exchange import send_body
 from gateway.reload import Reloader
 from gateway.services import Services
 from gateway.supervisor.state import ModelUnavailable
 from protocol.messages import AdapterInfo
 
-BODY_MAX: Final = 64 * 1024
 # Of a worker that reads the files and puts the adapter into force, or lets go of one.
 CHANGE_S: Final = 300.0
 _POLL_S: Final = 0.02
@@ -62,10 +62,8 @@ class Load:
         self._reloader = reloader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            asked = _load.decode(await read_body(scope, receive, BODY_MAX))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f'The body must be {{"lora_name": NAME, "lora_path": FOLDER}}: {error}.') from None
+        expected = 'The body must be {"lora_name": NAME, "lora_path": FOLDER}'
+        asked = await read_order(scope, receive, _load, expected)
         order = note(scope, Order("adapter.load", asked.lora_name[:200], {"path": asked.lora_path[:1000]}))
         if asked.load_inplace or asked.is_3d_lora_weight:
             field = "load_inplace" if asked.load_inplace else "is_3d_lora_weight"
@@ -120,10 +118,7 @@ class Unload:
         self._reloader = reloader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            asked = _ref.decode(await read_body(scope, receive, BODY_MAX))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f'The body must be {{"lora_name": NAME}}: {error}.') from None
+        asked = await read_order(scope, receive, _ref, 'The body must be {"lora_name": NAME}')
         order = note(scope, Order("adapter.unload", asked.lora_name[:200]))
         services = self._services
         found = self._reloader.adapter_loads.find(asked.lora_name)

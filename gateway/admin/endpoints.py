@@ -14,6 +14,7 @@ import protocol
 from gateway.access.audit_log import Action
 from gateway.access.caller import OWNER
 from gateway.access.ledger import DIMENSIONS, Line
+from gateway.admin.order_body import read_order
 from gateway.admin.orders import Order, note
 from gateway.admin_types import (
     Done,
@@ -32,7 +33,7 @@ from gateway.admin_types import (
 )
 from gateway.config.settings import ConfigError, url_of
 from gateway.errors import BadRequest, Unavailable, from_failure
-from gateway.http.exchange import read_body, send_body
+from gateway.http.exchange import send_body
 from gateway.model_files.known_times import speeds
 from gateway.peers.explanation import explain
 from gateway.reload import Reloader, facts_of
@@ -41,7 +42,6 @@ from gateway.supervisor.state import MemoryView, ModelUnavailable, WorkerView
 from protocol.kinds import TEXT
 from protocol.stats import RankStats
 
-BODY_MAX = 64 * 1024
 PAUSE_POLL_S = 0.05
 USAGE_DAYS = 30
 
@@ -196,11 +196,7 @@ class Drain:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(scope, receive, BODY_MAX)
-        try:
-            order = _drain_order.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f'The body must be {{"timeout_s": SECONDS}}: {error}.') from None
+        order = await read_order(scope, receive, _drain_order, 'The body must be {"timeout_s": SECONDS}')
         note(scope, Order("daemon.drain", facts={"timeout_s": order.timeout_s, "stays": str(order.stays).lower()}))
         left = await (self._pause(order.timeout_s) if order.stays else self._drain(order.timeout_s))
         await send_body(send, 200, msgspec.json.encode(Drained(left)))
@@ -285,11 +281,7 @@ class Command:
         self._action: Action = action
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(scope, receive, BODY_MAX)
-        try:
-            ref = _model_ref.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f'The body must be {{"model": NAME}}: {error}.') from None
+        ref = await read_order(scope, receive, _model_ref, 'The body must be {"model": NAME}')
         order = note(scope, Order(self._action, ref.model))
         order.target = name = self._services.router.resolve(ref.model, OWNER).name
         worker = self._services.pool.worker(name)

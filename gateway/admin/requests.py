@@ -1,19 +1,16 @@
 """Requests that are served, and captured ones, for the unix socket and the page: list, show, cancel, clear."""
 
-from typing import Final
-
 import msgspec
 from starlette.datastructures import QueryParams
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from gateway.admin.order_body import read_order
 from gateway.admin.orders import Order, note
 from gateway.admin_types import Cancelling, Cleared, RequestDetail, RequestList, RequestRef
-from gateway.errors import ApiError, BadRequest
-from gateway.http.exchange import read_body, send_body
+from gateway.errors import ApiError
+from gateway.http.exchange import send_body
 from gateway.services import Services
-
-BODY_MAX: Final = 4096
 
 _ref = msgspec.json.Decoder(RequestRef)
 
@@ -65,11 +62,7 @@ class Cancel:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(scope, receive, BODY_MAX)
-        try:
-            name = _ref.decode(body).id
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f'The body must be {{"id": ID}}: {error}.') from None
+        name = (await read_order(scope, receive, _ref, 'The body must be {"id": ID}')).id
         note(scope, Order("request.cancel", name[:200]))
         if not self._services.requests.cancel(name):
             raise _unknown(name)

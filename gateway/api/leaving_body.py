@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from gateway.api.common.structure import check_structure
 from gateway.errors import BadRequest
+from protocol.unreadable import UNREADABLE
 
 # Completions that set no limit are this long, here and at others; chats have none.
 _COMPLETION_TOKENS: Final = 16
@@ -64,7 +65,7 @@ def read_asked(body: bytes) -> Asked:
     """The fields, or empty ones of a body that the endpoint will refuse in its own way."""
     try:
         return _asked.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return Asked()
 
 
@@ -73,7 +74,7 @@ def bounded_body(body: bytes, most_tokens: int) -> LeavingBody:
     check_structure(body)
     try:
         wanted, fields = _wanted.decode(body), _fields.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequest(f"The body is not valid: {error}.") from None
     told = {name: limit for name in _LIMITS if (limit := getattr(wanted, name)) is not None}
     if not told and wanted.prompt is not None:

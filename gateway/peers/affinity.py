@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
+from protocol.unreadable import UNREADABLE
+
 # About what English and code have.
 BYTES_PER_TOKEN: Final = 4
 KEYS_MAX: Final = 50_000
@@ -54,7 +56,7 @@ def prefixes_of(prompt: msgspec.Raw, *scope: str) -> list[Prefix]:
     """The beginnings of an encoded prompt, the shortest first. Equal ones of another `scope` are others."""
     try:
         decoded = _prompts.decode(prompt)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # a kind of prompt that has no prefixes
+    except UNREADABLE:  # a kind of prompt that has no prefixes
         return []
     chain = hashlib.blake2b("\0".join(scope).encode(), digest_size=DIGEST_BYTES)
     size, found = 0, list[Prefix]()

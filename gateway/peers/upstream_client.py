@@ -15,6 +15,7 @@ from starlette.types import Scope
 from gateway.config.peer_tables import read_secret
 from gateway.config.remote_settings import UpstreamConfig
 from gateway.peers.affinity import BYTES_PER_TOKEN
+from protocol.unreadable import UNREADABLE
 
 Header = tuple[bytes, bytes]
 
@@ -186,7 +187,7 @@ class Answer:
         for line in lines:
             try:
                 counted = _counted.decode(line.removeprefix(b"data:").strip())
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except UNREADABLE:
                 continue
             if counted.usage is not None:
                 yield counted.usage

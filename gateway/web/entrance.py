@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 import protocol
 from gateway.access.audit_log import Actor, entry
+from gateway.admin.order_body import read_order
 from gateway.admin.orders import Order, note
 from gateway.admin_types import UiCode, UiRevoked
 from gateway.config.address import from_here
@@ -17,7 +18,6 @@ from gateway.http.exchange import send_body
 from gateway.request.record import record_of
 from gateway.services import Services
 from gateway.web.gate import Gate, has_session_token
-from gateway.web.orders import read_order
 from gateway.web.schemas import LoggedIn, LogIn, Me, OwnUsage
 from gateway.web.session import CODE_S, IDLE_S, Session
 

@@ -10,13 +10,13 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile, KeyRefused
+from gateway.admin.order_body import read_order
 from gateway.errors import BadRequest, Forbidden
 from gateway.failed import Failed
 from gateway.http.exchange import send_body
 from gateway.request.record import record_of
 from gateway.services import Services
 from gateway.web.entrance import session_of
-from gateway.web.orders import read_order
 from gateway.web.schemas import KeyFields, KeyList, KeyOrder, KeyRef, KeyRevoked, KeySecret, KeyView
 
 T = TypeVar("T")

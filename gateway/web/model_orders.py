@@ -9,12 +9,12 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.access.audit_log import Action
 from gateway.access.caller import OWNER
+from gateway.admin.order_body import read_order
 from gateway.admin.orders import Order, note
 from gateway.admin_types import ModelRef
 from gateway.http.exchange import send_body
 from gateway.services import Services
 from gateway.supervisor.state import ModelUnavailable
-from gateway.web.orders import read_order
 from gateway.web.schemas import Accepted
 
 Verb = Literal["load", "unload", "restart", "pin", "unpin"]

@@ -15,11 +15,11 @@ from msgspec import Struct
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from gateway.admin.order_body import read_order
 from gateway.admin.orders import Order, note
 from gateway.errors import ApiError, Overloaded
 from gateway.http.exchange import send_body
 from gateway.services import Services
-from gateway.web.orders import read_order
 from gateway.web.schemas import Pull, PullOrder, Pulls
 
 COMMAND: Final = (sys.executable, "-P", "-c", "from gateway.ctl import main; main()", "pull", "--yes", "--events", "--")

@@ -104,7 +104,7 @@ WORKER: Final = {
 SHARED_STEMS: Final = {
     "request": "a dialect's", "response": "a dialect's", "encoder": "a dialect's, and their protocol",
     "endpoints": "a dialect's or the admin app's",
-    "orders": "of the admin app and of the page", "schemas": "of the page's bodies, and JSON schemas of tools",
+    "schemas": "of the page's bodies, and JSON schemas of tools",
     "lowering": "a dialect's", "tools": "a dialect's",
     "messages": "a chat's in OpenAI's dialect, and the protocol's",
     "chat": "its endpoint and its verb", "models": "their endpoint and their verb", "logs": "they and their verb",

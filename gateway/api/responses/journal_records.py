@@ -13,6 +13,7 @@ from gateway.api.responses import response as out
 from gateway.api.responses.request import Item
 from gateway.api.responses.tools import Form
 from protocol.messages import Delta, Generate
+from protocol.unreadable import UNREADABLE
 
 # Another form of the file has another first line: no version reads one that it does not know.
 MAGIC: Final = b"mlxd-journal 1\n"
@@ -112,7 +113,7 @@ def parsed(data: bytes) -> Content:
                 return Content(asked, records, whole_bytes)
             records.append(_record.decode(payload))
             whole_bytes = place
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise NotUnderstood(str(error)) from None
 
 

@@ -82,6 +82,15 @@ def pieces(*texts: str) -> Generator[Piece]:
         yield Piece(text, (1, 2), text.encode())
 
 
+def endless(harness: Harness, began: threading.Event) -> Generator[Piece]:
+    """A window that lasts until it is left."""
+    began.set()
+    while True:
+        harness.loop.check()
+        time.sleep(0.001)
+    yield Piece()
+
+
 def test_requests_of_two_keys_take_turns_window_by_window(harness: Harness) -> None:
     one = harness.job(1, pieces("a", "b", "c"), tenant="x", heard_s=3.0)
     other = harness.job(2, pieces("d", "e"), tenant="y")
@@ -98,15 +107,7 @@ def test_requests_of_two_keys_take_turns_window_by_window(harness: Harness) -> N
 
 def test_an_abort_ends_a_request_within_its_window(harness: Harness) -> None:
     began = threading.Event()
-
-    def endless() -> Generator[Piece]:
-        began.set()
-        while True:
-            harness.loop.check()
-            time.sleep(0.001)
-        yield Piece()
-
-    harness.start(harness.job(1, endless()))
+    harness.start(harness.job(1, endless(harness, began)))
     assert began.wait(patient(10))
     harness.inbox.put(Abort((1,)))
     assert harness.end(1).finish is Finish.ABORT
@@ -115,13 +116,7 @@ def test_an_abort_ends_a_request_within_its_window(harness: Harness) -> None:
 
 
 def test_a_deadline_passes_within_a_window(harness: Harness) -> None:
-    def endless() -> Generator[Piece]:
-        while True:
-            harness.loop.check()
-            time.sleep(0.001)
-        yield Piece()
-
-    harness.start(harness.job(1, endless(), deadline=time.monotonic() + 0.05))
+    harness.start(harness.job(1, endless(harness, threading.Event()), deadline=time.monotonic() + 0.05))
     end = harness.end(1)
     assert end.failure is not None
     assert end.failure.code is Code.DEADLINE_EXCEEDED
@@ -152,15 +147,7 @@ def test_a_successor_sends_what_the_client_does_not_have(harness: Harness) -> No
 
 def test_a_drain_ends_what_takes_too_long_and_refuses_what_comes(harness: Harness) -> None:
     began = threading.Event()
-
-    def endless() -> Generator[Piece]:
-        began.set()
-        while True:
-            harness.loop.check()
-            time.sleep(0.001)
-        yield Piece()
-
-    harness.start(harness.job(1, endless()))
+    harness.start(harness.job(1, endless(harness, began)))
     assert began.wait(patient(10))
     harness.inbox.put(Drain(0.05))
     harness.inbox.put(harness.job(2, pieces("a")))

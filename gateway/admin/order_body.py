@@ -1,0 +1,25 @@
+"""Bodies of orders: of the control socket and of the page."""
+
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from gateway.errors import BadRequest
+from gateway.http.exchange import read_body
+from protocol.unreadable import UNREADABLE
+
+T = TypeVar("T")
+
+BODY_MAX: Final = 64 * 1024
+
+
+async def read_order(
+    scope: Scope, receive: Receive, decoder: "msgspec.json.Decoder[T]", expected: str = "The body cannot be read"
+) -> T:
+    """The body of a request. Raises `BadRequest`, which says what was expected, and what is wrong with it."""
+    body = await read_body(scope, receive, BODY_MAX)
+    try:
+        return decoder.decode(body)
+    except UNREADABLE as error:
+        raise BadRequest(f"{expected}: {error}.") from None
