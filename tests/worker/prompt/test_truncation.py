@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,12 +12,15 @@ from msgspec import structs
 
 from protocol.messages import ChatPrompt, Generate, Infill, Prompt, Sampling, TextPrompt, Tokenize, TokensPrompt
 from tests.support.engine import spec
+from tests.support.vision_models import image
+from tests.support.vision_models import prompt as media_prompt
 from worker.checked_model import load_checked
 from worker.engine.row import Row
 from worker.errors import RequestInvalid
 from worker.prompt.infill import InfillPrompts
 from worker.prompt.intake import Intake
-from worker.prompt.truncation import _least, excess, turn_starts  # pyright: ignore[reportPrivateUsage]
+from worker.prompt.media_prompt import Encoded
+from worker.prompt.truncation import _least, excess, fit_tokens, turn_starts  # pyright: ignore[reportPrivateUsage]
 
 CONTEXT = 400
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -123,6 +127,16 @@ def test_the_last_tokens_of_a_chat_are_kept_where_its_request_cuts_tokens(
     assert again.prompt == fitted.prompt
     fits = row(intake, chat(1), max_tokens=10, truncate=-1, cuts_tokens=True)
     assert fits.left_out == (0, 0)
+
+
+def test_a_prompt_with_an_image_is_refused_where_tokens_of_it_would_go() -> None:
+    asked = media_prompt("qwen3_vl", 1, [9, image("qwen3_vl", np.random.default_rng(3), 4, 4), 7])
+    whole = Encoded(asked.ids, "", asked.media, asked.positions)
+    request = Generate(1, chat(1), Sampling(), truncate=len(asked.ids), cuts_tokens=True)
+    assert fit_tokens(request, whole, 0, CONTEXT) is whole
+    with pytest.raises(RequestInvalid, match="one with media cannot be cut") as refused:
+        fit_tokens(structs.replace(request, truncate=len(asked.ids) - 1), whole, 0, CONTEXT)
+    assert refused.value.failure.param == "truncate_prompt_tokens"
 
 
 def test_a_prompt_to_fill_in_the_middle_is_refused_and_never_cut(
