@@ -1,5 +1,6 @@
 """Questions about two pictures, and about a clip."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from deploy.demo_model.corpus.words import Source
@@ -7,28 +8,15 @@ from deploy.demo_model.corpus.words import Source
 from .pictures import CLIP_SIZES, SHAPES, SIZES, Item, clip, scene
 from .questions import BACKGROUNDS, Asked, Clip, Medium, alone, an, colour_apart
 
+_ORDER: Final = ("first", "second")
+
 
 def two_pictures(src: Source) -> Asked:
     grounds = [src.pick(BACKGROUNDS) for _ in range(2)]
     sizes = [src.pick(SIZES) for _ in range(2)]
     roll = src.rng.random()
-    order = ("first", "second")
-    if roll < 0.3:  # larger or smaller
-        shape_, radii = src.pick(SHAPES), [src.rng.uniform(0.12, 0.2), src.rng.uniform(0.32, 0.42)]
-        src.rng.shuffle(radii)
-        size = src.pick(SIZES)
-        items = [Item(shape_, colour_apart(src, ground), 0.5, 0.5, r) for ground, r in zip(grounds, radii, strict=True)]
-        larger = src.chance(0.6)
-        which = radii.index(max(radii) if larger else min(radii))
-        word = src.pick(("larger", "bigger")) if larger else "smaller"
-        request = src.ask(
-            ("Which {s} is {w}?", "Which picture has the {w} {s}?", "In which image is the {s} {w}?"), s=shape_, w=word
-        )
-        return Asked(
-            [scene(src, [item], ground, size) for item, ground in zip(items, grounds, strict=True)],
-            request,
-            f"The one in the {order[which]} picture.",
-        )
+    if roll < 0.3:
+        return _by_size(src, grounds)
     items = [alone(src, ground) for ground in grounds]
     while items[0].shape == items[1].shape and roll < 0.8:
         items[1] = alone(src, grounds[1])
@@ -45,9 +33,9 @@ def two_pictures(src: Source) -> Asked:
                 "What does the {n} image show?",
                 "What do you see in the {n} picture?",
             ),
-            n=order[which],
+            n=_ORDER[which],
         )
-        other = src.ask(("What is in the {n} picture?", "Describe the {n} image."), n=order[1 - which])
+        other = src.ask(("What is in the {n} picture?", "Describe the {n} image."), n=_ORDER[1 - which])
         return Asked(
             media, request, f"{an(item.name).capitalize()}.", [(other, f"{an(items[1 - which].name).capitalize()}.")]
         )
@@ -61,7 +49,7 @@ def two_pictures(src: Source) -> Asked:
             ),
             s=an(item.shape),
         )
-        return Asked(media, request, f"The {order[which]} picture.")
+        return Asked(media, request, f"The {_ORDER[which]} picture.")
     if src.chance(0.5):
         items[1] = Item(items[0].shape, items[1].colour, items[1].x, items[1].y, items[1].radius)
         media[1] = scene(src, [items[1]], grounds[1], sizes[1])
@@ -77,6 +65,25 @@ def two_pictures(src: Source) -> Asked:
         media,
         request,
         f"Yes, both show {an(items[0].shape)}." if same else f"No, {an(items[0].shape)} and {an(items[1].shape)}.",
+    )
+
+
+def _by_size(src: Source, grounds: Sequence[str]) -> Asked:
+    """One shape in two sizes."""
+    shape_, radii = src.pick(SHAPES), [src.rng.uniform(0.12, 0.2), src.rng.uniform(0.32, 0.42)]
+    src.rng.shuffle(radii)
+    size = src.pick(SIZES)
+    items = [Item(shape_, colour_apart(src, ground), 0.5, 0.5, r) for ground, r in zip(grounds, radii, strict=True)]
+    larger = src.chance(0.6)
+    which = radii.index(max(radii) if larger else min(radii))
+    word = src.pick(("larger", "bigger")) if larger else "smaller"
+    request = src.ask(
+        ("Which {s} is {w}?", "Which picture has the {w} {s}?", "In which image is the {s} {w}?"), s=shape_, w=word
+    )
+    return Asked(
+        [scene(src, [item], ground, size) for item, ground in zip(items, grounds, strict=True)],
+        request,
+        f"The one in the {_ORDER[which]} picture.",
     )
 
 

@@ -98,6 +98,42 @@ def reverse_letters(src: Source) -> Turn:
     return Turn(user, backwards, f"The letters are {' '.join(word)}. Backwards they are {' '.join(word[::-1])}.")
 
 
+# Sentences around a value, by its kind; others are addresses.
+_CARRIERS: Final = {
+    "city": (
+        "{n} lives in {v}.",
+        "The {o} is in {v}.",
+        "We travel to {v} on {d}.",
+        "I moved to {v} last year.",
+        "{n} comes from {v}.",
+        "Greetings from {v}!",
+    ),
+    "date": (
+        "The meeting is on {v}.",
+        "{n} was born on {v}.",
+        "The {o} arrives on {v}.",
+        "On {v} we leave.",
+        "It happened on {v} at the {o}.",
+    ),
+    "time": (
+        "The meeting is at {v}.",
+        "{n} arrives at {v}.",
+        "The {o} opens at {v}.",
+        "Wake me at {v}.",
+        "At {v} we leave.",
+    ),
+    "color": ("{n} has a {v} {o}.", "The {o} is {v}.", "I painted the {o} {v}.", "She wore a {v} hat."),
+    "code": ("The code is {v}.", "{n} uses the code {v}.", "Enter {v} to open the {o}.", "Use {v} at the {o}."),
+}
+_OF_ADDRESSES: Final = (
+    "Write to {v}.",
+    "You can reach {n} at {v}.",
+    "My address is {v}, thanks.",
+    "Contact: {v}",
+    "Send the {o} to {v}.",
+)
+
+
 def extract(src: Source) -> Turn:
     slots = {
         "n": src.full_name() if src.chance(0.25) else src.name(),
@@ -129,42 +165,7 @@ def extract(src: Source) -> Turn:
             ("color", src.colour()),
         )
     )
-    carrier = {
-        "city": (
-            "{n} lives in {v}.",
-            "The {o} is in {v}.",
-            "We travel to {v} on {d}.",
-            "I moved to {v} last year.",
-            "{n} comes from {v}.",
-            "Greetings from {v}!",
-        ),
-        "date": (
-            "The meeting is on {v}.",
-            "{n} was born on {v}.",
-            "The {o} arrives on {v}.",
-            "On {v} we leave.",
-            "It happened on {v} at the {o}.",
-        ),
-        "time": (
-            "The meeting is at {v}.",
-            "{n} arrives at {v}.",
-            "The {o} opens at {v}.",
-            "Wake me at {v}.",
-            "At {v} we leave.",
-        ),
-        "color": ("{n} has a {v} {o}.", "The {o} is {v}.", "I painted the {o} {v}.", "She wore a {v} hat."),
-        "code": ("The code is {v}.", "{n} uses the code {v}.", "Enter {v} to open the {o}.", "Use {v} at the {o}."),
-    }.get(
-        what,
-        (
-            "Write to {v}.",
-            "You can reach {n} at {v}.",
-            "My address is {v}, thanks.",
-            "Contact: {v}",
-            "Send the {o} to {v}.",
-        ),
-    )
-    text = before + src.pick(carrier).format(v=value, **slots)
+    text = before + src.pick(_CARRIERS.get(what, _OF_ADDRESSES)).format(v=value, **slots)
     user = src.ask(
         phrasings("transforms", "extract"),
         w=what,
