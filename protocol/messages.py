@@ -495,7 +495,8 @@ class GroupInfo(msgspec.Struct, frozen=True, array_like=True):
 class AudioInfo(msgspec.Struct, frozen=True, array_like=True):
     """A loaded model of audio: what it does, its voices and languages where it names some, and its samples a second.
 
-    `formats` are those that speech can be sent in here, `missing` is why not in all.
+    `formats` are those that speech can be sent in here, `missing` is why not in all. A voice that has to be described
+    `needs_instructions`.
     """
 
     hears: bool = False
@@ -507,6 +508,7 @@ class AudioInfo(msgspec.Struct, frozen=True, array_like=True):
     languages: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
     missing: str = ""
+    needs_instructions: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=34):

@@ -46,6 +46,7 @@ _PROMPTS: Final[dict[str, Prompt]] = {
     RERANK: ScorePrompt(("Hi",), ("Hi",)),
     AUDIO: SpeakPrompt("Hi."),
 }
+_DESCRIBED: Final = SpeakPrompt("Hi.", instructions="A calm voice.")
 # A quarter of a second of silence, as a WAV file.
 _SAMPLES: Final = bytes(8000)
 _SILENCE: Final = HearPrompt(
@@ -106,7 +107,7 @@ async def _one_token(services: Services, worker: WorkerHandle) -> str:
     link = services.link
     request = Generate(
         link.next_rid(),
-        _prompt(worker.ready),
+        prompt_for(worker.ready),
         Sampling(temperature=0.0),
         max_tokens=1,
         priority=PRIORITY,
@@ -119,9 +120,13 @@ async def _one_token(services: Services, worker: WorkerHandle) -> str:
         link.abort(collector.rids, "health")
 
 
-def _prompt(ready: Ready | None) -> Prompt:
-    if ready is not None and ready.audio is not None and ready.audio.hears:
+def prompt_for(ready: Ready | None) -> Prompt:
+    """The least that a model can be asked for."""
+    audio = ready.audio if ready is not None else None
+    if audio is not None and audio.hears:
         return _SILENCE
+    if audio is not None and audio.needs_instructions:
+        return _DESCRIBED
     return _PROMPTS.get(ready.kind if ready is not None else "", TextPrompt("Hi"))
 
 

@@ -125,7 +125,7 @@ def up() -> list[m.Up]:
             adapters=_ADAPTERS,
             group=m.GroupInfo("pipeline", "ring", (m.RankInfo(0, "local"), m.RankInfo(1, "né", "h", 7, "gpu", 9))),
             kv_bits=8,
-            audio=m.AudioInfo(True, True, True, True, 16000, ("alba",), ("en",), ("wav",), "none"),
+            audio=m.AudioInfo(True, True, True, True, 16000, ("alba",), ("en",), ("wav",), "none", True),
         ),
         m.Accepted(1, 12, left_out=(2, 900)),
         m.Tokenized(4, 2, (1, 2), "né"),

@@ -62,6 +62,7 @@ class AudioModel:
             voices=self.speaker.voices,
             formats=sound_writer.formats(),
             missing=missing,
+            needs_instructions=self.speaker.instructions is Instructions.NEEDED,
         )
 
     def compute_once(self) -> None:

@@ -3,6 +3,7 @@ import os
 import signal
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from gateway.api import probe as deep
 from gateway.config.settings import ModelConfig
+from protocol.kinds import AUDIO
+from protocol.messages import Generate, Ready, Sampling
+from protocol.spec import WorkerSpec
 from tests.gateway.harness import Gateway, chat, running
+from tests.support.audio_models import build_moonshine, build_qwen_tts
+from worker.audio.ask_audio import AudioIntake
+from worker.audio.audio_model import load_audio_model
 
 pytestmark = pytest.mark.anyio
 
@@ -124,3 +131,12 @@ async def test_nobody_is_asked_while_draining(tmp_path: Path) -> None:
     async with with_one_loaded(tmp_path) as gateway:
         gateway.app.drain()
         assert await deep_health(gateway) == (503, {"status": "draining", "reasons": []})
+
+
+def test_models_of_audio_are_asked_for_what_they_can_do(tmp_path: Path) -> None:
+    for build, folder in ((build_moonshine, "hears"), (partial(build_qwen_tts, design=True), "described")):
+        spec = WorkerSpec("m", str(build(tmp_path / folder)), 1, "", "")
+        model = load_audio_model(spec, lambda *_: None)
+        ready = Ready(1, "", 0, 1, 0, 0, 0.0, "", has_chat_template=False, kind=AUDIO, audio=model.info)
+        request = Generate(1, deep.prompt_for(ready), Sampling(), max_tokens=1)
+        assert AudioIntake(model, lambda: None).job_now(request).work
