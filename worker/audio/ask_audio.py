@@ -19,7 +19,7 @@ from worker.audio.marks import Marks
 from worker.audio.sound_writer import SoundWriter
 from worker.audio.speaker import Instructions, Speaker, Speech
 from worker.errors import RequestInvalid
-from worker.vision.sounds import Reserve, read_audio
+from worker.vision.sounds import Reserve, is_wav, read_audio
 
 # Less is no word, and nothing that a window could be made of.
 _LEAST_S: Final = 0.1
@@ -60,6 +60,9 @@ class AudioIntake:
 
     def _hearing(self, request: Generate, arrived: float, prompt: HearPrompt, hearer: Hearer) -> Clip:
         wish = _wish(request, prompt, hearer)
+        if not is_wav(prompt.data) and not sound_writer.has_pyav():
+            message = f"Files other than WAV cannot be read here: {sound_writer.MISSING}."
+            raise RequestInvalid(Code.UNSUPPORTED, message, param="file")
 
         def decode(reserve: Reserve) -> AudioJob:
             return self._decoded(request, arrived, prompt, hearer, wish, reserve)

@@ -21,7 +21,7 @@ _CODED: Final[dict[str, tuple[str, str, tuple[int, ...]]]] = {
 }
 # Samples a second of `pcm`, which names none: OpenAI's.
 PCM_RATE: Final = 24_000
-MISSING: Final = "PyAV is not installed: install mlxd with its extra media (pip install 'mlxd[media]')"
+MISSING: Final = "PyAV is not installed; install it with: mlxctl setup audio"
 # Of a WAV file whose length is not known when it begins.
 _UNKNOWN: Final = 0xFFFFFFFF
 # What one filter of PyAV does at once.

@@ -40,13 +40,16 @@ def read_audio(media: Media, rate: int, most_s: float, reserve: Reserve = lambda
 
     What it takes beside what it reserves is bounded, however long the clip is.
     """
-    is_wav = media.data[:4] == b"RIFF" and media.data[8:12] == b"WAVE"
-    samples = _read_wav(media, rate, most_s, reserve) if is_wav else None
+    samples = _read_wav(media, rate, most_s, reserve) if is_wav(media.data) else None
     if samples is None:
         samples = _read_file(media, rate, most_s, reserve)
     if not len(samples):
         raise refused("The audio clip holds no sound.", media.param, Code.INVALID_AUDIO)
     return samples
+
+
+def is_wav(data: bytes) -> bool:
+    return data[:4] == b"RIFF" and data[8:12] == b"WAVE"
 
 
 class _Recording:
