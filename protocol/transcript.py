@@ -7,6 +7,9 @@ import msgspec
 # Tokens a second of audio, as OpenAI bills them: of what is heard, and of what is spoken.
 HEARD_RATE: Final = 10
 SPOKEN_RATE: Final = 20
+# Bytes of samples of all clips that a worker holds where its memory allows it, and always: an hour is 230 MB.
+CLIP_BYTES: Final = 512 << 20
+CLIP_BYTES_LEAST: Final = 16 << 20
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):

@@ -8,7 +8,8 @@ from gateway.config.settings import ModelConfig
 from gateway.model_files.adapter_sizes import adapter_sizes
 from gateway.model_files.metadata import Info, Unreadable, find, inspect
 from gateway.model_files.worker_memory import BUFFER_BYTES, MIB, OVERHEAD_BYTES, fixed_bytes
-from protocol.kinds import AUDIO, EMBED, RERANK
+from protocol.kinds import AUDIO, EMBED, RERANK, SPEAKERS, audio_family
+from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST
 from protocol.wisdom import LoadFacts
 
 # A share is comfortable with KV for a sequence of so many tokens, and of no use with less than so many.
@@ -74,9 +75,12 @@ def estimate(model: ModelConfig, lendable: int, load: LoadFacts | None = None) -
         # The operator's word: it is what the worker is told to stay in, whatever we think of it.
         least = max(model.memory_bytes, weights)
         return Need(weights, least, least, least)
-    if _kind(model, info) in READERS:
-        floor = fixed + max(PASS_BYTES, weights // PASS_PART)
-        return Need(weights, floor, floor, floor + min(lendable, PASS_MOST))
+    kind = _kind(model, info)
+    if kind in READERS:
+        least = floor = fixed + max(PASS_BYTES, weights // PASS_PART)
+        if kind == AUDIO and _hears(model, info):
+            least, floor = least + CLIP_BYTES_LEAST, floor + CLIP_BYTES
+        return Need(weights, least, floor, floor + min(lendable, PASS_MOST))
     if model.kv_bytes is not None:
         floor = fixed + model.kv_bytes + (cache or 0)
         return Need(weights, floor, floor, floor if cache is not None else floor + lendable)
@@ -101,6 +105,11 @@ def _kind(model: ModelConfig, info: Info | None) -> str:
     if model.kind != "auto":
         return model.kind
     return info.kind if info is not None else ""
+
+
+def _hears(model: ModelConfig, info: Info | None) -> bool:
+    """Whether a model of audio holds clips. One whose family is not known may."""
+    return audio_family({"model_type": info.model_type if info is not None else ""}, model.path) not in SPEAKERS
 
 
 def _kv_bytes(info: Info | None, tokens: int, load: LoadFacts | None) -> int:

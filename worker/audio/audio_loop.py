@@ -13,13 +13,14 @@ import mlx.core as mx
 from protocol.failures import Code, Failure
 from protocol.messages import Abort, Delta, Drain, Finish, SetMemory, SetPace, Shutdown, Up
 from protocol.spec import WorkerSpec
-from protocol.transcript import SPOKEN_RATE
+from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST, SPOKEN_RATE
 from worker.audio.audio_job import AudioJob, Piece
 from worker.audio.audio_model import AudioModel
-from worker.audio.sample_room import SampleRoom
+from worker.audio.sample_room import SampleRoom, bytes_for_clips
 from worker.engine.gauges import Gauges
 from worker.errors import LoadFailed, RequestInvalid, StepFailed, is_allocation_failure, is_gpu_fault
 from worker.jobs.turn_loop import TurnLoop
+from worker.model import memory
 
 log = logging.getLogger("mlxd.worker")
 
@@ -57,6 +58,17 @@ class AudioLoop(TurnLoop[AudioJob]):
             message = f"the model cannot be run: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise LoadFailed(code, message) from error
         self._apply(self._share.limits())
+
+    def _apply(self, limits: memory.Limits) -> None:
+        """Keep the limits of the share, of which clips have a part: less of it where memory is short."""
+        super()._apply(limits)
+        order = self._share.order
+        if not order.share_bytes:
+            return
+        host = max(0, memory.measure().host - self._room.total)
+        alone = bytes_for_clips(order.share_bytes, self._model.weights_bytes, host, limits.buffers)
+        most = min(CLIP_BYTES, alone)
+        self._room.resize(max(CLIP_BYTES_LEAST, int(most * order.kv_part)), alone)
 
     def check(self) -> None:
         """Obey what has come while a turn is computed. Raises `Cut` where that has ended the request."""

@@ -14,6 +14,7 @@ from protocol.spec import USUAL_RUNNING, WorkerSpec
 from worker.audio.audio_job import AudioJob
 from worker.audio.sample_room import SampleRoom
 from worker.engine.gauges import Gauges
+from worker.errors import RequestInvalid
 from worker.vision.sounds import Reserve
 
 # A long clip does not hold up a short one.
@@ -226,15 +227,24 @@ class ClipQueue:
             self._room.give_back(clip.tenant, reserved)
 
     def _reserve(self, clip: Clip, size_bytes: int) -> None:
-        """Raises `_Ended`, and `_NoRoom`: then it begins again when there is as much as it probably needs."""
+        """Raises `_Ended`, `RequestInvalid` for more than the model can hold, and `_NoRoom`: then it begins again when
+        there is as much as it probably needs."""
         with self._room.changed:
             self._expire()
             if clip.is_ended:
                 raise _Ended
             if size_bytes <= clip.reserved:
                 return
+            if size_bytes > self._room.alone_bytes:
+                raise _too_large(size_bytes, int(self._room.alone_bytes))
             if not self._room.fits(size_bytes, clip.reserved):
-                clip.needed = size_bytes if not clip.reserved else max(size_bytes, _GROWTH * clip.reserved)
+                likely = max(size_bytes, _GROWTH * clip.reserved) if clip.reserved else size_bytes
+                clip.needed = int(min(likely, self._room.alone_bytes))
                 raise _NoRoom
             self._room.take(clip.tenant, size_bytes - clip.reserved)
             clip.reserved = size_bytes
+
+
+def _too_large(size_bytes: int, most_bytes: int) -> RequestInvalid:
+    message = f"The clip has {size_bytes >> 20} MiB of samples; the model's memory has room for {most_bytes >> 20} MiB."
+    return RequestInvalid(Code.INVALID_AUDIO, message, param="file")

@@ -16,6 +16,7 @@ from gateway.memory.estimate import (
 )
 from gateway.model_files.metadata import find, inspect
 from gateway.model_files.worker_memory import BUFFER_BYTES, ENCODE_BYTES, FEATURES_BYTES, OVERHEAD_BYTES
+from protocol.transcript import CLIP_BYTES, CLIP_BYTES_LEAST
 from protocol.wisdom import LoadFacts
 
 LENDABLE = 1 << 40
@@ -110,6 +111,14 @@ def test_a_model_that_reads_has_no_kv_and_needs_what_a_pass_computes() -> None:
     assert own.floor < need().floor
     assert need(kind="rerank") == own
     assert need(kind="embed", kv_bytes=1 << 40) == own, "there is no KV to be set aside"
+
+
+def test_a_model_that_hears_needs_room_for_clips_and_one_that_speaks_none() -> None:
+    hears, speaks, reads = need(kind="audio"), need(kind="audio", path="org/Soprano-80M"), need(kind="embed")
+    assert hears.floor == reads.floor + CLIP_BYTES
+    assert hears.least == reads.least + CLIP_BYTES_LEAST
+    assert hears.within(hears.least) == hears.least, "in less memory it hears shorter clips"
+    assert speaks.least == speaks.floor == speaks.weights + FIXED + PASS_BYTES
 
 
 def test_what_a_load_has_shown_counts_for_the_next_one() -> None:

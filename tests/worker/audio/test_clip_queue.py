@@ -22,7 +22,7 @@ from worker.audio.audio_job import AudioJob
 from worker.audio.audio_loop import AudioLoop
 from worker.audio.audio_model import AudioModel, load_audio_model
 from worker.audio.clip_queue import ClipQueue
-from worker.audio.sample_room import SampleRoom
+from worker.audio.sample_room import SampleRoom, bytes_for_clips
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
 
@@ -154,6 +154,33 @@ def test_a_clip_that_is_larger_than_the_room_gets_in_alone(model: AudioModel) ->
     assert harness.next_job().sample_bytes == 3 * SECOND
 
 
+def test_a_clip_that_the_models_memory_can_never_hold_is_refused(model: AudioModel) -> None:
+    harness = Harness(model, SECOND)
+    harness.room.resize(SECOND, 2 * SECOND)
+    for rid, clip in enumerate((tone(2.5), recorded_live(30.0))):
+        harness.ask(rid, clip)
+        assert refusal(harness.end(rid)) is Code.INVALID_AUDIO
+    harness.until(lambda: harness.room.total == 0)
+    harness.ask(5, tone(2.0))
+    assert harness.next_job().rid == 5
+
+
+def test_a_larger_share_lets_in_what_waits(model: AudioModel) -> None:
+    harness = Harness(model, SECOND)
+    harness.room.take(OTHERS, SECOND)
+    harness.ask(1, tone(1.0))
+    harness.until(lambda: harness.gauges.undecoded == 1)
+    harness.room.resize(2 * SECOND, 2 * SECOND)
+    assert harness.next_job().rid == 1
+
+
+def test_clips_have_what_a_share_leaves() -> None:
+    mib = 1 << 20
+    assert bytes_for_clips(1000 * mib, weights=400 * mib, host=100 * mib, buffers=50 * mib) == (450 - 64) * mib
+    assert bytes_for_clips(3000 * mib, weights=1600 * mib, host=100 * mib, buffers=50 * mib) == (1250 - 200) * mib
+    assert bytes_for_clips(100 * mib, weights=90 * mib, host=50 * mib, buffers=16 * mib) == 16 * mib
+
+
 def test_a_file_of_unknown_length_never_has_more_than_its_room(model: AudioModel) -> None:
     harness = Harness(model, 100 * SECOND)
     harness.room.take(OTHERS, 50 * SECOND)
@@ -161,11 +188,11 @@ def test_a_file_of_unknown_length_never_has_more_than_its_room(model: AudioModel
     harness.until(lambda: 1 in harness.clips._waiting and harness.clips._waiting[1].needed > 0)
     with pytest.raises(Empty):
         harness.inbox.get_nowait()
-    assert harness.room._held.total() == 50 * SECOND
+    assert harness.room.total == 50 * SECOND
     harness.room.give_back(OTHERS, 50 * SECOND)
     job = harness.next_job()
     assert job.heard_s == pytest.approx(60.0, abs=0.2)
-    assert harness.room._held.total() == job.sample_bytes
+    assert harness.room.total == job.sample_bytes
     assert harness.room.peak <= 100 * SECOND
 
 
@@ -253,7 +280,7 @@ def test_a_broken_clip_is_refused_and_leaves_nothing(model: AudioModel) -> None:
     harness.ask(1, b"not audio")
     harness.ask(2, tone(0.05))
     assert [refusal(harness.end(rid)) for rid in (1, 2)] == [Code.INVALID_AUDIO] * 2
-    harness.until(lambda: not harness.room._held.total())
+    harness.until(lambda: not harness.room.total)
 
 
 def test_all_of_many_clips_are_heard_in_a_small_room(model: AudioModel) -> None:
@@ -269,5 +296,5 @@ def test_all_of_many_clips_are_heard_in_a_small_room(model: AudioModel) -> None:
     assert not thread.is_alive()
     assert {end.finish for end in ends if isinstance(end, Delta)} == {Finish.STOP}
     assert len([end for end in ends if isinstance(end, Delta)]) == 12
-    assert harness.room._held.total() == 0
+    assert harness.room.total == 0
     assert harness.room.peak <= 2 * SECOND
