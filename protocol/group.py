@@ -7,7 +7,7 @@ no engine can block. Both are CURVE over TCP, with keys that the gateway makes f
 version of mlxd, which `Join` says and rank 0 checks, so that fields may change between versions.
 
 Plan: `Join` up, `Go` down, `Loaded` up, then `Plan` down and `Done` up for each, with a `Measured` before it where
-there is a `Share` in it. Watch: `Beat` both ways, and `Failed` up.
+there is a `Share` in it. Watch: `Beat` both ways, `Left` down and `Failed` up.
 """
 
 from typing import Final
@@ -129,7 +129,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True, tag=22):
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag=24):
-    """The group ends."""
+    """The group ends. A follower answers with `Done`, and exits."""
 
 
 Op = Begin | Insert | Remove | Resize | Clear | Settle | Share | Leave
@@ -192,9 +192,13 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=8):
     failure: Failure
 
 
+class Left(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Rank 0 has stopped the group: its end is no loss. Said in place of `Beat`, until all have answered `Leave`."""
+
+
 Down = Go | Plan
 Up = Join | Loaded | Done | Measured
-Watch = Beat | Failed
+Watch = Beat | Failed | Left
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _down: Final[msgspec.msgpack.Decoder[Down]] = msgspec.msgpack.Decoder(Down)

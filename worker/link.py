@@ -65,6 +65,8 @@ class Link:
         self._outbox: SimpleQueue[Up | None] = SimpleQueue()
         self._frames = Frames(gauges, lambda abort: self.on_control(abort))
         self._is_closing = threading.Event()
+        # This worker was asked to end, and does.
+        self.is_stopped = False
         self._ready: Ready | None = None
         self._state = "loading"
         self._mlx_version = ""
@@ -98,6 +100,10 @@ class Link:
             self._ready = replace(self._ready, adapters=change.adapters, weights_bytes=change.weights_bytes)
         self.send(change)
 
+    def stop(self, order: Shutdown) -> None:
+        self.is_stopped = True
+        self.on_control(order)
+
     def close(self) -> None:
         """Send what is queued, then stop both threads."""
         self._is_closing.set()
@@ -122,7 +128,7 @@ class Link:
                     self.on_control(Drain(0.0))
                 if silence_s > self._spec.orphan_max_s:
                     log.warning("no gateway for %.0f s: leaving", silence_s)
-                    self.on_control(Shutdown("orphaned"))
+                    self.stop(Shutdown("orphaned"))
                     break
                 continue
             heard, is_orphan = time.monotonic(), False
@@ -138,7 +144,9 @@ class Link:
                 self.send(Pong(message.seq, message.t_ns, self._gauges.snapshot()))
             case Generate() | Tokenize() | Detokenize():
                 self.on_question(message)
-            case Abort() | Drain() | Shutdown() | SetMemory() | SetPace() | SetAdapters():
+            case Shutdown():
+                self.stop(message)
+            case Abort() | Drain() | SetMemory() | SetPace() | SetAdapters():
                 self.on_control(message)
             case SetLogLevel(level):
                 self._set_level(level)

@@ -127,23 +127,24 @@ class Process:
             memory.prepare_load()
             kind = kind_of_spec(self._spec)
             engine, ready = self._start_text() if kind == TEXT else self._start_jobs(kind)
-            signal.signal(signal.SIGTERM, lambda _signum, _frame: self._link.on_control(Shutdown("SIGTERM")))
+            signal.signal(signal.SIGTERM, lambda _signum, _frame: self._link.stop(Shutdown("SIGTERM")))
             self._link.announce_ready(ready, version("mlx"))
             engine.run()
             if self._lead is not None:
                 self._lead.leave()
         except LoadFailed as error:
             return self._leave("load failed", error.failure, error.exit_status)
+        except PartnerLost as error:
+            if engine is not None:
+                engine.fail_all(error.failure)
+            return self._leave_group(error.failure, Exit.PARTNER_LOST)
         except Exception as error:  # the root of the process
             log.exception("the worker failed")
             detail = error.failure.detail if isinstance(error, WorkerError) else repr(error)
             failure = Failure(Code.WORKER_DIED, "the model's worker failed; try again", detail)
-            if isinstance(error, PartnerLost):
-                failure = error.failure
             if engine is not None:
                 engine.fail_all(failure)
-            status = Exit.PARTNER_LOST if isinstance(error, PartnerLost) else Exit.INTERNAL
-            return self._leave("step loop failed", failure, status)
+            return self._leave("step loop failed", failure, Exit.INTERNAL)
         return self._leave("asked to stop", None, Exit.OK)
 
     def _start_text(self) -> "tuple[Engine, Ready]":
@@ -182,9 +183,15 @@ class Process:
 
     def _lose(self, failure: Failure, status: int) -> None:
         """End the process from a thread of its group: the main thread may wait for another rank forever."""
-        self._leave("the group is lost", failure, Exit(status))
+        ends_with = self._leave_group(failure, Exit(status))
         self._link.close()
-        os._exit(status)
+        os._exit(ends_with)
+
+    def _leave_group(self, failure: Failure, status: Exit) -> int:
+        """Another rank is gone, which is no failure once this one was asked to stop."""
+        if self._link.is_stopped:
+            return self._leave("asked to stop", None, Exit.OK)
+        return self._leave("the group is lost", failure, status)
 
     def _leave(self, reason: str, failure: Failure | None, status: Exit) -> int:
         if failure is not None:

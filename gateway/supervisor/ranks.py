@@ -120,8 +120,9 @@ class Group:
             await asyncio.wait([lead, *followers], return_when=asyncio.FIRST_COMPLETED)
             is_first = not lead.done() and not self._is_killed
             lost = [task.result() for task in followers if task.done()] if is_first else []
-            if lost:
-                await self._end([self._lead], [lead], (NOTICE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL))
+            if lost and await self._end([self._lead], [lead], (NOTICE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL)):
+                # A clean stop is one in whatever order the ranks end.
+                lost = [] if lead.result() == Exit.OK else lost
             await asyncio.wait([lead])
             await self._end(self._followers, followers, (LEAVE_S, signal.SIGTERM), (TERM_S, signal.SIGKILL))
         return _verdict(lead.result(), lost)
@@ -131,17 +132,18 @@ class Group:
         processes: Sequence[Process],
         waits: "Sequence[asyncio.Task[int | None]]",
         *steps: tuple[float, signal.Signals],
-    ) -> None:
-        """Send each signal after its delay to those that have not ended by then."""
-        for delay_s, signum in steps:
+    ) -> bool:
+        """Send each signal after its delay to those that have not ended by then; whether all had ended before any."""
+        for step, (delay_s, signum) in enumerate(steps):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await asyncio.wait(waits)
-                    return
+                    return step == 0
             for process, wait in zip(processes, waits, strict=True):
                 if not wait.done():
                     process.signal(signum)
         await asyncio.wait(waits)
+        return False
 
     def signal(self, signum: int) -> None:
         self._lead.signal(signum)

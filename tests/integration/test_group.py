@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.integration.test_resume import Clients, Daemon, check_equal, lasting, requests, undisturbed
-from tests.support.daemon import write_config
+from tests.support.daemon import is_running, write_config
 from tests.support.models import build
 from tests.support.pool import short_home, until
 from tests.support.scale import FULL, patient, scaled
@@ -55,7 +55,7 @@ def daemon(home: Path) -> Iterator[GroupDaemon]:
         yield running
         left = running.ranks()
     end = time.monotonic() + DEADLINE_S
-    while any(process.is_running() for process in left):
+    while any(is_running(process.pid) for process in left):
         assert time.monotonic() < end, "a rank outlives its daemon"
         time.sleep(0.05)
 

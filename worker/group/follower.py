@@ -28,7 +28,7 @@ from worker.errors import LoadFailed, PartnerLost, WorkerError, is_fabric_fault
 from worker.group import fabric
 from worker.group.measures import measured
 from worker.group.rank_identity import Identity, identity_of
-from worker.group.rank_sockets import RankSockets
+from worker.group.rank_sockets import LINGER_MS, RankSockets
 from worker.group.tally import tally
 from worker.group.watch import FollowerWatch, Progress
 from worker.model import loader, memory
@@ -64,7 +64,7 @@ def finish(follower: "Follower") -> int:
         log.error("the rank ends: %s %s", failure.message, failure.detail)
         follower.watch.fail(failure, status)
         return status
-    follower.watch.close()
+    follower.close()
     return Exit.OK
 
 
@@ -112,6 +112,12 @@ class Follower:
             if not isinstance(message, Plan):
                 raise PartnerLost(f"rank 0 said {type(message).__name__} out of turn")
             self.do(message)
+
+    def close(self) -> None:
+        """Leave the group: what was said last is sent."""
+        if self.watch.close():
+            self._socket.close(LINGER_MS)
+            self._sockets.close()
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -174,10 +180,9 @@ class Follower:
         if plan.chunk:
             self._tick(plan)
         self._progress.end()
-        if not self._is_leaving:
-            step_us = int((time.perf_counter() - began) * 1e6)
-            done = Done(self._rank.rank, plan.seq, self.crc, step_us, mx.get_active_memory())
-            self._socket.send(group.encode(done))
+        step_us = int((time.perf_counter() - began) * 1e6)
+        done = Done(self._rank.rank, plan.seq, self.crc, step_us, mx.get_active_memory())
+        self._socket.send(group.encode(done))
 
     def _tick(self, plan: Plan) -> None:
         tick = self._batch.tick(plan.chunk, rides=plan.rides)

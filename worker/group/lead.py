@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -41,6 +42,8 @@ log = logging.getLogger("mlxd.worker")
 
 # Waits are in parts, so that signals are handled between them.
 _POLL_MS: Final = 250
+# How long a rank that was asked to stop waits for the others to leave.
+_LEAVE_S: Final = 1.0
 _Answer = TypeVar("_Answer", Join, Loaded, Measured, Done)
 
 
@@ -63,6 +66,7 @@ class Lead:
         assert spec.group is not None
         assert spec.rank is not None
         self._spec, self._group, self._rank = spec, spec.group, spec.rank
+        self._followers: Final = range(1, self._group.size)
         self._progress = Progress()
         self._sockets = RankSockets(self._rank)
         self._socket = self._sockets.bind(self._rank.plan)
@@ -92,6 +96,8 @@ class Lead:
         for rank, join in sorted(self._joined.items()):
             if failure := mismatch(identity, join, self._name(rank), self._spec.epoch):
                 raise failure
+        if silent := self._watch.absent(deadline - time.monotonic()):
+            raise PartnerLost(f"{self._names(silent)} joined, and cannot be heard at {self._rank.watch}")
         links = (fabric.own_links(self._rank), *(join.links for _, join in sorted(self._joined.items())))
         coordinator = fabric.own_links(self._rank)[0] if backend == NCCL else ""
         go = Go(backend, parallel, links, (), coordinator, self._group.split)
@@ -136,8 +142,12 @@ class Lead:
         return (own, *(RankStats(done.memory, done.step_us) for _, done in sorted(self._done.items())))
 
     def leave(self) -> None:
+        """As `Partners` has it. A follower that has gone before is no loss, and one that hangs is not waited for."""
+        self._watch.leave()
         self._ops.append(Leave())
-        self._send(0)
+        with suppress(PartnerLost):
+            self._send(0)
+            self._await(Done, time.monotonic() + _LEAVE_S, "leave")
         self.close()
 
     def close(self) -> None:
@@ -180,11 +190,15 @@ class Lead:
         self._tell(group.encode(Plan(self._seq, self._crc, ops, chunk, rides)))
 
     def _tell(self, frame: bytes) -> None:
-        for rank in range(1, self._group.size):
+        """Raises `PartnerLost` once all that can be reached were told."""
+        lost: PartnerLost | None = None
+        for rank in self._followers:
             try:
                 self._socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                raise PartnerLost(f"rank {rank} ({self._name(rank)}) cannot be reached: {error}") from error
+                lost = PartnerLost(f"rank {rank} ({self._name(rank)}) cannot be reached: {error}")
+        if lost is not None:
+            raise lost
 
     def _await(self, kind: "type[_Answer]", deadline: float, action: str) -> "dict[int, _Answer]":
         """One answer of each follower."""
@@ -192,14 +206,13 @@ class Lead:
         early, self._early = self._early, []
         for rank, message in early:
             self._sort(rank, message, kind, answers)
-        while len(answers) < self._group.size - 1:
+        while len(answers) < len(self._followers):
             left_ms = (deadline - time.monotonic()) * 1e3
             if left_ms <= 0:
-                absent = [rank for rank in range(1, self._group.size) if rank not in answers]
-                names = ", ".join(f"rank {rank} ({self._name(rank)})" for rank in absent)
-                raise PartnerLost(f"{names} did not {action} in time")
+                absent = [rank for rank in self._followers if rank not in answers]
+                raise PartnerLost(f"{self._names(absent)} did not {action} in time")
             if self._socket.poll(int(min(left_ms, _POLL_MS)) or 1):
-                self._sort(*self._receive(), kind, answers)
+                self._receive(kind, answers)
         return answers
 
     def _sort(self, rank: int, message: group.Up, kind: "type[_Answer]", answers: "dict[int, _Answer]") -> None:
@@ -208,14 +221,19 @@ class Lead:
         else:
             self._early.append((rank, message))
 
-    def _receive(self) -> tuple[int, group.Up]:
-        sender, frame = self._socket.recv_multipart()
+    def _receive(self, kind: "type[_Answer]", answers: "dict[int, _Answer]") -> None:
+        """Take in the next message, if it is a follower's."""
+        sender, *_, frame = self._socket.recv_multipart()
         rank = int.from_bytes(sender, "big")
         try:
-            return rank, group.decode_up(frame)
+            message = group.decode_up(frame)
         except MalformedFrame as error:
-            message = f"rank {rank} ({self._name(rank)}) is of another version of mlxd"
-            raise LoadFailed(Code.INCOMPATIBLE, message, detail=str(error)) from error
+            text = f"rank {rank} ({self._name(rank)}) is of another version of mlxd"
+            raise LoadFailed(Code.INCOMPATIBLE, text, detail=str(error)) from error
+        self._sort(rank, message, kind, answers)
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(f"rank {rank} ({self._name(rank)})" for rank in ranks)
 
     def _name(self, rank: int) -> str:
-        return self._group.nodes[rank] if rank < self._group.size else "unknown"
+        return self._group.nodes[rank]

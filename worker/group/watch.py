@@ -5,6 +5,7 @@ A rank whose partner is gone waits in a collective forever: it is ended from her
 
 import faulthandler
 import logging
+import socket as tcp
 import threading
 import time
 from collections.abc import Callable
@@ -13,11 +14,12 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from protocol import group
 from protocol.codec import MalformedFrame
 from protocol.failures import FINAL_EXITS, Code, Exit, Failure
-from protocol.group import Beat, Failed
+from protocol.group import Beat, Failed, Left
 from protocol.spec import RankSpec
 from worker.group.rank_sockets import LINGER_MS, RankSockets, Socket
 
@@ -30,6 +32,8 @@ BLACKOUT_S: Final = 2.0
 # A tick may take so many times as long as the ones before it.
 SLOWER: Final = 4.0
 FIRST_S: Final = 15.0
+# How long an attempt to connect may take that shows whether rank 0 still listens.
+_PROBE_S: Final = 0.25
 
 Lost = Callable[[Failure, int], None]
 """Ends the process: the reason, and the exit status."""
@@ -68,10 +72,12 @@ class _Watch:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Whether the thread has ended, as it does but where it is stuck."""
         self._is_closing.set()
         self._thread.join(timeout=5.0)
         faulthandler.cancel_dump_traceback_later()
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -112,7 +118,23 @@ class LeadWatch(_Watch):
         self._names = names
         self._heard: dict[int, float] = {}
         self._beats: dict[int, Beat] = {}
+        self._is_complete = threading.Event()
+        self._is_leaving = False
         self._socket = sockets.bind(rank.watch)
+
+    def absent(self, timeout_s: float) -> list[int]:
+        """Followers that were not heard of within this time."""
+        if self._is_complete.wait(max(0.0, timeout_s)):
+            return []
+        return [rank for rank in range(1, len(self._names)) if rank not in self._heard]
+
+    def leave(self) -> None:
+        """Tell the followers that the group was stopped: from here on no end of a rank is a loss."""
+        self._is_leaving = True
+
+    def lose(self, why: str, status: int = Exit.PARTNER_LOST, code: Code = Code.WORKER_DIED) -> None:
+        if not self._is_leaving:
+            super().lose(why, status, code)
 
     def _watch(self) -> None:
         socket, looked, said = self._socket, time.monotonic(), 0.0
@@ -139,8 +161,12 @@ class LeadWatch(_Watch):
             return
         rank = int.from_bytes(frames[0], "big")
         match message:
+            case Left():
+                pass  # only rank 0 says so
             case Beat():
                 self._heard[rank], self._beats[rank] = time.monotonic(), message
+                if len(self._heard) == len(self._names) - 1:
+                    self._is_complete.set()
             case Failed(status=status, failure=failure):
                 why = f"rank {rank} ({self._name(rank)}): {failure.message}"
                 if status in FINAL_EXITS:
@@ -149,7 +175,7 @@ class LeadWatch(_Watch):
                     self.lose(f"{why} {failure.detail}".strip())
 
     def _say(self, socket: Socket) -> None:
-        frame = self._beat()
+        frame = group.encode(Left()) if self._is_leaving else self._beat()
         for rank in list(self._heard):
             try:
                 socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
@@ -176,6 +202,10 @@ class FollowerWatch(_Watch):
     def __init__(self, rank: RankSpec, sockets: RankSockets, progress: Progress, lost: Lost) -> None:
         super().__init__(rank, sockets, progress, lost)
         self._words: SimpleQueue[Failed] = SimpleQueue()
+        # Rank 0 has stopped the group: from here on its end is no loss.
+        self._is_left = False
+        # The connection has ended, and there is no other one yet.
+        self._is_cut = False
 
     def fail(self, failure: Failure, status: int) -> None:
         """Say why this rank ends, and close."""
@@ -184,6 +214,7 @@ class FollowerWatch(_Watch):
 
     def _watch(self) -> None:
         socket = self._sockets.connect(self.rank.watch)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         heard = looked = time.monotonic()
         patience_s = self.rank.join_s
         while not self._is_closing.is_set():
@@ -191,17 +222,44 @@ class FollowerWatch(_Watch):
             with suppress(zmq.Again):  # until rank 0 is there
                 socket.send(self._beat(), zmq.NOBLOCK)
             if socket.poll(_BEAT_MS):
-                while socket.poll(0):
-                    socket.recv()
+                self._hear(socket)
                 heard, patience_s = time.monotonic(), self.rank.beat_s
                 self._is_closing.wait(BEAT_S)
+            while monitor.poll(0):
+                self._is_cut = recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+            if self._is_cut and _refuses(self.rank.watch):
+                self._hear(socket)  # it may have said so
+                if not self._is_left:
+                    self.lose("rank 0 has ended")
             now = time.monotonic()
             if now - looked > BLACKOUT_S:
                 heard = now
             looked = now
             if now - heard > patience_s:
-                self.lose(f"rank 0 has been silent for {now - heard:.0f} s")
+                status = Exit.OK if self._is_left else Exit.PARTNER_LOST
+                self.lose(f"rank 0 has been silent for {now - heard:.0f} s", status)
+        socket.disable_monitor()
+        monitor.close(0)
         with suppress(Empty, zmq.Again):
             while True:
                 socket.send(group.encode(self._words.get_nowait()), zmq.NOBLOCK)
         socket.close(LINGER_MS)
+
+    def _hear(self, socket: Socket) -> None:
+        """Take in all that is there."""
+        while socket.poll(0):
+            frame = socket.recv()
+            with suppress(MalformedFrame):
+                self._is_left |= isinstance(group.decode_watch(frame), Left)
+
+
+def _refuses(address: str) -> bool:
+    """Whether nothing listens at an address whose machine answers."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        with tcp.create_connection((host, int(port)), _PROBE_S):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # its machine or the network is gone: silence tells
+        return False

@@ -1,8 +1,10 @@
 """Processes of a group: the end of rank 0 is the end of all, and the end of a follower that of rank 0."""
 
 import asyncio
+import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +89,14 @@ async def test_a_follower_that_cannot_be_helped_by_another_start_says_so_for_its
 async def test_native_code_that_lost_a_partner_ends_with_1() -> None:
     status, _ = await end_of("raise SystemExit(1)", ASLEEP)
     assert status == Exit.PARTNER_LOST
+
+
+async def test_a_clean_stop_is_one_whichever_rank_ends_first(tmp_path: Path) -> None:
+    path = tmp_path / "ends"
+    os.mkfifo(path)
+    follower = f"held = open({str(path)!r}, 'w'); print(flush=True); raise SystemExit(72)"
+    status, _ = await end_of(f"open({str(path)!r}).read()", follower)
+    assert status == Exit.OK
 
 
 async def test_a_killed_group_is_killed_as_a_whole() -> None:

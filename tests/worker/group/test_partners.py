@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.failures import Exit
-from protocol.messages import Generate, Goodbye, Sampling, Step, TextPrompt
+from protocol.messages import Generate, Goodbye, Sampling, Shutdown, Step, TextPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import build
 from tests.support.ranks import ROOT, RunningGroup, group_spec
@@ -69,7 +69,8 @@ def test_a_follower_out_of_step_is_noticed_before_a_wrong_token_leaves(
 def test_a_slow_follower_is_waited_for_and_one_without_a_lead_ends(
     run_dir: Path, folder: Path, expected: list[int]
 ) -> None:
-    with group_of(run_dir, folder, "slow", beat_s=patient(2)) as group:
+    # Nothing listens where rank 0 did: that is noticed long before its silence would be.
+    with group_of(run_dir, folder, "slow", beat_s=patient(120)) as group:
         group.ready()
         assert group.run([request(2000)])[0].ids == expected
         group.process.send_signal(signal.SIGKILL)
@@ -82,6 +83,16 @@ def test_a_follower_that_is_stopped_or_hangs_ends_the_group_by_name(run_dir: Pat
         group.ranks[1].send_signal(signal.SIGSTOP)
         assert "rank 1 (local)" in farewell(group)
         assert group.process.wait(patient(60)) == Exit.PARTNER_LOST
+
+
+def test_a_stop_is_clean_although_a_follower_hangs(run_dir: Path, folder: Path) -> None:
+    with group_of(run_dir, folder, beat_s=patient(2)) as group:
+        group.ready()
+        group.ranks[1].send_signal(signal.SIGSTOP)
+        group.send(Shutdown())
+        assert group.process.wait(patient(60)) == Exit.OK, group.stderr()
+        group.ranks[1].send_signal(signal.SIGCONT)
+        group.ranks[1].wait(patient(60))
 
 
 def test_a_step_that_takes_too_long_ends_the_group(run_dir: Path, folder: Path) -> None:

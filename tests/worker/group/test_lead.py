@@ -1,0 +1,93 @@
+"""Rank 0's side of the plan, without an engine: when a group begins, and how it ends."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import zmq
+
+from protocol import group, sockets
+from protocol.codec import MAX_FRAME_BYTES
+from protocol.curve import KeyPair
+from protocol.failures import Failure
+from protocol.group import Beat, Join, Versions
+from protocol.spec import RankSpec
+from tests.support.ranks import group_spec, ranks_with
+from tests.support.scale import patient
+from worker.errors import PartnerLost
+from worker.group.lead import Lead
+from worker.group.rank_identity import Identity
+
+VERSIONS = Versions("1", "2", "3")
+
+
+@dataclass
+class Ranks:
+    """Rank 0 of three in this process, and sockets with the keys of its followers."""
+
+    lead: Lead
+    ranks: list[RankSpec]
+    lost: list[Failure]
+    _context: Any
+    _open: list[Any] = field(default_factory=list)
+
+    def say(self, rank: int, *messages: group.Up | group.Watch, watch: bool = False) -> None:
+        """Send messages by a connection of this rank."""
+        own = self.ranks[rank]
+        address = own.watch if watch else own.plan
+        identity = group.identity(rank)
+        keys = KeyPair(own.public, own.secret)
+        socket = sockets.connect_secure_dealer(self._context, address, identity, own.server, keys, MAX_FRAME_BYTES)
+        self._open.append(socket)
+        assert socket.poll(patient(20) * 1000, zmq.POLLOUT), "it is admitted by its key"
+        for message in messages:
+            socket.send(group.encode(message))
+
+    def gather(self) -> str:
+        """The reason why the group does not begin."""
+        with pytest.raises(PartnerLost) as error:
+            self.lead.gather(Identity(VERSIONS, "form"), "tensor", "ring")
+        return error.value.failure.message
+
+    def close(self) -> None:
+        for socket in self._open:
+            socket.close(0)
+        self._context.term()
+
+
+def join(rank: int) -> Join:
+    return Join(1, rank, 99, "host", VERSIONS, "form")
+
+
+@pytest.fixture
+def start(tmp_path: Any) -> Iterator[Callable[[float], Ranks]]:
+    with ExitStack() as stack:
+
+        def ranks(join_s: float) -> Ranks:
+            first, *others = ranks_with(group_spec(tmp_path, "tensor", 3), join_s=join_s, beat_s=patient(60))
+            assert first.rank is not None
+            lost: list[Failure] = []
+            lead = Lead(first, lambda failure, _status: lost.append(failure))
+            stack.callback(lead.leave)
+            specs = [first.rank, *(each.rank for each in others if each.rank is not None)]
+            running = Ranks(lead, specs, lost, zmq.Context())
+            stack.callback(running.close)
+            return running
+
+        yield ranks
+
+
+def test_a_group_does_not_begin_before_each_follower_is_heard_on_the_watch(start: Callable[[float], Ranks]) -> None:
+    ranks = start(1.0)
+    ranks.say(1, join(1))
+    ranks.say(2, join(2))
+    ranks.say(1, Beat(1), watch=True)
+    assert "rank 2 (local) joined, and cannot be heard at" in ranks.gather()
+
+
+def test_a_stop_is_clean_although_a_follower_has_gone(start: Callable[[float], Ranks]) -> None:
+    ranks = start(1.0)
+    ranks.lead.leave()
+    assert ranks.lost == []
