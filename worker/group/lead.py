@@ -216,6 +216,11 @@ class Lead:
         return answers
 
     def _sort(self, rank: int, message: group.Up, kind: "type[_Answer]", answers: "dict[int, _Answer]") -> None:
+        """Count an answer, or keep one that is not waited for yet. Raises `PartnerLost` for a second one."""
+        is_waited_for = isinstance(message, kind)
+        if rank in answers if is_waited_for else any((rank, type(message)) == (by, type(m)) for by, m in self._early):
+            name = type(message).__name__
+            raise PartnerLost(f"rank {rank} ({self._name(rank)}) said {name} twice; it is out of step")
         if isinstance(message, kind):
             answers[rank] = message
         else:
@@ -225,11 +230,16 @@ class Lead:
         """Take in the next message, if it is a follower's."""
         sender, *_, frame = self._socket.recv_multipart()
         rank = int.from_bytes(sender, "big")
+        if rank not in self._followers:
+            log.warning("dropped a frame under the rank %d, which is none of the group's followers", rank)
+            return
         try:
             message = group.decode_up(frame)
         except MalformedFrame as error:
             text = f"rank {rank} ({self._name(rank)}) is of another version of mlxd"
             raise LoadFailed(Code.INCOMPATIBLE, text, detail=str(error)) from error
+        if message.rank != rank:
+            raise PartnerLost(f"rank {rank} ({self._name(rank)}) says that it is rank {message.rank}")
         self._sort(rank, message, kind, answers)
 
     def _names(self, ranks: Sequence[int]) -> str:

@@ -160,6 +160,9 @@ class LeadWatch(_Watch):
             log.warning("dropped a malformed frame of the group: %s", error)
             return
         rank = int.from_bytes(frames[0], "big")
+        if not 0 < rank < len(self._names) or (isinstance(message, Beat | Failed) and message.rank != rank):
+            log.warning("dropped a frame of the group under the rank %d, which is none of its followers", rank)
+            return
         match message:
             case Left():
                 pass  # only rank 0 says so

@@ -1,4 +1,4 @@
-"""Rank 0's side of the plan, without an engine: when a group begins, and how it ends."""
+"""Rank 0's side of the plan, without an engine: answers count once, and only those of the group's followers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,6 +21,7 @@ from worker.group.lead import Lead
 from worker.group.rank_identity import Identity
 
 VERSIONS = Versions("1", "2", "3")
+STRANGER = 7
 
 
 @dataclass
@@ -33,11 +34,11 @@ class Ranks:
     _context: Any
     _open: list[Any] = field(default_factory=list)
 
-    def say(self, rank: int, *messages: group.Up | group.Watch, watch: bool = False) -> None:
-        """Send messages by a connection of this rank."""
+    def say(self, rank: int, *messages: group.Up | group.Watch, name: int | None = None, watch: bool = False) -> None:
+        """Send messages by a connection of this rank, under the routing id `name` if it is another."""
         own = self.ranks[rank]
         address = own.watch if watch else own.plan
-        identity = group.identity(rank)
+        identity = group.identity(rank if name is None else name)
         keys = KeyPair(own.public, own.secret)
         socket = sockets.connect_secure_dealer(self._context, address, identity, own.server, keys, MAX_FRAME_BYTES)
         self._open.append(socket)
@@ -79,11 +80,38 @@ def start(tmp_path: Any) -> Iterator[Callable[[float], Ranks]]:
         yield ranks
 
 
+def test_an_answer_under_a_rank_that_the_group_does_not_have_is_not_counted(start: Callable[[float], Ranks]) -> None:
+    ranks = start(1.0)
+    ranks.say(1, join(1))
+    ranks.say(1, join(STRANGER), name=STRANGER)
+    assert ranks.gather() == "rank 2 (local) did not join in time"
+
+
+def test_an_answer_that_comes_twice_ends_the_group(start: Callable[[float], Ranks]) -> None:
+    ranks = start(patient(20))
+    ranks.say(1, join(1), join(1))
+    assert "rank 1 (local) said Join twice" in ranks.gather()
+
+
+def test_a_message_that_is_not_waited_for_yet_is_kept_once(start: Callable[[float], Ranks]) -> None:
+    ranks = start(patient(20))
+    done = group.Done(2, 1, 0)
+    ranks.say(2, done, done)
+    assert "rank 2 (local) said Done twice" in ranks.gather()
+
+
+def test_a_follower_that_says_it_is_another_rank_ends_the_group(start: Callable[[float], Ranks]) -> None:
+    ranks = start(patient(20))
+    ranks.say(1, join(2))
+    assert ranks.gather() == "rank 1 (local) says that it is rank 2"
+
+
 def test_a_group_does_not_begin_before_each_follower_is_heard_on_the_watch(start: Callable[[float], Ranks]) -> None:
     ranks = start(1.0)
     ranks.say(1, join(1))
     ranks.say(2, join(2))
     ranks.say(1, Beat(1), watch=True)
+    ranks.say(1, Beat(STRANGER), name=STRANGER, watch=True)
     assert "rank 2 (local) joined, and cannot be heard at" in ranks.gather()
 
 
