@@ -123,13 +123,14 @@ class Speculator:
 
     def tend(self) -> None:
         for uid in self._unindexed:
-            row = self._rows.get(uid)
-            if row is None or row.lookup.index(_INDEXED):
+            if self._rows[uid].lookup.index(_INDEXED):
                 del self._unindexed[uid]
             return
 
     def discard(self, uid: int) -> None:
         row = self._rows.pop(uid, None)
+        # One that ends before its turn: `tend` takes one a tick, and more may come and go in that time.
+        self._unindexed.pop(uid, None)
         if row is not None:
             text = row.lookup.text
             self._history.add(row.drafting.salt, text, len(text) - row.begin)

@@ -219,3 +219,13 @@ def test_a_model_is_asked_for_the_rows_that_have_no_better_draft_and_for_no_more
     assert (proposer.uids, proposer.count) == ([2], proposer.longest)
     assert drafts[0][:10] == TEXT[1:11]
     assert drafts[1] == list(range(10, 10 + proposer.longest))
+
+
+def test_rows_that_end_before_their_text_is_indexed_hold_no_other_up() -> None:
+    speculator = Speculator()
+    for uid in range(100):
+        speculator.add(uid, np.array(TEXT, dtype=np.int32), Drafting())
+        speculator.discard(uid)
+    speculator.add(100, np.array(TEXT * 3, dtype=np.int32), Drafting())
+    speculator.tend()
+    assert not speculator._unindexed
