@@ -34,8 +34,10 @@ class EagleHead:
         if kind != "eagle3":
             raise ValueError(f"it is a drafter of the kind {kind}")
         head = cls(model, target, vocab)
+        lowest: Any = mx.min(head._ids).item()
         highest: Any = mx.max(head._ids).item()
-        if highest >= vocab:
+        # Drafts are looked up in its own table of embeddings, too: beyond its end there is other memory.
+        if lowest < 0 or highest >= min(vocab, head.tokens):
             raise ValueError("its tokens are not the target's")
         return head
 

@@ -82,3 +82,13 @@ def test_eagle_for_another_target_is_refused(target: Path, tmp_path: Path) -> No
         folder = eagle(tmp_path / "eagle", **config)
         with pytest.raises(LoadFailed, match="cannot draft for this model"):
             load_checked(spec(target, draft=str(folder)), lambda *_: None)
+
+
+@pytest.mark.parametrize("first", [-1, VOCAB - 254])
+def test_eagle_whose_tokens_lie_outside_of_the_target_s_is_refused(first: int, target: Path, tmp_path: Path) -> None:
+    folder = eagle(tmp_path / "eagle")
+    file = str(folder / "model.safetensors")
+    weights: Any = mx.load(file)
+    mx.save_safetensors(file, weights | {"d2t": mx.zeros(255, dtype=mx.int32) + first}, {"format": "mlx"})
+    with pytest.raises(LoadFailed, match="its tokens are not the target's"):
+        load_checked(spec(target, draft=str(folder)), lambda *_: None)
