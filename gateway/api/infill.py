@@ -19,8 +19,9 @@ from protocol.messages import Delta, Finish, Generate, Infill, TextPrompt, Usage
 
 # Other files of a request.
 FILES_MAX: Final = 256
-# How llama.cpp caches, and where its slots are: here every prefix is cached.
-NO_ACTION: Final = frozenset({"cache_prompt", "id_slot", "n_indent", "n_keep", "n_probs"})
+# How llama.cpp caches, where its slots are, and what is left of a prompt that is too long: here every prefix is cached,
+# and such a prompt is a 400.
+NO_ACTION: Final = frozenset({"cache_prompt", "id_slot", "n_keep"})
 _EMPTY: Final = Usage(0, 0, 0)
 
 _encode: Final = msgspec.json.Encoder().encode

@@ -4,6 +4,7 @@ Ollama's are token ids. These are the turns themselves, three bytes of their JSO
 come back to any worker, with or without its cache, and the turns go through the chat template like all others.
 """
 
+import struct
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
@@ -17,6 +18,8 @@ MARK: Final = 0x6D6C7864
 # Fits into a signed integer of 32 bits, as some clients keep them.
 _WIDTH: Final = 3
 _WORD: Final = 1 << (8 * _WIDTH)
+# Of a number as it is packed.
+_BYTES: Final = 4
 
 
 class Turn(Struct, frozen=True, array_like=True):
@@ -32,25 +35,32 @@ _turns: Final = msgspec.json.Decoder(list[Turn])
 def write_context(turns: Sequence[Turn]) -> list[int]:
     """The turns as numbers: the mark, the length in bytes, and the bytes."""
     data = msgspec.json.encode(turns)
-    words = [int.from_bytes(data[at : at + _WIDTH], "big") for at in range(0, len(data), _WIDTH)]
-    return [MARK, len(data), *words]
+    count = len(data) // _WIDTH
+    whole = count * _WIDTH
+    # Without a step of Python's for each number: there may be a million.
+    words = bytearray(count * _BYTES)
+    for at in range(_WIDTH):
+        words[_WIDTH - 1 - at :: _BYTES] = data[at:whole:_WIDTH]
+    end = [int.from_bytes(data[whole:], "big")] if whole < len(data) else []
+    return [MARK, len(data), *struct.unpack(f"<{count}I", words), *end]
 
 
 def read_context(numbers: Sequence[int]) -> list[Turn]:
     """The turns that `write_context` has written. Raises `BadRequest`."""
     if not numbers:
         return []
-    if len(numbers) < 2 or numbers[0] != MARK or not all(0 <= number < _WORD for number in numbers[1:]):
+    if len(numbers) < 2 or numbers[0] != MARK or min(numbers) < 0 or max(numbers[1:]) >= _WORD:
         raise _foreign()
     size, words = numbers[1], numbers[2:]
-    if len(words) != -(-size // _WIDTH):
+    count, width = divmod(size, _WIDTH)
+    if len(words) != count + bool(width) or (width and words[-1] >= 1 << (8 * width)):
         raise _foreign()
-    data = bytearray()
-    for at, word in enumerate(words):
-        width = min(_WIDTH, size - at * _WIDTH)
-        if word >= 1 << (8 * width):
-            raise _foreign()
-        data += word.to_bytes(width, "big")
+    packed = struct.pack(f"<{count}I", *words[:count])
+    data = bytearray(count * _WIDTH)
+    for at in range(_WIDTH):
+        data[at::_WIDTH] = packed[_WIDTH - 1 - at :: _BYTES]
+    if width:
+        data += words[-1].to_bytes(width, "big")
     try:
         return _turns.decode(bytes(data))
     except (msgspec.DecodeError, UnicodeDecodeError):

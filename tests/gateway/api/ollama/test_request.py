@@ -176,3 +176,12 @@ def test_any_other_time_is_not_zero(text: str) -> None:
 
 def test_a_row_of_zeros_that_ends_in_something_else_is_refused_at_once() -> None:
     assert not is_zero("0" * 63 + "x"), "a search of all ways to part it would not end"
+
+
+@pytest.mark.parametrize("text", ["", "a", "ab", "abc", "ü", "日本語" * 100])
+def test_a_conversation_has_the_numbers_that_it_always_had(text: str) -> None:
+    turns = [Turn("user", text), Turn("assistant", "x" + text)]
+    data = json.dumps([["user", text], ["assistant", "x" + text]], separators=(",", ":"), ensure_ascii=False).encode()
+    words = [int.from_bytes(data[at : at + 3]) for at in range(0, len(data), 3)]
+    assert write_context(turns)[1:] == [len(data), *words]
+    assert read_context(write_context(turns)) == turns
