@@ -1,5 +1,6 @@
 """Transcriptions, translations and speech over HTTP from real workers, by OpenAI's SDK and by hand."""
 
+import asyncio
 import base64
 import json
 import os
@@ -16,7 +17,7 @@ from msgspec import structs
 
 from gateway.config.settings import AudioConfig, MediaConfig, ModelConfig
 from gateway.supervisor.spawn import default_command
-from tests.gateway.harness import Gateway, running
+from tests.gateway.harness import Gateway, running, until
 from tests.support.audio_models import build_moonshine, build_qwen_tts, build_whisper, tone
 from tests.support.models import build
 from tests.support.pool import short_home
@@ -40,7 +41,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
         ModelConfig(name="speaker", path=str(build_qwen_tts(folder / "speaker"))),
         ModelConfig(name="text", path=str(build("qwen3", folder / "text"))),
     ]
-    limits = AudioConfig(max_size_bytes=200_000, max_duration_s=5.0, max_input=200)
+    limits = AudioConfig(max_size_bytes=200_000, max_duration_s=5.0, max_input=4000)
     with short_home() as home:
         async with running(home, models=models, command=default_command, audio=limits) as made:
             yield made
@@ -181,7 +182,7 @@ async def test_a_clip_that_cannot_be_heard_is_refused(
     ("path", "body", "param", "words"),
     [
         ("audio/speech", {"input": " "}, "input", "empty"),
-        ("audio/speech", {"input": "a" * 201}, "input", "200 are taken"),
+        ("audio/speech", {"input": "a" * 4001}, "input", "4000 are taken"),
         ("audio/speech", {"input": "a", "response_format": "mid"}, "response_format", "mid"),
         ("audio/speech", {"input": "a", "speed": 9}, "speed", "4"),
         ("audio/speech", {"input": "a", "stream_format": "zip"}, "stream_format", "zip"),
@@ -237,6 +238,73 @@ async def test_a_killed_worker_is_a_pause_for_a_transcript_and_for_speech(gatewa
     await kill("speaker")
     assert (await heard(gateway)).json()["text"] == whole
     assert await spoken(gateway, response_format="pcm") == speech
+
+
+async def test_deep_health_asks_audio_models_for_what_they_do(gateway: Gateway) -> None:
+    await heard(gateway)
+    await heard(gateway, model="moonshine")
+    await spoken(gateway)
+    probes = (await gateway.client.get("/healthz?deep=1")).json()["models"]
+    states = {probe["model"]: (probe["ok"], probe["state"], probe["error"]) for probe in probes}
+    assert {name: states[name] for name in ("whisper", "moonshine", "speaker")} == dict.fromkeys(
+        ("whisper", "moonshine", "speaker"), (True, "ready", "")
+    )
+
+
+async def test_a_client_that_leaves_amid_its_upload_leaves_nothing(gateway: Gateway) -> None:
+    services, statuses = gateway.app.services, gateway.metrics.requests_without_model
+    before = statuses["499"]
+    _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    part = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\n' + tone(2.0)
+    writer.write(
+        b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 150000\r\n"
+        b"content-type: multipart/form-data; boundary=x\r\n\r\n" + part
+    )
+    await until(lambda: services.bodies.numbers.used_bytes > 0)
+    writer.close()
+    await until(lambda: statuses["499"] == before + 1)
+    assert services.bodies.numbers.used_bytes == 0
+    assert services.media.numbers.used_bytes == 0
+    assert gateway.link.in_flight == 0
+
+
+async def test_a_client_that_leaves_before_its_clip_is_heard_leaves_nothing(gateway: Gateway) -> None:
+    await heard(gateway)
+    services, worker = gateway.app.services, gateway.pool.worker("whisper")
+    finished = gateway.metrics.model("whisper").finished
+    before = finished["abort"]
+    # It is stopped, so that the client leaves before its answer.
+    os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        request = asyncio.create_task(heard(gateway))
+        await until(lambda: gateway.link.in_flight == 1)
+        request.cancel()
+        await until(lambda: gateway.link.in_flight == 0 and services.media.numbers.used_bytes == 0)
+        assert finished["abort"] == before + 1
+        assert gateway.link.aborts.count == 1
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+    await until(lambda: gateway.link.aborts.count == 0)
+    await heard(gateway)
+    assert gateway.pool.worker("whisper") is worker
+
+
+async def test_a_client_that_leaves_amid_speech_ends_it(gateway: Gateway) -> None:
+    services, numbers = gateway.app.services, gateway.metrics.model("speaker")
+    await spoken(gateway)
+    aborts, spoken_s = numbers.finished["abort"], numbers.stats.spoken_s if numbers.stats is not None else 0.0
+    # Some sixty groups of sentences, of ten seconds of sound each.
+    body = {"model": "speaker", "input": "The rain falls on all of us, and on all of it too. " * 75, "voice": "ryan"}
+    async with gateway.client.stream("POST", "/v1/audio/speech", json=body | {"response_format": "pcm"}) as reply:
+        assert reply.status_code == 200
+        await anext(reply.aiter_raw())
+    await until(lambda: gateway.link.in_flight == 0 and services.admission.inside("speaker") == 0)
+    assert numbers.finished["abort"] == aborts + 1
+    await until(lambda: gateway.link.aborts.count == 0)
+    await spoken(gateway)
+    await until(lambda: numbers.stats is not None and numbers.stats.spoken_s > spoken_s)
+    assert numbers.stats is not None
+    assert numbers.stats.spoken_s - spoken_s < 300.0, "most of it was not computed"
 
 
 async def test_files_of_all_requests_share_the_room_of_media(gateway: Gateway) -> None:

@@ -1,5 +1,6 @@
 """Models that speak: what each takes of a request, and a speech that a seed gives again."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def test_control_tokens_in_texts_of_qwen_are_refused(qwen: AudioModel, field: st
     with pytest.raises(RequestInvalid, match="control token") as refused:
         job(qwen, voice="ryan", **fields)
     assert refused.value.failure.param == field
+
+
+@pytest.mark.parametrize("settings", [{"format": "mp3"}, {"speed": 2.0}])
+def test_speech_that_needs_pyav_is_refused_without_it_by_the_command_that_installs_it(
+    qwen: AudioModel, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(RequestInvalid, match="mlxctl setup audio") as refused:
+        job(qwen, **settings)
+    assert refused.value.failure.param == {"format": "response_format"}.get(*settings, "speed")
+    assert spoken(job(qwen, voice="ryan", format="wav")).startswith(b"RIFF")
 
 
 def test_speech_that_gets_too_long_fails(qwen: AudioModel) -> None:
