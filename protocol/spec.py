@@ -55,6 +55,8 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     load_s: float = 600.0
     beat_s: float = 6.0
     step_s: float = 10.0
+    # A step of one that has done none yet, for the limit of the first ones, which compile kernels.
+    first_s: float = 15.0
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -1,6 +1,7 @@
 """One model over two daemons at two loopback addresses: it serves, and a lost node is a pause for its clients."""
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -110,6 +111,9 @@ async def test_a_model_over_two_daemons_serves_and_a_lost_node_is_a_pause(office
         assert office.near.counter("requests_quarantined_total") == 0
         (rank,) = office.far_ranks()
 
-        # The gateway vanishes: what it had elsewhere ends.
+        # The gateway vanishes with rank 0: what it had elsewhere ends.
+        lead = office.near.worker_pids()
         office.near.kill()
+        for pid in lead:
+            os.kill(pid, signal.SIGKILL)
         await until(lambda: not is_running(rank.pid), DEADLINE_S)

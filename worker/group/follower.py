@@ -88,7 +88,7 @@ class Follower:
 
     def __init__(self, spec: WorkerSpec, rank: RankSpec, load: Load) -> None:
         self._spec, self._rank, self._load_part = spec, rank, load
-        self._progress = Progress()
+        self._progress = Progress(rank.first_s)
         self._sockets = RankSockets(rank)
         self.watch = FollowerWatch(rank, self._sockets, self._progress, _lost)
         self._socket = self._sockets.connect(rank.plan)

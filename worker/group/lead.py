@@ -67,7 +67,7 @@ class Lead:
         assert spec.rank is not None
         self._spec, self._group, self._rank = spec, spec.group, spec.rank
         self._followers: Final = range(1, self._group.size)
-        self._progress = Progress()
+        self._progress = Progress(self._rank.first_s)
         self._sockets = RankSockets(self._rank)
         self._socket = self._sockets.bind(self._rank.plan)
         self._watch = LeadWatch(self._rank, self._group.nodes, self._sockets, self._progress, lost)

@@ -31,7 +31,6 @@ _BEAT_MS: Final = int(BEAT_S * 1e3)
 BLACKOUT_S: Final = 2.0
 # A tick may take so many times as long as the ones before it.
 SLOWER: Final = 4.0
-FIRST_S: Final = 15.0
 # How long an attempt to connect may take that shows whether rank 0 still listens.
 _PROBE_S: Final = 0.25
 
@@ -42,12 +41,12 @@ Lost = Callable[[Failure, int], None]
 class Progress:
     """Plans of this rank: the newest that it has begun and done, and since when it runs. Written by the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_s: float) -> None:
         self.begun = 0
         self.done = 0
         self.began_at = 0.0
-        # The longest of the newest ones, which decays. The first ones compile kernels.
-        self.longest_s = FIRST_S
+        # The longest of the newest ones, which decays.
+        self.longest_s = first_s
 
     def begin(self, seq: int) -> None:
         self.begun, self.began_at = seq, time.monotonic()
