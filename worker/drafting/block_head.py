@@ -49,10 +49,17 @@ class BlockHead:
         ):
             raise ValueError(f"it needs the layers {config.target_layer_ids} of a target that has {len(core.layers)}")
         self.longest = min(_LONGEST, int(config.block_size) - 1)
+        if self.longest < 1:
+            raise ValueError(f"its blocks have {config.block_size} tokens")
         self._bind(target)
         self.tokens = int(self._model.embed_tokens.weight.shape[0])
         if not 0 <= config.mask_token_id < self.tokens:
             raise ValueError(f"its mask is token {config.mask_token_id}, and the target has {self.tokens}")
+        if isinstance(model, DFlash2DraftModel):
+            selector = self._model.candidate_selector
+            known = min(each.weight.shape[0] for each in (selector.predecessor_codebook, selector.successor_codebook))
+            if known < vocab:  # beyond their ends there is other memory
+                raise ValueError(f"it selects among {known} tokens, and the target has {vocab}")
         for layer, attention in zip(self._model.layers, wrapped, strict=True):
             layer.self_attn = attention
 

@@ -171,13 +171,15 @@ def test_its_weights_and_kv_count_and_are_let_go(target: Path, tmp_path: Path) -
         ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, LAYERS]}}, "it needs the layers"),
         ({"dflash_config": {"mask_token_id": VOCAB, "target_layer_ids": [1, 2, 3]}}, "its mask is token"),
         ({"hidden_size": 32}, "cannot draft for this model"),
+        ({"block_size": 1}, "its blocks have 1 tokens"),
+        ({"vocab_size": VOCAB // 2}, "it selects among"),
         ({"model_type": "laguna"}, "cannot draft for this model"),
     ],
 )
 def test_a_drafter_of_another_target_is_refused(
     changes: dict[str, Any], reason: str, target: Path, tmp_path: Path
 ) -> None:
-    config = {**FORMS["dflash"], **changes}
+    config = {**FORMS["dflash2" if "vocab_size" in changes else "dflash"], **changes}
     try:
         folder = store(drafter(tmp_path / "drafter", config), tmp_path / "drafter")
     except Exception:  # nor can mlx-vlm make it
