@@ -1,5 +1,6 @@
 """From Ollama's requests to `protocol.Generate`."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -131,8 +132,11 @@ class _Turns:
 
     def __init__(self) -> None:
         self._count = 0
-        # Calls without a result, as id and name, and the names of all.
-        self._waiting: list[tuple[str, str]] = []
+        # Calls without a result, as id and name, by their number; the numbers of all calls by id and by name, in order;
+        # and the names of all.
+        self._waiting: dict[int, tuple[str, str]] = {}
+        self._by_id: dict[str, deque[int]] = {}
+        self._by_name: dict[str, deque[int]] = {}
         self._names: dict[str, str] = {}
 
     def lower(self, messages: list[Message]) -> list[dict[str, Any]]:
@@ -161,15 +165,29 @@ class _Turns:
         self._count += 1
         call_id, name, arguments = spec.id or f"call_{self._count}", spec.function.name, spec.function.arguments
         self._names[call_id] = name
-        self._waiting.append((call_id, name))
+        self._waiting[self._count] = call_id, name
+        self._by_id.setdefault(call_id, deque()).append(self._count)
+        self._by_name.setdefault(name, deque()).append(self._count)
         text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
         return Call(call_id, name, text)
 
     def _answered(self, message: Message) -> str:
         """The id of the call that a result belongs to."""
         wanted_id, wanted_name = message.tool_call_id, message.tool_name
-        for at, (call_id, name) in enumerate(self._waiting):
-            if call_id == wanted_id if wanted_id else wanted_name in (None, "", name):
-                del self._waiting[at]
-                return call_id
-        return wanted_id or f"call_{wanted_name or 'unknown'}"
+        if wanted_id:
+            number = self._first(self._by_id.get(wanted_id))
+        elif wanted_name:
+            number = self._first(self._by_name.get(wanted_name))
+        else:
+            number = next(iter(self._waiting), None)
+        if number is None:
+            return wanted_id or f"call_{wanted_name or 'unknown'}"
+        return self._waiting.pop(number)[0]
+
+    def _first(self, numbers: deque[int] | None) -> int | None:
+        """The first of these calls that waits. Those that do not are forgotten, so that each is looked at once."""
+        while numbers:
+            number = numbers.popleft()
+            if number in self._waiting:
+                return number
+        return None

@@ -156,7 +156,12 @@ def decode_generate(body: bytes) -> tuple[GenerateRequest, list[str]]:
         raise BadRequest("'raw' excludes 'system' and 'context'.", "raw", "invalid_value")
     if request.raw and request.images:
         raise Unsupported("'images' are not supported with 'raw'.", "images")
-    return request, unknown + _ignored(request, is_empty=is_empty(request))
+    ignored = _ignored(request, is_empty=is_empty(request))
+    if (request.raw or request.suffix) and request.think:  # which a template would be asked for
+        ignored.append("think")
+    if request.suffix and request.truncate:  # it has no turns that could be left out
+        ignored.append("truncate")
+    return request, unknown + ignored
 
 
 def decode_show(body: bytes) -> tuple[ShowRequest, list[str]]:
@@ -184,4 +189,6 @@ def _ignored(request: Asked, *, is_empty: bool) -> list[str]:
     _, ignored = read_options(request.options)
     if request.keep_alive is not None and not is_empty:
         ignored.append("keep_alive")
+    if request.top_logprobs and not request.logprobs:
+        ignored.append("top_logprobs")
     return [*ignored, "shift"] if request.shift else ignored

@@ -185,3 +185,27 @@ def test_a_conversation_has_the_numbers_that_it_always_had(text: str) -> None:
     words = [int.from_bytes(data[at : at + 3]) for at in range(0, len(data), 3)]
     assert write_context(turns)[1:] == [len(data), *words]
     assert read_context(write_context(turns)) == turns
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"raw": True, "think": True}, ["think"]),
+        ({"suffix": "b", "think": "high", "truncate": True}, ["think", "truncate"]),
+        ({"top_logprobs": 2}, ["top_logprobs"]),
+        ({"top_logprobs": 2, "logprobs": True, "raw": True, "think": False, "truncate": True}, []),
+    ],
+)
+def test_fields_of_a_completion_that_have_no_effect_are_named(fields: dict[str, Any], ignored: list[str]) -> None:
+    assert decode_generate(json.dumps({"prompt": "a"} | fields).encode())[1] == ignored
+
+
+def test_each_result_of_many_tools_finds_its_call_without_a_look_at_all_others() -> None:
+    count = 4000
+    calls = [{"function": {"name": f"f{at}", "arguments": {}}, "id": f"id{at}"} for at in range(count)]
+    results = [{"role": "tool", "content": "x", "tool_call_id": f"id{at}"} for at in reversed(range(count // 2))]
+    results += [{"role": "tool", "content": "x", "tool_name": f"f{at}"} for at in reversed(range(count // 2, count))]
+    results += [{"role": "tool", "content": "x", "tool_call_id": "none"} for _ in range(count)]
+    said = turns([{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}, *results])
+    ids = [f"id{at}" for at in [*reversed(range(count // 2)), *reversed(range(count // 2, count))]]
+    assert [turn["tool_call_id"] for turn in said if turn["role"] == "tool"] == ids + ["none"] * count
