@@ -1,33 +1,16 @@
 """Program that asks the hub for the daemon: one order as JSON on its standard input, one answer on its output.
 
 A process of its own, because the hub's library and the headers of weights keep the interpreter busy for long.
+The daemon does not import it, whose start would take half as long again.
 """
 
 import sys
-from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta, Struct
 
 from gateway.model_files.hub import HubFailed
 from gateway.model_files.search import Candidate, inspect_one, recommend, search, search_shortlist
-from gateway.web.schemas import HubModel, HubModels
-
-
-class HubOrder(Struct, frozen=True):
-    """A question: words to search for, or a repository."""
-
-    verb: Literal["search", "recommend", "info"]
-    available_bytes: int
-    words: Annotated[list[str], Meta(max_length=16)] = []
-    repository: str = ""
-
-
-class HubAnswer(Struct, frozen=True):
-    """The models, or why there are none."""
-
-    models: HubModels | None = None
-    error: str = ""
+from gateway.web.schemas import HubAnswer, HubModel, HubModels, HubOrder
 
 
 def main() -> None:

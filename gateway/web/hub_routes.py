@@ -15,8 +15,7 @@ from gateway.http.exchange import send_body
 from gateway.memory.host import ThisMachine
 from gateway.model_files.listing import Known, list_models
 from gateway.services import Services
-from gateway.web.hub_child import HubAnswer, HubOrder
-from gateway.web.schemas import HubModels, ModelFilesList, PullOrder
+from gateway.web.schemas import HubAnswer, HubModels, HubOrder, ModelFilesList, PullOrder
 
 CHILD: Final = (sys.executable, "-P", "-m", "gateway.web.hub_child")
 TIMEOUT_S: Final = 90.0

@@ -96,6 +96,22 @@ class HubModels(Struct, frozen=True):
     is_offline: bool = False
 
 
+class HubOrder(Struct, frozen=True):
+    """A question for `gateway.web.hub_child`, a process that asks the hub: words to search for, or a repository."""
+
+    verb: Literal["search", "recommend", "info"]
+    available_bytes: int
+    words: Annotated[list[str], Meta(max_length=16)] = []
+    repository: str = ""
+
+
+class HubAnswer(Struct, frozen=True):
+    """Its answer: the models, or why there are none."""
+
+    models: HubModels | None = None
+    error: str = ""
+
+
 class PullOrder(Struct, frozen=True, forbid_unknown_fields=True):
     """`POST pulls`."""
 

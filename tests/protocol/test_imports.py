@@ -67,6 +67,13 @@ def test_the_wire_is_importable_before_mlx() -> None:
     assert not MLX & set(ran.stdout.split())
 
 
+def test_a_daemon_starts_without_the_library_of_the_hub() -> None:
+    """A third of its start; the processes that ask the hub and download import it."""
+    code = "import sys, gateway.daemon; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert not {"huggingface_hub", "httpx2"} & set(ran.stdout.split())
+
+
 def test_only_the_sockets_module_sets_socket_options_of_the_protocol() -> None:
     setters = {
         str(file.relative_to(ROOT))
