@@ -1,7 +1,8 @@
 """A model that is loaded and checked: its template before its weights are read, its lane after."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from msgspec import structs
 
@@ -15,7 +16,7 @@ from worker.engine.partners import Partners
 from worker.engine.self_check import choose, sample
 from worker.errors import LoadFailed
 from worker.model.division import Division
-from worker.model.lanes import DETERMINISTIC, Lane
+from worker.model.lanes import DETERMINISTIC, Lane, Plan
 from worker.model.loader import Loaded, load, read_config, resolve
 from worker.prompt.templates import adopt_template, check_template
 from worker.sparse.gap_check import gap_problem
@@ -27,8 +28,9 @@ def load_checked(
     progress: Callable[[str, int, int], None],
     division: Division | None = None,
     partners: Partners | None = None,
+    check: Callable[[Any, Sequence[int], str, Partners | None], Plan] = choose,
 ) -> Loaded:
-    """Load what `spec` names and choose its lane; `progress` as for `load`. Raises `LoadFailed`."""
+    """Load what `spec` names and choose its lane by `check`; `progress` as for `load`. Raises `LoadFailed`."""
     if spec.chat_template:
         check_template(spec.chat_template)
     loaded = load(spec, progress, division)
@@ -42,7 +44,7 @@ def load_checked(
         if spec.sparse_keep:
             raise _no_sparse("deterministic = true")
         return _with_adapters(replace(loaded, plan=DETERMINISTIC), spec)
-    plan = choose(loaded.model, ids, spec.batching, partners)
+    plan = check(loaded.model, ids, spec.batching, partners)
     if plan.lane is Lane.EQUAL and loaded.vision is not None and loaded.vision.needs.block:
         # Chunks of equal length would cut media whose tokens must run together.
         plan = replace(plan, lane=Lane.SINGLE)

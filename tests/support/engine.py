@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,9 +33,13 @@ from worker.checked_model import load_checked
 from worker.engine.gauges import Gauges
 from worker.engine.inbox import Command, Inbox
 from worker.engine.loop import Engine
+from worker.engine.partners import Partners
 from worker.engine.row import Row
+from worker.engine.self_check import choose
 from worker.errors import RequestInvalid
+from worker.model.lanes import Plan
 from worker.model.loader import Loaded
+from worker.model.packing import give_up, packing_of
 from worker.prompt.intake import Intake
 from worker.prompt.sparse_limits import SparseLimits
 from worker.speculation.drafter import Drafter
@@ -69,6 +74,26 @@ class Result:
 
 def spec(path: Path, **settings: Any) -> WorkerSpec:
     return WorkerSpec(name="test", path=str(path), epoch=1, down="", up="", **settings)
+
+
+# Plans of the models that this process has loaded, and whether each runs packed passes.
+_PLANS: dict[tuple[object, ...], tuple[Plan, bool]] = {}
+
+
+def checked_once(
+    spec: WorkerSpec, model: Any, ids: Sequence[int], batching: str, partners: Partners | None = None
+) -> Plan:
+    """The self-check of the first load of these files; later loads are told what it found."""
+    files = sorted(Path(spec.path).glob("*")) if Path(spec.path).is_dir() else []
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = spec.path, spec.dtype, spec.kv_bits, spec.experts, batching, *ids, *stamps
+    if key not in _PLANS:
+        plan = choose(model, ids, batching, partners)
+        _PLANS[key] = plan, packing_of(model) is not None
+    plan, is_packed = _PLANS[key]
+    if not is_packed:
+        give_up(model)
+    return plan
 
 
 class EngineHarness:
@@ -109,7 +134,7 @@ class EngineHarness:
 
     def _main(self) -> None:
         try:
-            loaded = load_checked(self.spec, lambda *_: None)
+            loaded = load_checked(self.spec, lambda *_: None, check=partial(checked_once, self.spec))
             self.loaded = replace(loaded, model=self._wrap(loaded.model))
             self.adapters = adapters_of(loaded.model)
             limits = SparseLimits(self.spec.sparse_keep, self.spec.sparse_from)
