@@ -134,10 +134,12 @@ class ClipQueue:
                     self._end(clip, _STOPPING)
 
     def _expire(self) -> None:
-        """End what waits in vain, and what is decoded too late."""
-        now = time.monotonic()
+        """End what waits in vain, also because the room has become smaller, and what is decoded too late."""
+        now, most = time.monotonic(), self._room.alone_bytes
         for clip in [each for each in self._waiting.values() if now >= each.ends]:
             self._end(clip, _FULL)
+        for clip in [each for each in self._waiting.values() if each.needed > most]:
+            self._end(clip, _too_large(clip.needed, int(most)).failure)
         for clip in self._decoding.values():
             if now >= clip.ends and not clip.is_ended:
                 self._end(clip, _LATE)

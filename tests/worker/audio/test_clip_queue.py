@@ -82,6 +82,15 @@ class Harness:
             assert time.monotonic() < deadline, self.sent
             threading.Event().wait(0.002)
 
+    def until_short(self, *rids: int) -> None:
+        """Wait until these have been opened, so that their lengths are known, and wait for room."""
+
+        def is_short(rid: int) -> bool:
+            clip = self.clips._waiting.get(rid)
+            return clip is not None and clip.needed > 0
+
+        self.until(lambda: all(map(is_short, rids)))
+
     def end(self, rid: int) -> Delta | Rejected:
         """The terminal event of a request, the only one."""
         ends: list[Delta | Rejected] = []
@@ -149,7 +158,7 @@ def test_a_clip_that_is_larger_than_the_room_gets_in_alone(model: AudioModel) ->
     harness = Harness(model, SECOND)
     harness.room.take(OTHERS, 4)
     harness.ask(1, tone(3.0))
-    harness.until(lambda: harness.gauges.undecoded == 1 and harness.clips._waiting[1].needed > 0)
+    harness.until_short(1)
     harness.room.give_back(OTHERS, 4)
     assert harness.next_job().sample_bytes == 3 * SECOND
 
@@ -163,6 +172,18 @@ def test_a_clip_that_the_models_memory_can_never_hold_is_refused(model: AudioMod
     harness.until(lambda: harness.room.total == 0)
     harness.ask(5, tone(2.0))
     assert harness.next_job().rid == 5
+
+
+def test_a_smaller_share_refuses_what_can_not_fit_any_more(model: AudioModel) -> None:
+    harness = Harness(model, 3 * SECOND)
+    harness.room.take(OTHERS, 2 * SECOND)
+    harness.ask(1, tone(2.5))
+    harness.ask(2, tone(1.5))
+    harness.until_short(1, 2)
+    harness.room.resize(2 * SECOND, 2 * SECOND)
+    assert refusal(harness.end(1)) is Code.INVALID_AUDIO
+    harness.room.give_back(OTHERS, 2 * SECOND)
+    assert harness.next_job().rid == 2
 
 
 def test_a_larger_share_lets_in_what_waits(model: AudioModel) -> None:
@@ -185,7 +206,7 @@ def test_a_file_of_unknown_length_never_has_more_than_its_room(model: AudioModel
     harness = Harness(model, 100 * SECOND)
     harness.room.take(OTHERS, 50 * SECOND)
     harness.ask(1, recorded_live(60.0))
-    harness.until(lambda: 1 in harness.clips._waiting and harness.clips._waiting[1].needed > 0)
+    harness.until_short(1)
     with pytest.raises(Empty):
         harness.inbox.get_nowait()
     assert harness.room.total == 50 * SECOND
@@ -212,7 +233,7 @@ def test_an_abort_ends_a_clip_that_waits_at_once(model: AudioModel) -> None:
 
 def test_a_deadline_counts_from_the_arrival_and_is_a_refusal_to_try_again(model: AudioModel) -> None:
     harness = Harness(model, SECOND)
-    harness.room.take(OTHERS, SECOND)
+    harness.room.take(OTHERS, SECOND + 1)
     harness.ask(1, tone(1.0), ago_s=1000.0, deadline_s=1000.1)
     harness.ask(2, tone(1.0), ago_s=1000.0, deadline_s=5000.0)
     harness.ask(3, tone(1.0), ago_s=601.0)
@@ -223,7 +244,7 @@ def test_a_deadline_counts_from_the_arrival_and_is_a_refusal_to_try_again(model:
 
 def test_a_drain_refuses_what_waits(model: AudioModel) -> None:
     harness = Harness(model, SECOND)
-    harness.room.take(OTHERS, SECOND)
+    harness.room.take(OTHERS, SECOND + 1)
     harness.ask(1, tone(1.0))
     harness.clips.put(Drain(5.0))
     assert refusal(harness.end(1)) is Code.DRAINING
@@ -244,7 +265,7 @@ def test_a_clip_is_not_passed_by_forever(model: AudioModel) -> None:
     harness = Harness(model, 2 * SECOND)
     harness.room.take(OTHERS, SECOND)
     harness.ask(100, tone(1.5))
-    harness.until(lambda: 100 in harness.clips._waiting and harness.clips._waiting[100].needed > 0)
+    harness.until_short(100)
     passed: list[int] = []
     for rid in range(40):
         harness.ask(rid, tone(0.1))
@@ -265,9 +286,7 @@ def test_a_tenant_without_clips_goes_before_one_that_has_some(model: AudioModel)
     harness.room.take("busy", SECOND)
     for rid, tenant, priority in ((1, "busy", 0), (2, "new", 0), (3, "busy", -1)):
         harness.ask(rid, tone(1.0), tenant=tenant, priority=priority)
-    # Each has been opened, so that its length is known.
-    harness.until(lambda: all(clip.needed for clip in [*harness.clips._waiting.values()]))
-    harness.until(lambda: len(harness.clips._waiting) == 3)
+    harness.until_short(1, 2, 3)
     rids: list[int] = []
     for _ in range(3):
         harness.room.give_back(OTHERS if len(rids) < 2 else "busy", SECOND)
