@@ -104,8 +104,11 @@ class Walk:
         return Walk(self._table, self._matcher.deep_copy(), self._vocab_size)
 
     def forced(self) -> list[int]:
-        """Tokens that come next, as nothing else may; often none."""
-        return self._matcher.compute_ff_tokens()
+        """Tokens that come next, as nothing else may; often none. They end before one that only the tokenizer knows: a
+        model must never be given it."""
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        beyond = (at for at, token in enumerate(tokens) if token >= self._vocab_size)
+        return tokens[: next(beyond, len(tokens))]
 
     def fits(self, token: int) -> bool:
         """Whether this token may come next."""

@@ -17,7 +17,7 @@ from protocol.failures import Code
 from protocol.messages import Constraint, ConstraintKind, Rejected
 from worker.errors import RequestInvalid
 from worker.structured import compiler as grammars
-from worker.structured.compiler import GrammarFailed, Grammars
+from worker.structured.compiler import GrammarFailed, Grammars, Walk
 from worker.structured.schema_check import SchemaInvalid, check
 
 KIND = ConstraintKind
@@ -101,6 +101,14 @@ def test_a_tokenizer_with_more_ids_than_its_model_is_cut(tokenizer: Any) -> None
     allowed = small.compile(regex("(?s:.*)")).walk().allowed()
     assert allowed.shape == (400,)
     assert allowed.any()
+
+
+def test_tokens_that_a_grammar_forces_end_before_one_that_the_model_lacks(tokenizer: Any) -> None:
+    grammar = made(tokenizer).compile(regex("to demira miantode"))
+    first, second, _ = forced = grammar.walk().forced()
+    assert forced == tokenizer.encode("to demira miantode")
+    assert first < second
+    assert Walk(grammar.table, grammar.prototype.deep_copy(), second).forced() == [first]
 
 
 def test_control_tokens_are_allowed_only_where_a_grammar_names_them(tokenizer: Any) -> None:
