@@ -57,6 +57,8 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     step_s: float = 10.0
     # A step of one that has done none yet, for the limit of the first ones, which compile kernels.
     first_s: float = 15.0
+    # Of a rank on another machine than rank 0: `memory_bytes` is reserved for it alone, and is never exceeded.
+    is_reserved: bool = False
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -89,8 +89,9 @@ class NodeHost(Protocol):
         """The memory is free again; `pid` is the process that has held it, 0 for none."""
         ...
 
-    def spawn(self, label: str, path: str, spec: bytes, size_bytes: int) -> Process:
-        """Start a rank. Raises `OSError`, and `ValueError` for what is no specification of a rank."""
+    def spawn(self, label: str, path: str, spec: bytes, order: Reserve) -> Process:
+        """Start the rank that memory was reserved for. Raises `OSError`, and `ValueError` for what is no specification
+        of it."""
         ...
 
 
@@ -286,7 +287,7 @@ class Agent:
     def _spawn(self, reservation: Reservation, order: Spawn) -> Answer:
         label = reservation.label
         try:
-            process = self._host.spawn(label, reservation.path, order.spec, reservation.order.size_bytes)
+            process = self._host.spawn(label, reservation.path, order.spec, reservation.order)
         except (OSError, ValueError) as error:
             log.error("%s: cannot be started: %s", label, error)
             return _refused(order.call, f"the rank cannot be started: {error}", Code.INTERNAL)

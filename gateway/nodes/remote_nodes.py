@@ -17,7 +17,7 @@ from gateway.nodes.group_grants import Grants, GroupGrants, RankNeed, Wanted
 from gateway.nodes.networks import device, interfaces, objection
 from gateway.nodes.node_keys import own_pair, public_of
 from gateway.nodes.remote_rank import RemoteRank
-from gateway.nodes.this_host import versions
+from gateway.nodes.this_host import group_name, versions
 from gateway.supervisor.ports import Process
 from gateway.supervisor.ranks import Place, RankStarter
 from gateway.supervisor.state import SHUTTING_DOWN, ModelUnavailable, State
@@ -143,7 +143,7 @@ class RemoteNodes:
         remote = [rank for rank, node in enumerate(group.nodes) if node != LOCAL]
         needs = [RankNeed(self.client(group.nodes[rank]), rank, portion(need, parts[rank], 1).floor) for rank in remote]
         await asyncio.gather(*(self._check_versions(each.client) for each in needs))
-        wanted = Wanted(f"{spec.name}#{spec.epoch}", spec.path, form, group.size, needs)
+        wanted = Wanted(group_name(spec), spec.path, form, group.size, needs)
         assert self._own is not None, "made with the first client"
         return await GroupGrants(self._own.public).acquire(wanted, admit, withdraw)
 

@@ -17,7 +17,7 @@ from gateway.nodes.networks import interfaces, objection, trusted_ips
 from gateway.supervisor.ports import Process
 from protocol import __version__
 from protocol.group import Versions
-from protocol.node_agent import Described
+from protocol.node_agent import Described, Reserve
 from protocol.spec import WorkerSpec
 
 # Epochs are counted up from 1.
@@ -94,10 +94,11 @@ class ThisHost:
     def give_back(self, label: str, pid: int) -> None:
         self._broker.end_guest(label, pid)
 
-    def spawn(self, label: str, path: str, spec: bytes, size_bytes: int) -> Process:
+    def spawn(self, label: str, path: str, spec: bytes, order: Reserve) -> Process:
         sent = msgspec.json.decode(spec, type=WorkerSpec)  # a DecodeError is a ValueError
-        if problem := _problem(sent) or self._objection(sent):
+        if problem := _problem(sent) or _mismatch(sent, order) or self._objection(sent):
             raise ValueError(problem)
+        assert sent.rank is not None, "checked"
         model = self._model(path)
         own = WorkerSpec(
             path=path,
@@ -105,11 +106,13 @@ class ThisHost:
             up=self._up,
             trust_remote_code=model is not None and model.trust_remote_code,
             log_level=self._config().server.log_level,
-            memory_bytes=size_bytes,
+            memory_bytes=order.size_bytes,
             **{field: getattr(sent, field) for field in THEIRS},
         )
         # Two groups may run one model here, and this gateway may run it as well.
-        return self._start(structs.replace(own, name=label.replace(" ", "-")))
+        name = label.replace(" ", "-")
+        # Each rank here has a reservation of its own.
+        return self._start(structs.replace(own, name=name, rank=structs.replace(sent.rank, beside=1, is_reserved=True)))
 
     def _objection(self, spec: WorkerSpec) -> str:
         """The reason why it must not listen where its gateway says."""
@@ -141,3 +144,21 @@ def _problem(spec: WorkerSpec) -> str:
     if not all(address.startswith("tcp://") for address in (rank.plan, rank.watch)):
         return "a rank of another machine is reached by TCP"
     return ""
+
+
+def _mismatch(spec: WorkerSpec, order: Reserve) -> str:
+    """The difference between a rank's specification and what its memory was reserved for; empty for none."""
+    assert spec.group is not None, "checked"
+    assert spec.rank is not None, "checked"
+    start = group_name(spec)
+    if start != order.group:
+        return f"it is of {start}, and the memory was reserved for {order.group}"
+    rank, size = spec.rank.rank, spec.group.size
+    if (rank, size) != (order.rank, order.size):
+        return f"it is rank {rank} of {size}, and the memory was reserved for rank {order.rank} of {order.size}"
+    return ""
+
+
+def group_name(spec: WorkerSpec) -> str:
+    """The name of one start of a group, as reservations for it have it."""
+    return f"{spec.name}#{spec.epoch}"

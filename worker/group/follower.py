@@ -38,6 +38,8 @@ from worker.model.lanes import Lane
 log = logging.getLogger("mlxd.worker")
 
 _POLL_MS: Final = 250
+# Of a reservation, the part by which MLX's memory may exceed it: what passes in a step.
+_SPILL_PART: Final = 8
 _NO_COST: Final = "the group was asked for its memory before a row had run"
 
 
@@ -92,6 +94,7 @@ class Follower:
         self._sockets = RankSockets(rank)
         self.watch = FollowerWatch(rank, self._sockets, self._progress, _lost)
         self._socket = self._sockets.connect(rank.plan)
+        self._reserved = spec.memory_bytes if rank.is_reserved else 0
         self.crc = 0
         self._is_leaving = False
         self._rows: dict[int, Row] = {}
@@ -149,6 +152,8 @@ class Follower:
         started = time.monotonic()
         loaded = self._load_part(spec, division)
         memory.give_back()
+        if self._reserved and loaded.weights_bytes > self._reserved:
+            raise LoadFailed(Code.OUT_OF_MEMORY, self._exceeds("the weights of its part take", loaded.weights_bytes))
         self._model, self._eos_ids = loaded.model, loaded.eos_ids
         self._layout = Layout.of(lambda: make_caches(self._model))
         self._share = memory.Share(spec, loaded.weights_bytes)
@@ -181,8 +186,17 @@ class Follower:
             self._tick(plan)
         self._progress.end()
         step_us = int((time.perf_counter() - began) * 1e6)
-        done = Done(self._rank.rank, plan.seq, self.crc, step_us, mx.get_active_memory())
+        active = mx.get_active_memory()
+        if self._reserved and active > self._reserved + self._reserved // _SPILL_PART:
+            raise PartnerLost(self._exceeds("it takes", active))
+        done = Done(self._rank.rank, plan.seq, self.crc, step_us, active)
         self._socket.send(group.encode(done))
+
+    def _exceeds(self, action: str, size_bytes: int) -> str:
+        name, rank = self._spec.name, self._rank.rank
+        return (
+            f"rank {rank} of {name}: {action} {size_bytes >> 20} MiB, and its host has reserved {self._reserved >> 20}"
+        )
 
     def _tick(self, plan: Plan) -> None:
         tick = self._batch.tick(plan.chunk, rides=plan.rides)

@@ -74,9 +74,17 @@ class Limits:
 
 
 def divide(
-    order: SetMemory, weights: int, host: int, *, kv: int = -1, prefixes: int = -1, most_buffers: int = 0
+    order: SetMemory,
+    weights: int,
+    host: int,
+    *,
+    kv: int = -1,
+    prefixes: int = -1,
+    most_buffers: int = 0,
+    is_bounded: bool = False,
 ) -> Limits:
-    """A share among its uses. `kv` and `prefixes` are the operator's word where they are not negative.
+    """A share among its uses. `kv` and `prefixes` are the operator's word where they are not negative; where the share
+    `is_bounded`, another machine's operator's, and no more than what is left of it.
 
     `most_buffers` is the limit of free buffers; 0 is the usual one.
     """
@@ -85,6 +93,9 @@ def divide(
     rest = max(0, left - buffers)
     own_kv = kv if kv >= 0 else int(rest * _KV_PART) if prefixes < 0 else max(0, rest - prefixes)
     own_prefixes = prefixes if prefixes >= 0 else max(0, rest - own_kv)
+    if is_bounded:
+        own_kv = min(own_kv, rest)
+        own_prefixes = min(own_prefixes, rest - own_kv)
     own_kv, own_prefixes = int(own_kv * order.kv_part), int(own_prefixes * order.cache_part)
     total = max(weights + own_kv + own_prefixes + buffers, order.share_bytes - host)
     return Limits(own_kv, own_prefixes, buffers, total)
@@ -154,6 +165,7 @@ class Share:
         self._most_buffers = most_buffers
         self._weights = weights
         self._device = device or MlxDevice()
+        self._is_reserved = spec.rank is not None and spec.rank.is_reserved
         self.order = SetMemory(spec.memory_bytes)
         # What may be wired, and what Metal was told of it; 0 leaves it to MLX.
         self._wanted = 0
@@ -173,6 +185,10 @@ class Share:
 
     def change(self, order: SetMemory) -> Limits:
         """Another share, or another part of it: the limits to keep before `enforce`."""
+        if self._is_reserved:
+            # The order of another machine, whose share is none of ours.
+            parts = (min(1.0, max(0.0, part)) for part in (order.kv_part, order.cache_part))
+            order = SetMemory(self._spec.memory_bytes, *parts)
         self.order = order
         return self.limits()
 
@@ -208,7 +224,15 @@ class Share:
         if order.share_bytes:
             order = structs.replace(order, share_bytes=order.share_bytes // beside)
             host, most = measure().host, self._most_buffers
-            return divide(order, self._weights, host, kv=own_kv, prefixes=own_prefixes, most_buffers=most)
+            return divide(
+                order,
+                self._weights,
+                host,
+                kv=own_kv,
+                prefixes=own_prefixes,
+                most_buffers=most,
+                is_bounded=self._is_reserved,
+            )
         machine = psutil.virtual_memory()
         # Half of what is free now, with the weights loaded, and an eighth of all there is.
         kv = own_kv if own_kv >= 0 else machine.available // (2 * beside)

@@ -29,6 +29,7 @@ from protocol.node_agent import (
     Spawn,
     Spawned,
 )
+from protocol.spec import GroupSpec
 from tests.gateway.nodes.hosts import (
     BUDGET,
     DEADLINE_S,
@@ -45,6 +46,7 @@ from tests.gateway.nodes.hosts import (
 from tests.support.pool import until
 
 pytestmark = pytest.mark.anyio
+THREE = GroupSpec(("local", "studio2", "studio3"), "pipeline", "ring")
 
 
 async def reserve(
@@ -133,17 +135,23 @@ async def test_the_output_of_a_rank_that_runs_can_be_read() -> None:
 
 async def test_a_rank_gets_no_path_socket_or_code_of_the_gateway_that_asks() -> None:
     async with pair() as (far, gateway):
-        number = await reserve(far, gateway)
+        number = await reserve(far, gateway, group="--spec#3")
         await commit(gateway, number)
         hostile = rank_spec(
-            name="--spec", path="/etc", trust_remote_code=True, disk_cache_dir="/tmp/x", memory_bytes=1 << 50
+            name="--spec",
+            path="/etc",
+            rank=rank_of(beside=7),
+            trust_remote_code=True,
+            disk_cache_dir="/tmp/x",
+            memory_bytes=1 << 50,
         )
         await spawn(gateway, number, msgspec.json.encode(hostile))
 
         (spec,) = far.ranks.specs
         assert (spec.path, spec.down, spec.up) == ("demo", "ipc://down", "ipc://up")
         assert (spec.trust_remote_code, spec.disk_cache_dir, spec.memory_bytes) == (False, "", 100 * MIB)
-        assert (spec.group, spec.rank) == (hostile.group, hostile.rank)
+        assert spec.group == hostile.group
+        assert spec.rank == rank_of(is_reserved=True, beside=1), "its memory is its own, and the most that it takes"
         # Behind its name stand options of the command line.
         assert not spec.name.startswith("-")
         assert " " not in spec.name
@@ -161,6 +169,10 @@ async def test_a_rank_gets_no_path_socket_or_code_of_the_gateway_that_asks() -> 
         (msgspec.json.encode(rank_spec(rank=rank_of(ip="203.0.113.9"))), "no address of this machine"),
         (msgspec.json.encode(rank_spec(rank=rank_of(ip="0.0.0.0; rm"))), "no IPv4 address"),
         (msgspec.json.encode(rank_spec(epoch=1 << 60)), "is none"),
+        (msgspec.json.encode(rank_spec(name="other")), "of other#3, and the memory was reserved for big#3"),
+        (msgspec.json.encode(rank_spec(epoch=4)), "of big#4, and the memory was reserved for big#3"),
+        (msgspec.json.encode(rank_spec(rank=rank_of(rank=2), group=THREE)), "rank 2 of 3, and the memory was reserved"),
+        (msgspec.json.encode(rank_spec(group=THREE)), "rank 1 of 3, and the memory was reserved for rank 1 of 2"),
     ],
 )
 async def test_what_is_no_specification_of_a_follower_starts_nothing(spec: bytes, why: str) -> None:

@@ -136,6 +136,29 @@ def test_a_follower_with_other_files_is_refused_by_name(run_dir: Path, folder: P
         assert group.process.wait(patient(60)) == Exit.MODEL_UNUSABLE
 
 
+def with_reservation(group: RunningGroup, size_bytes: int) -> RunningGroup:
+    """The group, whose rank 1 has so many bytes reserved on its host."""
+    spec = group.specs[1]
+    assert spec.rank is not None
+    group.specs[1] = replace(spec, memory_bytes=size_bytes, rank=replace(spec.rank, is_reserved=True))
+    return group
+
+
+def test_a_rank_whose_weights_are_more_than_was_reserved_for_it_is_refused(run_dir: Path, folder: Path) -> None:
+    with with_reservation(group_of(run_dir, folder), 1 << 10) as group:
+        assert "the weights of its part take" in farewell(group)
+        assert group.process.wait(patient(60)) == Exit.OUT_OF_MEMORY
+
+
+def test_a_rank_that_is_made_to_take_more_than_was_reserved_for_it_ends_the_group(run_dir: Path, folder: Path) -> None:
+    with with_reservation(group_of(run_dir, folder, "greedy"), 256 << 20) as group:
+        group.ready()
+        assert group.run([request(1)])[0].terminals, "within it"
+        group.submit(request(2000))
+        assert "rank 1 of test: it takes" in farewell(group)
+        assert group.process.wait(patient(60)) == Exit.PARTNER_LOST
+
+
 def test_a_port_that_is_taken_is_told_and_worth_another_start(run_dir: Path, folder: Path) -> None:
     group = group_of(run_dir, folder)
     assert group.spec.rank is not None

@@ -1,5 +1,6 @@
 """A share of memory and its uses, and a worker that is told another share while it runs."""
 
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,10 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from protocol.messages import Abort, Finish, Generate, Sampling, SetMemory, Step, TextPrompt, TokensPrompt
-from protocol.spec import WorkerSpec
+from protocol.spec import GroupSpec, RankSpec, WorkerSpec
 from tests.support import disk
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import Breakable
@@ -69,6 +71,33 @@ def test_mlx_may_allocate_all_that_is_counted_and_what_passes(
 def test_without_a_share_the_machine_is_the_limit() -> None:
     limits = Share(WorkerSpec("m", "p", 1, "d", "u", kv_bytes=7, cache_bytes=8), 0).limits()
     assert (limits.kv, limits.prefixes, limits.total) == (7, 8, 0)
+
+
+def reserved(size_bytes: int, **settings: int) -> Share:
+    """The share of a rank with a reservation on its host, and 2 GiB of weights."""
+    rank = RankSpec(1, "plan", "watch", "server", "public", "secret", is_reserved=True)
+    group = GroupSpec(("local", "studio2"), "pipeline", "ring")
+    spec = WorkerSpec("m", "p", 1, "d", "u", memory_bytes=size_bytes, group=group, rank=rank)
+    return Share(structs.replace(spec, **settings), 2 * GIB)
+
+
+def test_a_reservation_is_the_most_whatever_share_rank_0_has() -> None:
+    share = reserved(8 * GIB)
+    own = share.limits()
+    for order in (SetMemory(0), SetMemory(1 << 50), SetMemory(GIB), SetMemory(8 * GIB, 7.0, math.nan)):
+        changed = share.change(order)
+        assert share.bytes == 8 * GIB
+        assert changed.total <= 8 * GIB
+        assert changed.kv <= own.kv
+    pressed = share.change(SetMemory(GIB, 0.5, 0.25))
+    assert pressed.kv == pytest.approx(own.kv / 2, rel=0.1)
+
+
+@pytest.mark.parametrize(("kv", "prefixes"), [(1 << 50, -1), (-1, 1 << 50), (1 << 50, 1 << 50), (2 * GIB, 1 << 50)])
+def test_what_a_gateway_configures_takes_no_more_than_the_reservation_on_another_host(kv: int, prefixes: int) -> None:
+    limits = reserved(8 * GIB, kv_bytes=kv, cache_bytes=prefixes).limits()
+    assert limits.total <= 8 * GIB
+    assert 2 * GIB + limits.kv + limits.prefixes + limits.buffers <= 8 * GIB
 
 
 def test_enforcing_sets_what_somebody_else_has_set_otherwise() -> None:
