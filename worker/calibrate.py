@@ -264,6 +264,9 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"the results cannot be written: {error}", file=sys.stderr)
         return Exit.INTERNAL
+    except Exception as error:  # the boundary to code of every architecture, and to memory that is not there
+        print(f"a measurement failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return Exit.INTERNAL
     return Exit.OK
 
 

@@ -1,7 +1,8 @@
 """Output that the verbs share: `--json`, and text that is safe on a terminal."""
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 import typer
@@ -9,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -22,6 +24,15 @@ def tell(value: object, text: str, json: bool) -> None:
         print_json(value)
     else:
         typer.echo(text)
+
+
+def records(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
+    """Records that a process of ours prints, one a line. Other lines, of a model's own code, go to standard error."""
+    for line in lines:
+        try:
+            yield decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            typer.echo(harmless(line.decode(errors="replace")), nl=False, err=True)
 
 
 def console() -> "Console":

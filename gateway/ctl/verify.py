@@ -16,6 +16,7 @@ import msgspec
 from gateway.config.settings import Config, ModelConfig
 from gateway.config.worker_spec import worker_spec
 from gateway.ctl import client
+from gateway.ctl.printing import records
 from gateway.failed import Failed
 from gateway.supervisor.ranks import LOCAL, ranks_of
 from gateway.supervisor.spawn import default_command
@@ -53,8 +54,7 @@ def in_process(config: Config, model: ModelConfig, tokens: int) -> Generator[Che
             ranks.enter_context(_following(follower))
         with process:
             assert process.stdout is not None
-            for line in process.stdout:
-                yield _check.decode(line)
+            yield from records(process.stdout, _check)
     if process.returncode not in NOTHING_WRONG:
         raise Failed(f"the model could not be verified (exit status {process.returncode})")
 

@@ -10,7 +10,7 @@ from protocol import wisdom
 from protocol.failures import Exit
 from protocol.wisdom import Finding, Speed
 from tests.support.engine import EngineHarness, spec
-from worker.calibrate import calibrate, enough, main
+from worker.calibrate import Bench, calibrate, enough, main
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,20 @@ def test_what_cannot_be_calibrated_is_an_exit_status_with_a_sentence(
     assert "generates no text" in capsys.readouterr().err
     assert main(["--spec", msgspec.json.encode(spec(tmp_path / "nowhere")).decode()]) != 0
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_measurement_that_fails_is_an_exit_status_with_a_sentence(
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("[metal::malloc] there is no memory left")
+
+    monkeypatch.setenv(wisdom.FOLDER_ENV, str(tmp_path))
+    monkeypatch.setattr(Bench, "decode", fail)
+    text = msgspec.json.encode(spec(model_folder("qwen3"), batching="single")).decode()
+    assert main(["--spec", text, "--seconds", "0.1"]) == Exit.INTERNAL
+    assert "a measurement failed: RuntimeError: [metal::malloc]" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from gateway.config.settings import Config, ModelConfig
 from gateway.config.worker_spec import worker_spec
 from gateway.ctl.complete import Model
 from gateway.ctl.offline import model_of, read_config, running_models
-from gateway.ctl.printing import Json
+from gateway.ctl.printing import Json, records
 from gateway.failed import Failed
 from protocol.spec import STDIN
 from protocol.wisdom import FOLDER_ENV, Finding, wisdom_dir
@@ -58,8 +58,7 @@ def findings(config: Config, model: ModelConfig, seconds: float) -> Iterator[Fin
         process = subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, env=environment)
     with process:
         assert process.stdout is not None
-        for text in process.stdout:
-            yield _finding.decode(text)
+        yield from records(process.stdout, _finding)
     if process.returncode:
         raise Failed(f"the model could not be calibrated (exit status {process.returncode})")
 

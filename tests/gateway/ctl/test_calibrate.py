@@ -4,9 +4,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gateway.ctl.calibrate.verb import line
+from gateway.ctl.printing import records
 from gateway.model_files.known_times import KnownTimes
 from protocol.wisdom import Finding, wisdom_dir
 from tests.support.ctl import ctl
@@ -50,3 +52,9 @@ def test_each_finding_is_a_line_for_people() -> None:
         ["free", "buffers:", "1.0", "GiB"],
         ["max_running:", "8", "are", "enough"],
     ]
+
+
+def test_what_the_code_of_a_model_prints_is_no_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    said = [b"Loading \x1b[2J of 7%\n", b'{"kind":"decode","size":4,"tokens_per_s":2.0}\n', b"\xff\n", b"{}\n"]
+    assert list(records(said, msgspec.json.Decoder(Finding))) == [Finding("decode", 4, 2.0)]
+    assert capsys.readouterr().err == "Loading [2J of 7%\n\ufffd\n{}\n"
