@@ -15,7 +15,7 @@ from gateway.model_files.served_form import FormReader
 from gateway.nodes.agent_client import AgentClient, NodeLost, NodeRefused
 from gateway.nodes.group_grants import Grants, GroupGrants, RankNeed, Wanted
 from gateway.nodes.networks import device, interfaces, objection
-from gateway.nodes.node_keys import own_pair, public_of
+from gateway.nodes.node_keys import NodeKeyUnusable, own_pair, public_of
 from gateway.nodes.remote_rank import RemoteRank
 from gateway.nodes.this_host import group_name, versions
 from gateway.supervisor.ports import Process
@@ -51,6 +51,8 @@ class RemoteNodes:
         self._clients: dict[str, tuple[RemoteNodeConfig, AgentClient]] = {}
         # By model; taken over by the processes of its ranks.
         self._granted: dict[str, Grants] = {}
+        # IPv4 addresses by host.
+        self._ips: dict[str, str] = {}
         self._is_closed = False
         self._closing: set[asyncio.Task[None]] = set()
         # Of every node and this one, as the configuration in force has them.
@@ -94,9 +96,12 @@ class RemoteNodes:
         if node is None or not node.address:
             why = "has no address in the configuration" if node is not None else "is not in the configuration"
             raise ModelUnavailable(Failure(Code.BAD_CONFIG, f"node {name} {why}"))
-        if self._own is None:
-            self._own = own_pair(config.home)
-        client = AgentClient(name, node.address, public_of(node.key), self._own)
+        try:
+            if self._own is None:
+                self._own = own_pair(config.home)
+            client = AgentClient(name, node.address, public_of(node.key), self._own)
+        except NodeKeyUnusable as error:
+            raise ModelUnavailable(Failure(Code.BAD_CONFIG, f"node {name}: {error}")) from None
         client.open()
         return node, client
 
@@ -132,6 +137,7 @@ class RemoteNodes:
     ) -> Grants:
         group = spec.group
         assert group is not None, "only groups have other hosts"
+        await asyncio.to_thread(self._find_nodes, group)
         await self._check_networks(group)
         need = await asyncio.to_thread(self._need_of, spec.name)
         form = await asyncio.to_thread(self._forms.read, spec.path, ())
@@ -165,6 +171,20 @@ class RemoteNodes:
             why = f"node {client.name} has {said.versions}, and this machine {own}: install the same"
             raise ModelUnavailable(Failure(Code.INCOMPATIBLE, why))
 
+    def _find_nodes(self, group: GroupSpec) -> None:
+        """Look up the addresses of a group's nodes, which may take long. Raises `ModelUnavailable`."""
+        nodes = self._config().nodes
+        for name in dict.fromkeys(group.nodes):
+            if name not in nodes or not nodes[name].address:
+                continue
+            host = _host(nodes[name].address)
+            try:
+                self._ips[host] = socket.gethostbyname(host)
+                _towards(self._ips[host])
+            except (OSError, UnicodeError) as error:
+                why = f"node {name} ({host}) cannot be found: {error}"
+                raise ModelUnavailable(Failure(Code.BUSY, why), 1.0) from None
+
     async def _check_networks(self, group: GroupSpec) -> None:
         ip = self.place(LOCAL, group.nodes).ip
         if problem := objection(ip, self._config().node, await asyncio.to_thread(interfaces)):
@@ -177,13 +197,19 @@ class RemoteNodes:
         config = self._config()
         if name == LOCAL:
             other = next((node for node in nodes if node != LOCAL), LOCAL)
-            towards = _towards(config.nodes[other].address) if other in config.nodes else "127.0.0.1"
+            towards = _towards(self._ip(config.nodes[other].address)) if other in config.nodes else "127.0.0.1"
             fabric = config.node.fabric
             ip = fabric.ips[0] if fabric.ips else towards
             return Place(towards, ip, tuple(device(fabric, node) for node in nodes))
         node = config.nodes[name]
-        ip = node.fabric.ips[0] if node.fabric.ips else _resolved(node.address)
-        return Place(_towards(node.address), ip, tuple(device(node.fabric, each) for each in nodes))
+        own = self._ip(node.address)
+        ip = node.fabric.ips[0] if node.fabric.ips else own
+        return Place(_towards(own), ip, tuple(device(node.fabric, each) for each in nodes))
+
+    def _ip(self, address: str) -> str:
+        """The IPv4 address of a node, as it was when memory was asked for. Raises `OSError`."""
+        host = _host(address)
+        return self._ips.get(host) or socket.gethostbyname(host)
 
     def start(self, name: str, spec: WorkerSpec) -> Process:
         """Start a rank in what was granted for it. Raises `OSError`."""
@@ -222,14 +248,13 @@ class _Here:
         raise AssertionError("the spawner starts what runs here")
 
 
-def _towards(address: str) -> str:
+def _towards(ip: str) -> str:
     """The address of this machine by which it reaches another one. Raises `OSError`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Nothing is sent: it only chooses a route.
-        probe.connect((address.rpartition(":")[0], _DISCARD))
+        probe.connect((ip, _DISCARD))
         return probe.getsockname()[0]
 
 
-def _resolved(address: str) -> str:
-    """The IPv4 address of a node. Raises `OSError`."""
-    return socket.gethostbyname(address.rpartition(":")[0])
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]

@@ -4,13 +4,17 @@ Each reports to the inbox or signals a process; none touches the machine's state
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final
 
 from gateway.supervisor import inbox
 from gateway.supervisor.ports import Effects, Process
 from gateway.supervisor.state import Limits, ModelUnavailable
+from protocol.failures import Code, Failure
 from protocol.spec import WorkerSpec
+
+log = logging.getLogger(__name__)
 
 GREET_RETRY_S: Final = 0.05
 
@@ -113,6 +117,10 @@ class Watchers:
             share_bytes = await self._effects.admit(spec)
         except ModelUnavailable as error:
             self._post(inbox.Denied(spec.epoch, error.failure))
+        except Exception:  # The root of a task, in a group with all that the daemon does.
+            log.exception("worker %s: internal error in its wait for memory", spec.name)
+            why = f"model '{spec.name}' is not available: internal error"
+            self._post(inbox.Denied(spec.epoch, Failure(Code.INTERNAL, why)))
         else:
             self._post(inbox.Admitted(spec.epoch, share_bytes))
 

@@ -69,6 +69,7 @@ class FakeWorld:
         self.share_bytes = 0
         self.lack_of_memory: Failure | None = None
         self.denial: Failure | None = None
+        self.admission_error: Exception | None = None
         self.entries: list[State] = []
         self.specs: list[WorkerSpec] = []
         self.room = asyncio.Event()
@@ -95,6 +96,8 @@ class FakeWorld:
 
     async def admit(self, spec: WorkerSpec) -> int:
         await self.room.wait()
+        if self.admission_error is not None:
+            raise self.admission_error
         if self.denial is not None:
             raise ModelUnavailable(self.denial)
         return self.share_bytes

@@ -1,6 +1,7 @@
 """Nodes of this gateway's groups: compared before a load, waited for, and left with nothing that is unused."""
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from gateway.config.settings import Config, ServerConfig
 from gateway.memory.estimate import Need, parts_of, portion
 from gateway.nodes import remote_nodes
 from gateway.nodes.networks import Interface
-from gateway.nodes.node_keys import keep_public, own_pair
+from gateway.nodes.node_keys import forget_public, keep_public, own_pair
 from gateway.nodes.remote_nodes import RemoteNodes
 from gateway.nodes.remote_rank import RemoteRank
 from gateway.nodes.this_host import ThisHost
@@ -135,6 +136,28 @@ async def test_a_node_that_stays_away_is_named_after_a_while() -> None:
             await near.admit()
         assert caught.value.failure.is_retryable
         assert near.withdrawn == 0
+
+
+async def test_a_node_whose_name_is_not_known_now_is_named_and_worth_another_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(host: str) -> str:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    async with office() as (near, far):
+        monkeypatch.setattr(socket, "gethostbyname", unknown)
+        with pytest.raises(ModelUnavailable, match=r"node studio2 .* cannot be found: .*not known") as caught:
+            await near.admit()
+        assert caught.value.failure.is_retryable
+        assert far.held == 0
+
+
+async def test_a_key_that_cannot_be_read_is_named() -> None:
+    async with office() as (near, _):
+        forget_public(near.home, "studio2")
+        with pytest.raises(ModelUnavailable, match=r"node studio2: .*No such file") as caught:
+            await near.admit()
+        assert caught.value.failure.code is Code.BAD_CONFIG
 
 
 async def test_a_node_that_does_not_answer_yet_is_waited_for() -> None:

@@ -36,6 +36,17 @@ async def test_a_denial_is_told_to_all_who_wait_and_the_next_request_asks_again(
         await m.bring_up()
 
 
+async def test_an_error_of_ours_in_the_wait_for_memory_is_one_models_and_ends_nothing() -> None:
+    async with Machine() as m:
+        m.world.admission_error = OSError("no route to another machine")
+        asker = await m.ask()
+        with pytest.raises(ModelUnavailable, match="internal error"):
+            await asker
+        assert m.worker.state is State.STOPPED
+        m.world.admission_error = None
+        await m.bring_up()
+
+
 async def test_behind_a_closed_gate_what_runs_goes_on_and_what_comes_waits() -> None:
     async with Machine() as m:
         await m.bring_up()
