@@ -35,7 +35,7 @@ def to_bytes(array: mx.array) -> bytes:
 
 
 class Records:
-    """The open file of one layer. Its reads may be made by several threads."""
+    """The open file of one layer, for as long as the process lives. Its reads may be made by several threads."""
 
     def __init__(self, folder: Path, layer: ExpertLayer, readers: ThreadPoolExecutor) -> None:
         self._file = os.open(folder / layer.file, os.O_RDONLY)
@@ -45,9 +45,6 @@ class Records:
     def read(self, experts: Sequence[int]) -> list[list[mx.array]]:
         """The arrays of each expert, in the order of the layer's tensors. Raises `OSError`."""
         return [self._arrays(record) for record in self._readers.map(self._record, experts)]
-
-    def close(self) -> None:
-        os.close(self._file)
 
     def _record(self, expert: int) -> bytearray:
         size = self._layer.record_bytes

@@ -15,9 +15,10 @@ import numpy as np
 from worker.speculation.drafter import Tokens
 from worker.speculation.text import BREAK, LEAST, REACH, Text
 
-# Of outputs before, tokens that are kept for each salt, and salts.
+# Of outputs before, tokens that are kept for each salt, and salts: with its index, one takes half a megabyte, and any
+# client may name salts.
 HISTORY_TOKENS: Final = 1 << 14
-HISTORY_SALTS: Final = 256
+HISTORY_SALTS: Final = 64
 _KEPT_TOKENS: Final = HISTORY_TOKENS * 3 // 4
 # Tokens of the prompt kept before an output, so that its beginning can be found.
 _LEAD: Final = 8

@@ -1,5 +1,7 @@
 """Drafts are what followed the longest match of a row's newest tokens."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -159,3 +161,16 @@ def test_a_long_text_is_made_known_piece_by_piece_and_then_found_as_a_whole() ->
         pieces += 1
     assert pieces == -(-len(row.text) // 4096)
     assert drafted(row) == tokens[20_008:20_016]
+
+
+def test_the_history_of_all_salts_takes_tens_of_megabytes() -> None:
+    history, rng = History(), np.random.default_rng(0)
+    tracemalloc.start()
+    try:
+        for salt in range(HISTORY_SALTS + 5):
+            for _ in range(3):
+                history.add(str(salt), rng.integers(0, 50_000, HISTORY_TOKENS // 2).astype(np.int32), HISTORY_TOKENS)
+            history.of(str(salt)).longest(np.array([1, 2, 3, 4], dtype=np.int32))
+        assert tracemalloc.get_traced_memory()[0] < 64 << 20
+    finally:
+        tracemalloc.stop()
