@@ -10,8 +10,8 @@ from gateway.ctl import prefix_files
 from tests.support import disk as folder
 from tests.support.ctl import ctl
 from worker.cache.disk import CacheDisk, Entry, Status
-from worker.cache.file_format import salt_key
 from worker.cache.fingerprint import LABEL
+from worker.cache.salts import salt_key
 
 CAP = 100_000
 CONFIG = '[models.coder]\npath = "org/coder"\naliases = ["c"]\n[models.other]\n'

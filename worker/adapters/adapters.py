@@ -16,6 +16,7 @@ from worker.adapters.matrices import dtype_of, matrices
 from worker.adapters.slots import BASE, AdaptedLinear, Bank, Slots
 from worker.adapters.unusable import Unusable
 from worker.cache.quantized import make_caches
+from worker.cache.salts import adapter_salt
 from worker.errors import LoadFailed, RequestInvalid, is_allocation_failure
 from worker.model.agreement import agreement_of
 from worker.model.lanes import Lane
@@ -44,8 +45,7 @@ class Adapter:
 
     @property
     def salt(self) -> str:
-        # In front: a client chooses the end of a salt.
-        return f"lora:{self.digest}\0"
+        return adapter_salt(self.digest)
 
 
 class Adapters:

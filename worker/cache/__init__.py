@@ -1,3 +1,14 @@
 """Cache of prefixes: KV in memory, as a radix tree, and on disk."""
 
-__all__ = ["batched", "block_events", "counts", "fingerprint", "kv", "prefix", "quantized", "radix_tree", "ragged"]
+__all__ = [
+    "batched",
+    "block_events",
+    "counts",
+    "fingerprint",
+    "kv",
+    "prefix",
+    "quantized",
+    "radix_tree",
+    "ragged",
+    "salts",
+]

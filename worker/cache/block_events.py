@@ -14,13 +14,17 @@ import numpy as np
 
 from protocol.stats import BLOCK
 from worker.cache.radix_tree import Node, Tokens
+from worker.cache.salts import adapter_number
 
 # The memory that holds a block, in vLLM's words.
 MEDIUM: Final = "GPU"
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Blocks that follow each other; `parent_block_hash` is that of the one before the first."""
+    """Blocks that follow each other; `parent_block_hash` is that of the one before the first.
+
+    `lora_id` is a number of their adapter, the same in each worker that has it, None of the base's.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -85,7 +89,7 @@ class Journal:
         self._held.update(hashes[at:])
         ids = tokens[at * BLOCK : len(hashes) * BLOCK]
         self._events.append(
-            BlockStored(hashes[at:], hashes[at - 1] if at else above, ids.tolist(), BLOCK, None, MEDIUM)
+            BlockStored(hashes[at:], hashes[at - 1] if at else above, ids.tolist(), BLOCK, adapter_number(salt), MEDIUM)
         )
 
     def let_go(self, salt: str, node: Node) -> None:

@@ -121,11 +121,6 @@ class Opened:
     state: tuple[int, int]
 
 
-def salt_key(salt: str) -> str:
-    """A salt as files name it: they must not give it away."""
-    return hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()
-
-
 def file_key(parent: str, salt: str, begin: int, tokens: Tokens, has_kv: bool) -> str:
     """A name that stands for the whole path: it chains the parent's. `salt` is its `salt_key`."""
     digest = hashlib.blake2b(f"{FORMAT} {parent} {salt} {begin} {has_kv} ".encode(), digest_size=20)

@@ -16,9 +16,9 @@ from worker.cache.block_events import Journal
 from worker.cache.branch import Branch
 from worker.cache.counts import Counts
 from worker.cache.disk import CacheDisk, Entry, Read
-from worker.cache.file_format import salt_key
 from worker.cache.kv import Layout, Span, arrays_of, assemble, part_span, slice_span, view_span
 from worker.cache.radix_tree import EMPTY, Extent, Node, Path, Price, Tokens, Tree, new_state
+from worker.cache.salts import salt_key
 
 # Metal allows a process 499,000 buffers; many small nodes reach that long before any budget of bytes.
 MAX_ARRAYS: Final = 200_000

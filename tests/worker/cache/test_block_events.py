@@ -16,6 +16,7 @@ from worker.cache import block_events
 from worker.cache.block_events import BLOCK, AllBlocksCleared, BlockRemoved, BlockStored, Event, Journal
 from worker.cache.prefix import PrefixCache
 from worker.cache.radix_tree import Tokens
+from worker.cache.salts import adapter_number, adapter_salt, salt_key
 from worker.kv_publisher import END, CannotPublish, KvPublisher
 
 Block = tuple[int | None, tuple[int, ...]]
@@ -85,6 +86,25 @@ def test_blocks_of_two_salts_are_two() -> None:
         cache.store(np.array(prompt, dtype=np.int32), filled("plain", prompt), salt)
     cache.tell()
     assert len(router.blocks) == 2
+
+
+def test_blocks_of_an_adapter_are_told_as_its_own_and_no_client_can_name_one() -> None:
+    heard: list[Event] = []
+    cache = PrefixCache(layout("plain"), 1 << 30, journal=Journal(heard.extend))
+    prompt = list(range(2 * BLOCK))
+    digests = ["00" * 32, "ff" * 32]
+    salts = ["", "key\0lora:00", *(adapter_salt(digest) + end for digest in digests for end in ("", "key"))]
+    for salt in salts:
+        # In two pieces, of which the second is told with its own event.
+        for end in (BLOCK, 2 * BLOCK):
+            cache.store(np.array(prompt[:end], dtype=np.int32), filled("plain", prompt[:end]), salt)
+            cache.tell()
+    told = [event.lora_id for event in heard if isinstance(event, BlockStored)]
+    first, last = (adapter_number(salt_key(salt)) for salt in (salts[2], salts[4]))
+    assert told == [None] * 4 + [first] * 4 + [last] * 4
+    assert first is not None
+    assert last is not None
+    assert 0 < first < last < 2**31
 
 
 def test_a_prompt_that_is_stored_in_pieces_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,10 @@ from tests.support import disk as folder
 from tests.support.caches import KINDS, contents, filled, layout
 from tests.support.scale import patient
 from worker.cache.disk import CacheDisk, Entry, Status
-from worker.cache.file_format import salt_key
 from worker.cache.kv import Span, arrays_of
 from worker.cache.prefix import PrefixCache
 from worker.cache.radix_tree import Tokens
+from worker.cache.salts import salt_key
 
 PLENTY = 1 << 30
 

@@ -9,8 +9,9 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from tests.support.caches import KINDS, contents, filled, layout
-from worker.cache.file_format import FORMAT, Corrupt, Record, encode, file_key, is_known, load, open_file, salt_key
+from worker.cache.file_format import FORMAT, Corrupt, Record, encode, file_key, is_known, load, open_file
 from worker.cache.kv import arrays_of, assemble, copy_state, slice_span
+from worker.cache.salts import salt_key
 
 TOKENS = np.arange(40, 60, dtype=np.int32)
 
