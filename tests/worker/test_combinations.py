@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from tests.support.combined import CHANGING, DRAFTERS, ROWS, Asked, Models, asked, model_of, settings
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.scale import scaled
+from tests.worker.engine.test_riding import generated
 from tests.worker.structured.test_drafted_rows import Free
 from worker.cache.prefix import MIN_TOKENS
 from worker.checked_model import load_checked
@@ -52,6 +53,10 @@ def drafted(drafter: Drafter | None) -> int:
             return sum(counts.tokens for counts in drafter.counts.values())
         case _:
             return 0
+
+
+def path_of(features: frozenset[str], models: Models) -> Path:
+    return models.folder("repacked" if "experts on disk" in features else model_of(features))
 
 
 def run(engine: EngineHarness, rows: Sequence[Asked]) -> list[Result]:
@@ -187,7 +192,7 @@ def test_rows_with_all_of_these_say_what_they_say_alone(
     features = frozenset(case)
     rows, expected, model = asked(features), alone(features, models), model_of(features)
     own = settings(features, models, model)
-    path = models.folder("repacked" if "experts on disk" in features else model)
+    path = path_of(features, models)
     has_drafts = bool(features & {*DRAFTERS, "text drafts"})
     with EngineHarness(spec(path, **own), drafter=drafter_for(features)) as engine:
         results = run(engine, rows)
@@ -220,6 +225,29 @@ def test_rows_with_all_of_these_say_what_they_say_alone(
         with EngineHarness(spec(path, **own | room), drafter=drafter_for(features)) as engine:
             assert_same(run(engine, rows), expected)
             assert engine.gauges.preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("adapters", "kv_bits", "head"),
+        *scaled([("adapters", "experts on disk", "kv_bits"), ("adapters", "EAGLE-3")], []),
+    ],
+    ids="+".join,
+)
+def test_prompts_that_ride_on_steps_of_rows_with_all_of_these_change_no_token(
+    case: tuple[str, ...], models: Models
+) -> None:
+    features = frozenset(case)
+    own = settings(features, models, model_of(features))
+    loaded = load_checked(spec(path_of(features, models), **own), lambda *_: None)
+    make_drafter = drafter_for(features)
+    drafter = make_drafter(loaded) if make_drafter is not None else None
+    # A row comes every third tick, and its chunks go through the weights with the tokens of rows that generate.
+    riding, packed = generated(loaded, [each.request for each in asked(features)], chunk=8, drafter=drafter)
+    assert packed > 0
+    assert bool(drafted(drafter)) is (drafter is not None)
+    assert [riding[rid] for rid in range(len(ROWS))] == [result.ids for result in alone(features, models)]
 
 
 def test_a_sparse_prefill_with_a_drafter_that_is_no_language_model_is_refused(models: Models) -> None:
