@@ -63,7 +63,7 @@ def run(engine: EngineHarness, rows: Sequence[Asked]) -> list[Result]:
     """All at once."""
     results: list[Result] = []
     for each in rows:
-        engine.results[each.request.rid] = Result()
+        engine.results[each.request.rid] = Result(had=len(each.request.resume))
         row = engine.intake.row(each.request, 0.0)
         if engine.intake.is_restricted(each.request):
             engine.intake.restrict(row, each.request)
