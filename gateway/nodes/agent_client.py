@@ -27,6 +27,7 @@ from protocol.node_agent import (
     Order,
     Pulse,
     Refused,
+    Release,
     Reserved,
     Spawned,
 )
@@ -134,6 +135,8 @@ class AgentClient:
 
     async def ask(self, make: Callable[[int], Order], kind: type[A], deadline_s: float = ANSWER_S) -> A:
         """The answer to the order that `make` makes of a call's number. Raises `NodeLost`, `NodeRefused`."""
+        if self._context is None:
+            raise NodeLost(f"node {self.name}: the connection was closed")
         call = next(self._numbers)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[call] = answer
@@ -209,6 +212,9 @@ class AgentClient:
         known = set(alive.reservations)
         for reservation in [each for each in self._ranks if each not in known]:
             self._end(reservation, RankEnd(None, [f"node {self.name} does not have it any more"]))
+        # What it has and we have not: an order to release it was lost.
+        for reservation in known.difference(self._held, self._ranks):
+            self.tell(Release(0, reservation))
 
     async def _pulse(self) -> None:
         """Say that we live while something of ours is there, and notice that the agent does not."""

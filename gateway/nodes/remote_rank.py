@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 from typing import Final
 
 import msgspec
@@ -13,6 +14,8 @@ from protocol.spec import WorkerSpec
 log = logging.getLogger(__name__)
 
 SPAWN_S: Final = 15.0
+# From SIGKILL until its end is told. An order can be lost: then it is given up, and what runs there is released.
+KILL_S: Final = 10.0
 # The status of a rank that could not be started; nobody but its agent knows more.
 NOT_STARTED: Final = 255
 
@@ -22,7 +25,8 @@ class RemoteRank:
 
     is_adopted: bool = False
 
-    def __init__(self, client: AgentClient, reservation: int, spec: WorkerSpec) -> None:
+    def __init__(self, client: AgentClient, reservation: int, spec: WorkerSpec, *, kill_s: float = KILL_S) -> None:
+        self._kill_s = kill_s
         self._client = client
         self._reservation = reservation
         self._end: asyncio.Future[RankEnd] = asyncio.get_running_loop().create_future()
@@ -42,6 +46,8 @@ class RemoteRank:
     def signal(self, signum: int) -> None:
         if self._end.done():
             return
+        if signum == signal.SIGKILL:
+            asyncio.get_running_loop().call_later(self._kill_s, self._give_up)
         if self._pid:
             self._client.tell(Signal(0, self._reservation, signum))
         else:
@@ -71,6 +77,11 @@ class RemoteRank:
             self._pid = spawned.pid
             for signum in self._signals:
                 self.signal(signum)
+
+    def _give_up(self) -> None:
+        if not self._end.done():
+            self._client.forget(self._reservation)
+            self._ended(RankEnd(None, [f"node {self._client.name} did not say in time that it was killed"]))
 
     def _ended(self, end: RankEnd) -> None:
         if not self._end.done():

@@ -46,6 +46,7 @@ def default_command(spec: WorkerSpec) -> list[str]:
 
 # Bytes that a pipe takes before a reader has come, on every system: macOS's number.
 PIPE_BYTES: Final = 16 * 1024
+REAP_S: Final = 1.0
 
 
 class Spawner:
@@ -92,6 +93,9 @@ class Spawner:
         except BaseException:  # Re-raised: only this function knows of those that were started.
             for process in (lead, *followers):
                 process.signal(signal.SIGKILL)
+                if isinstance(process, Child):
+                    process.reap()
+                process.close()
             raise
         self._registry.add(_record(lead.pid, spec, argv, recorded))
         return Group(lead, followers, [process.pid for process in recorded])
@@ -182,6 +186,11 @@ class Child:
 
     def signal(self, signum: int) -> None:
         self._popen.send_signal(signum)
+
+    def reap(self) -> None:
+        """Take note of the end of a process that has just begun and was killed: that is a matter of milliseconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(REAP_S)
 
     def last_lines(self) -> list[str]:
         self._output.read()

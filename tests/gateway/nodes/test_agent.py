@@ -22,6 +22,7 @@ from protocol.node_agent import (
     Done,
     Lines,
     Logs,
+    Order,
     Release,
     Reserve,
     Reserved,
@@ -36,6 +37,7 @@ from tests.gateway.nodes.hosts import (
     ENDS,
     MIB,
     SHORT_S,
+    SILENCE_S,
     Host,
     client,
     form,
@@ -244,6 +246,52 @@ async def test_memory_that_is_not_committed_in_time_is_taken_back() -> None:
 
         assert "there is no reservation" in await refused(commit(gateway, late), Code.INVALID_REQUEST)
         assert (await gateway.ask(lambda call: Logs(call, kept), Lines, DEADLINE_S)).lines == []
+
+
+async def test_what_a_gateway_does_not_have_any_more_is_given_back_although_nothing_was_heard_of_it() -> None:
+    async with pair() as (far, gateway):
+        kept, lost = await reserve(far, gateway), await reserve(far, gateway)
+        await commit(gateway, lost)
+        gateway.forget(lost)  # its order to release it was lost with a connection
+
+        await until(lambda: far.held == 100 * MIB)
+        await commit(gateway, kept)
+
+
+class Lossy(AgentClient):
+    """Client whose signals are lost, as with a connection that is just being made again."""
+
+    def tell(self, order: Order) -> None:
+        if not isinstance(order, Signal):
+            super().tell(order)
+
+
+async def test_a_rank_that_is_not_known_to_have_ended_after_its_kill_is_given_up_and_ends() -> None:
+    async with pair(SHORT_S) as (far, _):
+        keys = make_pair()
+        far.known[keys.public] = "studio3"
+        gateway = Lossy("studio2", far.agent.endpoint, far.keys.public, keys, silence_s=SILENCE_S, pulse_s=0.05)
+        gateway.open()
+        number = await reserve(far, gateway)
+        await commit(gateway, number)
+        rank = RemoteRank(gateway, number, rank_spec(), kill_s=0.1)
+        await until(lambda: rank.pid != 0)
+        process = psutil.Process(rank.pid)
+        rank.signal(signal.SIGKILL)
+
+        assert await asyncio.wait_for(rank.wait(), DEADLINE_S) is None
+        await until(lambda: has_ended(process))
+        await until(lambda: far.held == 0)
+        await gateway.close()
+
+
+async def test_a_rank_of_a_node_whose_connection_was_closed_has_ended() -> None:
+    async with pair() as (far, gateway):
+        number = await reserve(far, gateway)
+        await gateway.close()
+        rank = RemoteRank(gateway, number, rank_spec())
+        assert await asyncio.wait_for(rank.wait(), DEADLINE_S) is None
+        rank.close()
 
 
 async def test_ranks_of_a_gateway_that_has_vanished_end_and_their_memory_is_free() -> None:

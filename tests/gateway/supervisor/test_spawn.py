@@ -1,10 +1,17 @@
+import os
+import sys
+from collections.abc import Sequence
+
 import msgspec
+import psutil
 import pytest
 
+from gateway.supervisor.ports import Process
+from gateway.supervisor.ranks import Place
 from gateway.supervisor.registry import Registry, WorkerRecord
 from gateway.supervisor.spawn import Spawner, default_command
 from protocol.failures import Exit
-from protocol.spec import WorkerSpec
+from protocol.spec import GroupSpec, WorkerSpec
 from tests.gateway.harness import until
 from tests.support.pool import short_home
 
@@ -30,3 +37,31 @@ async def test_a_worker_is_told_its_specification_where_no_list_of_processes_sho
         finally:
             child.close()
         assert {path.name for path in run_dir.iterdir()} <= {"d.sock", "epoch", "workers"}
+
+
+class Refusing:
+    """A node that cannot start a rank."""
+
+    def place(self, nodes: Sequence[str]) -> Place:
+        return Place()
+
+    def start(self, spec: WorkerSpec) -> Process:
+        raise FileNotFoundError("there is no memory at that node")
+
+
+@pytest.mark.anyio
+async def test_a_group_whose_last_rank_cannot_be_started_leaves_no_process_pipe_or_record() -> None:
+    with short_home() as home:
+        run_dir = home / "run"
+        (run_dir / "d.sock").touch()
+        spec = WorkerSpec("m", "demo", 7, f"ipc://{run_dir}/d.sock", "ipc://u")
+        spec = msgspec.structs.replace(spec, group=GroupSpec(("local", "local", "far"), "pipeline", "ring"))
+        command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+        spawner = Spawner(home, Registry(run_dir), lambda _: command, {"far": Refusing()})
+        children, before = psutil.Process().children(), len(os.listdir("/dev/fd"))
+        with pytest.raises(FileNotFoundError, match="no memory"):
+            spawner.spawn(spec)
+
+        assert len(os.listdir("/dev/fd")) == before
+        assert list((run_dir / "workers").iterdir()) == []
+        assert psutil.Process().children() == children
