@@ -36,7 +36,9 @@ _STEP: Final = 1e-6
 # Of more digits than these, llguidance may drop some.
 _DIGITS: Final = 14
 # A class in brackets, as group 1, or an escape.
-_CLASS: Final = re.compile(r"\\.|\[\^?((?:\]?)(?:\\.|[^\]\\])*)\]", re.DOTALL)
+# A class that is never closed goes to the end, so that none is looked for inside of it: a search of each takes the
+# square of the time, in which no other thread runs.
+_CLASS: Final = re.compile(r"\\.|\[\^?(\]?(?:\\.|[^\]\\])*+)\]?", re.DOTALL)
 _ESCAPED: Final = re.compile(r"\\.", re.DOTALL)
 _SETS: Final = re.compile(r"\[|&&|--|~~")
 _BOUNDS: Final = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}

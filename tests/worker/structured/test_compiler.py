@@ -234,6 +234,13 @@ def test_a_refusal_that_quotes_half_a_surrogate_can_be_sent(tokenizer: Any, kind
     codec.encode(Rejected(1, caught.value.failure))
 
 
+@pytest.mark.parametrize("pattern", ["[" * 250_000, "[" * 250_000 + "\\", "[\\" * 120_000])
+def test_a_long_pattern_of_brackets_that_are_never_closed_is_refused_at_once(tokenizer: Any, pattern: str) -> None:
+    text = json.dumps({"type": "string", "pattern": pattern})
+    with pytest.raises(RequestInvalid):  # a search for the end of each would hold all threads for minutes
+        made(tokenizer).compile(Constraint(KIND.JSON_SCHEMA, text))
+
+
 def test_as_many_choices_as_are_allowed_can_be_held(tokenizer: Any) -> None:
     choices = ["a", "ab", 'né"\n', *(f"{at} of many" for at in range(grammars.MAX_CHOICES - 3))]
     walker = made(tokenizer).compile(Constraint(KIND.CHOICE, json.dumps(choices)))
