@@ -3,8 +3,9 @@
 import re
 from typing import Final
 
-# Ends of sentences, with the quotation marks and brackets that close there; a line break ends one as well.
-_END: Final = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+|(?<=[。！？])|\s*\n+\s*")
+# Ends of sentences, with the quotation marks and brackets that close there; a line break ends one as well. What is
+# before it is looked at from the beginning of the white space, else much of it takes the square of its length.
+_END: Final = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+|(?<=[。！？])|(?<![^\S\n])[^\S\n]*+\n\s*")
 _SPACE: Final = re.compile(r"\s+")
 
 

@@ -121,3 +121,4 @@ def test_sentences_are_joined_up_to_a_bound() -> None:
     assert groups("word " * 30, 1, 20) == ["word word word word"] * 7 + ["word word"]
     assert groups("x" * 45, 1, 20) == ["x" * 20, "x" * 20, "x" * 5]
     assert groups(" \n ", 1, 20) == []
+    assert groups("a" + " " * 300_000 + "b \t\n\n c", 1, 20) == ["a b", "c"], "in no time that grows with the square"
