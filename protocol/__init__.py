@@ -14,6 +14,7 @@ __all__ = [
     "messages",
     "minors",
     "model_digest",
+    "model_info",
     "node_agent",
     "peering",
     "prediction_heads",
@@ -24,7 +25,6 @@ __all__ = [
     "stats",
     "towers",
     "transcript",
-    "unreadable",
     "verify",
     "wisdom",
 ]

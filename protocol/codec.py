@@ -8,12 +8,14 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from protocol.messages import Down, Generate, Prompt, Up
-from protocol.unreadable import UNREADABLE
 
 T = TypeVar("T")
 
 # A larger frame ends its connection for good: libzmq takes it for a fault of the protocol. No side may send one.
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
+
+# Errors of msgspec for bytes that are no message: not its form, not UTF-8, or too deep.
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _encoder = msgspec.msgpack.Encoder()
 _down: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from protocol.unreadable import UNREADABLE
+from protocol.codec import UNREADABLE
 
 # The environment of a worker names the folder in which such files are kept; without it nothing is kept.
 FOLDER_ENV: Final = "MLXD_WISDOM"

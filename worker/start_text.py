@@ -8,7 +8,8 @@ from typing import Final
 
 from protocol.failures import Code, Failure
 from protocol.kinds import TEXT
-from protocol.messages import MediaInfo, Ready
+from protocol.messages import Ready
+from protocol.model_info import MediaInfo
 from protocol.spec import WorkerSpec
 from protocol.wisdom import FOLDER_ENV, LoadFacts
 from worker.adapters.adapters import adapters_of

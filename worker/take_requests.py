@@ -8,7 +8,8 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from protocol.failures import Code, Failure
-from protocol.messages import Abort, AdapterInfo, AdaptersSet, Generate, SetAdapters
+from protocol.messages import Abort, AdaptersSet, Generate, SetAdapters
+from protocol.model_info import AdapterInfo
 from worker.engine.gauges import Gauges
 from worker.link import Control, Link, Question
 from worker.prompt.questions import Answerer, Questions

@@ -19,7 +19,7 @@ from gateway.http.exchange import send_body
 from gateway.reload import Reloader
 from gateway.services import Services
 from gateway.supervisor.state import ModelUnavailable
-from protocol.messages import AdapterInfo
+from protocol.model_info import AdapterInfo
 
 # Of a worker that reads the files and puts the adapter into force, or lets go of one.
 CHANGE_S: Final = 300.0

@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope
 
 from gateway.errors import BadRequest
 from gateway.http.exchange import read_body
-from protocol.unreadable import UNREADABLE
+from protocol.codec import UNREADABLE
 
 T = TypeVar("T")
 

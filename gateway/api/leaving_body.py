@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from gateway.api.common.structure import check_structure
 from gateway.errors import BadRequest
-from protocol.unreadable import UNREADABLE
+from protocol.codec import UNREADABLE
 
 # Completions that set no limit are this long, here and at others; chats have none.
 _COMPLETION_TOKENS: Final = 16

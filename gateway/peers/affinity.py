@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from protocol.unreadable import UNREADABLE
+from protocol.codec import UNREADABLE
 
 # About what English and code have.
 BYTES_PER_TOKEN: Final = 4

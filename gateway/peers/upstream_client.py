@@ -15,7 +15,7 @@ from starlette.types import Scope
 from gateway.config.peer_tables import read_secret
 from gateway.config.remote_settings import UpstreamConfig
 from gateway.peers.affinity import BYTES_PER_TOKEN
-from protocol.unreadable import UNREADABLE
+from protocol.codec import UNREADABLE
 
 Header = tuple[bytes, bytes]
 

@@ -10,6 +10,8 @@ import msgspec
 from protocol import codec
 from protocol import messages as m
 from protocol.failures import Code, Failure
+from protocol.messages import EmbedPrompt, HearPrompt, ScorePrompt, SpeakPrompt
+from protocol.model_info import AdapterInfo, AudioInfo, EmbeddingInfo, GroupInfo, MediaInfo, RankInfo
 from protocol.stats import Drafted, RankStats, Stats
 
 FOLDER = Path(__file__).parent / "golden"
@@ -21,8 +23,8 @@ _MEDIA = (
     m.Media("audio", bytes(32), b"RIFF"),
 )
 _ADAPTERS = (
-    m.AdapterInfo("sql", "/adapters/sql", 16, True, 2**20, "0f", "Qwen/Qwen3-8B"),
-    m.AdapterInfo("né", "/adapters/né", failure=_FAILURE),
+    AdapterInfo("sql", "/adapters/sql", 16, True, 2**20, "0f", "Qwen/Qwen3-8B"),
+    AdapterInfo("né", "/adapters/né", failure=_FAILURE),
 )
 _STATS = Stats(
     *(1, 2, 3, 4, 5, 6, 7, 2**40, 9, 10, 11),
@@ -87,11 +89,11 @@ def down() -> list[m.Down]:
         m.Dump(9),
         m.SetMemory(2**40, 0.5, 0.25),
         m.SetLogLevel("debug"),
-        m.Generate(6, m.EmbedPrompt(("né", (1, 2)), "query", True, False, 256, -1), m.Sampling()),
+        m.Generate(6, EmbedPrompt(("né", (1, 2)), "query", True, False, 256, -1), m.Sampling()),
         m.SetAdapters(8, (("sql", "/adapters/sql"),)),
-        m.Generate(8, m.HearPrompt(b"RIFF", "en", "né", True, True, 7200.0), m.Sampling()),
-        m.Generate(9, m.SpeakPrompt("né", "alba", 1.5, "mp3", "gently", 900.0), m.Sampling()),
-        m.Generate(7, m.ScorePrompt(("né",), ("a", "b"), "judge", 512, 64, ("text_1", "text_2")), m.Sampling()),
+        m.Generate(8, HearPrompt(b"RIFF", "en", "né", True, True, 7200.0), m.Sampling()),
+        m.Generate(9, SpeakPrompt("né", "alba", 1.5, "mp3", "gently", 900.0), m.Sampling()),
+        m.Generate(7, ScorePrompt(("né",), ("a", "b"), "judge", 512, 64, ("text_1", "text_2")), m.Sampling()),
         m.SetPace(0.75, 60, 256),
     ]
 
@@ -118,14 +120,14 @@ def up() -> list[m.Up]:
         m.Ready(
             *(3, "/models/qwen", 32768, 16, 151_936, 2**33, 1.25, "qwen3", True),
             modalities=("image", "video"),
-            media=m.MediaInfo(2**20, 1024, 2**24, "no tower for audio"),
+            media=MediaInfo(2**20, 1024, 2**24, "no tower for audio"),
             speculation="auto",
             kind="embed",
-            embedding=m.EmbeddingInfo(768, True, ("query", "document")),
+            embedding=EmbeddingInfo(768, True, ("query", "document")),
             adapters=_ADAPTERS,
-            group=m.GroupInfo("pipeline", "ring", (m.RankInfo(0, "local"), m.RankInfo(1, "né", "h", 7, "gpu", 9))),
+            group=GroupInfo("pipeline", "ring", (RankInfo(0, "local"), RankInfo(1, "né", "h", 7, "gpu", 9))),
             kv_bits=8,
-            audio=m.AudioInfo(True, True, True, True, 16000, ("alba",), ("en",), ("wav",), "none", True),
+            audio=AudioInfo(True, True, True, True, 16000, ("alba",), ("en",), ("wav",), "none", True),
         ),
         m.Accepted(1, 12, left_out=(2, 900)),
         m.Tokenized(4, 2, (1, 2), "né"),

@@ -23,7 +23,6 @@ from protocol.messages import (
     MINOR,
     Abort,
     Accepted,
-    AdapterInfo,
     AdaptersSet,
     Delta,
     Detokenize,
@@ -53,6 +52,7 @@ from protocol.messages import (
     Usage,
     Welcome,
 )
+from protocol.model_info import AdapterInfo
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from protocol.failures import Code, Failure
-from protocol.messages import AdapterInfo
+from protocol.model_info import AdapterInfo
 from protocol.spec import ADAPTERS_MAX
 from worker.adapters.adapter_files import Files, read
 from worker.adapters.matrices import dtype_of, matrices

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from protocol.failures import Code
 from protocol.kinds import HEARERS, SPEAKERS, audio_family
-from protocol.messages import AudioInfo
+from protocol.model_info import AudioInfo
 from protocol.spec import WorkerSpec
 from worker.audio import sound_writer
 from worker.audio.hearer import Hearer, Wish

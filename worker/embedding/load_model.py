@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from protocol.context import context_of
 from protocol.failures import Code
 from protocol.kinds import EMBED, ENCODERS, RERANK, TEXT, kind_of
-from protocol.messages import EmbeddingInfo
+from protocol.model_info import EmbeddingInfo
 from protocol.spec import WorkerSpec
 from protocol.towers import has_media
 from worker.embedding.backbones import BidirectionalGemma, Decoder, Encoder, load_backbone

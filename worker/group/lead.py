@@ -14,7 +14,8 @@ from protocol import group
 from protocol.codec import MalformedFrame
 from protocol.failures import Code
 from protocol.group import Done, Go, Join, Leave, Loaded, Measured, Op, Plan, Share
-from protocol.messages import GroupInfo, RankInfo, SetMemory
+from protocol.messages import SetMemory
+from protocol.model_info import GroupInfo, RankInfo
 from protocol.sharding import NCCL, refusal
 from protocol.sharding import resolve as divided
 from protocol.spec import WorkerSpec

@@ -12,8 +12,8 @@ from msgspec import Struct
 from gateway.api.responses import response as out
 from gateway.api.responses.request import Item
 from gateway.api.responses.tools import Form
+from protocol.codec import UNREADABLE
 from protocol.messages import Delta, Generate
-from protocol.unreadable import UNREADABLE
 
 # Another form of the file has another first line: no version reads one that it does not know.
 MAGIC: Final = b"mlxd-journal 1\n"

@@ -17,7 +17,6 @@ from gateway.media.resolve import digest_of
 from protocol.codec import encode
 from protocol.messages import (
     Accepted,
-    AdapterInfo,
     AdaptersSet,
     ChatPrompt,
     Constraint,
@@ -30,6 +29,7 @@ from protocol.messages import (
     Step,
     TextPrompt,
 )
+from protocol.model_info import AdapterInfo
 from protocol.peering import GENERATE_PATH, STATUS_PATH, VIA_HEADER, FrameReader, decode_status, encode_request
 from tests.gateway.harness import Gateway, chat, running, until
 from tests.gateway.peers.pairs import door, key_for, peer

@@ -9,7 +9,6 @@ from gateway.supervisor.state import Limits, ModelUnavailable, State
 from protocol.failures import Code, Failure
 from protocol.messages import (
     MINOR,
-    AdapterInfo,
     AdaptersSet,
     Detokenize,
     Drain,
@@ -25,6 +24,7 @@ from protocol.messages import (
     Tokenize,
     Welcome,
 )
+from protocol.model_info import AdapterInfo
 from tests.support.machine import FakeProcess, Machine, settle
 from tests.support.scale import patient
 

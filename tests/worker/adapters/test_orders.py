@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from protocol.failures import Code
-from protocol.messages import AdapterInfo, AdaptersSet, Finish, Generate, Sampling, TokensPrompt
+from protocol.messages import AdaptersSet, Finish, Generate, Sampling, TokensPrompt
+from protocol.model_info import AdapterInfo
 from tests.support.adapters import greedy, mlx_adapter, reference
 from tests.support.engine import EngineHarness, spec
 from worker.adapters.adapters import read_all

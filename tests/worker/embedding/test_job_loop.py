@@ -19,7 +19,6 @@ from protocol.messages import (
     Delta,
     Drain,
     Drained,
-    EmbeddingInfo,
     Finish,
     Progress,
     Rejected,
@@ -28,6 +27,7 @@ from protocol.messages import (
     Step,
     Up,
 )
+from protocol.model_info import EmbeddingInfo
 from protocol.spec import WorkerSpec
 from tests.support.scale import patient
 from worker.embedding.groups import take_group
