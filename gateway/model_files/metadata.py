@@ -31,6 +31,9 @@ HEAD: Final = "mtp.safetensors"
 METADATA: Final = "__metadata__"
 # Models that come with mlxd, in folders of the worker's package.
 DEMOS: Final = {"demo": "demo_model", "demo-vision": "demo_vision"}
+# An adapter of the first, in such a folder too.
+DEMO_ADAPTER: Final = "demo-adapter"
+_OWN: Final = DEMOS | {DEMO_ADAPTER: "demo_adapter"}
 _FLOAT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -111,12 +114,12 @@ class Info(Struct, frozen=True):
 
 
 def find(path: str) -> Path:
-    """The folder of a model. Raises `Unreadable`."""
-    if path in DEMOS:
+    """The folder of a model or an adapter. Raises `Unreadable`."""
+    if path in _OWN:
         spec = importlib.util.find_spec("worker")
         if spec is None or spec.origin is None:
             raise Unreadable("the demo model is not installed")
-        return Path(spec.origin).parent / DEMOS[path]
+        return Path(spec.origin).parent / _OWN[path]
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.resolve()

@@ -40,7 +40,7 @@ GATEWAY: Final = {
     "request": "link errors admin_types supervisor model_files telemetry config access pool media peers",
     "http": "wall_clock errors admin_types telemetry config request",
     "services": "task_set home link telemetry config access pool media peers request http",
-    "adapter_loads": "config",
+    "adapter_loads": "model_files config",
     "reload": "adapter_loads errors admin_types telemetry config access pool services",
     "api.common": "link errors supervisor config media request http services",
     "admin": "adapter_loads errors admin_types supervisor model_files config access peers request http services reload",

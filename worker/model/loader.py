@@ -42,6 +42,8 @@ DEMO_DIR: Final = Path(__file__).parents[1] / "demo_model"
 DEMO_VISION: Final = "demo-vision"
 # Models that come with mlxd, by the path that names them.
 DEMOS: Final = {DEMO: DEMO_DIR, DEMO_VISION: DEMO_DIR.with_name("demo_vision")}
+# These, and an adapter of the first.
+_OWN: Final = DEMOS | {"demo-adapter": DEMO_DIR.with_name("demo_adapter")}
 
 _DTYPES: Final = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # For a model of which neither its files nor its class say anything.
@@ -190,9 +192,9 @@ def _load_vision(path: Path, config: dict[str, Any], model: Any, spec: WorkerSpe
 
 
 def resolve(path: str) -> Path:
-    """The folder of a model: an embedded demo, a local folder, or a snapshot in the Hugging Face cache."""
-    if path in DEMOS:
-        return DEMOS[path]
+    """The folder of a model or an adapter: an embedded one, a local one, or a snapshot in the Hugging Face cache."""
+    if path in _OWN:
+        return _OWN[path]
     local = Path(path).expanduser()
     if path and local.is_dir():
         return local.resolve()
