@@ -24,7 +24,7 @@ from mlx_lm.utils import save_config, save_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.scale import scaled
+from tests.support.scale import FULL, scaled
 
 VOCAB = 512
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -133,6 +133,17 @@ _LANED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 # Beside these, one that can be divided among ranks in both ways.
 _DIVIDED: dict[str, tuple[Any, dict[str, Any]]] = {"qwen2": (qwen2, {**_COMMON, "model_type": "qwen2"})}
+
+
+def shallow(architecture: str) -> dict[str, Any]:
+    """Overrides for `build`: in `make test` two layers, one of each kind."""
+    base = (ARCHITECTURES | _LANED | _DIVIDED)[architecture][1]
+    text = base.get("text_config", base)
+    # Chunks of llama4 and the reuse of KV of afm7 take four.
+    if FULL or architecture in ("llama4", "afm7") or "num_hidden_layers" not in text:
+        return {}
+    sizes = {"num_hidden_layers": 2, **({"layer_types": text["layer_types"][:2]} if "layer_types" in text else {})}
+    return {"text_config": {**text, **sizes}} if "text_config" in base else sizes
 
 
 def build(architecture: str, folder: Path, *, seed: int = 0, markers: Sequence[str] = (), **overrides: Any) -> Path:

@@ -22,7 +22,7 @@ from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
 from protocol.spec import WorkerSpec
 from tests.support import disk
 from tests.support.engine import EngineHarness, Result, spec
-from tests.support.models import SAMPLE, build, tiny_tokenizer
+from tests.support.models import SAMPLE, build, shallow, tiny_tokenizer
 from tests.support.prefixes import GREEDY, SHARED, cached, family, said, words
 from tests.support.scale import scaled
 from worker.errors import LoadFailed
@@ -202,10 +202,10 @@ def change(model: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     """Another form of the model in this folder; returns settings of the worker that go with it."""
     match what:
         case "weights":
-            other = build("qwen3", model.with_name("other"), seed=5)
+            other = build("qwen3", model.with_name("other"), seed=5, **shallow("qwen3"))
             (other / "model.safetensors").replace(model / "model.safetensors")
         case "weights of the same time":
-            other = build("qwen3", model.with_name("other"), seed=5)
+            other = build("qwen3", model.with_name("other"), seed=5, **shallow("qwen3"))
             (other / "model.safetensors").replace(model / "model.safetensors")
             reset_times(model)
         case "configuration":

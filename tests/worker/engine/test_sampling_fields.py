@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ FIELDS: tuple[dict[str, Any], ...] = (
     {"dry_multiplier": 20.0, "dry_breakers": ("\n",), "dry_allowed_length": 0},
     {"repetition_penalty": 1.3, "penalty_window": 5},
     {"allowed_ids": tuple(range(20, 40))},
-    {"bad_words": ("e", "a")},
+    {"bad_words": (*ascii_lowercase, "ka", "to", "mi", "ra", "lu", "vi", "de", "an")},
     {"temperature": 0.0, "dry_multiplier": 2.0, "dry_allowed_length": 0},
     {
         "top_n_sigma": 2.0,
