@@ -115,6 +115,7 @@ class EngineHarness:
         self.ended: list[int] = []  # rids, in the order of their terminal events
         self.drained: list[int] = []  # how many rows each drain aborted
         self.error: Exception | None = None
+        self._has_ended = False
         self._inbox = Inbox()
         self.changed = threading.Condition()
         self._is_loaded = threading.Event()
@@ -159,6 +160,10 @@ class EngineHarness:
             if self._is_loaded.is_set():
                 self.engine.fail_all(Failure(Code.INTERNAL, "step loop failed"))
             self._is_loaded.set()
+        finally:
+            with self.changed:
+                self._has_ended = True
+                self.changed.notify_all()
 
     def _receive(self, message: Up) -> None:
         codec.encode(message)
@@ -231,6 +236,7 @@ class EngineHarness:
         deadline = time.monotonic() + TIMEOUT_S
         with self.changed:
             while not condition():
+                assert not self._has_ended, f"the engine ended before {what}: {self.error!r}"
                 assert self.changed.wait(deadline - time.monotonic()), f"timed out waiting for {what}"
 
     def run(self, requests: Iterable[Generate]) -> list[Result]:

@@ -123,11 +123,11 @@ CASES = (
     ("adapters", "kv_bits", "text drafts", "disk cache", "prompt scores"),
     ("adapters", "kv_bits", "sparse prefill", "text drafts", "grammar"),
     ("adapters", "experts on disk", "disk cache", "grammar", "prompt scores"),
-    ("adapters", "experts on disk", "kv_bits", "preemption"),
     ("adapters", "images", "kv_bits", "text drafts", "prompt scores"),
-    ("adapters", "images", "sparse prefill"),
 )
 FURTHER = (
+    ("adapters", "images", "sparse prefill"),
+    ("adapters", "experts on disk", "kv_bits", "preemption"),
     ("adapters", "assistant", "prompt scores"),
     ("prompt scores", "head", "grammar"),
     ("prompt scores", "EAGLE-3"),
