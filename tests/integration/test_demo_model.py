@@ -224,8 +224,15 @@ def alone() -> list[Any]:
 @pytest.mark.parametrize(
     ("messages", "options"),
     [
-        *scaled([(user("Who are you?"), {}), (user("Count from 3 to 12."), {}), (ANSWERED, {"tools": [WEATHER]})], []),
-        (user("Spell the word umbrella, please."), {"enable_thinking": True}),
+        *scaled(
+            [
+                (user("Who are you?"), {}),
+                (user("Count from 3 to 12."), {}),
+                (ANSWERED, {"tools": [WEATHER]}),
+                (user("Spell the word umbrella, please."), {"enable_thinking": True}),
+            ],
+            [],
+        ),
         ([{"role": "system", "content": "Be brief."}, *user("What is mlxd?")], {}),
         (ASKED_FOR_WEATHER, {"tools": [WEATHER], "enable_thinking": True}),
     ],

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _built(tmp_path_factory.mktemp("thinking"), THINKING, layers=4)
+    return _built(tmp_path_factory.mktemp("thinking"), THINKING, layers=scaled(4, 2))
 
 
 def _built(path: Path, template: str, layers: int) -> Path:
