@@ -16,7 +16,7 @@ from protocol.messages import Abort, Finish, Generate, Sampling, TokensPrompt
 from protocol.spec import WorkerSpec
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.heads import damp
-from tests.support.models import VOCAB, build
+from tests.support.models import VOCAB, build, shallow
 from tests.worker.engine.test_exact import tokens
 from worker.cache import ragged
 from worker.sparse.importance import LOOKAHEAD
@@ -32,7 +32,7 @@ GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target, and a draft model that is another one of the same tokens."""
-    target, draft = (build("qwen3", tmp_path_factory.mktemp("pair") / "model") for _ in range(2))
+    target, draft = (build("qwen3", tmp_path_factory.mktemp("pair") / "model", **shallow("qwen3")) for _ in range(2))
     model, _ = load_model(draft)
     damp(model, 0.5)
     save_model(draft, model)
