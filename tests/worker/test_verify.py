@@ -16,7 +16,7 @@ from tests.support.adapters import mlx_adapter
 from tests.support.audio_models import build_moonshine, build_qwen_tts
 from tests.support.drafters import copying_assistant, copying_block, damped, eagle, gemma4
 from tests.support.engine import spec
-from tests.support.models import ARCHITECTURES, build
+from tests.support.models import ARCHITECTURES, build, shallow
 from tests.support.reading_models import build_embedder, build_reranker
 from tests.support.scale import scaled
 from worker.checked_model import load_checked
@@ -34,9 +34,9 @@ NAMES = [
 
 @pytest.mark.parametrize("architecture", [*scaled(["qwen3", "qwen3_moe"], []), "gemma3_text", "qwen3_5"])
 def test_every_way_of_running_a_request_gives_its_own_tokens(
-    architecture: str, model_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wanted = msgspec.json.encode(spec(model_folder(architecture))).decode()
+    wanted = msgspec.json.encode(spec(build(architecture, tmp_path / "model", **shallow(architecture)))).decode()
     assert main(["--spec", wanted, "--tokens", "12", "--words", "32"]) == 0
     checks = [msgspec.json.decode(line, type=Check) for line in capsys.readouterr().out.splitlines()]
     assert [check.name for check in checks] == NAMES
