@@ -45,6 +45,11 @@ class Entry:
         """Path of its weights: of the model, or of the adapter."""
         return self.found.model.root
 
+    def source(self, caller: Caller) -> str:
+        """Path of its weights, where the caller is an operator or it is a repository's; otherwise a name."""
+        is_local = self.root.startswith((".", "/", "~"))
+        return self.root if caller.is_admin or not is_local else self.parent or self.found.model.name
+
     @property
     def is_loaded(self) -> bool:
         """Whether its worker serves it now: what it once said stays known."""

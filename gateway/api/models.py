@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.types import Receive, Scope, Send
 
+from gateway.access.caller import Caller
 from gateway.api.catalog import Catalog, Entry
 from gateway.config.settings import SamplingDefaults
 from gateway.http.exchange import send_body
@@ -101,11 +102,12 @@ class Models:
         self._created = int(time.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cards = [self.card(entry) for entry in await self._catalog.list(record_of(scope).caller)]
+        caller = record_of(scope).caller
+        cards = [self.card(entry, caller) for entry in await self._catalog.list(caller)]
         ids = [card.id for card in cards] or [None]
         await send_body(send, 200, msgspec.json.encode(ModelList(cards, ids[0], ids[-1])))
 
-    def card(self, entry: Entry) -> ModelCard:
+    def card(self, entry: Entry, caller: Caller) -> ModelCard:
         model, profile = entry.found.model, entry.found.profile
         aliases = tuple(name for name in model.names if name != model.full_name)
         context, facts = entry.context or UNSET, entry.facts
@@ -116,7 +118,7 @@ class Models:
             entry.name,
             tuple(f"{alias}:{profile}" for alias in aliases) if profile else aliases,
             str(entry.view.state),
-            root=entry.root,
+            root=entry.source(caller),
             parent=entry.parent or UNSET,
             context_length=context,
             max_model_len=context,
@@ -138,8 +140,9 @@ class OneModel:
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        entry = await self._catalog.find(scope["path_params"]["id"], record_of(scope).caller)
-        await send_body(send, 200, msgspec.json.encode(self._models.card(entry)))
+        caller = record_of(scope).caller
+        entry = await self._catalog.find(scope["path_params"]["id"], caller)
+        await send_body(send, 200, msgspec.json.encode(self._models.card(entry, caller)))
 
 
 def _load(view: WorkerView) -> LoadProgress | UnsetType:

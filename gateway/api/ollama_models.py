@@ -162,16 +162,14 @@ def _running(entry: Entry, idle_s: dict[str, float]) -> Running | None:
 
 
 def _shown(entry: Entry, caller: Caller) -> Shown:
-    model, facts, context = entry.found.model, entry.facts, entry.longest_context
+    facts, context = entry.facts, entry.longest_context
     info: dict[str, Any] = {"general.architecture": facts.architecture, "general.basename": entry.name}
     if facts.parameters:
         info["general.parameter_count"] = facts.parameters
     if context:
         info[f"{facts.architecture or 'mlx'}.context_length"] = context
-    # A path on this machine's disk is the operator's.
-    source = entry.root if caller.is_admin else entry.parent or model.name
     return Shown(
-        f"# The configuration of mlxd is mlxd.toml.\nFROM {source}\n",
+        f"# The configuration of mlxd is mlxd.toml.\nFROM {entry.source(caller)}\n",
         "\n".join(f"{name} {value}" for name, value in _sampling(entry).items()),
         entry.chat_template,
         _details(entry),

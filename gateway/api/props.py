@@ -6,6 +6,7 @@ from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
 import protocol
+from gateway.access.caller import Caller
 from gateway.api.catalog import Catalog, Entry
 from gateway.http.exchange import send_body
 from gateway.request.record import record_of
@@ -50,16 +51,16 @@ class ModelProps:
         if not name:
             usable = caller.usable(self._services.config.models.values())
             name = usable[0].name if len(usable) == 1 else ""
-        await send_body(send, 200, msgspec.json.encode(_props(await self._catalog.find(name, caller))))
+        await send_body(send, 200, msgspec.json.encode(_props(await self._catalog.find(name, caller), caller)))
 
 
-def _props(entry: Entry) -> Props:
+def _props(entry: Entry, caller: Caller) -> Props:
     model, ready = entry.found.model, entry.view.ready
     return Props(
         SlotSettings(entry.context or UNSET),
         ready.max_running if ready is not None else model.slots,
         entry.name,
-        model.path,
+        entry.source(caller),
         PropsModalities("image" in entry.modalities, "audio" in entry.modalities),
         f"mlxd-{protocol.__version__}",
         entry.chat_template or UNSET,

@@ -20,7 +20,7 @@ from gateway.ctl.fleet import route
 from gateway.ctl.hub import repack, run, search
 from gateway.ctl.nodes import verb as nodes
 from gateway.ctl.page import ui
-from gateway.ctl.printing import Json, console, print_json, tell
+from gateway.ctl.printing import Anyway, Json, console, print_json, tell
 from gateway.ctl.service import verb as service
 from gateway.ctl.setup import verbs as setup
 
@@ -185,6 +185,7 @@ def verify(
     kill: Annotated[
         bool, typer.Option("--kill", help="Also kill the daemon's worker of the model during streams.")
     ] = False,
+    yes: Anyway = False,
     json: Json = False,
 ) -> None:
     """Verify that a model generates the same tokens alone, batched, cached, preempted, resumed and with drafts.
@@ -194,10 +195,12 @@ def verify(
     Example: mlxctl verify demo
     """
     from gateway.ctl import verify as verifying
-    from gateway.ctl.offline import model_of, read_config
+    from gateway.ctl.offline import check_room, model_of, read_config
 
     config = read_config()
     configured = model_of(config, model)
+    if not yes:
+        check_room(configured)
     if not json:
         typer.echo(verifying.HEADER)
     is_good = True

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from gateway.config.settings import Config, ConfigError, ModelConfig
 from gateway.ctl import client
@@ -11,6 +11,9 @@ from gateway.home.home_paths import default_home
 
 if TYPE_CHECKING:
     from gateway.admin_types import ModelStatus, Status
+
+
+GIB: Final = 1 << 30
 
 
 class Served(Protocol):
@@ -104,6 +107,19 @@ def budget_bytes(status: "Status | None") -> int:
     config = readable_config()
     budget = "auto" if config is None else config.memory.budget_bytes
     return ThisMachine().budget() if budget == "auto" else budget
+
+
+def check_room(model: ModelConfig) -> None:
+    """Raises `Failed` where a model that is loaded once more, beside what runs now, would make the machine swap."""
+    from gateway.memory.estimate import estimate
+    from gateway.memory.host import ThisMachine
+
+    weights, free = estimate(model, 0).weights, ThisMachine().available()
+    if weights > free:
+        raise Failed(
+            f"the model is loaded once more for this: its weights take {weights / GIB:.1f} GiB, and {free / GIB:.1f} "
+            f"GiB are free. `mlxctl unload {model.name}` before it, or --yes"
+        )
 
 
 def available_bytes() -> int:

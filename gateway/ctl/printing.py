@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Anyway = Annotated[bool, typer.Option("--yes", "-y", help="Load it even if its weights exceed the free memory.")]
 
 
 def print_json(value: object) -> None:

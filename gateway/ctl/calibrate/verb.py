@@ -13,8 +13,8 @@ import typer
 from gateway.config.settings import Config, ModelConfig
 from gateway.config.worker_spec import worker_spec
 from gateway.ctl.complete import Model
-from gateway.ctl.offline import model_of, read_config, running_models
-from gateway.ctl.printing import Json, records
+from gateway.ctl.offline import check_room, model_of, read_config, running_models
+from gateway.ctl.printing import Anyway, Json, records
 from gateway.failed import Failed
 from protocol.spec import STDIN
 from protocol.wisdom import FOLDER_ENV, Finding, wisdom_dir
@@ -28,6 +28,7 @@ def calibrate(
     seconds: Annotated[
         float, typer.Option(min=1.0, max=3600.0, help="Time for all measurements together, beside the load.")
     ] = SECONDS,
+    yes: Anyway = False,
     json: Json = False,
 ) -> None:
     """Measure how quick a model is here, and keep it: numbers of rows, prompts, chunks, drafts and free buffers.
@@ -43,6 +44,8 @@ def calibrate(
         raise Failed(f"{configured.name} is run by a group of processes: a model of one process can be calibrated")
     if not json and any(each.name == configured.name and each.pid for each in running_models() or ()):
         typer.echo(f"{configured.name} is loaded in the daemon too: what it serves meanwhile makes the figures worse.")
+    if not yes:
+        check_room(configured)
     for finding in findings(config, configured, seconds):
         typer.echo(msgspec.json.encode(finding).decode() if json else line(finding))
 

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from gateway.ctl.calibrate.verb import line
+from gateway.ctl.cli import app
 from gateway.ctl.printing import records
+from gateway.memory.host import ThisMachine
 from gateway.model_files.known_times import KnownTimes
 from protocol.wisdom import Finding, wisdom_dir
 from tests.support.ctl import ctl
@@ -42,6 +45,19 @@ def test_what_cannot_be_calibrated_is_said(tmp_path: Path, table: str, reason: s
     assert done.returncode == 1
     assert reason in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "verify"])
+def test_a_model_whose_weights_exceed_the_free_memory_is_loaded_only_if_told(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mlxd.toml").write_text('[models.m]\npath = "demo"\n')
+    monkeypatch.setenv("MLXD_HOME", str(tmp_path))
+    monkeypatch.setattr(ThisMachine, "available", lambda _: 1 << 20)
+    done = CliRunner().invoke(app, [verb, "m", "--json"])
+    assert done.exit_code == 1
+    assert "its weights take" in str(done.exception)
+    assert "`mlxctl unload m`" in str(done.exception)
 
 
 def test_each_finding_is_a_line_for_people() -> None:

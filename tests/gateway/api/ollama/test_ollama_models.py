@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
@@ -77,11 +78,20 @@ async def test_a_shown_model_says_its_context_and_abilities_where_clients_look_f
 
 
 async def test_only_an_admin_sees_the_path_of_a_model(gateway: Gateway, tmp_path: Path) -> None:
+    before = gateway.app.services.config
+    local = replace(before.models["m"], path=str(tmp_path / "weights"))
+    gateway.app.services.live.apply(replace(before, models=before.models | {"m": local}))
     keys = KeyFile(tmp_path / "keys" / "keys.json")
-    for is_admin, source in (False, "m"), (True, "demo"):
+    for is_admin, source in (False, "m"), (True, local.path):
         key = Key(name=f"k{is_admin}", prefix="", salt="", hash="", is_admin=is_admin)
         gateway.client.headers["x-api-key"] = keys.create(key)[1]
         assert (await show(gateway, model="m"))["modelfile"].splitlines()[-1] == f"FROM {source}"
+        assert (await gateway.client.get("/props?model=m")).json()["model_path"] == source
+        assert (await gateway.client.get("/v1/models/m")).json()["root"] == source
+
+
+async def test_the_repository_of_a_model_is_no_secret(gateway: Gateway) -> None:
+    assert (await gateway.client.get("/v1/models/m")).json()["root"] == "demo"
 
 
 async def test_an_unknown_model_is_a_404_with_a_text(gateway: Gateway) -> None:
