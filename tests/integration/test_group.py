@@ -61,7 +61,7 @@ def daemon(home: Path) -> Iterator[GroupDaemon]:
 
 
 async def test_streams_go_on_when_a_rank_is_killed_and_when_one_hangs(daemon: GroupDaemon) -> None:
-    bodies = requests(scaled(64, 12), max_tokens=lasting(120))
+    bodies = requests(scaled(64, 12), max_tokens=lasting(200))
     expected, total = await undisturbed(daemon, bodies)
     pids: set[int] = set()
     clients = Clients(daemon.url)

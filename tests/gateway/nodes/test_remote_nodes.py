@@ -14,6 +14,7 @@ from gateway.config.remote_settings import FabricConfig, NodeConfig, RemoteNodeC
 from gateway.config.settings import Config, ServerConfig
 from gateway.memory.estimate import Need, parts_of, portion
 from gateway.nodes import remote_nodes
+from gateway.nodes.agent_client import ANSWER_S
 from gateway.nodes.networks import Interface
 from gateway.nodes.node_keys import forget_public, keep_public, own_pair
 from gateway.nodes.remote_nodes import RemoteNodes
@@ -53,7 +54,8 @@ class Near:
     withdrawn: int = 0
 
     async def admit(self) -> int:
-        return await asyncio.wait_for(self.nodes.admit(SPEC, self._admit, self._withdraw), DEADLINE_S)
+        # An agent that says nothing is given up after `ANSWER_S`.
+        return await asyncio.wait_for(self.nodes.admit(SPEC, self._admit, self._withdraw), ANSWER_S + DEADLINE_S)
 
     async def _admit(self) -> int:
         return 5 * MIB
