@@ -13,7 +13,7 @@ FUZZ_S ?= 600
 FUZZES := tests/integration/test_openapi_fuzz.py tests/integration/test_edge_fuzz.py
 # Samples of `make test` that `make fuzz` runs whole, and storms that `make soak` runs whole.
 SAMPLES := tests/worker/parsers tests/worker/structured tests/worker/text tests/integration/test_schema_fuzz_http.py
-STORMS := tests/worker/test_verify.py tests/worker/vision/test_exact.py tests/demo_vision/test_engine_answers.py tests/integration/test_prefix_http.py tests/integration/test_resume.py tests/integration/test_group.py tests/worker/group tests/integration/test_broker_models.py tests/integration/test_versions.py tests/worker/cache tests/worker/engine tests/worker/adapters tests/worker/sparse tests/worker/structured/test_masks.py tests/demo_model tests/integration/test_demo_model.py
+STORMS := tests/worker/test_verify.py tests/worker/test_combinations.py tests/worker/vision/test_exact.py tests/demo_vision/test_engine_answers.py tests/integration/test_prefix_http.py tests/integration/test_resume.py tests/integration/test_group.py tests/worker/group tests/integration/test_broker_models.py tests/integration/test_versions.py tests/worker/cache tests/worker/engine tests/worker/adapters tests/worker/sampling tests/worker/sparse tests/worker/structured/test_masks.py tests/demo_model tests/integration/test_demo_model.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-clients test-web test-systemd test-dist fuzz soak lint bench plots dist openblas clean
