@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from threading import Event
@@ -24,8 +25,11 @@ from protocol.spec import STDIN, WorkerSpec
 from protocol.verify import Check, Difference
 
 STREAMS: Final = 6
-# Tokens of each stream: the second where every stream of the first had ended before its worker could be killed.
-STREAM_TOKENS: Final = (256, 1536)
+STREAM_TOKENS: Final = 256
+# Where every stream had ended before its worker could be killed.
+LONGER_TOKENS: Final = 1536
+# What a stopped worker had sent has arrived after it.
+SETTLE_S: Final = 1.0
 FIRST_DELTA_TIMEOUT_S: Final = 600.0
 # From the end of a verification to that of the other ranks.
 FOLLOWER_S: Final = 15.0
@@ -80,24 +84,26 @@ def _following(spec: WorkerSpec) -> Generator[None, None, None]:
 
 def through_daemon(name: str) -> Check:
     """Kill the model's worker in the running daemon amid streams, which go on elsewhere. Raises `Failed`."""
-    for tokens in STREAM_TOKENS:
-        with ThreadPoolExecutor(STREAMS) as threads:
-            expected = [answer.result() for answer in _ask(threads, name, tokens, Event())]
-            pid = _pid(name)
-            has_begun = Event()
-            answers = _ask(threads, name, tokens, has_begun)
-            has_begun.wait(FIRST_DELTA_TIMEOUT_S)
-            is_killed = _kill(pid) and not all(answer.done() for answer in answers)
-            outputs = [answer.result() for answer in answers]
-        differences = [
-            Difference(index, _common(output, other))
-            for index, (output, other) in enumerate(zip(outputs, expected, strict=True))
-            if output != other
-        ]
-        if is_killed or differences:
-            return Check("killed worker", STREAMS, STREAMS * tokens, 0, tuple(differences), "")
-    note = "every stream had ended before its worker could be killed"
-    return Check("killed worker", STREAMS, STREAMS * STREAM_TOKENS[-1], 0, (), note)
+    check = _killed(name, STREAM_TOKENS)
+    return _killed(name, LONGER_TOKENS) if check.note and not check.differences else check
+
+
+def _killed(name: str, tokens: int) -> Check:
+    with ThreadPoolExecutor(STREAMS) as threads:
+        expected = [answer.result() for answer in _ask(threads, name, tokens, Event())]
+        pid = _pid(name)
+        has_begun = Event()
+        answers = _ask(threads, name, tokens, has_begun)
+        has_begun.wait(FIRST_DELTA_TIMEOUT_S)
+        is_killed = _kill_amid(pid, answers)
+        outputs = [answer.result() for answer in answers]
+    differences = [
+        Difference(index, _common(output, other))
+        for index, (output, other) in enumerate(zip(outputs, expected, strict=True))
+        if output != other
+    ]
+    note = "" if is_killed else "every stream had ended before its worker could be killed"
+    return Check("killed worker", STREAMS, STREAMS * tokens, 0, tuple(differences), note)
 
 
 def _ask(threads: ThreadPoolExecutor, name: str, tokens: int, has_begun: Event) -> list[Future[str]]:
@@ -130,12 +136,16 @@ def _pid(name: str) -> int:
     return next((model.pid for model in client.status().models if model.name == name), 0)
 
 
-def _kill(pid: int) -> bool:
+def _kill_amid(pid: int, answers: Sequence[Future[str]]) -> bool:
+    """Kill a worker, unless it has ended all of these: it is stopped, so that what it had sent can arrive before."""
     if not pid:
         return False
     with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-        return True
+        os.kill(pid, signal.SIGSTOP)
+        futures.wait(answers, SETTLE_S)
+        is_amid = not all(answer.done() for answer in answers)
+        os.kill(pid, signal.SIGKILL if is_amid else signal.SIGCONT)
+        return is_amid
     return False
 
 

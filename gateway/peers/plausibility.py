@@ -150,6 +150,7 @@ class Claims:
 def _check_prompt(expected: _Expected, delta: Delta, part: PromptPart, context: int) -> None:
     """Check what is told of a prompt: what was asked for, once, and alone."""
     _must(not (delta.text or delta.token_ids or delta.finish), "a part of its prompt comes with output")
+    _must(bool(part.ids or part.logprobs), "an empty part of its prompt")
     _must(not part.ids or expected.has_prompt_ids, "ids of its prompt, which were not asked for or came before")
     expected.has_prompt_ids = expected.has_prompt_ids and not part.ids
     expected.prompt_entries -= len(part.logprobs)
@@ -159,6 +160,8 @@ def _check_prompt(expected: _Expected, delta: Delta, part: PromptPart, context: 
     _must(len(part.ids) <= context, "ids of its prompt, of more than the context")
     _must(not ids or (min(ids) >= 0 and max(ids) <= ID_MAX), "an id of its prompt is out of range")
     _must(all(0 <= each.rank <= ID_MAX for each in part.logprobs), "a rank of its prompt is out of range")
+    texts = (text for each in part.logprobs for text in (each.token, *(other for _, other, _ in each.top)))
+    _must(all(len(text) <= TOKEN_CHARS_MAX for text in texts), "a token of its prompt is longer than any is")
 
 
 def _must(is_possible: bool, problem: str) -> None:

@@ -14,6 +14,7 @@ import mlx_lm
 import openai
 import pytest
 
+from gateway.api.openai import choices
 from gateway.config.settings import ModelConfig
 from gateway.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, events, running, serving, until
@@ -170,6 +171,17 @@ async def test_in_streams_there_are_none_and_more_than_twenty_are_refused(path: 
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt_logprobs")
     reply = await gateway.client.post(path, json=asked(path, stream=True, prompt_logprobs=0))
     assert (reply.status_code, reply.headers["x-mlxd-ignored"]) == (200, "prompt_logprobs")
+
+
+async def test_more_of_them_than_an_answer_holds_are_a_400_and_nothing_else(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "PROMPT_LOGPROBS_BYTES_MAX", 100)
+    for path in (CHAT, TEXT):
+        reply = await gateway.client.post(path, json=asked(path, prompt_logprobs=3))
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt_logprobs")
+    monkeypatch.undo()
+    assert (await posted(gateway, CHAT, prompt_logprobs=3)).json()["prompt_logprobs"]
 
 
 @both

@@ -35,7 +35,7 @@ class Astray(Follower):
                 time.sleep(0.02)
             case "hang" if is_first:
                 time.sleep(3600)
-            case "hold" if is_first:  # Python's lock, as native code may
+            case "hold" if self.has_begun and not is_first:  # Python's lock, as native code may
                 ctypes.PyDLL(None).sleep(3600)
             case "extra" if is_first:
                 mx.eval(mx.distributed.all_sum(mx.zeros(3)))

@@ -165,6 +165,7 @@ class ClipQueue:
             clip = self._next()
             with self._refusing(clip.rid):
                 self._decode(clip)
+            del clip  # its file is large, and the next may be long in coming
 
     def _next(self) -> Clip:
         """The next clip for which there is room, which is taken."""

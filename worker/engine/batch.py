@@ -225,7 +225,7 @@ class Batch:
             row.adapter_slot,
             row.kept,
             tokens[:-1].tolist() if row.kept is not None and guards else (),
-            keeps_whole=self._media.keeps_whole(row),
+            longest_whole=self._media.longest_whole(row),
         )
         row.uid = uid
         self._media.place(uid, placement)

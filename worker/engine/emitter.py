@@ -43,6 +43,8 @@ class Emitter:
             self._tell_scores(row, scores)
         for row, scores in tick.scored:
             self._tell_scores(row, scores)
+            if row.is_finished:
+                continue
             if row.echo and row.top_logprobs is not None:
                 self._outbox.echo(row, tuple(scores.entries))
             row.scored_top = None  # only now: a row that comes back from a failed tick is scored again
@@ -82,6 +84,14 @@ class Emitter:
     def _tell_scores(self, row: Row, scores: Scores) -> None:
         """Send what is new of a prompt's scores, which a row that was scored before has sent in part, and keep the
         entries of its echo."""
+        if row.is_finished:
+            return
+        try:
+            self._make_entries(row, scores)
+        except Exception as error:  # the boundary of one row
+            self.fail(row, f"its prompt was scored: {type(error).__name__}: {error}")
+
+    def _make_entries(self, row: Row, scores: Scores) -> None:
         at, fresh = scores.take()
         ids = row.prompt[at : at + len(fresh)]
         if row.echo and row.top_logprobs is not None:

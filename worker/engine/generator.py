@@ -96,19 +96,19 @@ class Generator:
         kept: Kept | None = None,
         text: Sequence[int] = (),
         *,
-        keeps_whole: bool = False,
+        longest_whole: int = 0,
     ) -> int:
         """Queue a sequence whose `caches` hold `tokens`; returns its number here. Its segments are not empty.
 
         One with `scores` holds nothing yet: they become those of its whole prompt. One with `kept` has each run of
-        these in a segment of its own; `text` is all that comes before the last of its tokens. Of one that `keeps_whole`
-        no chunk that has room for a segment cuts it.
+        these in a segment of its own; `text` is all that comes before the last of its tokens. `longest_whole` is
+        the length of its longest segment that no slice may cut.
         """
         uid, self._count = self._count, self._count + 1
         caches = caches or make_caches(self._model)
         match = stops.matcher()
         member = Member(uid, segments, max_tokens, caches, tokens, processors, match, scores=scores, adapter=adapter)
-        member.kept, member.text, member.keeps_whole = kept, text, keeps_whole
+        member.kept, member.text, member.longest_whole = kept, text, longest_whole
         self._waiting.append(member)
         return uid
 

@@ -56,8 +56,8 @@ class Member:
     # Of its prompt, the tokens that run, if not all do; and all but the last, with what was generated before.
     kept: Kept | None = None
     text: Sequence[int] = ()
-    # Its segments are cut only where a chunk has no room for them: tokens of a medium see each other.
-    keeps_whole: bool = False
+    # Tokens of its longest medium whose tokens see each other: a slice has room for it. 0 without one.
+    longest_whole: int = 0
 
     def __post_init__(self) -> None:
         last = self.segments[-1]

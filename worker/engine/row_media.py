@@ -73,9 +73,9 @@ class RowMedia:
         if self._graft is not None:
             self._graft.placements.clear()
 
-    def keeps_whole(self, row: Row) -> bool:
-        """Whether a row has media that no chunk may cut."""
-        return self._keeps_whole and bool(row.media)
+    def longest_whole(self, row: Row) -> int:
+        """Tokens of the longest medium of a row that no chunk may cut; 0 without one."""
+        return max((span.end - span.begin for span in row.media), default=0) if self._keeps_whole else 0
 
     def widened(self, chunk: int, prefilling: Iterable[Row]) -> int:
         """A chunk that has room for the longest medium in prefill, where none may be cut."""

@@ -43,7 +43,7 @@ class ScoredRows:
         """Run the next slice of one of them; its tokens."""
         member = rows.members[0]
         assert member.scores is not None
-        part = member.segments[0][: most if member.keeps_whole else min(most, SLICE)]
+        part = member.segments[0][: min(most, max(SLICE, member.longest_whole))]
         logits = forward(self._model, Part(rows.members, mx.array([part]), rows.caches, [len(part)]))
         for at in range(0, len(part), SLICE):
             member.scores.add(logits[0, at : at + SLICE])

@@ -146,7 +146,7 @@ class Lead:
         """As `Partners` has it. A follower that has gone before is no loss, and one that hangs is not waited for."""
         self._watch.leave()
         self._ops.append(Leave())
-        with suppress(PartnerLost):
+        with suppress(PartnerLost, LoadFailed):
             self._send(0)
             self._await(Done, time.monotonic() + _LEAVE_S, "leave")
         self.close()
@@ -187,7 +187,8 @@ class Lead:
     def _send(self, chunk: int, *, rides: bool = True) -> None:
         self._seq += 1
         ops, self._ops = self._ops, []
-        self._progress.begin(self._seq)
+        if self._progress.begin(self._seq):
+            self._watch.guard()
         self._tell(group.encode(Plan(self._seq, self._crc, ops, chunk, rides)))
 
     def _tell(self, frame: bytes) -> None:

@@ -48,8 +48,11 @@ class Progress:
         # The longest of the newest ones, which decays.
         self.longest_s = first_s
 
-    def begin(self, seq: int) -> None:
+    def begin(self, seq: int) -> bool:
+        """Whether it is the first."""
+        is_first = not self.begun
         self.begun, self.began_at = seq, time.monotonic()
+        return is_first
 
     def end(self) -> None:
         seconds = time.monotonic() - self.began_at
@@ -219,6 +222,7 @@ class FollowerWatch(_Watch):
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         heard = looked = time.monotonic()
         patience_s = self.rank.join_s
+        has_met = False
         while not self._is_closing.is_set():
             self.guard()
             with suppress(zmq.Again):  # until rank 0 is there
@@ -228,7 +232,10 @@ class FollowerWatch(_Watch):
                 heard, patience_s = time.monotonic(), self.rank.beat_s
                 self._is_closing.wait(BEAT_S)
             while monitor.poll(0):
-                self._is_cut = recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+                is_up = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                has_met |= is_up
+                # Before rank 0 was met it may be a process of before that has its port.
+                self._is_cut = has_met and not is_up
             if self._is_cut and _refuses(self.rank.watch):
                 self._hear(socket)  # it may have said so
                 if not self._is_left:

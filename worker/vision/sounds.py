@@ -103,7 +103,7 @@ def _read_wav(media: Media, rate: int, most_s: float, reserve: Reserve) -> Sampl
             if own < 1 or not frames:
                 return np.zeros(0, dtype=np.float32)
             recording = _Recording(reserve, round(frames * rate / own))
-            for part in _parts(frames, own, _BESIDE_S if own != rate else 0):
+            for part in _parts(frames, own, rate, _BESIDE_S if own != rate else 0):
                 file.setpos(part.first - part.before)
                 raw = file.readframes(part.before + part.frames + part.after)
                 whole = len(raw) - len(raw) % (width * channels)
@@ -137,10 +137,10 @@ class _Part(NamedTuple):
         return resampled(levels, own, rate)[start : start + round(self.frames * rate / own)]
 
 
-def _parts(frames: int, own: int, beside_s: int) -> Iterator[_Part]:
+def _parts(frames: int, own: int, rate: int, beside_s: int) -> Iterator[_Part]:
     """A clip of so many frames in parts of whole seconds, but for the last; one that is short is one part."""
     beside = beside_s * own
-    length = max(_PART_LEAST_S, _PART_FRAMES // own) * own if frames > WHOLE_S * own else frames
+    length = max(_PART_LEAST_S, _PART_FRAMES // max(own, rate)) * own if frames > WHOLE_S * own else frames
     first = 0
     while first < frames:
         is_last = frames - first - length <= beside

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from gateway.api.openai.prompt_logprobs import encode_entries, whole
 from gateway.api.openai.response import TokenIds, UsageBody, sum_usage
-from gateway.errors import ApiError, openai_body
+from gateway.errors import ApiError, BadRequest, openai_body
 from protocol.messages import Delta, Finish, Kind, Usage
 
 # A choice as it is written.
@@ -20,6 +20,8 @@ C = TypeVar("C", bound=Struct)
 P = TypeVar("P", bound="Partial")
 
 DONE: Final = b"data: [DONE]\n\n"
+# Log-probabilities of all prompts of an answer, each as often as it is told.
+PROMPT_LOGPROBS_BYTES_MAX: Final = 256 << 20
 
 encode: Final = msgspec.json.Encoder().encode
 # Looking up a member of an enum takes as long as encoding a word.
@@ -161,11 +163,16 @@ class ChoiceFold(ABC, Generic[C, P]):
         heading: Heading,
         shape: Callable[[str, int, str, list[C], UsageBody], Struct],
         start: Callable[[], P],
+        tellings: int = 1,
     ) -> None:
+        """`tellings`: how often the answer tells the log-probabilities of each prompt."""
         self._heading = heading
         self._shape = shape
         self._start = start
+        self._tellings = tellings
+        self._told_bytes = 0
         self._choices: dict[int, P] = {}
+        self._prompts: list[tuple[Raw | UnsetType, TokenIds]] = []
 
     def bind(self, rids: Sequence[int]) -> None:
         self._choices = {rid: self._start() for rid in rids}
@@ -176,7 +183,7 @@ class ChoiceFold(ABC, Generic[C, P]):
             if delta.prompt is not None:
                 choice.prompt_ids = choice.prompt_ids or delta.prompt.ids
                 if delta.prompt.logprobs:
-                    choice.prompt_logprobs.append(encode_entries(delta.prompt.logprobs))
+                    choice.prompt_logprobs.append(self._bounded(encode_entries(delta.prompt.logprobs)))
                 continue
             self._take(choice, delta)
             choice.token_ids += delta.token_ids
@@ -184,8 +191,20 @@ class ChoiceFold(ABC, Generic[C, P]):
                 choice.finish, choice.usage = delta.finish, delta.usage
                 choice.token_ids += delta.ending_ids
 
+    def _bounded(self, entries: bytes) -> bytes:
+        """Raises `BadRequest` once the entries of all prompts are more than an answer may hold."""
+        self._told_bytes += len(entries) * self._tellings
+        if self._told_bytes > PROMPT_LOGPROBS_BYTES_MAX:
+            raise BadRequest(
+                f"The log-probabilities of the prompts take more than {PROMPT_LOGPROBS_BYTES_MAX >> 20} MiB: ask for a "
+                "smaller 'prompt_logprobs', fewer choices or fewer tokens.",
+                "prompt_logprobs",
+            )
+        return entries
+
     def result(self) -> bytes:
         heading = self._heading
+        self._prompts = [self._told(each) for each in list(self._choices.values())[:: heading.choices_per_prompt]]
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices.values())]
         usages = [choice.usage for choice in self._choices.values() if choice.usage is not None]
         usage = sum_usage(usages, heading.choices_per_prompt)
@@ -201,7 +220,9 @@ class ChoiceFold(ABC, Generic[C, P]):
 
     def _prompt_of(self, index: int) -> tuple[Raw | UnsetType, TokenIds]:
         """Log-probabilities and ids of a choice's prompt, as far as they are told: with the first of its choices."""
-        first = list(self._choices.values())[index - index % self._heading.choices_per_prompt]
+        return self._prompts[index // self._heading.choices_per_prompt]
+
+    def _told(self, first: P) -> tuple[Raw | UnsetType, TokenIds]:
         logprobs = whole(first.prompt_logprobs) if first.prompt_logprobs else UNSET
         return logprobs, first.prompt_ids if self._heading.tells_ids else UNSET
 

@@ -47,7 +47,7 @@ class TextFold(ChoiceFold[TextChoice, _Partial]):
     """A whole text completion, with the same content as `TextStream`."""
 
     def __init__(self, heading: Heading) -> None:
-        super().__init__(heading, TextCompletion, _Partial)
+        super().__init__(heading, TextCompletion, _Partial, heading.choices_per_prompt)
 
     def _take(self, choice: _Partial, delta: Delta) -> None:
         choice.text.append(delta.text)

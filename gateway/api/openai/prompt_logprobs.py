@@ -65,4 +65,5 @@ def _entry(entry: PromptLogprob) -> dict[int, RankedLogprob] | None:
 
 
 def _ranked(token: bytes, logprob: float, rank: int) -> RankedLogprob:
-    return RankedLogprob(max(logprob, LOGPROB_MIN), rank, token.decode("utf-8", "replace"))
+    # JSON has no NaN either, which is no greater than anything.
+    return RankedLogprob(logprob if logprob > LOGPROB_MIN else LOGPROB_MIN, rank, token.decode("utf-8", "replace"))

@@ -188,7 +188,9 @@ def test_tokens_add_up_over_deltas_and_with_those_that_an_earlier_place_sent() -
     "bad",
     [
         Delta(RID, text="x", prompt=PromptPart((1, 2))),
+        Delta(RID, prompt=PromptPart()),
         Delta(RID, prompt=PromptPart((1, 1 << 40))),
+        Delta(RID, prompt=PromptPart(logprobs=(replace(ENTRY, token=bytes(4096)),))),
         Delta(RID, prompt=PromptPart((1,) * 1001)),
         Delta(RID, prompt=PromptPart(logprobs=(ENTRY,) * 999)),
         Delta(RID, prompt=PromptPart(logprobs=(replace(ENTRY, id=-1),))),

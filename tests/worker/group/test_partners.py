@@ -77,7 +77,7 @@ def test_a_slow_follower_is_waited_for_and_one_without_a_lead_ends(
 
 
 def test_a_follower_that_is_stopped_or_hangs_ends_the_group_by_name(run_dir: Path, folder: Path) -> None:
-    with group_of(run_dir, folder, beat_s=patient(1)) as group:
+    with group_of(run_dir, folder, beat_s=patient(3)) as group:
         group.ready()
         group.ranks[1].send_signal(signal.SIGSTOP)
         assert "rank 1 (local)" in farewell(group)
@@ -85,7 +85,7 @@ def test_a_follower_that_is_stopped_or_hangs_ends_the_group_by_name(run_dir: Pat
 
 
 def test_a_stop_is_clean_although_a_follower_hangs(run_dir: Path, folder: Path) -> None:
-    with group_of(run_dir, folder, beat_s=patient(2)) as group:
+    with group_of(run_dir, folder, beat_s=patient(3)) as group:
         group.ready()
         group.ranks[1].send_signal(signal.SIGSTOP)
         group.send(Shutdown())
@@ -103,7 +103,7 @@ def test_a_step_that_takes_too_long_ends_the_group(run_dir: Path, folder: Path) 
 
 
 def test_a_rank_that_holds_the_interpreter_is_ended_without_it(run_dir: Path, folder: Path) -> None:
-    with group_of(run_dir, folder, "hold", beat_s=patient(1), step_s=patient(4), first_s=patient(1)) as group:
+    with group_of(run_dir, folder, "hold", beat_s=patient(3), step_s=patient(4), first_s=patient(1)) as group:
         group.ready()
         group.submit(request(2000))
         assert "rank 1 (local) has been silent" in farewell(group)

@@ -157,6 +157,18 @@ def test_a_long_wav_file_takes_little_beside_its_samples() -> None:
     assert peak < samples.nbytes + (48 << 20)
 
 
+def test_a_wav_file_of_one_frame_a_second_is_read_in_parts_too() -> None:
+    data = wav(np.zeros(sounds.WHOLE_S * 8), 1, width=1)
+    tracemalloc.start()
+    try:
+        samples = read_audio(media(data), RATE, 1e9)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(samples) == sounds.WHOLE_S * 8 * RATE
+    assert peak < samples.nbytes + (48 << 20)
+
+
 def test_a_wav_file_that_is_cut_short_gives_what_it_has() -> None:
     data = wav(tone(8_000, 200.0), 8_000)
     samples = read_audio(media(data[: 44 + 2 * 8_000 * 70]), RATE, 1e9)
