@@ -362,7 +362,8 @@ async def test_reloads_amid_requests_lose_none(tmp_path: Path) -> None:
         lambda n: BEFORE + f"[models.extra{n}]\n",
         lambda n: BEFORE + f"sampling = {{ top_k = {n} }}\n",
     ]
-    async with reloadable(tmp_path) as r:
+    # So slow that the first of the streams still runs when the last one begins.
+    async with reloadable(tmp_path, BEFORE, "--step-ms", "15") as r:
         expected = words(await r.answer("b", **STREAM))
         streams = [asyncio.create_task(r.answer(name, **STREAM)) for name in ("a", "b") * 8]
         await until(lambda: r.gateway.link.in_flight == 16)

@@ -185,6 +185,8 @@ class LeadWatch(_Watch):
             try:
                 socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
             except zmq.ZMQError:
+                while socket.poll(0):
+                    self._hear(socket)  # it may have said why
                 self.lose(f"rank {rank} ({self._name(rank)}) is gone")
 
     def _check(self, now: float) -> None:
