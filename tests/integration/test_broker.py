@@ -133,13 +133,13 @@ async def test_a_model_that_nobody_asks_for_is_unloaded_after_its_time(home: Pat
 async def test_what_runs_is_finished_while_new_requests_wait_and_nobody_is_lost(home: Path) -> None:
     async with running(shared(home, "a b", 1.5)) as r:
         first = await r.ready("a")
-        long = r.generate(first, max_tokens=100)
+        long = r.generate(first, max_tokens=600)
         begun = await long.next()
         other = asyncio.create_task(r.complete("b", max_tokens=3))
         await until(lambda: not first.is_ready)
         assert first.state is State.READY, "it still runs"
         late = asyncio.create_task(r.complete("a", max_tokens=3))
-        assert text_of(begun + await read_all(long)) == tokens(100)
+        assert text_of(begun + await read_all(long)) == tokens(600)
         assert finish_of(await other) is Finish.LENGTH
         assert finish_of(await late) is Finish.LENGTH
         assert first.epoch == 3
@@ -149,7 +149,7 @@ async def test_what_runs_is_finished_while_new_requests_wait_and_nobody_is_lost(
 async def test_a_gate_opens_again_when_nobody_waits_any_more(home: Path) -> None:
     async with running(shared(home, "a b", 1.5)) as r:
         worker = await r.ready("a")
-        long = r.generate(worker, max_tokens=300)
+        long = r.generate(worker, max_tokens=600)
         waiting = asyncio.create_task(r.pool.ensure_ready("b"))
         await until(lambda: not worker.is_ready)
         late = asyncio.create_task(r.complete("a", max_tokens=3))

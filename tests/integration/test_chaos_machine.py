@@ -161,10 +161,12 @@ async def test_a_gateway_that_did_not_run_for_a_while_blames_nobody(home: Path) 
 async def test_an_aborted_process_leaves_its_stacks_in_the_log_and_its_stream_goes_on(
     home: Path, model_folder: ModelFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Running(config(home, path=str(model_folder("qwen3"))), command=default_command) as running:
-        whole = text_of(await running.complete(text="one", max_tokens=300))
+    # One token a step: drafts would end the stream before its worker can be.
+    plain = config(home, path=str(model_folder("qwen3")), speculate="off")
+    async with Running(plain, command=default_command) as running:
+        whole = text_of(await running.complete(text="one", max_tokens=600))
         worker = await running.ready()
-        stream = running.generate(worker, "one", 300)
+        stream = running.generate(worker, "one", 600)
         begun = await stream.next()
         with caplog.at_level("INFO", "worker"):
             os.kill(worker.pid, signal.SIGABRT)

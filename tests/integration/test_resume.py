@@ -181,7 +181,7 @@ def check_equal(answers: list[Answer], expected: list[Answer]) -> None:
 
 @pytest.mark.parametrize(
     ("daemon", "count", "kills"),
-    [*scaled([("qwen3", 64, 5)], []), ("qwen3_5", 16, 2)],
+    [*scaled([("qwen3", 64, 5)], []), ('qwen3_5\nspeculate = "off"', 16, 2)],
     indirect=["daemon"],
 )
 async def test_streams_of_workers_killed_at_random_moments_equal_their_undisturbed_runs(
