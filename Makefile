@@ -10,10 +10,6 @@ ARGS   ?=
 # Processes that share the tests; 0 is pytest alone, with which `-s` and `--pdb` work.
 JOBS   ?= $(if $(strip $(ARGS)),0,2)
 FUZZ_S ?= 600
-FUZZES := tests/integration/test_openapi_fuzz.py tests/integration/test_edge_fuzz.py
-# Samples of `make test` that `make fuzz` runs whole, and storms that `make soak` runs whole.
-SAMPLES := tests/worker/parsers tests/worker/structured tests/worker/text tests/integration/test_schema_fuzz_http.py
-STORMS := tests/worker/test_verify.py tests/worker/test_combinations.py tests/worker/vision/test_exact.py tests/demo_vision/test_engine_answers.py tests/integration/test_prefix_http.py tests/integration/test_resume.py tests/integration/test_group.py tests/worker/group tests/integration/test_broker_models.py tests/integration/test_versions.py tests/worker/cache tests/worker/engine tests/worker/adapters tests/worker/sampling tests/worker/sparse tests/worker/structured/test_masks.py tests/demo_model tests/integration/test_demo_model.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-clients test-web test-systemd test-dist fuzz soak lint bench plots dist openblas clean
@@ -21,13 +17,13 @@ STORMS := tests/worker/test_verify.py tests/worker/test_combinations.py tests/wo
 help:
 	@echo "make setup   create $(VENV) with everything mlxd needs"
 	@echo "make serve   set up if needed, then serve on http://127.0.0.1:8484  (ARGS='--port 9000')"
-	@echo "make test    set up if needed, then run every test                  (ARGS='tests/worker -k stop', JOBS=4)"
+	@echo "make test    set up if needed, then run the tests                   (ARGS='tests/worker -k stop', JOBS=4)"
 	@echo "make test-clients   drive mlxd with agents and libraries from npm and PyPI (installs them into .cache/clients)"
 	@echo "make test-web   drive the page in Chromium by Playwright (apt-get install --no-install-recommends chromium; Playwright goes into .cache/web)"
 	@echo "make test-systemd   install, kill, restart and remove the service under a real systemd, in a box (Linux, root)"
 	@echo "make test-dist   install the wheel and the sdist by pip, pipx and uv into empty environments, and serve from there"
-	@echo "make fuzz    what make test samples, whole; then ten minutes of made-up requests (FUZZ_S=600)"
-	@echo "make soak    the storms of make test in full; then every architecture of mlx-lm, alone against batched, cached and resumed  (ARGS='mamba llama4', --write)"
+	@echo "make fuzz    made-up requests and schemas, for ten minutes (FUZZ_S=600)"
+	@echo "make soak    every test, in full; then every architecture of mlx-lm, alone against batched, cached and resumed  (ARGS='mamba llama4', --write)"
 	@echo "make lint    ruff, pyright, and tsc for the page where there is npm"
 	@echo "make bench   mlxd beside a bare batch loop and mlx_lm.server, as ratios"
 	@echo "make plots   draw the recorded figures of the benchmarks as pictures"
@@ -67,14 +63,13 @@ test-systemd: $(STAMP)
 test-dist: $(STAMP)
 	@MLXD_TEST_DIST=1 $(PY) -P -m pytest tests/deploy/test_dist.py -rs $(ARGS)
 
-# A third of the time each: scripted workers, the embedded model, and the HTTP edge. Before it the samples of `make test`, whole.
+# A third of the time for each of scripted workers, the embedded model and the HTTP edge.
 fuzz: $(STAMP)
-	@$(if $(ARGS),,MLXD_TEST_FULL=1 $(PY) -P -m pytest $(SAMPLES))
-	@MLXD_TEST_FULL=1 MLXD_FUZZ_S=$$(( $(FUZZ_S) / 3 )) $(PY) -P -m pytest $(or $(ARGS),$(FUZZES))
+	@MLXD_FUZZ_S=$$(( $(FUZZ_S) / 3 )) $(PY) -P -m pytest -m fuzz $(ARGS)
 
-# The storms of `make test` in full, and every architecture that mlx-lm has and that can be built tiny: twenty minutes.
+# Every test in full, and every architecture that mlx-lm has and that can be built tiny.
 soak: $(STAMP)
-	@$(if $(ARGS),,MLXD_TEST_FULL=1 $(PY) -P -m pytest $(STORMS))
+	@$(if $(ARGS),,MLXD_TEST_FULL=1 $(PY) -P -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not fuzz")
 	@$(PY) -P -m tests.soak $(ARGS)
 
 lint: $(STAMP)

@@ -152,16 +152,20 @@ class Unavailable(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """HTTP form of a failure code. `retry_after_s` is the least wait before a client retries."""
+    """HTTP form of a failure code. `retry_after_s` is the least wait before a client retries.
+
+    `public` replaces the message of a failure of the server, which may hold its paths, for clients that are no admins.
+    """
 
     status: int
     type: str
     code: str
     retry_after_s: float = 0.0
+    public: str = ""
 
 
 TABLE: Final[dict[Code, Answer]] = {
-    Code.INTERNAL: Answer(500, SERVER, "internal_error"),
+    Code.INTERNAL: Answer(500, SERVER, "internal_error", public="The server failed; its log says why."),
     Code.INVALID_REQUEST: Answer(400, INVALID, "invalid_value"),
     Code.UNSUPPORTED: Answer(400, INVALID, "unsupported_parameter"),
     Code.CONTEXT_LENGTH_EXCEEDED: Answer(400, INVALID, "context_length_exceeded"),
@@ -170,7 +174,7 @@ TABLE: Final[dict[Code, Answer]] = {
     Code.DEADLINE_EXCEEDED: Answer(504, SERVER, "deadline_exceeded"),
     Code.ABORTED: Answer(503, OVERLOADED, "aborted", 1.0),
     Code.DRAINING: Answer(503, OVERLOADED, "draining", 5.0),
-    Code.WORKER_DIED: Answer(503, OVERLOADED, "worker_died", 1.0),
+    Code.WORKER_DIED: Answer(503, OVERLOADED, "worker_died", 1.0, "The model's worker was lost. Try again."),
     Code.QUARANTINED: Answer(400, INVALID, "quarantined"),
     Code.ROW_FAILED: Answer(500, SERVER, "generation_failed"),
     Code.UNSUPPORTED_MODALITY: Answer(400, INVALID, "unsupported_modality"),
@@ -179,23 +183,39 @@ TABLE: Final[dict[Code, Answer]] = {
     Code.INVALID_VIDEO: Answer(400, INVALID, "invalid_video"),
     Code.INVALID_AUDIO: Answer(400, INVALID, "invalid_audio"),
     Code.TOO_MANY_MEDIA: Answer(400, INVALID, "too_many_media"),
-    Code.MODEL_MISSING: Answer(503, OVERLOADED, "model_missing"),
-    Code.MODEL_CORRUPT: Answer(503, OVERLOADED, "model_corrupt"),
-    Code.MODEL_UNSUPPORTED: Answer(503, OVERLOADED, "model_unsupported"),
-    Code.OUT_OF_MEMORY: Answer(503, OVERLOADED, "out_of_memory", 10.0),
+    Code.MODEL_MISSING: Answer(
+        503, OVERLOADED, "model_missing", public="Files of the model are missing on the server; its log says which."
+    ),
+    Code.MODEL_CORRUPT: Answer(
+        503, OVERLOADED, "model_corrupt", public="The model's files cannot be loaded; the server's log says why."
+    ),
+    Code.MODEL_UNSUPPORTED: Answer(
+        503, OVERLOADED, "model_unsupported", public="The server cannot serve this model; its log says why."
+    ),
+    Code.OUT_OF_MEMORY: Answer(503, OVERLOADED, "out_of_memory", 10.0, "The server is short of memory for this model."),
     Code.LOAD_TIMEOUT: Answer(503, OVERLOADED, "load_timeout", 10.0),
-    Code.BAD_CONFIG: Answer(503, OVERLOADED, "bad_config"),
-    Code.INCOMPATIBLE: Answer(503, OVERLOADED, "incompatible_worker"),
+    Code.BAD_CONFIG: Answer(
+        503, OVERLOADED, "bad_config", public="The server's configuration of this model is not valid; its log says why."
+    ),
+    Code.INCOMPATIBLE: Answer(
+        503, OVERLOADED, "incompatible_worker", public="The model's worker is of another version than the server."
+    ),
     Code.DOES_NOT_FIT: Answer(503, OVERLOADED, "model_does_not_fit"),
 }
 
 
-def from_failure(failure: Failure, retry_after_s: float = 0.0) -> ApiError:
+def message_of(failure: Failure, is_operator: bool) -> str:
+    """The message of a failure as a client may see it. One that names a field is about the request."""
+    public = TABLE[failure.code].public
+    return failure.message if is_operator or failure.param is not None or not public else public
+
+
+def from_failure(failure: Failure, retry_after_s: float = 0.0, *, is_operator: bool = False) -> ApiError:
     """A worker's failure as an error for the client. `detail` is not sent: it is for the log."""
     answer = TABLE[failure.code]
     return ApiError(
         answer.status,
-        failure.message,
+        message_of(failure, is_operator),
         type=answer.type,
         param=failure.param,
         code=answer.code,

@@ -163,7 +163,7 @@ def describe(done: Reload) -> str:
         )
         if names
     ]
-    return "; ".join(parts) or "nothing has changed"
+    return "; ".join(parts) or ("nothing is applied now" if done.needs_restart else "nothing has changed")
 
 
 def facts_of(done: Reload) -> dict[str, Fact]:

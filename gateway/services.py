@@ -103,7 +103,7 @@ class Services(Runtime):
             upstreams=Clients(),
             bodies=bodies,
             media=media,
-            fetch=bounded(fetch_public, media.numbers),
+            fetch=bounded(fetch_public(), media.numbers),
             keyring=keyring,
             audit=trail,
             addresses=KeyAddresses(trail, audit_path(config.home), keyring.prefixes),

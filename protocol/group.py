@@ -177,11 +177,15 @@ class Measured(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """A sign of life several times a second, with the newest plan that was begun and the newest that was done."""
+    """A sign of life several times a second, with the newest plan that was begun and the newest that was done.
+
+    `cpu_s` is the CPU time of the process since it began the plan that runs.
+    """
 
     rank: int
     begun: int = 0
     done: int = 0
+    cpu_s: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=8):

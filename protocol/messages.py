@@ -9,7 +9,7 @@ Every `Generate` is answered by exactly one terminal event: a `Rejected`, or a `
 """
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -19,6 +19,9 @@ from protocol.stats import Stats
 
 MAJOR = 1
 MINOR = 1
+# Range of `Sampling.repetition_penalty`: a logit divided by 1e-38 is infinite, and its log-probability no number.
+REPETITION_PENALTY_MIN: Final = 0.01
+REPETITION_PENALTY_MAX: Final = 1e6
 
 
 # -- generation requests ---------------------------------------------------------------------------------------------
@@ -73,13 +76,14 @@ class Infill(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TextPrompt(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Plain text, encoded as the tokenizer does by default (with its BOS, if it adds one).
+    """Plain text, encoded as the tokenizer does by default: with its BOS, if it adds one and `adds_special` is true.
 
     With `infill` it is the text before what is to be filled in, by the tokens that the model has for it.
     """
 
     text: str
     infill: Infill | None = None
+    adds_special: bool = True
 
 
 class TokensPrompt(msgspec.Struct, frozen=True, array_like=True, tag=3):

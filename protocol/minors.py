@@ -25,7 +25,7 @@ SINCE: Final[dict[type[msgspec.Struct], dict[str, int]]] = {
         1,
     ),
     ChatPrompt: {"media": 1},
-    TextPrompt: {"infill": 1},
+    TextPrompt: {"infill": 1, "adds_special": 1},
     Sampling: dict.fromkeys(
         (
             "penalty_window",

@@ -25,10 +25,11 @@ GOODBYE_LINGER_MS: Final = 2000
 # A worker without a gateway looks up this often from a send that cannot proceed.
 SEND_TIMEOUT_MS: Final = 500
 # Of sockets to other machines: how long a handshake may take, how often libzmq asks whether the other end still is
-# there, for how long it waits, the pauses between attempts to connect, and the frames that may wait.
+# there, for how long it waits, the pauses between attempts to connect, and the frames that may wait. The wait is longer
+# than any of ours for a silent partner: a busy machine must not look like a closed connection.
 HANDSHAKE_MS: Final = 5000
 HEARTBEAT_MS: Final = 1000
-HEARTBEAT_TIMEOUT_MS: Final = 5000
+HEARTBEAT_TIMEOUT_MS: Final = 60_000
 RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 2000
 REMOTE_FRAMES: Final = 1000

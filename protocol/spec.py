@@ -50,11 +50,14 @@ class RankSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     gpu: str = ""
     # Ranks of the group on this host, which share `memory_bytes`.
     beside: int = 1
-    # Deadlines: until all have joined; until all are loaded, from then on; silence of a partner; a step at least.
+    # Deadlines: until all have joined; until all are loaded, from then on; silence of a partner; CPU time of a step and
+    # its age, at least: the age is below the gateway's limit, which would blame its requests; the end of the others.
     join_s: float = 60.0
     load_s: float = 600.0
     beat_s: float = 6.0
     step_s: float = 10.0
+    stuck_s: float = 45.0
+    leave_s: float = 1.0
     # A step of one that has done none yet, for the limit of the first ones, which compile kernels.
     first_s: float = 15.0
     # Of a rank on another machine than rank 0: `memory_bytes` is reserved for it alone, and is never exceeded.

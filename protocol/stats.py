@@ -105,3 +105,5 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     # Blocks of `BLOCK` tokens that running rows and cached prefixes have room for, as one long sequence; 0 for a model
     # whose KV does not grow with the text.
     kv_blocks: int = 0
+    # Failures to keep the KV of a row, or to take out a row that had ended.
+    cache_failures: int = 0

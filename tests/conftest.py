@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.support import scale
+from tests.support.daemon import DaemonProcess
 
 # How long one example takes says more about the machine than about the code.
 settings.register_profile("mlxd", deadline=None)
@@ -29,14 +30,20 @@ HEAVY = Path(__file__).with_name("heavy.txt").read_text().split()
 
 
 def pytest_report_header() -> str:
-    size = "everything in full" if scale.FULL else "storms and samples in small (MLXD_TEST_FULL=1 for all)"
-    return f"mlxd: {size}, deadlines times {scale.PATIENCE}"
+    size = "in full" if scale.FULL else "in small (`make soak` runs the rest)"
+    return f"mlxd: {size}, deadlines times {scale.patience()}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Heavy files first; the order within a file, and of the others, stays."""
     rank = {config.rootpath / name: at for at, name in enumerate(HEAVY)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patience() -> None:
+    """Deadlines of a module do not get shorter within it."""
+    scale.PATIENCE.relax()
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +75,22 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return path if path.exists() else build(architecture, path)
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def demo_daemon() -> Iterator[DaemonProcess]:
+    """A daemon on the embedded model, for all tests that only ask it something.
+
+    Answers are greedy. The lane is taken unchecked, which saves a second a load: the check has tests of its own.
+    """
+    with tempfile.TemporaryDirectory(prefix="mlxd-", dir="/tmp") as folder:
+        home = Path(folder)
+        (home / "mlxd.toml").write_text(
+            '[server]\nport = 0\n[models.demo]\npath = "demo"\naliases = ["claude-*"]\nbatching = "together"\n'
+            'sampling = { temperature = 0.0 }\n[models.small]\npath = "demo"\ncontext = 256\nbatching = "together"\n'
+        )
+        with DaemonProcess(home, module="gateway.main") as daemon:
+            yield daemon
 
 
 @pytest.fixture

@@ -175,8 +175,7 @@ class Process:
             self._link.send(Rejected(rid, error.failure))
         except BaseException as error:  # one request must never take the thread down, nor may a panic in Rust
             log.exception("request %d could not be prepared", rid)
-            message = f"the request could not be prepared: {type(error).__name__}"
-            self._link.send(Rejected(rid, Failure(Code.INTERNAL, message, repr(error))))
+            self._link.send(Rejected(rid, Failure(Code.INTERNAL, "the request could not be prepared", repr(error))))
 
     def _report_progress(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         self._link.send(Loading(self._spec.epoch, stage, done_bytes, total_bytes))

@@ -4,6 +4,7 @@ was. Prints a line for each step. Exit statuses: 0, or 1 with the reason on stan
 
 import argparse
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, Final
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
+import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, save_model
 
@@ -32,6 +34,8 @@ CHOSEN: Final = (
     "top_k_experts",
     "num_selected_experts",
 )
+# The number of the process follows.
+_PARTIAL: Final = ".partial-"
 # Files that are written again. All else is copied, the code of a model included.
 _WEIGHTS: Final = (".safetensors", ".safetensors.index.json")
 
@@ -61,7 +65,8 @@ def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callab
     """Write the folder `target`, which must not exist, from a model's folder. Raises `ValueError` and `OSError`.
 
     Takes memory for the experts of one layer and for a shard of the rest; `target` needs as much disk as `source` has.
-    Until it is whole it has another name, beside its own; whatever ends the work earlier, nothing of it is left.
+    Until it is whole it has another name, beside its own; whatever ends the work earlier, nothing of it is left. What
+    a killed process leaves of the same target, the next one deletes.
     """
     if target.exists() or target.is_symlink():
         raise ValueError(f"{target} is there already")
@@ -72,6 +77,7 @@ def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callab
         raise ValueError("its weights are quantized in a format of others: convert it with mlx_lm.convert first")
     if has_media(config):
         raise ValueError("a model with image, video or audio towers cannot be repacked")
+    _delete_leftovers(target, progress)
     needed = sum(file.stat().st_size for file in source.glob("model*.safetensors"))
     if shutil.disk_usage(target.parent).free < needed:
         raise ValueError(f"{target.parent} has less than the {needed / 1e9:.1f} GB free that are needed")
@@ -79,8 +85,8 @@ def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callab
     switches = list(switches_of(model))
     if not switches:
         raise ValueError(f"{source} has no experts")
-    # Of this process alone: another one may be at work for the same target, and other names belong to others.
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    # Another process may be at work for the same target, and other names belong to others.
+    partial = target.with_name(f"{target.name}{_PARTIAL}{os.getpid()}")
     partial.mkdir()
     try:
         index = _write(source, partial, model, switches, config, progress)
@@ -89,6 +95,19 @@ def repack(source: Path, target: Path, trust_remote_code: bool, progress: Callab
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return index
+
+
+def _delete_leftovers(target: Path, progress: Callable[[str], None]) -> None:
+    """Delete folders of this target whose process is gone."""
+    ours = re.compile(re.escape(f"{target.name}{_PARTIAL}") + "([0-9]{1,9})")
+    for path in target.parent.iterdir():
+        name = ours.fullmatch(path.name)
+        if name is None or path.is_symlink() or not path.is_dir():
+            continue
+        # A folder of our own number is that of a process before.
+        if int(name[1]) == os.getpid() or not psutil.pid_exists(int(name[1])):
+            progress(f"deleting {path}, left by a repack that was killed")
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(

@@ -34,6 +34,8 @@ class Caller:
     is_peer: bool = False
     # Its requests may be sent to an upstream.
     may_leave: bool = False
+    # It has neither a key nor a session.
+    is_anonymous: bool = False
 
     def may_use(self, model: ModelConfig) -> bool:
         """Whether a pattern of the key matches a name of the model, or of the adapter of it that a request names.
@@ -66,7 +68,9 @@ def tenant_of(key: str) -> str:
     return hashlib.blake2b(key.encode(), digest_size=8, person=b"mlxd-tenant").hexdigest()
 
 
-# A client of the unix socket; and every client on the loopback, as long as there is no key.
+# A client of the unix socket, and one with a session of the page.
 OWNER: Final = Caller(is_admin=True, may_leave=True)
+# Every other client on the loopback, as long as there is no key.
+ANONYMOUS: Final = Caller(is_admin=True, may_leave=True, is_anonymous=True)
 # A client without a key at the few places that need none.
 NOBODY: Final = Caller(models=())

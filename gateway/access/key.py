@@ -8,6 +8,10 @@ from msgspec import Meta, Struct
 
 Limit = Annotated[int, Meta(ge=0, le=10**12)]
 Percent = Annotated[int, Meta(ge=0, le=100)]
+# A date of the year 5138: no table has room for the digits of much later ones.
+EXPIRY_MAX_S: Final = 1e11
+# Seconds since 1970.
+Expiry = Annotated[float, Meta(ge=0, le=EXPIRY_MAX_S)]
 
 
 class Key(Struct, frozen=True, kw_only=True):

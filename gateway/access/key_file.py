@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.access.audit_log import Audit, AuditUnwritable
-from gateway.access.key import KNOWN, Key, digest
+from gateway.access.key import EXPIRY_MAX_S, KNOWN, Key, digest
 from gateway.access.key_changes import key_changes
 from gateway.failed import Failed
 from gateway.home.folder import FolderRefused, HomeFolder
@@ -128,6 +128,7 @@ class KeyFile:
             created, secret = _with_secret(msgspec.structs.replace(key, created=self._clock(), cache_salt=salt))
             created = _marked(created)
             _check(created)
+            _check_expiry(created)
             keys[created.name] = created
         return created, secret
 
@@ -139,6 +140,8 @@ class KeyFile:
                 key = msgspec.structs.replace(key, cache_salt="" if shares_cache else secrets.token_hex(8))
             keys[name] = key = _marked(key)
             _check(key)
+            if "expires" in fields:
+                _check_expiry(key)
         return key
 
     def rotate(self, name: str) -> tuple[Key, str]:
@@ -256,3 +259,9 @@ def _check(key: Key) -> None:
         digest(key.salt, b"")
     except ValueError:
         raise KeyRefused(f"key {key.name!r}: the salt is damaged") from None
+
+
+def _check_expiry(key: Key) -> None:
+    """Check an expiry that is written now. A file of a version that took any must stay readable."""
+    if key.expires is not None and not key.expires <= EXPIRY_MAX_S:
+        raise KeyRefused(f"key {key.name!r}: it would expire after the year 5138; let it never expire")

@@ -26,6 +26,8 @@ Header = tuple[bytes, bytes]
 BUSY_RETRY_AFTER_S: Final = 1.0
 # Completion tokens that a sequence is expected to use before any of this key has ended.
 EXPECTED_COMPLETION: Final = 256.0
+# What refills in this time is the largest debt of a bucket, and the longest wait that a client is told.
+DEBT_MAX_S: Final = 86400.0
 # What a question about tokens takes of the tokens per minute: to count one is less work than to process it.
 QUESTION_PART: Final = 0.1
 # How much the newest sequence says about how long one is.
@@ -123,15 +125,22 @@ class Bucket:
 
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until `amount` is available, 0 if it is. An amount above the capacity needs a full bucket."""
-        missing = min(amount, self.capacity) - self.level(now)
-        return missing / self._rate if missing > 0 else 0.0
+        return self._refill_s(min(amount, self.capacity), now)
 
     def take(self, amount: float, now: float) -> None:
         """Take, or with a negative `amount` give back."""
         self._level = min(float(self.capacity), self.level(now) - amount)
 
+    def settle(self, amount: float, now: float) -> None:
+        """Take what was used beyond a reservation, into no more than the largest debt: it may be a false number."""
+        self.take(amount, now)
+        self._level = max(self._level, -DEBT_MAX_S * self._rate)
+
     def full_in_s(self, now: float) -> float:
-        return (self.capacity - self.level(now)) / self._rate
+        return self._refill_s(self.capacity, now)
+
+    def _refill_s(self, level: float, now: float) -> float:
+        return min(DEBT_MAX_S, max(0.0, level - self.level(now)) / self._rate)
 
 
 @dataclass(slots=True)
@@ -191,7 +200,7 @@ class Meter:
         """Restore the levels from the amounts that were missing `ago_s` seconds ago."""
         now = self._clock()
         for kind, bucket in self._buckets():
-            bucket.take(max(0.0, missing.get(kind, 0.0) - ago_s * bucket.capacity / 60), now)
+            bucket.settle(max(0.0, missing.get(kind, 0.0) - ago_s * bucket.capacity / 60), now)
 
     @property
     def is_limited(self) -> bool:
@@ -318,7 +327,8 @@ class Meter:
     def _settle(self, bill: Bill) -> None:
         self._numbers.prompt_tokens += bill.prompt
         self._numbers.generation_tokens += bill.completion
-        self._take_tokens(bill.prompt + bill.completion - bill.reserved)
+        if self._tokens is not None:
+            self._tokens.settle(bill.prompt + bill.completion - bill.reserved, self._clock())
         if self._budget is not None:
             self._budget.tell()
         if bill.completion:
@@ -366,7 +376,7 @@ def _resized(bucket: Bucket | None, per_minute: int, now: float) -> Bucket | Non
     """A bucket from which as much is missing as from the one before."""
     fresh = _bucket(per_minute, now)
     if fresh is not None and bucket is not None:
-        fresh.take(bucket.capacity - bucket.level(now), now)
+        fresh.settle(bucket.capacity - bucket.level(now), now)
     return fresh
 
 

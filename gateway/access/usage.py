@@ -65,7 +65,8 @@ class UsageFile:
         self._file = Snapshot(path)
         self._metrics = metrics
         self._clock = clock
-        self._meters = meters or {}
+        # The mapping of a daemon that starts without keys is empty, and gets them later.
+        self._meters = {} if meters is None else meters
         self.since = clock()
         self._restore()
 

@@ -82,7 +82,7 @@ class Load:
         try:
             await services.pool.ensure_ready(model)
         except ModelUnavailable as error:
-            raise from_failure(error.failure, error.retry_after_s) from None
+            raise from_failure(error.failure, error.retry_after_s, is_operator=True) from None
         try:
             await self._reloader.load_adapter(model, asked.lora_name, path)
         except NotAllowed as reason:  # another order was quicker

@@ -288,7 +288,7 @@ class Command:
         try:
             await self._run(name)
         except ModelUnavailable as error:
-            raise from_failure(error.failure, error.retry_after_s) from None
+            raise from_failure(error.failure, error.retry_after_s, is_operator=True) from None
         await send_body(send, 200, msgspec.json.encode(Done(name, str(worker.state))))
 
 

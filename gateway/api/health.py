@@ -12,7 +12,7 @@ import protocol
 from gateway.access.caller import NOBODY
 from gateway.api import probe
 from gateway.api.probe import BROKEN
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, message_of
 from gateway.http.exchange import came_to, send_body
 from gateway.request.record import record_of
 from gateway.services import Services
@@ -78,7 +78,12 @@ class Readiness:
         worker = services.pool.worker(services.router.locate_here(name, record_of(scope).caller).model.name)
         if not worker.is_ready:
             held = worker.state is State.READY
-            reasons = [*reasons, f"model {worker.name} waits for memory" if held else _reason(worker.view())]
+            reasons = [
+                *reasons,
+                f"model {worker.name} waits for memory"
+                if held
+                else _reason(worker.view(), record_of(scope).caller.is_admin),
+            ]
         body = msgspec.json.encode(Health("not ready" if reasons else "ready", reasons))
         return 503 if reasons else 200, body
 
@@ -150,7 +155,7 @@ class Root:
 def _describe(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
     """Reasons why models are not healthy, for those that the caller may use."""
     caller = record_of(scope).caller
-    return [_reason(view) for view in views if caller.may_use(services.config.models[view.name])]
+    return [_reason(view, caller.is_admin) for view in views if caller.may_use(services.config.models[view.name])]
 
 
 def _notes(views: list[WorkerView], scope: Scope, services: Services) -> list[str]:
@@ -160,8 +165,8 @@ def _notes(views: list[WorkerView], scope: Scope, services: Services) -> list[st
     return [f"{name}: {why}" for name, why in reasons if why and caller.may_use(services.config.models[name])]
 
 
-def _reason(view: WorkerView) -> str:
+def _reason(view: WorkerView, is_operator: bool) -> str:
     # One that drains was ready: what failed is a predecessor of its.
     failure = None if view.state is State.DRAINING else view.last_failure
-    cause = f": {failure.message}" if failure is not None else ""
+    cause = f": {message_of(failure, is_operator)}" if failure is not None else ""
     return f"model {view.name} is {view.state}{cause}"

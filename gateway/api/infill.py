@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
 from gateway.api.common.decode import Schema
+from gateway.api.common.refused_fields import REFUSED_FIELDS
 from gateway.api.openai.lowering import lower_texts
 from gateway.api.openai.request import SamplingFields
 from gateway.config.settings import ModelConfig
@@ -22,6 +23,9 @@ FILES_MAX: Final = 256
 # How llama.cpp caches, where its slots are, and what is left of a prompt that is too long: here every prefix is cached,
 # and such a prompt is a 400.
 NO_ACTION: Final = frozenset({"cache_prompt", "id_slot", "n_keep"})
+# llama.vim and llama.vscode send these with each request; here they are ignored, and named.
+_ALWAYS_SENT: Final = frozenset({"samplers", "n_indent", "t_max_predict_ms"})
+_REFUSED: Final = {name: each for name, each in REFUSED_FIELDS.items() if name not in _ALWAYS_SENT}
 _EMPTY: Final = Usage(0, 0, 0)
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -41,7 +45,6 @@ class InfillRequest(SamplingFields, frozen=True, kw_only=True):
     input_suffix: str = ""
     input_extra: Annotated[list[InfillFile], Meta(max_length=FILES_MAX)] | None = None
     prompt: str | None = None
-    n_predict: Annotated[int, Meta(ge=-1, le=1 << 40)] | None = None
 
     @property
     def is_only_computed(self) -> bool:
@@ -80,7 +83,7 @@ class Infilled(Struct, frozen=True, kw_only=True):
     timings: Timings | UnsetType = UNSET
 
 
-_infill = Schema(InfillRequest, NO_ACTION, "input_extra", InfillFile)
+_infill = Schema(InfillRequest, NO_ACTION, "input_extra", InfillFile, refused=_REFUSED)
 
 
 class FillMiddle:

@@ -79,8 +79,9 @@ OpenAI's chat completions, completions, embeddings, audio and Responses, Anthrop
 scores of texts, and a few routes of mlxd's own.
 
 While mlxd has no API keys, clients on the loopback need none. Fields that are not named here are ignored and listed in
-the header `x-mlxd-ignored`. Whole numbers are written without a fraction. With the header `anthropic-version` errors
-have Anthropic's shape on every path. An error after the first byte of a stream is an event of the stream.
+the header `x-mlxd-ignored`, but for those of other servers that would change an answer: these are a 400. Whole numbers
+are written without a fraction. With the header `anthropic-version` errors have Anthropic's shape on every path. An
+error after the first byte of a stream is an event of the stream.
 """
 
 
@@ -164,12 +165,13 @@ _AUDIO: Final = (
         headers=_SEED,
     ),
 )
+_RANKED: Final = scores.RerankList | list[scores.RankedText]
 _SCORES: Final = tuple(
     Operation("POST", path, summary, answer, ErrorBody, _GENERATE, request, frozenset({"user"}), headers=_IGNORED)
     for path, summary, answer, request in (
-        ("/v1/rerank", "Rank documents by a query.", scores.RerankList, scores.RerankRequest),
-        ("/rerank", "Rank documents, as `/v1/rerank` does.", scores.RerankList, scores.RerankRequest),
-        ("/v2/rerank", "Rank documents, as `/v1/rerank` does.", scores.RerankList, scores.RerankRequest),
+        ("/v1/rerank", "Rank documents by a query.", _RANKED, scores.RerankRequest),
+        ("/rerank", "Rank documents, as `/v1/rerank` does.", _RANKED, scores.RerankRequest),
+        ("/v2/rerank", "Rank documents, as `/v1/rerank` does.", _RANKED, scores.RerankRequest),
         ("/v1/score", "Score pairs of texts.", scores.ScoreList, scores.ScoreRequest),
         ("/score", "Score pairs of texts, as `/v1/score` does.", scores.ScoreList, scores.ScoreRequest),
     )

@@ -6,7 +6,18 @@ from typing import Final
 
 from gateway.api.common.canonical import STOP_CHARS_MAX, STOPS_MAX
 from gateway.media.resolve import digest_of
-from protocol.messages import ChatPrompt, EmbedPrompt, Generate, HearPrompt, Media, Sampling, ScorePrompt, SpeakPrompt
+from protocol.messages import (
+    REPETITION_PENALTY_MAX,
+    REPETITION_PENALTY_MIN,
+    ChatPrompt,
+    EmbedPrompt,
+    Generate,
+    HearPrompt,
+    Media,
+    Sampling,
+    ScorePrompt,
+    SpeakPrompt,
+)
 
 SEQUENCES_MAX: Final = 1024
 TOP_LOGPROBS_MAX: Final = 20
@@ -68,7 +79,7 @@ def _problems_of_sampling(sampling: Sampling) -> Iterator[str]:
         ("temperature", 0.0, 2.0),
         ("top_p", 0.0, 1.0),
         ("min_p", 0.0, 1.0),
-        ("repetition_penalty", 0.0, math.inf),
+        ("repetition_penalty", REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX),
         ("presence_penalty", -2.0, 2.0),
         ("frequency_penalty", -2.0, 2.0),
         ("typical_p", 0.0, 1.0),

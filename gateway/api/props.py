@@ -14,7 +14,7 @@ from gateway.services import Services
 
 
 class SlotSettings(Struct, frozen=True):
-    """Settings of each slot. `n_ctx` is left out while it is not known."""
+    """Settings of each slot. `n_ctx` is what is served, before a load as the model's files say; left out if unknown."""
 
     n_ctx: int | UnsetType = UNSET
 
@@ -57,7 +57,7 @@ class ModelProps:
 def _props(entry: Entry, caller: Caller) -> Props:
     model, ready = entry.found.model, entry.view.ready
     return Props(
-        SlotSettings(entry.context or UNSET),
+        SlotSettings(entry.longest_context or UNSET),
         ready.max_running if ready is not None else model.slots,
         entry.name,
         entry.source(caller),

@@ -1,6 +1,6 @@
-"""Scores of pairs: `POST /v1/rerank` in the form of Jina and Cohere, `POST /v1/score` in vLLM's."""
+"""Scores of pairs: `POST /v1/rerank` in the form of Jina and Cohere, or of TEI, and `POST /v1/score` in vLLM's."""
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -8,7 +8,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.common import serve
 from gateway.api.common.decode import Schema
-from gateway.api.common.doc_hints import TEXT, shape
+from gateway.api.common.doc_hints import NULL, TEXT, case, shape
+from gateway.api.common.refused_fields import RefusedField
 from gateway.api.common.vectors import Vectors, respond_vectors
 from gateway.errors import BadRequest
 from gateway.request.record import record_of
@@ -27,11 +28,17 @@ class Document(Struct, frozen=True):
 
 
 class RerankRequest(Struct, frozen=True, kw_only=True):
-    """`POST /v1/rerank`. Up to 2,048 documents, as text or as objects with a `text`."""
+    """`POST /v1/rerank`. Up to 2,048 documents, texts or objects with a `text`; or `texts`, for an answer as TEI's."""
+
+    hint: ClassVar = {"anyOf": [case(("documents",), texts=NULL), case(("texts",), documents=NULL)]}
 
     model: str = ""
     query: Text
-    documents: Annotated[list[Text | Document], Meta(min_length=1, max_length=DOCUMENTS_MAX)]
+    documents: Annotated[list[Text | Document], Meta(min_length=1, max_length=DOCUMENTS_MAX)] | None = None
+    texts: Annotated[list[Text], Meta(min_length=1, max_length=DOCUMENTS_MAX)] | None = None
+    # TEI's: whether each result has its text, and whether a pair that is too long is cut.
+    return_text: bool | None = None
+    truncate: bool | None = None
     top_n: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
     return_documents: bool | None = None
     # Cohere's: a longer document is cut.
@@ -46,6 +53,14 @@ class RerankResult(Struct, frozen=True):
     index: int
     relevance_score: float
     document: Document | UnsetType = UNSET
+
+
+class RankedText(Struct, frozen=True):
+    """A result in TEI's form."""
+
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
 
 
 class BilledUnits(Struct, frozen=True):
@@ -97,7 +112,11 @@ class ScoreList(Struct, frozen=True):
     object: str = "list"
 
 
-_rerank = Schema(RerankRequest, _NO_ACTION, "documents")
+_REFUSED: Final = {
+    "raw_scores": RefusedField("scores are as the model's files say", (False,)),
+    "truncation_direction": RefusedField("the end of a document is cut", ("right", "Right")),
+}
+_rerank = Schema(RerankRequest, _NO_ACTION, "documents", refused=_REFUSED)
 _score = Schema(ScoreRequest, _NO_ACTION)
 
 
@@ -110,19 +129,23 @@ class Rerank:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
         request, unknown = await serve.read(services, record, scope, receive, _rerank.decode)
-        documents = tuple(each if isinstance(each, str) else each.text for each in request.documents)
+        documents = _documents(request)
         prompt = ScorePrompt(
             (request.query,),
             documents,
             request.instruction or "",
-            request.truncate_prompt_tokens or 0,
+            request.truncate_prompt_tokens or (-1 if request.truncate else 0),
             request.max_tokens_per_doc or 0,
+            params=("query", "documents" if request.texts is None else "texts"),
         )
         job = await _job(services, scope, request.model, unknown, prompt)
 
         def render(vectors: Vectors) -> bytes:
             scores = [vectors.numbers(at)[0] for at in range(vectors.count)]
             order = sorted(range(len(scores)), key=lambda at: -scores[at])[: request.top_n or len(scores)]
+            if request.texts is not None:
+                ranked = [RankedText(at, scores[at], documents[at] if request.return_text else UNSET) for at in order]
+                return msgspec.json.encode(ranked)
             results = [
                 RerankResult(at, scores[at], Document(documents[at]) if request.return_documents else UNSET)
                 for at in order
@@ -171,6 +194,15 @@ async def _job(services: Services, scope: Scope, name: str, unknown: list[str], 
         services.link.next_rid(), prompt, Sampling(), max_tokens=0, deadline_ms=deadline_ms, want_progress=True
     )
     return serve.Job(services, record, model, await serve.lower(services, record, model, lambda: request), RERANK)
+
+
+def _documents(request: RerankRequest) -> tuple[str, ...]:
+    if request.texts is not None and request.documents is not None:
+        raise BadRequest("'documents' and 'texts' exclude each other.", "texts", "invalid_value")
+    given = request.documents if request.texts is None else request.texts
+    if given is None:
+        raise BadRequest("Missing required parameter: 'documents'.", "documents", "missing_required_parameter")
+    return tuple(each if isinstance(each, str) else each.text for each in given)
 
 
 def _texts(given: str | list[Any]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""`POST /tokenize` and `POST /detokenize`, as vLLM and SGLang have them."""
+"""`POST /tokenize` and `POST /detokenize`, as vLLM and SGLang have them, and llama.cpp."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import msgspec
 from msgspec import Struct
@@ -10,11 +10,13 @@ from gateway.api.common import serve
 from gateway.api.common.canonical import ToolUse, chat_prompt
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import NULL, TEXT, case
+from gateway.api.common.refused_fields import REFUSED_FIELDS, RefusedField
 from gateway.api.common.thinking import of_config
+from gateway.api.openai.lowering import template_kwargs
 from gateway.api.openai.messages import turns
 from gateway.api.openai.request import Message, TokenId
 from gateway.config.settings import ThinkingDefaults
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, Unsupported
 from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off
 from gateway.request.record import record_of
@@ -23,18 +25,23 @@ from protocol.messages import ChatPrompt, TextPrompt
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
-    """Either `prompt` or `messages`."""
+    """`prompt` or `messages`, in vLLM's words, or `content`, in llama.cpp's: without special tokens around it."""
 
     hint: ClassVar = {
         "anyOf": [
-            case(("prompt",), prompt=TEXT, messages=NULL),
-            case(("messages",), messages={"type": "array", "minItems": 1}),
+            case(("prompt",), prompt=TEXT, content=NULL, messages=NULL),
+            case(("content",), content=TEXT, prompt=NULL, messages=NULL),
+            case(("messages",), messages={"type": "array", "minItems": 1}, prompt=NULL, content=NULL),
         ]
     }
 
     model: str = ""
     prompt: str | None = None
+    content: str | None = None
     messages: list[Message] | None = None
+    # Whether the tokenizer's special tokens are put around a text: by default around `prompt`, not around `content`.
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -50,10 +57,23 @@ class Tokens(Struct, frozen=True):
 
 
 class Text(Struct, frozen=True):
+    """The text by both of its names."""
+
     prompt: str
+    content: str
 
 
-_tokenize = Schema(TokenizeRequest, listed="messages", item=Message)
+# Of vLLM and llama.cpp.
+_REFUSED: Final = {
+    "parse_special": RefusedField("special tokens in a text are tokens", (True,)),
+    "with_pieces": RefusedField("send each of the tokens to /detokenize", (False,)),
+    "return_token_strs": RefusedField("send each of the tokens to /detokenize", (False,)),
+    "tools": RefusedField("/v1/responses/input_tokens counts them"),
+    "add_generation_prompt": RefusedField("", (True,)),
+    "continue_final_message": RefusedField("", (False,)),
+    "chat_template": REFUSED_FIELDS["chat_template"],
+}
+_tokenize = Schema(TokenizeRequest, listed="messages", item=Message, refused=_REFUSED)
 _detokenize = Schema(DetokenizeRequest)
 
 
@@ -87,14 +107,24 @@ class DetokenizeIds:
         model, _ = serve.begin(services, record, request.model, False, None, unknown)
         async with cut_off(record, receive):
             decoded = await serve.detokenize(services, record, model, tuple(request.tokens))
-            await send_body(send, 200, msgspec.json.encode(Text(decoded.text)), record.headers)
+            await send_body(send, 200, msgspec.json.encode(Text(decoded.text, decoded.text)), record.headers)
 
 
 def _prompt(request: TokenizeRequest, default: ThinkingDefaults) -> ChatPrompt | TextPrompt:
+    fields = {"prompt": request.prompt, "content": request.content, "messages": request.messages}
+    given = {name: value for name, value in fields.items() if value is not None}
+    if len(given) != 1:
+        message = "Exactly one of 'prompt', 'content' and 'messages' is needed."
+        raise BadRequest(message, next(iter(given), "prompt"), "invalid_value")
+    ((name, value),) = given.items()
+    if not value:
+        raise BadRequest(f"'{name}' is empty.", name, "invalid_value")
+    adds_special = request.add_special_tokens if request.add_special is None else request.add_special
     if request.messages is not None:
-        if not request.messages:
-            raise BadRequest("'messages' is empty.", "messages", "invalid_value")
-        return chat_prompt(turns(request.messages), ToolUse(), of_config(default), request.chat_template_kwargs)
-    if not request.prompt:
-        raise BadRequest("'prompt' is empty.", "prompt", "invalid_value")
-    return TextPrompt(request.prompt)
+        if adds_special:
+            raise Unsupported("'add_special_tokens' is not supported with 'messages'.", "add_special_tokens")
+        kwargs = template_kwargs(request.chat_template_kwargs)
+        return chat_prompt(turns(request.messages), ToolUse(), of_config(default), kwargs)
+    if request.content is not None:
+        return TextPrompt(request.content, adds_special=bool(adds_special))
+    return TextPrompt(request.prompt or "", adds_special=adds_special is not False)

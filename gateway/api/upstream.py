@@ -141,7 +141,7 @@ class Leaving:
                 note_cut(record, watch.reason)
 
     def _book(self, way: "_Way", body: LeavingBody, answer: Answer, record: Record, bill: Bill | None) -> None:
-        prompt, completion = answer.usage(len(way.body))
+        prompt, completion = answer.usage(len(way.body), body.sequences, body.max_tokens)
         record.prompt_tokens, record.completion_tokens = prompt, completion
         # What failed here after it had begun is a request already.
         requests = 0 if record.is_booked else body.sequences
@@ -169,12 +169,12 @@ class Leaving:
             metrics.upstream_requests[upstream.name, way.name, str(answer.status)] += 1
             if answer.status < 400:
                 return answer
-            text = await answer.opening() if answer.is_about_key else ""
+            text = "" if _is_for_client(answer) else await answer.opening()
             log.warning("upstream %s refuses %s: HTTP %d %s", upstream.name, way.name, answer.status, text)
             refusal = answer
             if not answer.is_its_own:
                 break
-        if way.error is None and refusal is not None and not refusal.is_about_key:
+        if way.error is None and refusal is not None and _is_for_client(refusal):
             return refusal
         if refusal is not None:
             await refusal.close()
@@ -182,9 +182,11 @@ class Leaving:
         if way.error is not None:
             raise way.error
         if refusal is None:
-            raise Unavailable(f"The upstream of {way.name} cannot be reached.", RETRY_AFTER_S, "upstream_unavailable")
-        # Its text is about the key of this daemon's operator, and stays in the log.
-        raise Unavailable(f"The upstream of {way.name} does not serve this daemon.", code="upstream_unavailable")
+            message = f"The upstream of {way.name} gave no valid answer."
+            raise Unavailable(message, RETRY_AFTER_S, "upstream_unavailable")
+        # Its text is about the key of this daemon's operator, or a page of a proxy, and stays in the log.
+        problem = "does not serve this daemon" if refusal.is_about_key else f"answered with HTTP {refusal.status}"
+        raise Unavailable(f"The upstream of {way.name} {problem}.", code="upstream_unavailable")
 
     async def _pass_on(self, way: "_Way", answer: Answer, record: Record, send: Send) -> None:
         headers: list[Header] = [*answer.headers, *served_by_header(record.served_by)]
@@ -193,9 +195,9 @@ class Leaving:
                 body = await answer.read()
             except Unreachable as error:
                 raise Unavailable(f"The upstream of {way.name} broke off.", RETRY_AFTER_S, error.reason) from None
-            await send_body(send, answer.status, body, headers, answer.kind)
+            await send_body(send, answer.status, body, headers)
             return
-        start = [(b"content-type", answer.kind), *headers]
+        start = [(b"content-type", answer.kind.encode()), *headers]
         await send({"type": "http.response.start", "status": answer.status, "headers": start})
         try:
             async for piece in answer.pieces():
@@ -277,6 +279,10 @@ class _Passing:
             if not self._is_cancelled:
                 raise
             raise Cancelled from None
+
+
+def _is_for_client(refusal: Answer) -> bool:
+    return refusal.is_of_api and not refusal.is_about_key
 
 
 def _is_reason(fallback: FallbackConfig, error: ApiError) -> bool:

@@ -15,6 +15,8 @@ HOPS_MAX: Final = 16
 # What one customer of a provider has of IPv6.
 _CUSTOMER_BITS: Final = 64
 _WITH_PORT: Final = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::[0-9]{1,5})?|([0-9.]+):[0-9]{1,5}")
+# It has a path where a proxy serves it below one, and nothing that means something else in a client's file.
+_DAEMON_URL: Final = re.compile(r"https?://[A-Za-z0-9._~\[\]:-]{1,255}(?:/[A-Za-z0-9._~/-]{0,200})?")
 
 Network = IPv4Network | IPv6Network
 
@@ -133,3 +135,8 @@ def _ip(hop: str) -> str | None:
             return None
         return str(address.ipv4_mapped or address)
     return str(address)
+
+
+def is_daemon_url(text: str) -> bool:
+    """Whether it can be the URL of a daemon in a client's settings."""
+    return _DAEMON_URL.fullmatch(text) is not None

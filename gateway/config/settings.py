@@ -11,6 +11,7 @@ from msgspec import Meta, Struct, structs
 from gateway.config.remote_settings import NodeConfig, PeerConfig, RemoteNodeConfig, Seconds, UpstreamConfig
 from gateway.failed import Failed
 from gateway.home.home_paths import admin_socket, keys_path, log_path, run_dir, usage_path
+from protocol.messages import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 from protocol.spec import USUAL_RUNNING
 
 CONFIG_NAME: Final = "mlxd.toml"
@@ -128,7 +129,7 @@ class SamplingDefaults(Struct, frozen=True, forbid_unknown_fields=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=REPETITION_PENALTY_MIN, le=REPETITION_PENALTY_MAX)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None

@@ -31,6 +31,10 @@ class Endpoint(Struct, frozen=True):
         return f"{self.url}/v1"
 
     @property
+    def has_key(self) -> bool:
+        return bool(self.key)
+
+    @property
     def some_key(self) -> str:
         return self.key or NO_KEY
 
@@ -71,7 +75,7 @@ def _claude(to: Endpoint) -> Setup:
         "ANTHROPIC_SMALL_FAST_MODEL": to.model,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
-    return Setup("claude", (Edit("~/.claude/settings.json", Form.JSON, {"env": env}),), "claude")
+    return Setup("claude", (Edit("~/.claude/settings.json", Form.JSON, {"env": env}, has_key=to.has_key),), "claude")
 
 
 def _codex(to: Endpoint) -> Setup:
@@ -110,7 +114,8 @@ def _opencode(to: Endpoint) -> Setup:
     }
     content = {"model": f"mlxd/{to.model}", "small_model": f"mlxd/{to.model}", "provider": {"mlxd": provider}}
     folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Setup("opencode", (Edit(f"{folder}/opencode/opencode.json", Form.JSON, content),), "opencode")
+    edit = Edit(f"{folder}/opencode/opencode.json", Form.JSON, content, has_key=to.has_key)
+    return Setup("opencode", (edit,), "opencode")
 
 
 def _aider(to: Endpoint) -> Setup:
@@ -120,7 +125,7 @@ def _aider(to: Endpoint) -> Setup:
         "openai-api-base": to.openai,
         "openai-api-key": to.some_key,
     }
-    return Setup("aider", (Edit("~/.aider.conf.yml", Form.YAML, content),), "aider")
+    return Setup("aider", (Edit("~/.aider.conf.yml", Form.YAML, content, has_key=to.has_key),), "aider")
 
 
 def _pi(to: Endpoint) -> Setup:
@@ -133,7 +138,8 @@ def _pi(to: Endpoint) -> Setup:
         "maxTokens": to.answer,
     }
     provider = {"baseUrl": to.openai, "api": "openai-completions", "apiKey": to.some_key, "models": [model]}
-    edit = Edit("~/.pi/agent/models.json", Form.JSON, {"providers": {"mlxd": provider}}, item_key="id")
+    content = {"providers": {"mlxd": provider}}
+    edit = Edit("~/.pi/agent/models.json", Form.JSON, content, item_key="id", has_key=to.has_key)
     return Setup("pi", (edit,), f"pi --provider mlxd --model {to.model}")
 
 
@@ -149,13 +155,13 @@ def _continue(to: Endpoint) -> Setup:
     }
     path = "~/.continue/config.yaml"
     defaults = {"name": "local", "version": "1.0.0", "schema": "v1"}
-    edit = Edit(path, Form.YAML, {"models": [model]}, defaults=defaults, item_key="name")
+    edit = Edit(path, Form.YAML, {"models": [model]}, defaults=defaults, item_key="name", has_key=to.has_key)
     return Setup("continue", (edit,), f"cn --config {path}", "The extension reads the same file.")
 
 
 def _qwen(to: Endpoint) -> Setup:
     variables = {"OPENAI_BASE_URL": to.openai, "OPENAI_API_KEY": to.some_key, "OPENAI_MODEL": to.model}
-    return Setup("qwen", (Edit("~/.qwen/.env", Form.ENV, variables),), "qwen --auth-type openai")
+    return Setup("qwen", (Edit("~/.qwen/.env", Form.ENV, variables, has_key=to.has_key),), "qwen --auth-type openai")
 
 
 def _llm(to: Endpoint) -> Setup:
@@ -171,7 +177,7 @@ def _llm(to: Endpoint) -> Setup:
     folder = os.environ.get("LLM_USER_PATH") or f"{own}/io.datasette.llm"
     edits = (
         Edit(f"{folder}/extra-openai-models.yaml", Form.YAML, [model], item_key="model_id"),
-        Edit(f"{folder}/keys.json", Form.JSON, {"mlxd": to.some_key}),
+        Edit(f"{folder}/keys.json", Form.JSON, {"mlxd": to.some_key}, has_key=to.has_key),
     )
     return Setup("llm", edits, "llm -m mlxd")
 

@@ -35,6 +35,7 @@ class Edit(Struct, frozen=True):
     """Change of one file. Mappings are merged into those that it has, at any depth; other values replace its own.
 
     Items of a list replace those of equal `item_key`, or are appended. `defaults` are set where it has no such key.
+    With `has_key` an API key is in the content, so that the file becomes its owner's alone.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Edit(Struct, frozen=True):
     content: dict[str, Any] | list[dict[str, Any]]
     defaults: dict[str, Any] = {}
     item_key: str = ""
+    has_key: bool = False
 
     def fragment(self) -> str:
         """The text of a file that has nothing else."""
@@ -83,7 +85,7 @@ class Edit(Struct, frozen=True):
         yaml.indent(mapping=step, sequence=offset + _INDENT, offset=offset)
         try:
             data = yaml.load(text)
-        except YAMLError as error:
+        except (YAMLError, ValueError) as error:
             raise NotEditable(f"it is no valid YAML ({str(error).splitlines()[0]})") from None
         data = self._empty() if data is None else data
 
@@ -96,9 +98,12 @@ class Edit(Struct, frozen=True):
 
     def _env(self, text: str) -> str:
         assert isinstance(self.content, dict)
-        lines = text.splitlines()
+        # No other character ends a line of such a file; Python knows seven more.
+        lines = text.removesuffix("\n").split("\n") if text else []
         for name, value in self.content.items():
             wanted = f"{name}={value}"
+            if "\n" in wanted or "\r" in wanted:
+                raise NotEditable(f"the value of {name} has more than one line")
             places = [at for at, line in enumerate(lines) if re.match(rf"\s*(?:export\s+)?{re.escape(name)}\s*=", line)]
             if not places:
                 lines.append(wanted)
@@ -111,10 +116,10 @@ class Edit(Struct, frozen=True):
 
     def _changed(self, data: Any, text: str, dump: Any) -> str:
         """Merge into `data`, and dump it where that has changed something. Raises `NotEditable`."""
-        if isinstance(data, list) != isinstance(self.content, list):
+        if not isinstance(data, list if isinstance(self.content, list) else dict):
             raise NotEditable("it holds something else at its top")
         is_changed = False
-        if not isinstance(self.content, list):
+        if isinstance(data, dict):
             for name, value in self.defaults.items():
                 if name not in data:
                     data[name] = value

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.access.key import Key
+from gateway.access.key import EXPIRY_MAX_S, Key
 from gateway.admin_types import (
     GroupStatus,
     MemoryStatus,
@@ -82,8 +82,9 @@ def lanes(models: Sequence[ModelStatus | ModelSample], console: Console) -> None
             console.print(measured(model.name, model.measured), highlight=False, markup=False)
         if model.drafted_tokens:
             right = 100 * model.accepted_tokens // model.drafted_tokens
+            tokens = "1 token" if model.drafted_tokens == 1 else f"{model.drafted_tokens} tokens"
             console.print(
-                f"{model.name}: {model.drafted_tokens} tokens drafted, {right} % right; steps with drafts give "
+                f"{model.name}: {tokens} drafted, {right} % right; steps with drafts give "
                 f"{model.draft_gain:.2f} × the tokens a second of steps without",
                 highlight=False,
                 markup=False,
@@ -224,7 +225,7 @@ def _key_state(key: Key, now: float) -> str:
 
 
 def _key_expiry(key: Key, now: float) -> str:
-    if key.expires is None:
+    if key.expires is None or key.expires > EXPIRY_MAX_S:
         return "never"
     return f"{duration(now - key.expires)} ago" if key.is_expired(now) else f"in {duration(key.expires - now)}"
 

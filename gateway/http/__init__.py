@@ -9,6 +9,7 @@ __all__ = [
     "handshake",
     "listen",
     "multipart",
+    "shared_answers",
     "sse",
     "tls",
 ]

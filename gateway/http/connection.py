@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from gateway.http.connection_limits import Connections, Opening
-from gateway.http.direct_write import KEY, CloseDelimited, Outlet, queued_bytes
+from gateway.http.direct_write import KEY, CloseDelimited, Outlet, outlet_of, queued_bytes
 
 log = logging.getLogger(__name__)
 # uvicorn warns of each malformed request: any client that can connect could fill the log.
@@ -57,6 +57,7 @@ _COMMENT: Final = b"3\r\n:\n\n\r\n"
 def _answer(status: bytes, message: bytes, code: bytes, kind: bytes = b"invalid_request_error") -> bytes:
     body = b'{"error":{"message":"%b","type":"%b","param":null,"code":"%b"}}' % (message, kind, code)
     head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
+    head += b"x-content-type-options: nosniff\r\n"
     retry = b"retry-after: 1\r\n" if status.startswith(b"503") else b""
     return head % (status, len(body)) + retry + b"\r\n" + body
 
@@ -215,8 +216,10 @@ class GuardedProtocol(HttpToolsProtocol):
         if not cycle.response_started:
             self.transport.write(_CONTINUE)
         elif cycle.chunked_encoding:
-            # Only streams of events are chunked, and each chunk is whole events.
-            self.transport.write(_COMMENT)
+            outlet = outlet_of(cycle.scope)  # type: ignore[reportArgumentType]  # uvicorn's type is narrower
+            # Only streams of events are chunked.
+            if outlet is not None and not outlet.is_within_event:
+                self.transport.write(_COMMENT)
         delay_s = PROBES_S[min(number, len(PROBES_S) - 1)]
         self._prober = self.loop.call_later(delay_s, self._probe, number + 1)
 

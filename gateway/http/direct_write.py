@@ -21,12 +21,14 @@ class Outlet:
     Only while no task waits in `send`, and after the first piece has gone through it.
     """
 
-    __slots__ = ("_cycle", "_flow", "_transport")
+    __slots__ = ("_cycle", "_flow", "_transport", "is_within_event")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._flow = cycle.flow
         self._transport = cycle.transport
+        # Nothing may be put behind what was written but the rest of its event.
+        self.is_within_event = False
 
     @property
     def socket(self) -> socket.socket:

@@ -12,10 +12,14 @@ from gateway.request.bodies import LARGE_BYTES
 from gateway.request.record import ClientLeft, Dialect, Header, Record, record_of
 
 JSON: Final = b"application/json"
+# No body is taken for a page that it is not, whatever text it quotes.
+_NO_SNIFF: Final[Header] = (b"x-content-type-options", b"nosniff")
 BODY_TIMEOUT_S: Final = 120.0
 # Of a body that is announced, so much has room before it has come: a whole one that is small.
 AHEAD_BYTES: Final = LARGE_BYTES
 _LENGTH_DIGITS: Final = 18
+# The transport keeps what its client has not taken, so that it gets a large answer in slices.
+SLICE_BYTES: Final = 64 * 1024
 # What a client that has left is said to have got; nginx's number.
 CLIENT_CLOSED: Final = 499
 
@@ -38,7 +42,7 @@ class Answer:
             headers: list[Header] = [*message.get("headers", []), *record.always]
             if record.late_headers is not None:
                 headers += record.late_headers()
-            headers.append((b"x-request-id", record.id.encode()))
+            headers += (_NO_SNIFF, (b"x-request-id", record.id.encode()))
             if record.dialect is Dialect.ANTHROPIC:
                 headers.append((b"request-id", record.id.encode()))
             message["headers"] = headers
@@ -110,4 +114,7 @@ async def send_body(
     """One whole answer."""
     sent: list[Header] = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *(headers or [])]
     await send({"type": "http.response.start", "status": status, "headers": sent})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    last = max(0, len(body) - 1) // SLICE_BYTES * SLICE_BYTES
+    for at in range(0, last, SLICE_BYTES):
+        await send({"type": "http.response.body", "body": body[at : at + SLICE_BYTES], "more_body": True})
+    await send({"type": "http.response.body", "body": body[last:], "more_body": False})

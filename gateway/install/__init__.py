@@ -1,3 +1,3 @@
-"""Installation as a service of the system, and its upgrades."""
+"""Installation as a service of the system."""
 
-__all__ = ["description", "executor", "fetch", "launchd", "releases", "systemd", "upgrade"]
+__all__ = ["description", "executor", "installation", "launchd", "systemd"]

@@ -43,7 +43,7 @@ class Service(Struct, frozen=True):
 
     @property
     def prefix(self) -> Path:
-        """The folder of installed versions."""
+        """Folder of the link to the installed environment, and of what later verbs must know."""
         return SYSTEM_PREFIX if self.scope is Scope.SYSTEM else self.home
 
     @property
@@ -70,10 +70,6 @@ class Remove(Struct, frozen=True, tag=True):
     path: Path
 
 
-class RemoveTree(Struct, frozen=True, tag=True):
-    path: Path
-
-
 class Link(Struct, frozen=True, tag=True):
     """A symbolic link, there at every moment: an older one is replaced in one step."""
 
@@ -82,12 +78,10 @@ class Link(Struct, frozen=True, tag=True):
 
 
 class Run(Struct, frozen=True, tag=True):
-    """A command; `may_fail` when it is only there to make sure. `user` is whom root runs it as; empty is root."""
+    """A command. With `may_fail` its exit status does not matter."""
 
     argv: tuple[str, ...]
     may_fail: bool = False
-    timeout_s: float = COMMAND_TIMEOUT_S
-    user: str = ""
 
 
 class Wait(Struct, frozen=True, tag=True):
@@ -98,7 +92,7 @@ class Wait(Struct, frozen=True, tag=True):
     deadline_s: float
 
 
-Action = Write | Folder | Remove | RemoveTree | Link | Run | Wait
+Action = Write | Folder | Remove | Link | Run | Wait
 
 
 class Facts(Struct, frozen=True):
@@ -111,10 +105,9 @@ class Facts(Struct, frozen=True):
 
 
 class Standing(Facts, frozen=True):
-    """The same with the versions: installed and current, the one to go back to, and the one that answers."""
+    """The same with the versions: of the installed environment, and of the daemon that answers."""
 
     version: str = ""
-    previous: str = ""
     running: str = ""
 
 
@@ -126,6 +119,5 @@ class Manager(Protocol):
     def start(self, service: Service) -> list[Action]: ...
     def stop(self, service: Service) -> list[Action]: ...
     def restart(self, service: Service) -> list[Action]: ...
-    def revive(self, service: Service) -> list[Action]: ...
     def ask(self, service: Service) -> tuple[str, ...]: ...
     def facts(self, said: str) -> Facts: ...

@@ -1,9 +1,7 @@
 """Carries actions out, or tells what would be done. The one place that touches the machine."""
 
-import os
 import pwd
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Iterable
@@ -14,12 +12,10 @@ from gateway.failed import Failed
 from gateway.home.folder import FolderRefused, private_folder
 from gateway.install.description import (
     COMMAND_TIMEOUT_S,
-    PATH,
     Action,
     Folder,
     Link,
     Remove,
-    RemoveTree,
     Run,
     Wait,
     Write,
@@ -35,14 +31,13 @@ class ServiceFailed(Failed):
 class Machine(Protocol):
     """Port of the install actions to the machine; tests have one of their own, for there is no launchd here."""
 
-    def run(self, argv: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S, user: str = "") -> tuple[int, str]:
-        """Exit status, and what was printed. Root runs it as `user`, if one is given."""
+    def run(self, argv: tuple[str, ...]) -> tuple[int, str]:
+        """Exit status, and what was printed."""
         ...
 
     def write(self, path: Path, content: str) -> None: ...
     def folder(self, path: Path, user: str) -> None: ...
     def remove(self, path: Path) -> None: ...
-    def remove_tree(self, path: Path) -> None: ...
     def link(self, path: Path, target: Path) -> None: ...
     def pause(self) -> None: ...
 
@@ -68,12 +63,10 @@ def _carry_out(action: Action, machine: Machine) -> None:
             machine.folder(path, user)
         case Remove(path):
             machine.remove(path)
-        case RemoveTree(path):
-            machine.remove_tree(path)
         case Link(path, target):
             machine.link(path, target)
-        case Run(argv, may_fail, timeout_s, user):
-            status, output = machine.run(argv, timeout_s, user)
+        case Run(argv, may_fail):
+            status, output = machine.run(argv)
             if status != 0 and not may_fail:
                 raise ServiceFailed(f"{' '.join(argv)} ended with {status}: {output.strip()}")
         case Wait(argv, pattern, deadline_s):
@@ -97,13 +90,10 @@ def describe(actions: Iterable[Action]) -> str:
                 lines.append(f"make {path} for {user} alone")
             case Remove(path):
                 lines.append(f"remove {path}")
-            case RemoveTree(path):
-                lines.append(f"remove {path} and all in it")
             case Link(path, target):
                 lines.append(f"link {path} to {target}")
-            case Run(argv, may_fail, _, user):
-                who = f" as {user}" if user else ""
-                lines.append(f"run{who} {' '.join(argv)}" + (" (may fail)" if may_fail else ""))
+            case Run(argv, may_fail):
+                lines.append(f"run {' '.join(argv)}" + (" (may fail)" if may_fail else ""))
             case Wait(argv, pattern, deadline_s):
                 lines.append(f"wait up to {deadline_s:.0f} s while {' '.join(argv)} says {pattern}")
             case _:
@@ -114,29 +104,9 @@ def describe(actions: Iterable[Action]) -> str:
 class RealMachine:
     """This one."""
 
-    def run(self, argv: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S, user: str = "") -> tuple[int, str]:
+    def run(self, argv: tuple[str, ...]) -> tuple[int, str]:
         pipe, both = subprocess.PIPE, subprocess.STDOUT
-        if not user or os.geteuid() != 0:
-            done = subprocess.run(argv, stdout=pipe, stderr=both, text=True, timeout=timeout_s, check=False)
-            return done.returncode, done.stdout
-        owner = pwd.getpwnam(user)
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=both,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            # Nothing of root's: neither its folder nor its variables.
-            cwd="/",
-            env={"HOME": owner.pw_dir, "PATH": PATH},
-            user=owner.pw_uid,
-            group=owner.pw_gid,
-            extra_groups=os.getgrouplist(user, owner.pw_gid),
-            umask=0o077,
-            start_new_session=True,
-        )
+        done = subprocess.run(argv, stdout=pipe, stderr=both, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
         return done.returncode, done.stdout
 
     def write(self, path: Path, content: str) -> None:
@@ -150,9 +120,6 @@ class RealMachine:
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
-
-    def remove_tree(self, path: Path) -> None:
-        shutil.rmtree(path, ignore_errors=True)
 
     def link(self, path: Path, target: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

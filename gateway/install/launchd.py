@@ -82,11 +82,6 @@ def restart(service: Service) -> list[Action]:
     ]
 
 
-def revive(service: Service) -> list[Action]:
-    """Whatever state the daemon is in, end it and start what is current now. The workers stay."""
-    return [_bootstrap(service, may_fail=True), Run(("launchctl", "kickstart", "-k", _target(service)))]
-
-
 def set_wired_limit(megabytes: int) -> list[Action]:
     """The GPU's share of memory, now and at each boot, which forgets it."""
     body = {

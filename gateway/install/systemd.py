@@ -133,16 +133,6 @@ def restart(service: Service) -> list[Action]:
     ]
 
 
-def revive(service: Service) -> list[Action]:
-    """Whatever state the daemon is in, end it and start what is current now. The workers stay."""
-    return [
-        Run(_systemctl(service, "kill", "--kill-who=main", "--signal=SIGKILL", UNIT), may_fail=True),
-        # Killed while it counted as failed or not, it is no longer too often.
-        Run(_systemctl(service, "reset-failed", UNIT), may_fail=True),
-        *start(service),
-    ]
-
-
 def ask(service: Service) -> tuple[str, ...]:
     return _systemctl(service, "show", "--property=LoadState,ActiveState,MainPID,ExecMainStatus", UNIT)
 

@@ -78,16 +78,10 @@ def may_dial(address: IPAddress) -> bool:
     return is_public(address) and not is_own(address)
 
 
-async def resolve_name(host: str, port: int) -> list[str]:
-    """All addresses of a name, as the system knows them. Raises `OSError`."""
-    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
-
-
 class Fetcher:
     """Fetches over connections of its own. Tests have a `resolve` and a `may_dial` of their own."""
 
-    def __init__(self, resolve: Resolver = resolve_name, may_dial: Callable[[IPAddress], bool] = may_dial) -> None:
+    def __init__(self, resolve: Resolver, may_dial: Callable[[IPAddress], bool] = may_dial) -> None:
         self._backend = _Guarded(resolve, may_dial)
 
     async def fetch(self, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:

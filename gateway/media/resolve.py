@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ import msgspec
 from gateway.config.settings import MediaConfig
 from gateway.errors import BadRequest
 from gateway.media.base64_data import DATA, decode, invalid, too_large
+from gateway.media.host_names import HostNames
 from gateway.media.in_flight_bytes import MediaLease
 from gateway.media.local_file import FILE, NotReadable, read_file
 from gateway.media.reference import STORED, FetchFailed, Reference, TooManyBytes
@@ -20,13 +22,14 @@ from protocol.messages import ChatPrompt, Media
 
 # Fetches of one request at a time.
 FETCHES_MAX: Final = 4
-# And of all requests: each has a descriptor.
+# And of all requests, each of which has a descriptor: of all keys, and of one.
 FETCHES_OF_ALL_MAX: Final = 32
+FETCHES_OF_KEY_MAX: Final = 8
 DIGEST_BYTES: Final = 32
 
 Stored = Callable[[Sequence[bytes]], Awaitable[dict[bytes, bytes]]]
-# URL, most bytes, seconds, and what is told of each piece: the arguments of `Fetcher.fetch`.
-Fetch = Callable[[str, int, float, Callable[[int], None]], Awaitable[bytes]]
+# Key, URL, most bytes, seconds, and what takes the size of each piece.
+Fetch = Callable[[str, str, int, float, Callable[[int], None]], Awaitable[bytes]]
 
 
 def digest_of(data: bytes) -> bytes:
@@ -34,23 +37,33 @@ def digest_of(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-async def fetch_public(url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
-    """The bytes behind a URL of the public internet. Raises `FetchFailed`."""
-    # Most daemons fetch nothing: the HTTP client is loaded with the first.
-    from gateway.media.public_url import Fetcher
+def fetch_public() -> Fetch:
+    """Fetches of URLs of the public internet, which share their lookups of names. They raise `FetchFailed`."""
+    names = HostNames()
 
-    return await Fetcher().fetch(url, limit_bytes, timeout_s, take)
+    async def fetch(owner: str, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+        # Most daemons fetch nothing: the HTTP client is loaded with the first.
+        from gateway.media.public_url import Fetcher
+
+        return await Fetcher(partial(names.resolve, owner)).fetch(url, limit_bytes, timeout_s, take)
+
+    return fetch
 
 
-def bounded(fetch: Fetch, numbers: MediaNumbers, most: int = FETCHES_OF_ALL_MAX) -> Fetch:
+def bounded(
+    fetch: Fetch, numbers: MediaNumbers, of_all: int = FETCHES_OF_ALL_MAX, of_key: int = FETCHES_OF_KEY_MAX
+) -> Fetch:
     """The same, counted, of which so many run at once; the others wait, as long as their requests do."""
-    at_once = asyncio.Semaphore(most)
+    places = asyncio.Semaphore(of_all)
+    places_of: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(of_key))
 
-    async def wait_and_fetch(url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
-        async with at_once:
+    async def wait_and_fetch(
+        owner: str, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]
+    ) -> bytes:
+        async with places_of[owner], places:
             numbers.fetching += 1
             try:
-                return await fetch(url, limit_bytes, timeout_s, take)
+                return await fetch(owner, url, limit_bytes, timeout_s, take)
             finally:
                 numbers.fetching -= 1
 
@@ -166,9 +179,11 @@ async def _fetched(references: Sequence[Reference], reading: Reading) -> dict[in
 
 
 async def _fetch(reference: Reference, reading: Reading) -> bytes:
-    settings = reading.settings
+    settings, lease = reading.settings, reading.lease
     try:
-        return await reading.fetch(reference.url, settings.max_size_bytes, settings.fetch_timeout_s, reading.lease.grow)
+        return await reading.fetch(
+            lease.owner, reference.url, settings.max_size_bytes, settings.fetch_timeout_s, lease.grow
+        )
     except TooManyBytes:
         raise too_large(reference, settings.max_size_bytes) from None
     except FetchFailed as error:

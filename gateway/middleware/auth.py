@@ -13,7 +13,7 @@ from typing import Final, NoReturn, Protocol
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.access.caller import NOBODY, OWNER, Caller
+from gateway.access.caller import ANONYMOUS, NOBODY, OWNER, Caller
 from gateway.access.key_addresses import KeyAddresses
 from gateway.access.key_file import PREFIX_CHARS
 from gateway.access.keyring import DISABLED, EXPIRED, INVALID, Keyring
@@ -106,7 +106,7 @@ class Auth:
             self._check_host(Headers(scope=scope), is_everybodys)
         if is_everybodys:
             self._check_page(Headers(scope=scope))
-            return OWNER
+            return ANONYMOUS
         try:
             caller = self._identify(scope["headers"], record.client)
         except Unauthorized as error:

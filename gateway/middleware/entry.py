@@ -18,7 +18,7 @@ from gateway.http.capture import Tape
 from gateway.http.direct_write import outlet_of
 from gateway.http.exchange import CLIENT_CLOSED, Answer, send_body
 from gateway.middleware import access_log
-from gateway.middleware.paths import dialect_of, is_of_api
+from gateway.middleware.paths import dialect_of, is_of_api, versioned
 from gateway.request.record import ClientLeft, Dialect, Record
 from gateway.request.trace_context import read_context
 from gateway.services import Services
@@ -48,6 +48,8 @@ class Entry:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         client = self._services.live.proxies.client(scope) if self._is_public else UNIX
+        if self._is_public:
+            scope["path"] = versioned(scope["path"])
         record = Record(_request_id(headers), scope["method"], scope["path"], client)
         record.dialect = dialect_of(record.path, headers)
         if "traceparent" in headers:

@@ -15,6 +15,8 @@ ANTHROPIC_HEADER: Final = "anthropic-version"
 OLLAMA: Final = "/api/"
 # Lists in LM Studio's form, whose clients read OpenAI's errors.
 LM_STUDIO: Final = ("/api/v0/", "/api/v1/")
+# Routes that clients also ask for without the version, as llama.cpp's server has them.
+_UNVERSIONED: Final = ("/chat/completions", "/completions", "/embeddings", "/responses", "/messages")
 # llama.cpp's route that generates.
 INFILL: Final = "/infill"
 # Routes of Ollama's that generate; its others are about models.
@@ -26,6 +28,11 @@ _MORE: Final = OLLAMA_REQUESTS | _SCORES | {INFILL}
 _UNCOUNTED: Final = "/cancel"
 # Asked of a model beside the APIs.
 _QUESTIONS: Final = frozenset({"/tokenize", "/detokenize"})
+
+
+def versioned(path: str) -> str:
+    """The path as it is routed: with its version, where a client's base URL lacks it."""
+    return f"{PREFIX.rstrip('/')}{path}" if path.startswith(_UNVERSIONED) else path
 
 
 def dialect_of(path: str, headers: Headers) -> Dialect:

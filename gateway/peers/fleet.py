@@ -233,7 +233,8 @@ class Fleet:
             )
         except (OSError, ValueError) as error:
             node.failed("key")
-            raise Unavailable(f"The key of the peer {node.name} cannot be read: {error}.") from None
+            log.warning("peer %s: its key cannot be read: %s", node.name, error)
+            raise Unavailable(f"The peer {node.name} cannot be asked.") from None
         stream.on_end = self._ended
         self._streams += 1
         return stream

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import ssl
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
@@ -14,6 +13,7 @@ import httpx
 
 from gateway.config.peer_tables import read_secret
 from gateway.config.remote_settings import PeerConfig
+from gateway.peers.http_client import make_client
 from gateway.peers.plausibility import check_model
 from protocol.codec import MalformedFrame
 from protocol.messages import MAJOR, MINOR
@@ -40,7 +40,6 @@ KEY_REFUSED_S: Final = 30.0
 # A model that a peer names and does not serve, or has no room for.
 ABSENT_S: Final = 30.0
 BUSY_S: Final = 1.0
-_KEPT_CONNECTIONS: Final = 32
 
 
 class Declined(Exception):
@@ -70,15 +69,7 @@ class Node:
         self._failed_in_a_row = 0
         self._paused_until = 0.0
         self._blocked: dict[str, float] = {}
-        self._client = httpx.AsyncClient(
-            base_url=config.url,
-            verify=ssl.create_default_context(cafile=config.ca or None),
-            trust_env=False,
-            # An answer is read as it comes: nothing that a peer has compressed is ever unpacked.
-            headers={"accept-encoding": "identity"},
-            timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=_KEPT_CONNECTIONS),
-        )
+        self._client = make_client(config.ca, SILENCE_S, CONNECT_S, config.url)
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -115,8 +115,12 @@ class Bodies:
 
     def check(self, size_bytes: int) -> None:
         """Raises `BodyTooLarge` for a body that no owner ever has room for."""
-        if size_bytes > (limit := min(self._limit_bytes(), self._share_bytes())):
+        if size_bytes > (limit := self.largest_bytes()):
             raise BodyTooLarge(limit)
+
+    def largest_bytes(self) -> int:
+        """Size of the largest body that an owner ever has room for."""
+        return min(self._limit_bytes(), self._share_bytes())
 
     def give_back(self, owner: str, size_bytes: int) -> None:
         self.numbers.used_bytes -= size_bytes

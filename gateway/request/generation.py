@@ -222,7 +222,7 @@ class Generation:
             stream = None if self._journey is None else self._journey.begin_elsewhere()
             if stream is not None and self._submit(stream):
                 return
-            raise from_failure(error.failure, error.retry_after_s) from None
+            raise from_failure(error.failure, error.retry_after_s, is_operator=self.record.caller.is_admin) from None
         except TimeoutError:
             if self._cancelled is not None:
                 raise self._cancelled from None
@@ -433,7 +433,7 @@ class Generation:
                 if delta.text:
                     good.append(msgspec.structs.replace(delta, finish=None, usage=None, failure=None))
                 if self.failure is None:
-                    self.failure = self._cancelled or from_failure(failure)
+                    self.failure = self._cancelled or from_failure(failure, is_operator=self.record.caller.is_admin)
                     self.record.detail = failure.detail
             else:
                 good.append(delta)

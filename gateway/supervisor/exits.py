@@ -19,15 +19,15 @@ class Cause(Enum):
     # Ended by itself, in order, after it had been ready.
     CLEAN = auto()
     CRASHED = auto()
-    # A rank of its group that lost another: no request of its own is to blame.
+    # A rank of its group that lost another: no request of its own is to fault.
     PARTNER_LOST = auto()
     # Another start cannot help: the model's files or configuration, or another protocol.
     FINAL = auto()
     INCOMPATIBLE = auto()
 
 
-class Fate(Enum):
-    """Fate of the sequences that a worker leaves."""
+class SequenceAction(Enum):
+    """Action on the sequences that a worker leaves."""
 
     FAIL = auto()
     # They go on at the next worker, and none is suspected.
@@ -40,32 +40,32 @@ class Fate(Enum):
 class Exit:
     """Consequences of an exit. `next` is the settled state; the restart policy refines that of a crash."""
 
-    sequences: Fate
+    sequences: SequenceAction
     next: State
     # Of a worker that had not been ready: a load that fails says nothing about requests.
-    while_loading: Fate = Fate.RESUME
+    while_loading: SequenceAction = SequenceAction.RESUME
 
 
 EXITS: Final[Mapping[Cause, Exit]] = {
-    Cause.UNLOADED: Exit(Fate.FAIL, State.STOPPED, while_loading=Fate.FAIL),
-    Cause.REPLACED: Exit(Fate.RESUME, State.STOPPED),
-    Cause.CLEAN: Exit(Fate.RESUME, State.STOPPED),
-    Cause.CRASHED: Exit(Fate.SUSPECT, State.BACKOFF),
-    Cause.PARTNER_LOST: Exit(Fate.RESUME, State.BACKOFF),
-    Cause.FINAL: Exit(Fate.SUSPECT, State.FAILED),
-    Cause.INCOMPATIBLE: Exit(Fate.SUSPECT, State.INCOMPATIBLE),
+    Cause.UNLOADED: Exit(SequenceAction.FAIL, State.STOPPED, while_loading=SequenceAction.FAIL),
+    Cause.REPLACED: Exit(SequenceAction.RESUME, State.STOPPED),
+    Cause.CLEAN: Exit(SequenceAction.RESUME, State.STOPPED),
+    Cause.CRASHED: Exit(SequenceAction.SUSPECT, State.BACKOFF),
+    Cause.PARTNER_LOST: Exit(SequenceAction.RESUME, State.BACKOFF),
+    Cause.FINAL: Exit(SequenceAction.SUSPECT, State.FAILED),
+    Cause.INCOMPATIBLE: Exit(SequenceAction.SUSPECT, State.INCOMPATIBLE),
 }
 
 
-def cause_of(kind: Kind, blame: Failure | None, *, is_asked: bool, is_replaced: bool, was_ready: bool) -> Cause:
-    """The cause of an exit. `blame` is the reason for which the gateway ended the worker, if it was at fault."""
+def cause_of(kind: Kind, fault: Failure | None, *, is_asked: bool, is_replaced: bool, was_ready: bool) -> Cause:
+    """The cause of an exit. `fault` is the reason for which the gateway ended the worker, if it was at fault."""
     if is_asked:
         return Cause.REPLACED if is_replaced else Cause.UNLOADED
-    if kind is Kind.INCOMPATIBLE or (blame is not None and blame.code is Code.INCOMPATIBLE):
+    if kind is Kind.INCOMPATIBLE or (fault is not None and fault.code is Code.INCOMPATIBLE):
         return Cause.INCOMPATIBLE
     if kind is Kind.FINAL:
         return Cause.FINAL
     if kind is Kind.PARTNER_LOST:
         return Cause.PARTNER_LOST
-    is_clean = kind is Kind.STOPPED and blame is None and was_ready
+    is_clean = kind is Kind.STOPPED and fault is None and was_ready
     return Cause.CLEAN if is_clean else Cause.CRASHED

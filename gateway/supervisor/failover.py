@@ -116,7 +116,7 @@ class ParkedSequences:
         """Whether a worker gave up sequences and did not exit afterwards."""
         return bool(self._lost) and now - self._lost_at > FORGOTTEN_S
 
-    def tend(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         """Expire deadlines and trials, once per heartbeat. A parked sequence counts as active: its model is loading."""
         if self._watched and now >= self._watch_ends:
             self._unwatch()

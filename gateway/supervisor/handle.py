@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from gateway.link.sequence import Sequence
 from gateway.supervisor import inbox
-from gateway.supervisor.inbox import Inbox, Notice, Wish
-from gateway.supervisor.lifecycle import Lifecycle
+from gateway.supervisor.inbox import CommandKind, EventKind, Inbox
 from gateway.supervisor.ports import Effects, Process, Wire
 from gateway.supervisor.state import SHUTTING_DOWN, Events, Limits, ModelUnavailable, State, WorkerView
 from gateway.supervisor.waiters import Waiter
@@ -41,10 +40,10 @@ class WorkerHandle:
         self._effects = effects
         self._events = events
         self._inbox = Inbox()
-        self._lifecycle = Lifecycle(
+        self._worker = Worker(
             spec,
             self,
-            self._inbox.put,
+            self._inbox,
             effects=effects,
             wire=wire,
             events=events,
@@ -52,7 +51,6 @@ class WorkerHandle:
             load_timeout_s=load_timeout_s,
             is_preload=is_preload,
         )
-        self._worker = Worker(self._lifecycle, self._inbox, effects, events, limits)
 
     async def run(self) -> None:
         """Run the state machine until cancelled."""
@@ -62,77 +60,77 @@ class WorkerHandle:
 
     @property
     def state(self) -> State:
-        return self._lifecycle.state
+        return self._worker.state
 
     @property
     def is_ready(self) -> bool:
         """Whether it takes new requests."""
-        return self._lifecycle.is_ready
+        return self._worker.is_ready
 
     @property
     def is_serving(self) -> bool:
-        return self._lifecycle.state is State.READY
+        return self._worker.state is State.READY
 
     @property
     def is_resident(self) -> bool:
         """Whether the model is in memory, or on its way there."""
-        return self._lifecycle.state in (State.STARTING, State.LOADING, State.READY)
+        return self._worker.state in (State.STARTING, State.LOADING, State.READY)
 
     @property
     def is_adopted(self) -> bool:
         """Whether an earlier gateway started it."""
-        return self._lifecycle.incarnation.is_adopted
+        return self._worker.incarnation.is_adopted
 
     @property
     def takes_pace(self) -> bool:
         """Whether it knows `SetPace`."""
-        return self._lifecycle.incarnation.minor >= PACE_MINOR
+        return self._worker.incarnation.minor >= PACE_MINOR
 
     @property
     def spec(self) -> WorkerSpec:
-        return self._lifecycle.spec
+        return self._worker.spec
 
     @property
     def is_preload(self) -> bool:
-        return self._lifecycle.is_preload
+        return self._worker.is_preload
 
     @property
     def epoch(self) -> int:
-        return self._lifecycle.incarnation.epoch
+        return self._worker.incarnation.epoch
 
     @property
     def pid(self) -> int:
-        return self._lifecycle.incarnation.pid
+        return self._worker.incarnation.pid
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Processes on this machine: several of a group."""
-        return self._lifecycle.incarnation.pids
+        return self._worker.incarnation.pids
 
     @property
     def ready(self) -> Ready | None:
-        return self._lifecycle.incarnation.ready
+        return self._worker.incarnation.ready
 
     @property
     def ready_at(self) -> float:
-        return self._lifecycle.incarnation.ready_at
+        return self._worker.incarnation.ready_at
 
     @property
     def stats(self) -> Stats | None:
-        return self._lifecycle.incarnation.stats
+        return self._worker.incarnation.stats
 
     @property
     def last_failure(self) -> Failure | None:
-        return self._lifecycle.restart_policy.last_failure
+        return self._worker.restart_policy.last_failure
 
     @property
     def restarts(self) -> int:
-        return self._lifecycle.restart_policy.restarts
+        return self._worker.restart_policy.restarts
 
     @property
     def has_parked(self) -> bool:
         """Whether sequences wait for a next worker, or for their turn at this one."""
-        return self._lifecycle.parked.has_any or self._lifecycle.parked.is_isolating
+        return self._worker.parked.has_any or self._worker.parked.is_isolating
 
     @property
     def overload(self) -> Failure | None:
@@ -140,25 +138,25 @@ class WorkerHandle:
         return self._effects.overload(self.name)
 
     def view(self) -> WorkerView:
-        lifecycle, incarnation = self._lifecycle, self._lifecycle.incarnation
+        worker, incarnation = self._worker, self._worker.incarnation
         loading = incarnation.loading
         return WorkerView(
             name=self.name,
-            path=lifecycle.spec.path,
-            state=lifecycle.state,
+            path=worker.spec.path,
+            state=worker.state,
             epoch=incarnation.epoch,
             pid=incarnation.pid,
             is_adopted=incarnation.is_adopted,
-            is_preload=lifecycle.is_preload and not lifecycle.was_evicted,
+            is_preload=worker.is_preload and not worker.was_evicted,
             ready=incarnation.ready,
             stats=incarnation.stats,
             stage=loading.stage if loading is not None else "",
             loaded_bytes=loading.done_bytes if loading is not None else 0,
             total_bytes=loading.total_bytes if loading is not None else 0,
-            since_s=self._effects.now() - lifecycle.since,
+            since_s=self._effects.now() - worker.since,
             restarts=self.restarts,
             last_failure=self.last_failure,
-            retry_after_s=lifecycle.retry_after_s,
+            retry_after_s=worker.retry_after_s,
         )
 
     # -- commands ----------------------------------------------------------------------------------------------------
@@ -166,15 +164,15 @@ class WorkerHandle:
     async def ensure_ready(self) -> None:
         """Return when the model can take requests, at once if it can. Raises `ModelUnavailable`."""
         if not self.is_ready:
-            await self._ask(lambda waiter: inbox.Ask(Wish.READY, waiter))
+            await self._ask(lambda waiter: inbox.WorkerCommand(CommandKind.READY, waiter))
 
     async def load(self) -> None:
         """Like `ensure_ready`, and an operator's fresh try after failures."""
-        await self._ask(lambda waiter: inbox.Ask(Wish.LOAD, waiter))
+        await self._ask(lambda waiter: inbox.WorkerCommand(CommandKind.LOAD, waiter))
 
     async def restart(self) -> None:
         """Stop and start again; what runs goes on at the successor. Returns when ready. Raises `ModelUnavailable`."""
-        await self._ask(lambda waiter: inbox.Ask(Wish.RESTART, waiter))
+        await self._ask(lambda waiter: inbox.WorkerCommand(CommandKind.RESTART, waiter))
 
     async def stop(self, drain_s: float, *, is_closing: bool = False, reason: Failure | None = None) -> None:
         """Finish what runs until the deadline, then stop. `is_closing`: and never start again.
@@ -194,31 +192,31 @@ class WorkerHandle:
 
     def kill(self) -> None:
         """SIGKILL, without grace: the last resort of a daemon that must go now."""
-        if (process := self._lifecycle.incarnation.process) is not None:
+        if (process := self._worker.incarnation.process) is not None:
             process.signal(signal.SIGKILL)
 
     # -- the memory broker's -----------------------------------------------------------------------------------------
 
     def close_gate(self) -> None:
         """Let new requests wait. Takes effect at once."""
-        self._lifecycle.incarnation.is_gated = True
+        self._worker.incarnation.is_gated = True
 
     def open_gate(self) -> None:
-        if self._lifecycle.incarnation.is_gated:
-            self._lifecycle.incarnation.is_gated = False
-            self._notify(Notice.REOPEN)
+        if self._worker.incarnation.is_gated:
+            self._worker.incarnation.is_gated = False
+            self._post_event(EventKind.REOPEN)
 
     def evict(self) -> bool:
         """End it to make room, if it is ready; nothing of it may run. The next request waits for room again."""
         if self.state is not State.READY or self.has_parked:
             return False
         self.close_gate()
-        self._notify(Notice.EVICT)
+        self._post_event(EventKind.EVICT)
         return True
 
     def recycle(self) -> None:
         """Replace the process, without waiting for it; what runs goes on at the successor."""
-        self._notify(Notice.RECYCLE)
+        self._post_event(EventKind.RECYCLE)
 
     # -- the link's --------------------------------------------------------------------------------------------------
 
@@ -228,8 +226,8 @@ class WorkerHandle:
 
     def suspect(self) -> None:
         """Report that a send failed. Takes effect at once: the retry must not be given this incarnation again."""
-        self._lifecycle.incarnation.is_suspect = True
-        self._notify(Notice.SUSPECT)
+        self._worker.incarnation.is_suspect = True
+        self._post_event(EventKind.SUSPECT)
 
     def addressed(self, request: Generate) -> Generate:
         """A worker is sent requests as they are."""
@@ -241,25 +239,25 @@ class WorkerHandle:
         if (overload := self.overload) is not None:
             self._events.refused(self.name)
             return overload
-        lifecycle = self._lifecycle
-        return lifecycle.incarnation.refusal(request) or lifecycle.parked.refusal(request, self._effects.now())
+        worker = self._worker
+        return worker.incarnation.refusal(request) or worker.parked.refusal(request, self._effects.now())
 
     def question_refusal(self, question: Tokenize | Detokenize) -> Failure | None:
         """The reason to refuse a question about tokens: it has a part that this worker is too old for."""
-        return self._lifecycle.incarnation.question_refusal(question)
+        return self._worker.incarnation.question_refusal(question)
 
     def park(self, sequence: Sequence) -> None:
         """Keep a sequence that this worker has given up, for the next one."""
-        self._lifecycle.parked.park([sequence], self._effects.now())
+        self._worker.parked.park([sequence], self._effects.now())
 
     def note_progress(self) -> None:
         """A watched sequence has its first token, or has ended."""
-        self._notify(Notice.PROGRESS)
+        self._post_event(EventKind.PROGRESS)
 
-    def _notify(self, notice: Notice) -> None:
-        self._inbox.put(inbox.About(notice, self.epoch))
+    def _post_event(self, kind: EventKind) -> None:
+        self._inbox.put(inbox.WorkerEvent(kind, self.epoch))
 
-    async def _ask(self, command: Callable[[Waiter], inbox.Mail]) -> None:
+    async def _ask(self, command: Callable[[Waiter], inbox.InboxMessage]) -> None:
         if self._inbox.is_closed:
             raise ModelUnavailable(SHUTTING_DOWN)
         waiter: Waiter = asyncio.get_running_loop().create_future()

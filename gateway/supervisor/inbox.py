@@ -11,20 +11,20 @@ from protocol.messages import AdaptersSet, Drained, Goodbye, Hello, Loading, Pon
 from protocol.spec import WorkerSpec
 
 
-class Wish(Enum):
-    """Kind of an `Ask`."""
+class CommandKind(Enum):
+    """Kind of a `WorkerCommand`."""
 
     READY = auto()
-    # An operator's: also after failures.
+    # An operator asks for another try, also after failures.
     LOAD = auto()
     RESTART = auto()
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class WorkerCommand:
     """A caller waits until the model is ready."""
 
-    wish: Wish
+    kind: CommandKind
     waiter: Waiter
 
 
@@ -33,7 +33,7 @@ class Stop:
     waiter: Waiter
     drain_s: float
     is_closing: bool
-    # The failure told to waiting requests, where it is neither of the ordinary ones.
+    # The failure of the requests that wait; None: the model was unloaded, or the server ends.
     reason: Failure | None = None
 
 
@@ -53,23 +53,23 @@ class Adopt:
     epoch: int
 
 
-class Notice(Enum):
-    """Kind of an `About`."""
+class EventKind(Enum):
+    """Kind of a `WorkerEvent`."""
 
-    # From the memory broker: end it to make room; start it again; its gate is open again.
+    # The memory broker ends the worker to make room, replaces it, or opens its gate again.
     EVICT = auto()
     RECYCLE = auto()
     REOPEN = auto()
-    # From the link: a send failed; a watched sequence has its first token, or has ended.
+    # The link failed to send, or a watched sequence has its first token or has ended.
     SUSPECT = auto()
     PROGRESS = auto()
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """A notice about one incarnation; ignored once another has taken its place."""
+class WorkerEvent:
+    """An event of one incarnation, which is ignored once another has taken its place."""
 
-    notice: Notice
+    kind: EventKind
     epoch: int
 
 
@@ -102,23 +102,23 @@ class Beat:
 
 
 Message = Hello | Loading | Ready | Pong | Drained | Goodbye | AdaptersSet
-Mail = Ask | Stop | Change | Adopt | About | Admitted | Denied | Exited | Alarm | Beat | Message
+InboxMessage = WorkerCommand | Stop | Change | Adopt | WorkerEvent | Admitted | Denied | Exited | Alarm | Beat | Message
 
 
 class Inbox:
     """Queue of one worker's state machine. Once closed, no one takes from it any more."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[Mail] = asyncio.Queue()
+        self._queue: asyncio.Queue[InboxMessage] = asyncio.Queue()
         self.is_closed = False
 
-    def put(self, mail: Mail) -> None:
-        self._queue.put_nowait(mail)
+    def put(self, message: InboxMessage) -> None:
+        self._queue.put_nowait(message)
 
-    async def get(self) -> Mail:
+    async def get(self) -> InboxMessage:
         return await self._queue.get()
 
-    def close(self) -> list[Mail]:
+    def close(self) -> list[InboxMessage]:
         """Returns what was not handled."""
         self.is_closed = True
         return [self._queue.get_nowait() for _ in range(self._queue.qsize())]

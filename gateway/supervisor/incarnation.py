@@ -1,16 +1,20 @@
 """Incarnation of a worker: one process from the wait for memory to its exit, and all state that dies with it."""
 
+import asyncio
+import logging
 import signal
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
 
 from msgspec.structs import replace
 
 from gateway.link.sequence import Connection, Runner, Sequence
 from gateway.link.transport import WorkerGone
+from gateway.supervisor import inbox
 from gateway.supervisor.ports import Effects, Process, Wire
 from gateway.supervisor.ranks import Group
-from gateway.supervisor.state import Limits
-from gateway.supervisor.timers import Watchers
+from gateway.supervisor.state import Limits, ModelUnavailable
 from protocol.failures import Code, Failure
 from protocol.messages import (
     MINOR,
@@ -31,6 +35,10 @@ from protocol.minors import ADAPTERS, unknown_field, unknown_part
 from protocol.spec import WorkerSpec
 from protocol.stats import Stats
 
+log = logging.getLogger(__name__)
+
+GREET_RETRY_S: Final = 0.05
+
 
 class Incarnation:
     """One process of a worker, known by its epoch. Owned by the worker's state machine, which alone decides.
@@ -39,7 +47,16 @@ class Incarnation:
     (`is_suspect`, the link) and that new requests wait (`is_gated`, the memory broker).
     """
 
-    def __init__(self, epoch: int, runner: Runner, wire: Wire, limits: Limits, watchers: Watchers) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        runner: Runner,
+        wire: Wire,
+        effects: Effects,
+        limits: Limits,
+        post: Callable[[inbox.InboxMessage], None],
+        start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
         self.epoch = epoch
         self.process: Process | None = None
         self.loading: Loading | None = None
@@ -50,7 +67,7 @@ class Incarnation:
         self.minor = MINOR
         self.is_outgrown = False
         # The fault for which the gateway ends it; None while it runs, and when it was asked to end.
-        self.blame: Failure | None = None
+        self.fault: Failure | None = None
         # A successor was ordered: by a restart, a change or a recycling.
         self.has_successor = False
         # Ended to make room: its sequences go on when there is room again.
@@ -59,9 +76,14 @@ class Incarnation:
         self.is_gated = False
         self._runner = runner
         self._wire = wire
+        self._effects = effects
         self._limits = limits
-        self._watchers = watchers
+        self._post = post
+        self._start_task = start_task
         self._connection: Connection | None = None
+        self._admission: asyncio.Task[None] | None = None
+        self._greeting: asyncio.Task[None] | None = None
+        self._escalation: asyncio.Task[None] | None = None
 
     def __str__(self) -> str:
         return f"{self._runner.name}#{self.epoch}"
@@ -91,20 +113,20 @@ class Incarnation:
         """Whether it has generated something."""
         return self.stats is not None and self.stats.generation_tokens > 0
 
-    # -- start -------------------------------------------------------------------------------------------------------
+    # -- start ---------------------------------------------------------------------------------------------------------
 
     def request_memory(self, spec: WorkerSpec) -> None:
         """Report `Admitted` to the inbox when there is room, or `Denied`."""
-        self._watchers.admit(spec)
+        self._admission = self._start_task(self._admit(spec))
 
     def cancel_memory(self) -> None:
-        self._watchers.cancel_admission()
+        _cancel(self._admission)
 
-    def spawn(self, effects: Effects, spec: WorkerSpec) -> None:
+    def spawn(self, spec: WorkerSpec) -> None:
         """Start the process. Raises `OSError`."""
         self._connection = self._wire.attach(self._runner)
         try:
-            process = effects.spawn(spec)
+            process = self._effects.spawn(spec)
         except OSError:
             self.detach()
             raise
@@ -117,13 +139,14 @@ class Incarnation:
 
     def greet(self) -> None:
         """Send the Welcome, once, as soon as the worker is routable."""
-        self._watchers.greet(lambda: self.send(Welcome(MINOR, self._wire.boot, self._limits.heartbeat_s)))
+        if self._greeting is None:
+            self._greeting = self._start_task(self._greet())
 
     def _watch(self, process: Process) -> None:
         self.process = process
-        self._watchers.watch(self.epoch, process)
+        self._start_task(self._report_exit(process))
 
-    # -- messages ----------------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------------------
 
     def send(self, message: Down) -> bool:
         """Whether the worker could be reached."""
@@ -169,26 +192,69 @@ class Incarnation:
         )
         return Failure(Code.INCOMPATIBLE, message)
 
-    # -- end ---------------------------------------------------------------------------------------------------------
+    # -- end -----------------------------------------------------------------------------------------------------------
 
     def shut_down(self) -> None:
         """End the process gently: Shutdown, then SIGTERM, then SIGKILL after a time that grows with the weights."""
         assert self.process is not None
         term_s = self._limits.term_s if self.send(Shutdown()) else 0.0
         kill_s = self._limits.stop_grace_s(self.ready.weights_bytes if self.ready is not None else 0)
-        self._watchers.escalate(self.process, ((term_s, signal.SIGTERM), (max(0.0, kill_s - term_s), signal.SIGKILL)))
+        self._escalate(self.process, ((term_s, signal.SIGTERM), (max(0.0, kill_s - term_s), signal.SIGKILL)))
 
     def abort(self) -> None:
         """End a stuck process: its stacks into the log, then SIGABRT, then SIGKILL."""
         assert self.process is not None
         self.send(Dump(0))
         limits = self._limits
-        self._watchers.escalate(self.process, ((limits.dump_s, signal.SIGABRT), (limits.abort_s, signal.SIGKILL)))
+        self._escalate(self.process, ((limits.dump_s, signal.SIGABRT), (limits.abort_s, signal.SIGKILL)))
 
     def close(self, process: Process) -> list[str]:
         """Release the process, which has exited. Returns the end of its output."""
         lines = process.last_lines()
         process.close()
         self.process = None
-        self._watchers.finish()
+        _cancel(self._escalation)
+        _cancel(self._greeting)
         return lines
+
+    # -- tasks that wait, so that the state machine never has to -------------------------------------------------------
+
+    async def _admit(self, spec: WorkerSpec) -> None:
+        try:
+            share_bytes = await self._effects.admit(spec)
+        except ModelUnavailable as error:
+            self._post(inbox.Denied(spec.epoch, error.failure))
+        except Exception:  # The root of a task, in a group with all that the daemon does.
+            log.exception("worker %s: internal error in its wait for memory", spec.name)
+            why = f"model '{spec.name}' is not available: internal error"
+            self._post(inbox.Denied(spec.epoch, Failure(Code.INTERNAL, why)))
+        else:
+            self._post(inbox.Admitted(spec.epoch, share_bytes))
+
+    async def _report_exit(self, process: Process) -> None:
+        status = await process.wait()
+        if status is None or status > 0:
+            # A worker that exits by itself may have its Goodbye and its last deltas still in the socket.
+            await self._effects.sleep(self._limits.goodbye_s)
+        self._post(inbox.Exited(self.epoch, status))
+
+    async def _greet(self) -> None:
+        welcome = Welcome(MINOR, self._wire.boot, self._limits.heartbeat_s)
+        give_up_at = self._effects.now() + self._limits.greet_s
+        while not self.send(welcome) and self._effects.now() < give_up_at:
+            await self._effects.sleep(GREET_RETRY_S)
+
+    def _escalate(self, process: Process, steps: tuple[tuple[float, int], ...]) -> None:
+        """Send each signal after its delay, unless the process has exited by then."""
+        _cancel(self._escalation)
+        self._escalation = self._start_task(self._signal_in_turn(process, steps))
+
+    async def _signal_in_turn(self, process: Process, steps: tuple[tuple[float, int], ...]) -> None:
+        for delay_s, signum in steps:
+            await self._effects.sleep(delay_s)
+            process.signal(signum)
+
+
+def _cancel(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()

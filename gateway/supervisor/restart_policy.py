@@ -102,7 +102,7 @@ class RestartPolicy:
         self._at = now + delay_s
         return delay_s, is_open
 
-    def forgive(self) -> None:
+    def reset(self) -> None:
         """Forget the failures: an operator asked for another try."""
         self._breaker.reset()
         self.is_final = False

@@ -1,16 +1,30 @@
-"""State machine of one model's worker: the only place that decides what happens to it."""
+"""State machine of one model's worker: its states and every transition, from the first start to the last exit.
+
+    STOPPED → STARTING → LOADING → READY → DRAINING → STOPPING → STOPPED, or BACKOFF, FAILED, INCOMPATIBLE after a crash
+
+`run` is the single writer: it takes one message after another from the inbox and waits for nothing else. Callers wait
+on futures, and the waits for memory, exits and delays are tasks that report to the inbox.
+"""
 
 import asyncio
 import logging
-from typing import assert_never
+import signal
+from typing import Final, assert_never
 
-from gateway.supervisor import inbox
-from gateway.supervisor.inbox import Inbox, Notice, Wish
+from msgspec.structs import replace
+
+from gateway.link.sequence import Runner
+from gateway.supervisor import inbox, postmortem
+from gateway.supervisor.exits import EXITS, SequenceAction, cause_of
+from gateway.supervisor.failover import ParkedSequences
+from gateway.supervisor.heartbeat import Heartbeat
+from gateway.supervisor.inbox import CommandKind, EventKind, Inbox
 from gateway.supervisor.incarnation import Incarnation
-from gateway.supervisor.lifecycle import Lifecycle
-from gateway.supervisor.ports import Effects, Process
-from gateway.supervisor.state import SHUTTING_DOWN, Events, Limits, State
-from gateway.supervisor.waiters import Waiter
+from gateway.supervisor.ports import Effects, Process, Wire
+from gateway.supervisor.restart_policy import RestartPolicy
+from gateway.supervisor.state import SHUTTING_DOWN, Events, Limits, ModelUnavailable, State
+from gateway.supervisor.timers import Timers
+from gateway.supervisor.waiters import Waiter, Waiters
 from protocol.failures import Code, Failure
 from protocol.messages import (
     MAJOR,
@@ -26,64 +40,102 @@ from protocol.messages import (
     Ready,
     SetLogLevel,
 )
+from protocol.spec import WorkerSpec
 
 log = logging.getLogger(__name__)
 
+# The status that `Events.worker_exit` is given for an adopted worker, which is not our child.
+UNKNOWN_EXIT: Final = 255
+
 
 class Worker:
-    """The worker of one model: dispatches commands, messages and alarms to transitions of its lifecycle.
+    """The worker of one model over all its processes. Other modules use it through its `WorkerHandle`.
 
-    `run` is the single writer: it takes from one inbox and waits for nothing else. Callers wait on futures.
-    Processes, time and chance come in through `Effects`. Others read the lifecycle through their `WorkerHandle`.
+    Every settled state (ready, stopped, backoff, failed, incompatible) answers the callers that wait.
     """
 
-    def __init__(self, lifecycle: Lifecycle, inbox: Inbox, effects: Effects, events: Events, limits: Limits) -> None:
-        self.lifecycle = lifecycle
-        self.name = lifecycle.name
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        runner: Runner,
+        inbox: Inbox,
+        *,
+        effects: Effects,
+        wire: Wire,
+        events: Events,
+        limits: Limits,
+        load_timeout_s: float,
+        is_preload: bool,
+    ) -> None:
+        self.name = spec.name
+        self.spec = spec
+        self.is_preload = is_preload
+        self.state = State.STOPPED
+        self.since = effects.now()
+        # The model was unloaded for others, or by its time to live: a preload counts as complete without it.
+        self.was_evicted = False
+        self.parked = ParkedSequences(spec.name, wire, events, limits)
+        self.restart_policy = RestartPolicy(spec.name)
+        self._runner = runner
         self._inbox = inbox
         self._effects = effects
+        self._wire = wire
         self._events = events
         self._limits = limits
+        self._load_timeout_s = load_timeout_s
+        self._waiters = Waiters()
+        self._stoppers = Waiters()
+        self._timers = Timers(effects, limits, inbox.put)
+        self._heartbeat = Heartbeat(self.since, limits.blackout_s)
+        self._is_closing = False
+        # Epoch 0 means that no process has been started yet.
+        self.incarnation = self._new_incarnation(0)
 
     @property
-    def _incarnation(self) -> Incarnation:
-        return self.lifecycle.incarnation
+    def is_ready(self) -> bool:
+        is_held = self.incarnation.is_suspect or self.incarnation.is_gated or self.parked.is_isolating
+        return self.state is State.READY and not is_held
 
-    # -- the single writer -------------------------------------------------------------------------------------------
+    @property
+    def retry_after_s(self) -> float:
+        is_waiting = self.state in (State.BACKOFF, State.FAILED)
+        return self.restart_policy.wait_s(self._effects.now()) if is_waiting else 0.0
+
+    # -- the single writer ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Own the state until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                self.lifecycle.timers.begin(tasks)
+                self._timers.begin(tasks)
                 while True:
                     item = await self._inbox.get()
                     try:
                         self._handle(item)
                     except Exception:  # The root of a worker's task: the model is given up, the task goes on.
-                        log.exception("worker %s: internal error in state %s", self.name, self.lifecycle.state)
+                        log.exception("worker %s: internal error in state %s", self.name, self.state)
                         why = f"model '{self.name}' is not available: internal error"
-                        self.lifecycle.give_up(Failure(Code.INTERNAL, why))
-                        self.lifecycle.stoppers.wake()
+                        self._fail_waiting(Failure(Code.INTERNAL, why))
+                        self._stoppers.wake()
         finally:
             self._leave()
 
     def _leave(self) -> None:
         """Refuse callers that wait, and later ones: the inbox is not handled any more."""
-        self.lifecycle.is_closing = True
+        self._is_closing = True
         for item in self._inbox.close():
             match item:
-                case inbox.Ask(_, waiter):
-                    self.lifecycle.waiters.add(waiter)
+                case inbox.WorkerCommand(_, waiter):
+                    self._waiters.add(waiter)
                 case inbox.Stop(waiter):
-                    self.lifecycle.stoppers.add(waiter)
+                    self._stoppers.add(waiter)
                 case _:
                     pass
-        self.lifecycle.give_up(SHUTTING_DOWN)
-        self.lifecycle.stoppers.wake()
+        self._fail_waiting(SHUTTING_DOWN)
+        self._stoppers.wake()
 
-    def _handle(self, item: inbox.Mail) -> None:
-        incarnation = self._incarnation
+    def _handle(self, item: inbox.InboxMessage) -> None:
+        incarnation = self.incarnation
         match item:
             case Pong():
                 self._on_pong(item)
@@ -93,254 +145,462 @@ class Worker:
                 # Fenced by the link already; this drops what was queued while the epoch changed.
                 if item.epoch == incarnation.epoch and incarnation.process is not None:
                     self._on_message(item, incarnation.process)
-            case inbox.Ask():
-                self._on_ask(item)
+            case inbox.WorkerCommand():
+                self._on_command(item)
             case inbox.Stop():
                 self._on_stop(item)
             case inbox.Change():
                 self._on_change(item)
             case inbox.Adopt(process, epoch):
                 self._on_adopt(process, epoch)
-            case inbox.About(notice, epoch):
+            case inbox.WorkerEvent(kind, epoch):
                 if epoch == incarnation.epoch:
-                    self._on_notice(notice)
+                    self._on_event(kind)
             case inbox.Admitted(epoch, share_bytes):
                 if epoch == incarnation.epoch:
-                    self.lifecycle.on_admitted(share_bytes)
+                    self._on_admitted(share_bytes)
             case inbox.Denied(epoch, failure):
                 if epoch == incarnation.epoch:
-                    self.lifecycle.on_denied(failure)
+                    self._on_denied(failure)
             case inbox.Exited(epoch, status):
                 if epoch == incarnation.epoch and incarnation.process is not None:
-                    self.lifecycle.on_exited(status, incarnation.process)
+                    self._on_exited(status, incarnation.process)
             case inbox.Alarm():
-                if self.lifecycle.timers.is_current(item):
+                if self._timers.is_current(item):
                     self._on_alarm()
             case _:
                 assert_never(item)
 
-    # -- commands ----------------------------------------------------------------------------------------------------
+    # -- commands ------------------------------------------------------------------------------------------------------
 
-    def _on_ask(self, command: inbox.Ask) -> None:
-        match command.wish:
-            case Wish.READY:
+    def _on_command(self, command: inbox.WorkerCommand) -> None:
+        match command.kind:
+            case CommandKind.READY:
                 self._on_ensure(command.waiter)
-            case Wish.LOAD:
+            case CommandKind.LOAD:
                 self._on_load(command.waiter)
-            case Wish.RESTART:
+            case CommandKind.RESTART:
                 self._on_restart(command.waiter)
 
-    def _on_notice(self, notice: Notice) -> None:
-        is_ready = self.lifecycle.state is State.READY
-        match notice:
-            case Notice.EVICT if is_ready:
-                self._incarnation.is_evicted = self.lifecycle.was_evicted = True
-                self.lifecycle.terminate()
-            case Notice.RECYCLE if is_ready:
-                self.lifecycle.renew()
-            case Notice.SUSPECT if is_ready:
-                self.lifecycle.timers.arm(self._limits.suspect_s)
-            case Notice.REOPEN:
-                self.lifecycle.serve()
-            case Notice.PROGRESS:
-                self.lifecycle.parked.note_progress()
-                self.lifecycle.serve()
-            case Notice.EVICT | Notice.RECYCLE | Notice.SUSPECT:
-                pass
-
     def _on_ensure(self, waiter: Waiter) -> None:
-        self.lifecycle.waiters.add(waiter)
-        if self.lifecycle.is_closing:
-            self.lifecycle.wake(SHUTTING_DOWN)
+        self._waiters.add(waiter)
+        if self._is_closing:
+            self._answer_waiters(SHUTTING_DOWN)
             return
-        match self.lifecycle.state:
+        match self.state:
             case State.READY:
-                if self.lifecycle.is_ready:
-                    self.lifecycle.wake(None)
+                if self.is_ready:
+                    self._answer_waiters(None)
             case State.STOPPED:
-                self.lifecycle.start()
+                self._start()
             case State.FAILED | State.INCOMPATIBLE:
-                if self.lifecycle.restart_policy.may_start(self._effects.now()):
-                    self.lifecycle.start()
+                if self.restart_policy.may_start(self._effects.now()):
+                    self._start()
                 else:
-                    self.lifecycle.wake(self.lifecycle.restart_policy.reason)
+                    self._answer_waiters(self.restart_policy.reason)
             case State.STARTING | State.LOADING | State.DRAINING | State.STOPPING | State.BACKOFF:
                 pass
 
     def _on_load(self, waiter: Waiter) -> None:
-        self.lifecycle.restart_policy.forgive()
+        self.restart_policy.reset()
         self._on_ensure(waiter)
-        if self.lifecycle.state is State.BACKOFF:
-            self.lifecycle.start()
+        if self.state is State.BACKOFF:
+            self._start()
 
     def _on_restart(self, waiter: Waiter) -> None:
-        if not self.lifecycle.is_closing:
+        if not self._is_closing:
             # An operator's restart goes on when their connection does not.
-            self._incarnation.has_successor = True
-            if self.lifecycle.state in (State.READY, State.STARTING, State.LOADING):
-                self.lifecycle.renew()
+            self.incarnation.has_successor = True
+            if self.state in (State.READY, State.STARTING, State.LOADING):
+                self._replace()
         self._on_load(waiter)
 
     def _on_stop(self, command: inbox.Stop) -> None:
-        self.lifecycle.stoppers.add(command.waiter)
-        self.lifecycle.is_closing |= command.is_closing
-        self._incarnation.has_successor = False
+        self._stoppers.add(command.waiter)
+        self._is_closing |= command.is_closing
+        self.incarnation.has_successor = False
         unloaded = command.reason or Failure(Code.DRAINING, f"model '{self.name}' was unloaded")
-        self.lifecycle.give_up(SHUTTING_DOWN if self.lifecycle.is_closing else unloaded)
-        match self.lifecycle.state:
+        self._fail_waiting(SHUTTING_DOWN if self._is_closing else unloaded)
+        match self.state:
             case State.READY:
-                self.lifecycle.drain(command.drain_s)
+                self._drain(command.drain_s)
             case State.DRAINING if command.drain_s > 0:
-                self.lifecycle.timers.arm(command.drain_s)
+                self._timers.arm(command.drain_s)
             case State.STARTING | State.LOADING | State.DRAINING:
-                self.lifecycle.terminate()
+                self._terminate()
             case State.STOPPING:
                 pass
             case State.STOPPED | State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
-                self.lifecycle.restart_policy.forgive()
-                self.lifecycle.settle_stopped()
+                self.restart_policy.reset()
+                self._settle_stopped()
 
     def _on_change(self, command: inbox.Change) -> None:
-        if command.spec.log_level != self.lifecycle.spec.log_level and self._incarnation.process is not None:
-            self._incarnation.send(SetLogLevel(command.spec.log_level))
-        is_other = command.spec.adapters != self.lifecycle.spec.adapters
-        self.lifecycle.spec, self.lifecycle.is_preload = command.spec, command.is_preload
-        self.lifecycle.load_timeout_s = command.load_timeout_s
+        if command.spec.log_level != self.spec.log_level and self.incarnation.process is not None:
+            self.incarnation.send(SetLogLevel(command.spec.log_level))
+        is_other = command.spec.adapters != self.spec.adapters
+        self.spec, self.is_preload = command.spec, command.is_preload
+        self._load_timeout_s = command.load_timeout_s
         if not command.is_reload:
             if is_other:
-                self._incarnation.set_adapters(command.spec.adapters)
+                self.incarnation.set_adapters(command.spec.adapters)
             return
-        match self.lifecycle.state:
+        match self.state:
             case State.READY | State.STARTING | State.LOADING:
-                self.lifecycle.renew()
+                self._replace()
             case State.BACKOFF | State.FAILED | State.INCOMPATIBLE:
                 # What was wrong may be what was changed.
-                self.lifecycle.restart_policy.forgive()
-                self.lifecycle.enter(State.STOPPED)
-                self.lifecycle.start_on_demand()
+                self.restart_policy.reset()
+                self._enter(State.STOPPED)
+                self._start_on_demand()
             case State.STOPPED | State.STOPPING | State.DRAINING:
                 pass
 
     def _on_adopt(self, process: Process, epoch: int) -> None:
-        self.lifecycle.incarnation = self.lifecycle.make(epoch)
-        self._incarnation.adopt(process)
-        self.lifecycle.enter(State.STARTING)
-        self.lifecycle.timers.arm(self._limits.adopt_s)
-        self._incarnation.greet()
+        self.incarnation = self._new_incarnation(epoch)
+        self.incarnation.adopt(process)
+        self._enter(State.STARTING)
+        self._timers.arm(self._limits.adopt_s)
+        self.incarnation.greet()
 
-    # -- messages of the worker --------------------------------------------------------------------------------------
+    def _on_event(self, event: EventKind) -> None:
+        is_ready = self.state is State.READY
+        match event:
+            case EventKind.EVICT if is_ready:
+                self.incarnation.is_evicted = self.was_evicted = True
+                self._terminate()
+            case EventKind.RECYCLE if is_ready:
+                self._replace()
+            case EventKind.SUSPECT if is_ready:
+                self._timers.arm(self._limits.suspect_s)
+            case EventKind.REOPEN:
+                self._serve()
+            case EventKind.PROGRESS:
+                self.parked.note_progress()
+                self._serve()
+            case EventKind.EVICT | EventKind.RECYCLE | EventKind.SUSPECT:
+                pass
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Begin the next incarnation, which waits for memory first."""
+        self.restart_policy.started()
+        self.incarnation = self._new_incarnation(self._effects.next_epoch())
+        self._enter(State.STARTING)
+        self.incarnation.request_memory(replace(self.spec, epoch=self.incarnation.epoch))
+
+    def _on_admitted(self, share_bytes: int) -> None:
+        """Spawn the process: there is memory for it."""
+        if self.state is not State.STARTING:
+            return
+        spec = replace(self.spec, epoch=self.incarnation.epoch, memory_bytes=share_bytes)
+        try:
+            self.incarnation.spawn(spec)
+        except OSError as error:
+            self._settle_crashed(Failure(Code.INTERNAL, f"the worker of '{self.name}' cannot be started: {error}"))
+            return
+        self._timers.arm(self._load_timeout_s)
+
+    def _on_denied(self, failure: Failure) -> None:
+        """It does not fit, whatever is unloaded. The next request asks again: pins and budgets change."""
+        if self.state is State.STARTING:
+            self.restart_policy.last_failure = failure
+            self._fail_waiting(failure)
+            self._settle_stopped()
 
     def _on_message(self, message: Hello | Loading | Ready | Drained | Goodbye | AdaptersSet, process: Process) -> None:
         match message:
             case Hello():
                 self._on_hello(message, process)
             case Loading():
-                self._incarnation.loading = message
+                self.incarnation.loading = message
             case Ready():
                 self._on_ready(message, process)
             case Drained():
-                if self.lifecycle.state is State.DRAINING:
-                    self.lifecycle.terminate()
+                if self.state is State.DRAINING:
+                    self._terminate()
                 elif self._is_taking_over:
-                    self.lifecycle.begin()
+                    self._begin_serving()
             case Goodbye():
-                self._incarnation.goodbye = message
+                self.incarnation.goodbye = message
             case AdaptersSet():
-                self._incarnation.note_adapters(message)
+                self.incarnation.note_adapters(message)
 
     def _on_hello(self, hello: Hello, process: Process) -> None:
         if hello.pid != process.pid:
             self._events.stale_message()
-            log.warning("refused a second worker %s: pid %d, not %d", self._incarnation, hello.pid, process.pid)
+            log.warning("refused a second worker %s: pid %d, not %d", self.incarnation, hello.pid, process.pid)
         elif hello.proto_major != MAJOR:
             theirs, ours = f"{hello.proto_major}.{hello.proto_minor}", f"{MAJOR}.{MINOR}"
             if process.is_adopted:
                 # Of the version before an upgrade: its model is loaded by one of ours.
-                log.info("replacing worker %s: it speaks protocol %s, not %s", self._incarnation, theirs, ours)
-                self._incarnation.has_successor = True
-                self.lifecycle.terminate()
+                log.info("replacing worker %s: it speaks protocol %s, not %s", self.incarnation, theirs, ours)
+                self.incarnation.has_successor = True
+                self._terminate()
                 return
             why = f"the worker of '{self.name}' speaks protocol {theirs} and the gateway {ours}; reinstall mlxd"
-            self.lifecycle.terminate(Failure(Code.INCOMPATIBLE, why))
-        elif self.lifecycle.state is State.STARTING:
-            self._incarnation.minor = hello.proto_minor
-            self.lifecycle.enter(State.LOADING)
-            self.lifecycle.timers.arm(self.lifecycle.load_timeout_s)
-            self._incarnation.greet()
+            self._terminate(Failure(Code.INCOMPATIBLE, why))
+        elif self.state is State.STARTING:
+            self.incarnation.minor = hello.proto_minor
+            self._enter(State.LOADING)
+            self._timers.arm(self._load_timeout_s)
+            self.incarnation.greet()
 
     def _on_ready(self, ready: Ready, process: Process) -> None:
-        if self.lifecycle.state not in (State.STARTING, State.LOADING):
+        if self.state not in (State.STARTING, State.LOADING):
             return
         if not process.is_adopted:
             self._events.load_seconds(self.name, ready.load_s)
-        elif self._incarnation.ready is None:
+        elif self.incarnation.ready is None:
             # What it still does is for clients that left with their gateway.
-            self._incarnation.send(Drain(0.0))
-            self.lifecycle.timers.arm(self._limits.adopt_s)
-        self._incarnation.ready = ready
-        if {(info.name, info.path) for info in ready.adapters} != set(self.lifecycle.spec.adapters):
+            self.incarnation.send(Drain(0.0))
+            self._timers.arm(self._limits.adopt_s)
+        self.incarnation.ready = ready
+        if {(info.name, info.path) for info in ready.adapters} != set(self.spec.adapters):
             # They have changed while it loaded, or before this gateway was started.
-            self._incarnation.set_adapters(self.lifecycle.spec.adapters)
+            self.incarnation.set_adapters(self.spec.adapters)
         self._events.lane(self.name, ready.lane)
         if ready.lane_reason:
             log.warning("%s: %s", self.name, ready.lane_reason)
         if not process.is_adopted:
-            self.lifecycle.begin()
+            self._begin_serving()
 
     @property
     def _is_taking_over(self) -> bool:
         """An adopted worker has still to answer, or to end what it did for others."""
-        has_answered = self.lifecycle.state is State.LOADING and self._incarnation.ready is not None
-        return self._incarnation.is_adopted and (self.lifecycle.state is State.STARTING or has_answered)
+        has_answered = self.state is State.LOADING and self.incarnation.ready is not None
+        return self.incarnation.is_adopted and (self.state is State.STARTING or has_answered)
+
+    def _begin_serving(self) -> None:
+        """Serve: the model is loaded."""
+        incarnation = self.incarnation
+        incarnation.loading = None
+        incarnation.ready_at = self._effects.now()
+        self._heartbeat.answered(incarnation.ready_at)
+        self._enter(State.READY)
+        if incarnation.is_adopted:
+            # It was started under another configuration.
+            incarnation.send(SetLogLevel(self.spec.log_level))
+        self._serve()
+
+    def _serve(self) -> None:
+        """Resume parked sequences, then wake the callers that wait for the model."""
+        if self.state is not State.READY or self.incarnation.is_suspect:
+            return
+        if self.parked.is_isolating:
+            self.parked.resume(self._runner, self._effects.now())
+        if self.is_ready:
+            self._answer_waiters(None)
+
+    # -- heartbeat and alarms ------------------------------------------------------------------------------------------
 
     def _on_pong(self, pong: Pong) -> None:
-        self.lifecycle.heartbeat.answered(self._effects.now())
+        self._heartbeat.answered(self._effects.now())
         age_s = pong.stats.step_age_ms / 1000
-        is_serving = self.lifecycle.state in (State.READY, State.DRAINING)
+        is_serving = self.state in (State.READY, State.DRAINING)
         if is_serving and pong.stats.running > 0 and age_s > self._limits.step_s:
-            self.lifecycle.abort(f"its newest step is {age_s:.0f} s old")
+            self._abort(f"its newest step is {age_s:.0f} s old")
         is_idle = not pong.stats.running and not pong.stats.waiting
-        if self._incarnation.is_outgrown and is_idle and self.lifecycle.state is State.READY:
-            log.info("replacing worker %s: requests need a later version of it", self._incarnation)
-            self.lifecycle.renew()
+        if self.incarnation.is_outgrown and is_idle and self.state is State.READY:
+            log.info("replacing worker %s: requests need a later version of it", self.incarnation)
+            self._replace()
 
     def _on_beat(self) -> None:
         now = self._effects.now()
-        silence_s = self.lifecycle.heartbeat.beat(now)
-        self.lifecycle.parked.tend(now)
-        if self.lifecycle.state is State.READY and self.lifecycle.parked.has_stranded(now):
+        silence_s = self._heartbeat.beat(now)
+        self.parked.expire(now)
+        if self.state is State.READY and self.parked.has_stranded(now):
             # It lost touch with us for a while and ended what it had.
-            self.lifecycle.parked.requeue()
-        self.lifecycle.serve()
-        is_unspawned = self.lifecycle.state is State.STARTING and self._incarnation.process is None
-        if is_unspawned and not self.lifecycle.is_asked_for:
+            self.parked.requeue()
+        self._serve()
+        is_unspawned = self.state is State.STARTING and self.incarnation.process is None
+        if is_unspawned and not self._is_asked_for:
             # No request waits any more for the room that others would have to make.
-            self.lifecycle.terminate()
-        if self._incarnation.process is None or self.lifecycle.state is State.STOPPING:
+            self._terminate()
+        if self.incarnation.process is None or self.state is State.STOPPING:
             return
-        self._incarnation.ping()
-        if self.lifecycle.state in (State.READY, State.DRAINING) and silence_s > self._limits.pong_s:
-            self.lifecycle.abort(f"no answer to pings for {silence_s:.0f} s")
-
-    # -- alarms ------------------------------------------------------------------------------------------------------
+        self.incarnation.ping()
+        if self.state in (State.READY, State.DRAINING) and silence_s > self._limits.pong_s:
+            self._abort(f"no answer to pings for {silence_s:.0f} s")
 
     def _on_alarm(self) -> None:
-        match self.lifecycle.state:
+        match self.state:
             case State.STARTING | State.LOADING if self._is_taking_over:
-                log.warning("worker %s does not answer its new gateway and is replaced", self._incarnation)
-                self.lifecycle.terminate()
+                log.warning("worker %s does not answer its new gateway and is replaced", self.incarnation)
+                self._terminate()
             case State.STARTING | State.LOADING:
-                why = f"model '{self.name}' was not loaded within {self.lifecycle.load_timeout_s:.0f} s"
-                self._incarnation.send(Dump(0))
-                self.lifecycle.terminate(Failure(Code.LOAD_TIMEOUT, why))
+                why = f"model '{self.name}' was not loaded within {self._load_timeout_s:.0f} s"
+                self.incarnation.send(Dump(0))
+                self._terminate(Failure(Code.LOAD_TIMEOUT, why))
             case State.READY:
-                self.lifecycle.abort("it cannot be reached")
+                self._abort("it cannot be reached")
             case State.DRAINING:
-                self.lifecycle.terminate()
+                self._terminate()
             case State.BACKOFF:
-                self.lifecycle.enter(State.STOPPED)
-                self.lifecycle.start_on_demand()
+                self._enter(State.STOPPED)
+                self._start_on_demand()
             case State.FAILED:
-                self.lifecycle.start_on_demand()
+                self._start_on_demand()
             case State.STOPPED | State.STOPPING | State.INCOMPATIBLE:
                 pass
+
+    # -- end -----------------------------------------------------------------------------------------------------------
+
+    def _drain(self, drain_s: float) -> None:
+        """Finish what runs until the deadline, then end the process."""
+        self._enter(State.DRAINING)
+        if drain_s > 0 and self.incarnation.send(Drain(drain_s)):
+            # The worker keeps the deadline; ours is for a worker that does not.
+            self._timers.arm(drain_s + 1.0)
+        else:
+            self._terminate()
+
+    def _terminate(self, fault: Failure | None = None) -> None:
+        """End the process gently. `fault` makes it a crash, and waiters are told at once."""
+        incarnation = self.incarnation
+        incarnation.fault = fault
+        if fault is not None:
+            self.restart_policy.last_failure = fault
+            self._fail_waiting(fault)
+        incarnation.cancel_memory()
+        if incarnation.process is None:
+            self._settle_stopped()
+            return
+        self._enter(State.STOPPING)
+        incarnation.shut_down()
+
+    def _replace(self) -> None:
+        """End this incarnation; what it does goes on at the next one."""
+        self.incarnation.has_successor = True
+        if self.state is State.READY:
+            self._park()
+        self._terminate()
+
+    def _abort(self, why: str) -> None:
+        """End a stuck process. Its streams wait for the next one."""
+        incarnation = self.incarnation
+        log.error("worker %s is stuck: %s", incarnation, why)
+        self._events.stuck(self.name)
+        incarnation.fault = Failure(Code.WORKER_DIED, f"the worker of model '{self.name}' was stuck: {why}")
+        self._enter(State.STOPPING)
+        incarnation.abort()
+        self._park()
+
+    def _park(self) -> None:
+        self.parked.park(self.incarnation.detach(), self._effects.now())
+
+    def _on_exited(self, status: int | None, process: Process) -> None:
+        """Do what `EXITS` says of this exit."""
+        incarnation = self.incarnation
+        lines = incarnation.close(process)
+        report = postmortem.examine(self.name, status, incarnation.goodbye, lines)
+        fault, was_ready = incarnation.fault, incarnation.ready is not None
+        is_asked = self.state in (State.DRAINING, State.STOPPING) and (fault is None or self._stoppers.has_any())
+        is_replaced = incarnation.has_successor or incarnation.is_evicted
+        # SIGTERM: it was leaving, and our reminder came when Python was already down.
+        known_status = 0 if is_asked and status == -signal.SIGTERM else status
+        self._events.worker_exit(self.name, UNKNOWN_EXIT if known_status is None else known_status)
+        exit = EXITS[cause_of(report.kind, fault, is_asked=is_asked, is_replaced=is_replaced, was_ready=was_ready)]
+        self._park()
+        self._dispose_of_parked(exit.sequences if was_ready else exit.while_loading, report)
+        if exit.next is State.STOPPED:
+            log.info("worker %s has stopped", incarnation)
+            self._settle_stopped()
+            return
+        failure = fault or report.failure
+        report_lines = "\n".join([f"{failure.message}{postmortem.crash_report(status)}", *lines[-20:]])
+        log.error("worker %s ended: %s", incarnation, report_lines)
+        if exit.next is State.BACKOFF:
+            self._settle_crashed(failure)
+        else:
+            self._settle_final(exit.next, failure)
+
+    def _dispose_of_parked(self, action: SequenceAction, report: postmortem.Postmortem) -> None:
+        match action:
+            case SequenceAction.FAIL:
+                is_clean = report.kind is postmortem.Kind.STOPPED
+                stopped = Failure(Code.DRAINING, f"model '{self.name}' was stopped")
+                self.parked.fail(stopped if is_clean else report.stream_failure)
+            case SequenceAction.RESUME:
+                self.parked.requeue()
+            case SequenceAction.SUSPECT:
+                self.parked.after_crash(report.stream_failure, self._effects.now())
+
+    # -- settled states: each answers every waiter ---------------------------------------------------------------------
+
+    def _settle_stopped(self) -> None:
+        """Stopped, with no process. Starts again when the model is asked for."""
+        self._enter(State.STOPPED)
+        self._stoppers.wake()
+        if self._is_closing:
+            self._fail_waiting(SHUTTING_DOWN)
+        elif self._has_demand():
+            self._start()
+
+    def _settle_final(self, state: State, failure: Failure) -> None:
+        self.restart_policy.ended(failure)
+        self._enter(state)
+        self._stoppers.wake()
+        self._fail_waiting(failure)
+
+    def _settle_crashed(self, failure: Failure) -> None:
+        now = self._effects.now()
+        delay_s, is_open = self.restart_policy.crashed(
+            failure,
+            now,
+            self._effects.random(),
+            None if self.incarnation.ready is None else now - self.incarnation.ready_at,
+            is_useful=self.incarnation.is_useful,
+        )
+        self._stoppers.wake()
+        if delay_s > 0:
+            self._enter(State.FAILED if is_open else State.BACKOFF)
+            self._timers.arm(delay_s)
+            # Callers wait for the next try, as later ones do, unless it is too far away.
+            if is_open or self._is_closing:
+                self._fail_waiting(failure)
+        else:
+            self._enter(State.STOPPED)
+            self._start_on_demand()
+
+    def _start_on_demand(self) -> None:
+        """Start if the model is asked for, or is a preload."""
+        if not self._is_closing and self._is_asked_for:
+            self._start()
+
+    @property
+    def _is_asked_for(self) -> bool:
+        return self._has_demand() or self.is_preload
+
+    def _has_demand(self) -> bool:
+        return self.incarnation.has_successor or self._waiters.has_any() or self.parked.has_any
+
+    def _fail_waiting(self, failure: Failure) -> None:
+        """Refuse all that wait for the model: callers, and parked sequences."""
+        self.parked.fail(failure)
+        self._answer_waiters(failure)
+
+    def _answer_waiters(self, failure: Failure | None) -> None:
+        """Answer the callers that wait for the model."""
+        if failure is None:
+            self._waiters.wake()
+            return
+        retry_after_s = self.retry_after_s
+        if failure.is_retryable and not self.restart_policy.is_final:
+            retry_after_s = max(1.0, retry_after_s)
+        self._waiters.refuse(lambda: ModelUnavailable(failure, retry_after_s))
+
+    def _enter(self, state: State) -> None:
+        """Change the state. Ends the alarm of the one before."""
+        if state is not self.state:
+            log.info("worker %s: %s -> %s", self.incarnation, self.state, state)
+        self.state = state
+        self.since = self._effects.now()
+        self._timers.disarm()
+        self._events.state(self.name, state)
+        self._effects.entered(self.name, state)
+
+    def _new_incarnation(self, epoch: int) -> Incarnation:
+        return Incarnation(
+            epoch, self._runner, self._wire, self._effects, self._limits, self._inbox.put, self._timers.run
+        )

@@ -82,6 +82,11 @@ _WORKER_COUNTERS: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] =
         "Files of the disk cache set aside: corrupt, truncated, foreign or stale.",
         lambda s: s.disk_quarantined,
     ),
+    (
+        "prefix_cache_failures",
+        "Failures to cache a sequence's KV, which clear the prefix cache, or to release a sequence that has ended.",
+        lambda s: s.cache_failures,
+    ),
     ("media_cache_hits", "Media whose features were found in the feature cache.", lambda s: s.feature_hits),
     ("media_cache_misses", "Media whose features had to be made.", lambda s: s.feature_misses),
     ("media_cache_evictions", "Media evicted from the feature cache.", lambda s: s.feature_evictions),
@@ -162,7 +167,7 @@ _SPARSE: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] = (
 )
 _WORKER_GAUGES: Final[tuple[tuple[str, str, Callable[[Stats], float]], ...]] = (
     ("kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1.", lambda s: s.kv_bytes / max(s.kv_limit, 1)),
-    ("kv_cache_bits", "Bits of a number of the KV; 0 is as the model computes it.", lambda s: s.kv_bits),
+    ("kv_cache_quantization", "Bits of a number of the KV; 0 is as the model computes it.", lambda s: s.kv_bits),
     ("spec_width", "Tokens of a sequence in the newest step; 1 is a step without drafts.", lambda s: s.draft_width),
     ("spec_gain_ratio", "Tokens a second of steps with drafts, divided by steps without.", lambda s: s.draft_gain),
     ("expert_cache_bytes", "Experts in memory, of a model whose experts are on disk.", lambda s: s.expert_cache_bytes),

@@ -1,7 +1,6 @@
 """Settings of clients for this mlxd, on the page: the same that `mlxctl connect` prints. Nothing is written."""
 
 import asyncio
-import re
 from typing import Final
 
 import msgspec
@@ -9,14 +8,13 @@ from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
 from gateway.access.caller import OWNER
+from gateway.config.address import is_daemon_url
 from gateway.errors import BadRequest
 from gateway.failed import Failed
 from gateway.http.exchange import send_body
 from gateway.services import Services
 from gateway.web.schemas import ClientSetup
 
-# As the page's own address is written; with a path where a proxy serves it below one.
-_URL: Final = re.compile(r"https?://[A-Za-z0-9._~\[\]:-]{1,255}(?:/[A-Za-z0-9._~/-]{0,200})?")
 # In place of a key, which only its owner has.
 YOUR_KEY: Final = "YOUR-KEY"
 
@@ -30,7 +28,7 @@ class Connect:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, query = self._services, QueryParams(scope["query_string"])
         url = query.get("url", "").rstrip("/")
-        if not _URL.fullmatch(url):
+        if not is_daemon_url(url):
             raise BadRequest("'url' is mlxd's address, such as http://localhost:8484.", "url", "invalid_value")
         model = services.router.resolve(query.get("model", ""), OWNER)
         ready = services.view(model).ready

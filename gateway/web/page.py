@@ -42,7 +42,6 @@ _POLICY: Final = (
 # On every answer below `/ui`, refusals included.
 HEADERS: Final[tuple[Header, ...]] = (
     (b"content-security-policy", _POLICY.encode()),
-    (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cross-origin-resource-policy", b"same-origin"),

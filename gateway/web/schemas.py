@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from gateway.access.key import Limit, Percent
+from gateway.access.key import Expiry, Limit, Percent
 from gateway.admin_types import MemoryStatus, ModelStatus, Reload, RequestView
 from gateway.model_files.listing import Listed
 
@@ -186,8 +186,8 @@ class KeyFields(Struct, frozen=True, kw_only=True):
     tokens_per_month: Limit = 0
     alert_at: Percent = 80
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    # Seconds since 1970; None never.
-    expires: float | None = None
+    # None is never.
+    expires: Expiry | None = None
 
 
 class KeyOrder(KeyFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.browser.waiting import deadline_s
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.pool import short_home
 from tests.support.scale import patient
@@ -22,7 +23,6 @@ CHROMIUM: Final = next(
 )
 ROOT: Final = Path(__file__).parents[2]
 SCREENSHOTS: Final = Path(os.environ.get("MLXD_SCREENSHOTS", ROOT / ".cache" / "web" / "screenshots"))
-DEADLINE_MS: Final = min(60, patient(15)) * 1000
 SCRIPTED_DAEMON: Final = "tests.browser.scripted_daemon"
 WIDE: Final = {"width": 1280, "height": 800}
 
@@ -132,7 +132,7 @@ def visiting(browser: Browser) -> Iterator[Visiting]:
             url = daemon if isinstance(daemon, str) else daemon.url
             context = browser.new_context(**({"viewport": WIDE, "locale": "en-GB"} | options))
             stack.callback(context.close)
-            context.set_default_timeout(DEADLINE_MS)
+            context.set_default_timeout(deadline_s() * 1000)
             opened = Visit(context.new_page(), context, url)
             opened.listen()
             visits.append(opened)

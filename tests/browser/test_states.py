@@ -13,7 +13,8 @@ def test_a_cold_model_is_loaded_in_words_and_answers(visiting: Visiting) -> None
             visit = visiting(daemon)
             page = visit.open()
             visit.send(told(["text", "warm"]))
-            page.wait_for_selector(".progress:has-text('Loading the model')")
+            # "Loading the model" as long as its size is not known, then "Loading 40%".
+            page.wait_for_selector(".progress:has-text('Loading')")
             page.wait_for_selector(".picker:has-text('loading')")
             visit.answered()
             assert visit.said() == "warm"

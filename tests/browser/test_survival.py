@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from gateway.access.key import Key
+from gateway.access.key_file import KeyFile
 from tests.browser.conftest import SCRIPTED_DAEMON, Visit, Visiting, code_of
-from tests.browser.test_access import make_key
 from tests.browser.test_chat import told
 from tests.browser.waiting import until
 from tests.support.daemon import DaemonProcess, write_config
@@ -52,6 +53,7 @@ def test_an_answer_goes_on_in_another_conversation(talkative: DaemonProcess, vis
     visit.answered()
     assert visit.said() == "meanwhile"
     visit.page.locator(".row a").filter(has_text="count").click()
+    visit.page.wait_for_selector(".message.user:has-text('count')")
     visit.answered()
 
     assert visit.said() == words()
@@ -102,7 +104,8 @@ def test_an_answer_goes_on_although_the_session_ended_with_its_daemon(visiting: 
             visit.page.get_by_role("button", name="New chat").click()
             visit.page.wait_for_selector(".welcome")
             begin(visit)
-            make_key(home)
+            # As `mlxctl keys create` does, but before the answer can end.
+            KeyFile(home / "keys" / "keys.json").create(Key(name="ana", prefix="", salt="", hash=""))
             daemon.kill()
         with DaemonProcess(home, "talkative", "--step-ms=4", module=SCRIPTED_DAEMON) as daemon:
             place = visit.page.url
@@ -110,6 +113,8 @@ def test_an_answer_goes_on_although_the_session_ended_with_its_daemon(visiting: 
             visit.page.goto(code_of(daemon))
             visit.page.wait_for_selector("text=Log out")
             visit.page.goto(place)
+            # Until the page joins the answer again, it shows what it had of it.
+            visit.page.wait_for_selector(f".message.assistant:has-text('t{TOKENS - 1}')")
             visit.answered()
             assert visit.said() == words()
 

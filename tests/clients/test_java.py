@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.harness import DEADLINE_S, chat, running
+from tests.support.scale import patient
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(shutil.which("javac") is None, reason="there is no JDK")]
 
@@ -20,7 +21,7 @@ async def test_a_body_behind_an_offer_of_http_2_arrives(tmp_path: Path) -> None:
             "java", PROGRAM, f"{gateway.url}/v1/chat/completions", json.dumps(chat(max_tokens=2)),
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(patient(DEADLINE_S)):
             said, _ = await process.communicate()
 
     lines = said.decode().splitlines()

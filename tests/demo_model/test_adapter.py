@@ -36,6 +36,7 @@ def test_both_sides_find_its_small_folder(tmp_path: Path) -> None:
     assert sum(sizes.values()) < 300_000
 
 
+@pytest.mark.soak
 def test_an_answer_ends_as_it_was_trained_to_beside_rows_of_the_base(engine: EngineHarness) -> None:
     rows = [
         asked(rid, question, name) for rid, (question, name) in enumerate(itertools.product(QUESTIONS, ("", "radio")))

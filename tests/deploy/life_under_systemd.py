@@ -11,23 +11,10 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2]))
-
-from tests.support.wheel import build_wheel  # started as a script, from anywhere
-
 HOME = Path("/home/mlxd/.mlxd")
 UNIT = Path("/etc/systemd/system/mlxd.service")
 URL = "http://127.0.0.1:8484"
 DEADLINE_S = 90.0
-# It passes every check that does not serve.
-BROKEN = """
-
-async def _broken(self: Daemon) -> None:
-    raise RuntimeError("broken on purpose")
-
-
-Daemon.run = _broken
-"""
 IN_THE_BOX = Path("/run/mlxd-box")
 
 
@@ -40,8 +27,7 @@ def main() -> None:
     install()
     worker, daemon = serve_and_find()
     worker, daemon = survive_a_kill(worker, daemon)
-    daemon = restart_with_models(worker, daemon)
-    upgrade_and_back(worker, daemon)
+    restart_with_models(worker, daemon)
     stop_and_start(only_worker())
     uninstall()
 
@@ -83,51 +69,12 @@ def survive_a_kill(worker: int, daemon: int) -> tuple[int, int]:
     return worker, main_pid()
 
 
-def restart_with_models(worker: int, daemon: int) -> int:
+def restart_with_models(worker: int, daemon: int) -> None:
     run(*ctl("service", "restart", "--system"))
     wait_for(lambda: main_pid() not in (0, daemon) and status() is not None, "the next daemon answers")
     wait_for(lambda: only_worker(default=0) == worker, "it adopts the worker")
     ask()
     say("service restart", f"{daemon} -> {main_pid()}, worker still {worker}")
-    return main_pid()
-
-
-def upgrade_and_back(worker: int, daemon: int) -> None:
-    wheels = Path("/srv/wheels")
-    for version in ("9.9.1", "9.9.2"):
-        build_wheel(wheels, version)
-    build_wheel(wheels, "9.9.3", {"gateway/daemon.py": BROKEN})
-
-    upgrade("9.9.1", "--from", str(wheels))
-    assert running() == "9.9.1"
-    first = only_worker()
-    assert "/opt/mlxd/versions/1/" in Path(f"/proc/{first}/cmdline").read_text()
-    say("upgrade 9.9.1", f"daemon {daemon} -> {main_pid()}, worker {worker} -> {first}: it runs the new code")
-
-    daemon = main_pid()
-    upgrade("9.9.2")
-    ask()
-    assert (running(), only_worker()) == ("9.9.2", first)
-    say("upgrade 9.9.2", f"daemon {daemon} -> {main_pid()}, worker still {first}: its code is the same")
-
-    said = upgrade("9.9.3", "--deadline", "10", expect=1)
-    assert "rolled back to 9.9.2" in said, said
-    ask()
-    assert (running(), only_worker()) == ("9.9.2", first)
-    say("upgrade 9.9.3, which is broken", f"{running()} runs again, worker still {first}")
-
-    run(*ctl("service", "rollback", "--system"))
-    ask()
-    assert (running(), only_worker()) == ("9.9.1", first)
-    say("service rollback", f"{running()} runs, worker still {first}")
-
-
-def upgrade(*words: str, expect: int = 0) -> str:
-    return run(*ctl("service", "upgrade", *words, "--system"), expect=expect)
-
-
-def running() -> str:
-    return json.loads(run(*ctl("service", "status", "--system", "--json")))["running"]
 
 
 def stop_and_start(worker: int) -> None:

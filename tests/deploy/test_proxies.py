@@ -20,6 +20,7 @@ import pytest
 from tests.support.certificates import HOST, Authority
 from tests.support.daemon import DEADLINE_S, DaemonProcess, write_config
 from tests.support.pool import short_home
+from tests.support.scale import patient
 
 FILES = Path(__file__).parents[2] / "deploy" / "proxy"
 MAX_BODY = 64 * 1024
@@ -89,7 +90,9 @@ def behind(name: str, *options: str, timeout: str = "1h") -> Iterator[Behind]:
                 assert process.poll() is None, (home / "proxy.log").read_text()
                 context = authority.client()
                 transport = httpx.HTTPTransport(verify=context, local_address=CLIENT)
-                with httpx.Client(transport=transport, base_url=f"https://{HOST}:{port}", timeout=DEADLINE_S) as client:
+                with httpx.Client(
+                    transport=transport, base_url=f"https://{HOST}:{port}", timeout=patient(DEADLINE_S)
+                ) as client:
                     yield Behind(daemon, client, port, context)
             finally:
                 process.kill()
@@ -122,7 +125,7 @@ def is_open(port: int) -> bool:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + patient(DEADLINE_S)
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -180,7 +183,7 @@ def test_an_offer_to_upgrade_with_a_body_is_one_request(name: str) -> None:
     )
     with behind(name) as at:
         with at.context.wrap_socket(socket.create_connection((HOST, at.port)), server_hostname=HOST) as client:
-            client.settimeout(DEADLINE_S)
+            client.settimeout(patient(DEADLINE_S))
             client.sendall(head.encode() + data)
             said = b"".join(iter(lambda: client.recv(65536), b""))
         assert said.count(b"HTTP/1.1 ") == 1

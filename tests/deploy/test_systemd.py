@@ -29,10 +29,6 @@ def test_models_stay_loaded_under_a_real_systemd_through_a_kill_of_the_daemon_a_
         "answers",
         "kill -9 of the daemon",
         "service restart",
-        "upgrade 9.9.1",
-        "upgrade 9.9.2",
-        "upgrade 9.9.3, which is broken",
-        "service rollback",
         "stop, start",
         "uninstalled",
     ]

@@ -34,7 +34,7 @@ from tests.support.pool import short_home
 from tests.support.scale import patient
 
 WORKERS = Path(__file__).parent.parent / "workers"
-DEADLINE_S = patient(60)
+DEADLINE_S = 60
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ async def running(
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     polling = asyncio.create_task(app.services.fleet.run())
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, verify=verify) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=patient(DEADLINE_S), verify=verify) as client:
             admin = create_admin_app(config, pool, link, metrics, public=app)
             yield Gateway(url, port, client, app, admin, pool, link, metrics)
     finally:
@@ -153,7 +153,7 @@ async def running(
         with contextlib.closing(listener), contextlib.closing(app):
             app.drain()
             await pool.stop(0.0)
-            await app.finish(DEADLINE_S)
+            await app.finish(patient(DEADLINE_S))
 
 
 def _command(worker: Path, options: Sequence[str]) -> Callable[[WorkerSpec], list[str]]:
@@ -165,6 +165,6 @@ def _command(worker: Path, options: Sequence[str]) -> Callable[[WorkerSpec], lis
 
 async def until(condition: Callable[[], bool]) -> None:
     """Poll, with a deadline."""
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         while not condition():  # noqa: ASYNC110 - what is polled for happens in other processes too
             await asyncio.sleep(0.005)

@@ -18,6 +18,16 @@ def test_every_failure_code_has_an_answer(code: Code) -> None:
     assert "secret" not in openai_body(error).decode()
 
 
+def test_failures_of_the_server_name_no_path_to_clients() -> None:
+    for code in (
+        Code.INTERNAL, Code.MODEL_MISSING, Code.MODEL_CORRUPT, Code.MODEL_UNSUPPORTED, Code.BAD_CONFIG,
+        Code.OUT_OF_MEMORY, Code.INCOMPATIBLE,
+    ):  # fmt: skip
+        failure = Failure(code, "/srv/models/m holds no config.json")
+        assert "/srv" not in from_failure(failure).message
+        assert from_failure(failure, is_operator=True).message == failure.message
+
+
 @pytest.mark.parametrize("code", sorted(RETRYABLE))
 def test_what_may_succeed_later_says_when_to_come_again(code: Code) -> None:
     error = from_failure(Failure(code, "x"))

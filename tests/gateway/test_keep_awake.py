@@ -13,7 +13,7 @@ from tests.support.pool import until
 from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
-DEADLINE_S = patient(20)
+DEADLINE_S = 20
 
 
 class Mac:
@@ -54,7 +54,7 @@ async def running(mac: Mac) -> AsyncGenerator[Mac, None]:
         with contextlib.suppress(asyncio.CancelledError):
             await task
         for holder in mac.holders:
-            holder.wait(DEADLINE_S)
+            holder.wait(patient(DEADLINE_S))
             assert holder.stdin is not None
             holder.stdin.close()
 
@@ -104,7 +104,7 @@ async def test_a_machine_without_caffeinate_is_warned_of_once(caplog: pytest.Log
     def missing() -> subprocess.Popen[bytes]:
         raise FileNotFoundError(2, "No such file or directory")
 
-    await asyncio.wait_for(Awake(lambda: "always", lambda: False, hold=missing).run(), DEADLINE_S)
+    await asyncio.wait_for(Awake(lambda: "always", lambda: False, hold=missing).run(), patient(DEADLINE_S))
 
     assert [record.message for record in caplog.records] == [
         "the machine may sleep during requests: no caffeinate (No such file or directory)"

@@ -16,11 +16,12 @@ from gateway.admin_types import Reload
 from gateway.app import create_admin_app
 from gateway.config.load import load_config
 from gateway.config.settings import Config, ConfigError, ModelConfig, SamplingDefaults, ServerConfig, TlsConfig
-from gateway.reload import FIXED, Reloader, changes, with_fixed
+from gateway.reload import FIXED, Reloader, changes, describe, with_fixed
 from gateway.supervisor.state import State
 from gateway.telemetry.logs import OURS
 from gateway.telemetry.prometheus import Exposition
 from tests.gateway.harness import Gateway, chat, events, running, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 NOTHING = Reload([], [], [], [], [])
@@ -188,6 +189,7 @@ async def test_what_needs_a_restart_is_said_each_time_and_not_done(tmp_path: Pat
             assert done.needs_restart == ["server.port", "server.log_keep"]
         status = (await r.admin.get("/v1/status")).json()
         assert status["url"].endswith(":8484")
+        assert (describe(done), describe(NOTHING)) == ("nothing is applied now", "nothing has changed")
 
 
 # -- a bad file ------------------------------------------------------------------------------------------------------
@@ -307,8 +309,9 @@ async def test_a_model_that_goes_and_comes_and_goes_at_once_is_gone(tmp_path: Pa
 )
 async def test_what_a_worker_was_started_with_restarts_it_and_its_streams_go_on(tmp_path: Path, line: str) -> None:
     async with reloadable(tmp_path) as r:
-        undisturbed = await r.answer("b", **STREAM)
-        stream = asyncio.create_task(r.answer("b", **STREAM))
+        short = STREAM | {"max_tokens": round(patient(60))}
+        undisturbed = await r.answer("b", **short)
+        stream = asyncio.create_task(r.answer("b", **short))
         await until(lambda: r.gateway.link.in_flight == 1)
         done = await r.reload(BEFORE + line + "\n")
 
@@ -364,8 +367,9 @@ async def test_reloads_amid_requests_lose_none(tmp_path: Path) -> None:
     ]
     # So slow that the first of the streams still runs when the last one begins.
     async with reloadable(tmp_path, BEFORE, "--step-ms", "15") as r:
-        expected = words(await r.answer("b", **STREAM))
-        streams = [asyncio.create_task(r.answer(name, **STREAM)) for name in ("a", "b") * 8]
+        short = STREAM | {"max_tokens": round(patient(80))}
+        expected = words(await r.answer("b", **short))
+        streams = [asyncio.create_task(r.answer(name, **short)) for name in ("a", "b") * 8]
         await until(lambda: r.gateway.link.in_flight == 16)
         for n in range(6):
             await r.reload(texts[n % 3](n))

@@ -19,6 +19,7 @@ from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until
 from tests.support.adapters import mlx_adapter, peft_adapter
 from tests.support.models import build
 from tests.support.pool import short_home
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -77,7 +78,9 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ser
                 services.config, gateway.pool, gateway.link, gateway.metrics, public=gateway.app, reloader=reloader
             )
             transport = httpx.ASGITransport(app=app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=DEADLINE_S) as admin:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://x", timeout=patient(DEADLINE_S)
+            ) as admin:
                 yield Served(gateway, admin, reloader, home / "adapters", model)
 
 

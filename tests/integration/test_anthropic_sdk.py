@@ -8,10 +8,7 @@ import anthropic
 import pytest
 from anthropic.types import MessageParam, ToolParam, ToolResultBlockParam
 
-from gateway.config.settings import ModelConfig, SamplingDefaults
-from gateway.supervisor.spawn import default_command
-from tests.gateway.harness import Gateway, running
-from tests.support.pool import short_home
+from tests.support.daemon import DaemonProcess
 
 pytestmark = pytest.mark.anyio
 
@@ -26,28 +23,9 @@ WEATHER: ToolParam = {
 }
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def gateway() -> AsyncGenerator[Gateway, None]:
-    # The lane is taken unchecked, which saves a second a load: the check has tests of its own.
-    # The client itself has no parameter for the temperature.
-    greedy = SamplingDefaults(temperature=0.0)
-    models = [
-        ModelConfig(name="demo", path="demo", aliases=("claude-*",), sampling=greedy, batching="together"),
-        ModelConfig(name="small", path="demo", context=256, batching="together"),
-    ]
-    with short_home() as home:
-        async with running(home, models=models, command=default_command) as made:
-            yield made
-
-
 @pytest.fixture
-async def client(gateway: Gateway) -> AsyncGenerator[anthropic.AsyncAnthropic, None]:
-    async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key="x", max_retries=0) as made:
+async def client(demo_daemon: DaemonProcess) -> AsyncGenerator[anthropic.AsyncAnthropic, None]:
+    async with anthropic.AsyncAnthropic(base_url=demo_daemon.url, api_key="x", max_retries=0) as made:
         yield made
 
 

@@ -36,6 +36,7 @@ def states(daemon: DaemonProcess) -> dict[str, str]:
     return {model["name"]: model["state"] for model in models}
 
 
+@pytest.mark.soak
 def test_audio_models_are_granted_memory_give_it_back_and_take_no_clip_beyond_it(daemon: DaemonProcess) -> None:
     assert heard(daemon, tone(1.0)).status_code == 200
     embedded = daemon.client.post("/v1/embeddings", json={"model": "embed", "input": "kato"})

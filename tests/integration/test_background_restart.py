@@ -12,12 +12,12 @@ import pytest
 
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.pool import short_home
-from tests.support.scale import PATIENCE, patient
+from tests.support.scale import patience, patient
 
 ModelFolder = Callable[[str], Path]
-DEADLINE_S = patient(60)
+DEADLINE_S = 60
 # So long that it still runs when a slow machine comes to end its daemon.
-TOKENS = round(300 * min(PATIENCE, 2))
+TOKENS = round(300 * min(patience(), 2))
 BODIES: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.9, "seed": 5, "top_p": 0.95},
@@ -50,7 +50,7 @@ class Reader:
         """Until it has so many characters, or the end."""
         place = f"/v1/responses/{self.id}?stream=true"
         after = f"&starting_after={self.told[-1]['sequence_number']}" if self.told else ""
-        with daemon.client.stream("GET", place + after, timeout=DEADLINE_S) as response:
+        with daemon.client.stream("GET", place + after, timeout=patient(DEADLINE_S)) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line.startswith("data: "):
@@ -107,7 +107,7 @@ def test_readers_of_a_daemon_that_ends_are_cut_off_and_find_the_response_going_o
             reader = Reader(first.client.post("/v1/responses", json=asking(max_output_tokens=50_000)).json()["id"])
             reader.read(first, 20)
             place = f"/v1/responses/{reader.id}?stream=true"
-            with first.client.stream("GET", place, timeout=DEADLINE_S) as response:
+            with first.client.stream("GET", place, timeout=patient(DEADLINE_S)) as response:
                 first.process.send_signal(end)
                 # Not an end, which a client could take for that of the response.
                 with pytest.raises(httpx.RemoteProtocolError):
@@ -125,7 +125,7 @@ def test_readers_of_a_daemon_that_ends_are_cut_off_and_find_the_response_going_o
 
 
 def until_gone(home: Path) -> None:
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + patient(DEADLINE_S)
     while list((home / "state" / "background").iterdir()):
         assert time.monotonic() < end, "the journals are not deleted"
         time.sleep(0.02)

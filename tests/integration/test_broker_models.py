@@ -19,14 +19,14 @@ from gateway.supervisor.state import Limits
 from protocol.messages import Delta
 from tests.support.daemon import DaemonProcess
 from tests.support.pool import Running, config, short_home
-from tests.support.scale import patient, scaled
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 ModelFolder = Callable[[str], Path]
 
 MIB = 1 << 20
-DEADLINE_S = patient(120)
-COUNT = scaled(200, 40)
+DEADLINE_S = 120
+COUNT = 200
 ARCHITECTURES = {"plain": "qwen3", "window": "gpt_oss", "hybrid": "qwen3_5"}
 # A worker of such a model was measured to hold 60 to 75 MiB at work.
 SHARE = 96 * MIB
@@ -144,18 +144,19 @@ async def ask_all(url: str, requests: Sequence[dict[str, Any]], concurrency: int
             return await ask(client, body)
 
     async with (
-        asyncio.timeout(DEADLINE_S),
-        httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+        asyncio.timeout(patient(DEADLINE_S)),
+        httpx.AsyncClient(base_url=url, timeout=patient(DEADLINE_S)) as client,
     ):
         return list(await asyncio.gather(*(one(client, body) for body in requests)))
 
 
+@pytest.mark.soak
 async def test_three_models_and_memory_for_two_serve_many_mixed_requests(home: Path, model_folder: ModelFolder) -> None:
     budget = int(2.4 * SHARE)
     write(home, model_folder, list(ARCHITECTURES), f'budget = {budget}\nmin_residency = "3s"')
     with Daemon(home, module="gateway.main") as daemon, Footprints(daemon) as footprints:
         requests = bodies(COUNT, list(ARCHITECTURES))
-        answers = await ask_all(daemon.url, requests, concurrency=COUNT * 48 // 200)
+        answers = await ask_all(daemon.url, requests, concurrency=48)
 
         assert Counter(status for status, _ in answers) == {200: COUNT}
         loads, evictions = daemon.series("model_loads_total"), daemon.series("model_evictions_total")
@@ -175,6 +176,7 @@ async def test_three_models_and_memory_for_two_serve_many_mixed_requests(home: P
         print(f"loads {loads}, peak {footprints.peak / budget:.2f} of the budget, {len(footprints.samples)} samples")
 
 
+@pytest.mark.soak
 async def test_streams_of_a_worker_that_is_started_anew_for_its_memory_equal_their_undisturbed_runs(
     home: Path, model_folder: ModelFolder
 ) -> None:
@@ -188,7 +190,7 @@ async def test_streams_of_a_worker_that_is_started_anew_for_its_memory_equal_the
     async def ids(limits: Limits, memory: int) -> tuple[list[list[int]], Running]:
         command = default_command
         async with Running(config(home, ("m",), memory_bytes=memory, **fields), command=command, limits=limits) as r:
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(patient(DEADLINE_S)):
                 worker = await r.pool.ensure_ready("m")
                 streams = [r.generate(worker, text, max_tokens=400) for text in texts]
                 found = [[t for delta in await read(stream) for t in delta.token_ids] for stream in streams]

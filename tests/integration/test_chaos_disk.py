@@ -45,7 +45,7 @@ def full_disk(*pids: int) -> Iterator[None]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + patient(DEADLINE_S)
     while not condition():
         assert time.monotonic() < end, "the deadline passed"
         time.sleep(0.02)
@@ -58,7 +58,7 @@ def log_of(home: Path) -> str:
 def listed(home: Path) -> int:
     """Number of captured requests that the daemon lists."""
     transport = httpx.HTTPTransport(uds=str(home / "run" / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://mlxd", timeout=DEADLINE_S) as admin:
+    with httpx.Client(transport=transport, base_url="http://mlxd", timeout=patient(DEADLINE_S)) as admin:
         return len(admin.get("/v1/requests?captured=1").json()["captured"])
 
 
@@ -154,6 +154,7 @@ def test_a_run_folder_that_is_removed_ends_no_stream_and_refuses_what_needs_it(h
         assert not any(is_running(pid) for pid in workers)
 
 
+@pytest.mark.soak
 def test_a_prefix_cache_that_cannot_be_written_costs_no_answer(home: Path) -> None:
     write_config(home, ["a"])
     with DaemonProcess(home, module="gateway.main") as daemon:

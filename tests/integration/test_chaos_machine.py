@@ -71,7 +71,7 @@ def test_a_shortage_of_descriptors_costs_new_connections_only_and_can_be_seen(ho
 def fill(daemon: DaemonProcess, count: int) -> list[socket.socket]:
     """So many connections that say nothing; those that are turned away or give way are closed at the other end only."""
     address = ("127.0.0.1", int(daemon.url.rpartition(":")[2]))
-    return [socket.create_connection(address, timeout=DEADLINE_S) for _ in range(count)]
+    return [socket.create_connection(address, timeout=patient(DEADLINE_S)) for _ in range(count)]
 
 
 # Three times as many and 200 are less than the 2,048 that importing mlx-lm leaves this process.
@@ -81,7 +81,7 @@ def test_clients_cannot_take_the_descriptors_that_workers_and_mlxctl_need(home: 
     admin = httpx.HTTPTransport(uds=str(home / "run" / "admin.sock"))
     with (
         DaemonProcess(home, "--step-ms 1", files=files) as daemon,
-        httpx.Client(transport=admin, base_url="http://mlxd", timeout=DEADLINE_S) as mlxctl,
+        httpx.Client(transport=admin, base_url="http://mlxd", timeout=patient(DEADLINE_S)) as mlxctl,
     ):
         # A connection of its own for each: one that is kept is the longest idle, and gives way.
         daemon.client.headers["connection"] = "close"
@@ -112,7 +112,9 @@ def test_clients_of_the_admin_socket_have_a_bound_of_their_own(home: Path) -> No
         for _ in range(200):
             idle.append(socket.socket(socket.AF_UNIX))
             idle[-1].connect(path)
-        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://m", timeout=DEADLINE_S) as mlxctl:
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=path), base_url="http://m", timeout=patient(DEADLINE_S)
+        ) as mlxctl:
             assert mlxctl.get("/v1/status").status_code == 200
         assert psutil.Process(daemon.process.pid).num_fds() < 128
         for connection in idle:
@@ -158,6 +160,7 @@ async def test_a_gateway_that_did_not_run_for_a_while_blames_nobody(home: Path) 
         assert (worker.pid, running.events.stuck_workers) == (pid, 0)
 
 
+@pytest.mark.soak
 async def test_an_aborted_process_leaves_its_stacks_in_the_log_and_its_stream_goes_on(
     home: Path, model_folder: ModelFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,6 +179,7 @@ async def test_an_aborted_process_leaves_its_stacks_in_the_log_and_its_stream_go
         assert "worker/engine/loop.py" in caplog.text
 
 
+@pytest.mark.soak
 async def test_a_long_prefill_is_no_stuck_step(home: Path, model_folder: ModelFolder) -> None:
     # A chunk may wait for the machine.
     limits = Limits(heartbeat_s=0.02, step_s=patient(0.25))
@@ -193,6 +197,7 @@ async def test_a_long_prefill_is_no_stuck_step(home: Path, model_folder: ModelFo
         assert running.events.stuck_workers == 0
 
 
+@pytest.mark.soak
 async def test_a_huge_prompt_is_tokenized_beside_the_stream_that_runs(home: Path, tmp_path: Path) -> None:
     model = build("qwen3", tmp_path / "model", max_position_embeddings=1 << 17)
     async with Running(config(home, path=str(model)), command=default_command) as running:

@@ -29,6 +29,7 @@ def running(config: Config, limits: Limits | None = None) -> Running:
     return Running(config, command=default_command, limits=limits)
 
 
+@pytest.mark.soak
 async def test_a_stopped_process_is_noticed_killed_and_replaced_and_its_stream_goes_on(
     home: Path, model_folder: ModelFolder
 ) -> None:

@@ -71,14 +71,14 @@ async def test_streams_of_a_killed_worker_go_on_at_its_successor_and_others_do_n
 async def test_a_stream_outlives_one_worker_after_another(home: Path) -> None:
     async with Running(config(home)) as running:
         worker = await running.ready()
-        stream = running.generate(worker, max_tokens=400)
+        stream = running.generate(worker, max_tokens=200)
         deltas: list[Delta] = []
         for _ in range(3):
             until_count = len([t for d in deltas for t in d.token_ids]) + 20
             while len([t for d in deltas for t in d.token_ids]) < until_count:
                 deltas += await stream.next()
             os.kill(worker.pid, signal.SIGKILL)
-        assert text_of(deltas + await read_all(stream)) == tokens(400)
+        assert text_of(deltas + await read_all(stream)) == tokens(200)
 
 
 async def test_what_was_lost_before_it_was_accepted_is_sent_again(home: Path) -> None:

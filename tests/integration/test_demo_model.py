@@ -11,7 +11,6 @@ from mlx_lm import generate, load
 
 from tests.support.daemon import DaemonProcess
 from tests.support.pool import short_home
-from tests.support.scale import scaled
 from worker.model.loader import DEMO_DIR
 
 CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "The city"}}, "required": ["city"]}
@@ -87,6 +86,13 @@ def functions(choice: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def test_a_daemon_with_no_configuration_lists_the_demo_model_alone(daemon: DaemonProcess) -> None:
     assert [model["id"] for model in daemon.client.get("/v1/models").json()["data"]] == ["demo", "demo-vision"]
+
+
+def test_the_context_that_props_tell_is_the_same_before_and_after_a_load(daemon: DaemonProcess) -> None:
+    before = daemon.client.get("/props?model=demo").json()["default_generation_settings"]
+    said(daemon, "Who are you?")
+
+    assert before == daemon.client.get("/props?model=demo").json()["default_generation_settings"] == {"n_ctx": 32768}
 
 
 @pytest.mark.parametrize("name", ["demo", "default"])
@@ -221,18 +227,14 @@ def alone() -> list[Any]:
     return [(stored, tokenizer), (cast, tokenizer)]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("messages", "options"),
     [
-        *scaled(
-            [
-                (user("Who are you?"), {}),
-                (user("Count from 3 to 12."), {}),
-                (ANSWERED, {"tools": [WEATHER]}),
-                (user("Spell the word umbrella, please."), {"enable_thinking": True}),
-            ],
-            [],
-        ),
+        (user("Who are you?"), {}),
+        (user("Count from 3 to 12."), {}),
+        (ANSWERED, {"tools": [WEATHER]}),
+        (user("Spell the word umbrella, please."), {"enable_thinking": True}),
         ([{"role": "system", "content": "Be brief."}, *user("What is mlxd?")], {}),
         (ASKED_FOR_WEATHER, {"tools": [WEATHER], "enable_thinking": True}),
     ],

@@ -15,6 +15,7 @@ from gateway.supervisor.spawn import default_command
 from tests.gateway.harness import Gateway, running
 from tests.support.models import build
 from tests.support.pool import short_home
+from tests.support.published import check_answer
 from tests.support.reading_models import PAIRS, TEXTS, build_embedder, build_reranker
 
 pytestmark = pytest.mark.anyio
@@ -86,6 +87,27 @@ async def test_token_ids_are_taken_as_they_are(gateway: Gateway) -> None:
     assert (await posted(gateway, "/v1/embeddings", model="bert", input=ids))["data"] == by_text["data"][:1]
 
 
+async def test_content_is_tokenized_without_the_tokens_around_it_as_in_llama_cpp(gateway: Gateway) -> None:
+    whole = (await posted(gateway, "/tokenize", model="bert", prompt="kato"))["tokens"]
+    bare = (await posted(gateway, "/tokenize", model="bert", content="kato", parse_special=True))["tokens"]
+    assert whole == [whole[0], *bare, whole[-1]]
+    for fields in ({"content": "kato", "add_special": True}, {"prompt": "kato", "add_special_tokens": True}):
+        assert (await posted(gateway, "/tokenize", model="bert", **fields))["tokens"] == whole
+    asked = {"model": "bert", "prompt": "kato", "add_special_tokens": False}
+    assert (await posted(gateway, "/tokenize", **asked))["tokens"] == bare
+    decoded = await posted(gateway, "/detokenize", model="bert", tokens=bare)
+    assert decoded["content"] == decoded["prompt"] == "kato"
+
+    for fields, words in (
+        ({"content": ""}, "'content' is empty"),
+        ({}, "'prompt', 'content' and 'messages'"),
+        ({"content": "kato", "prompt": "kato"}, "Exactly one"),
+        ({"content": "kato", "with_pieces": True}, "'with_pieces' is not supported"),
+        ({"content": "kato", "parse_special": False}, "'parse_special' is not supported"),
+    ):
+        assert words in (await refused(gateway, "/tokenize", model="bert", **fields))[2]
+
+
 async def test_a_prompt_of_the_model_changes_the_vector(gateway: Gateway) -> None:
     plain, asked, named = [
         (await posted(gateway, "/v1/embeddings", model="bert", input="kato mira", **fields))["data"][0]["embedding"]
@@ -137,6 +159,27 @@ async def test_documents_are_ranked_by_their_scores(gateway: Gateway) -> None:
         assert "document" not in ranked[0]
     (first,) = (await posted(gateway, "/v1/rerank", **body, top_n=1, return_documents=True))["results"]
     assert first["document"] == {"text": documents[1]}
+
+
+async def test_texts_are_ranked_in_the_form_of_tei(gateway: Gateway) -> None:
+    query, texts = PAIRS[0][0], [PAIRS[0][1], PAIRS[1][1]]
+    body = {"model": "rank", "query": query, "texts": texts}
+    answer = await posted(gateway, "/rerank", **body, raw_scores=False, truncate=False)
+    assert [each["index"] for each in answer] == [1, 0]
+    assert [each["score"] for each in answer] == pytest.approx([SCORES[1], SCORES[0]], abs=5e-6)
+    assert [each.keys() for each in answer] == [{"index", "score"}] * 2
+    whole = await posted(gateway, "/rerank", **body, return_text=True)
+    assert [each["text"] for each in whole] == [texts[1], texts[0]]
+    check_answer("POST", "/rerank", 200, whole)
+
+    long = body | {"texts": ["kato " * 500]}
+    assert (await refused(gateway, "/rerank", **long))[1] == "context_length_exceeded"
+    assert len(await posted(gateway, "/rerank", **long, truncate=True)) == 1
+    for fields in ({"raw_scores": True}, {"truncation_direction": "Left"}):
+        assert (await refused(gateway, "/rerank", **body, **fields))[1] == "unsupported_parameter"
+    assert "'texts' holds an empty text" in (await refused(gateway, "/rerank", **body | {"texts": [""]}))[2]
+    assert "'documents'" in (await refused(gateway, "/rerank", model="rank", query="a"))[2]
+    assert "exclude" in (await refused(gateway, "/rerank", **body, documents=["a"]))[2]
 
 
 async def test_pairs_are_scored_one_by_one_or_against_one_text(gateway: Gateway) -> None:

@@ -178,7 +178,7 @@ def test_a_model_that_drains_is_not_blamed_for_the_crash_of_a_predecessor(crashe
 
 
 def _until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + patient(DEADLINE_S)
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -18,10 +18,9 @@ from tests.integration.test_resume import Answer, Clients, Daemon, check_equal, 
 from tests.support.daemon import is_running
 from tests.support.models import build
 from tests.support.pool import short_home, until
-from tests.support.scale import FULL, patient, scaled
 
 pytestmark = [pytest.mark.anyio, needs_second_loopback]
-DEADLINE_S = patient(90)
+DEADLINE_S = 90
 GROUP = 'group = { nodes = ["local", "studio2"], parallel = "pipeline", backend = "ring" }'
 
 
@@ -80,8 +79,9 @@ def _free_port(host: str) -> int:
         return free.getsockname()[1]
 
 
+@pytest.mark.soak
 async def test_a_model_over_two_daemons_serves_and_a_lost_node_is_a_pause(office: Office) -> None:
-    bodies = requests(scaled(32, 4), max_tokens=lasting(40))
+    bodies = requests(32, max_tokens=lasting(40))
     expected, total = await undisturbed(office.near, bodies)
     clients = Clients(office.near.url)
 
@@ -93,12 +93,11 @@ async def test_a_model_over_two_daemons_serves_and_a_lost_node_is_a_pause(office
         assert not running.done(), "the kill must hit something"
         return running
 
-    if FULL:
-        (rank,) = office.far_ranks()
-        running = await disturbed(5)
-        rank.send_signal(signal.SIGKILL)
-        check_equal(await running, expected)
-        await until(lambda: office.near.model()["state"] == "ready", DEADLINE_S)
+    (rank,) = office.far_ranks()
+    running = await disturbed(5)
+    rank.send_signal(signal.SIGKILL)
+    check_equal(await running, expected)
+    await until(lambda: office.near.model()["state"] == "ready", DEADLINE_S)
 
     # The whole machine: nobody says that its rank is gone.
     (rank,) = office.far_ranks()
@@ -107,7 +106,7 @@ async def test_a_model_over_two_daemons_serves_and_a_lost_node_is_a_pause(office
     rank.send_signal(signal.SIGKILL)
     with Daemon(office.far_home, module="gateway.main") as office.far:
         check_equal(await running, expected)
-        assert office.near.model()["epoch"] == (3 if FULL else 2)
+        assert office.near.model()["epoch"] == 3
         assert office.near.counter("requests_quarantined_total") == 0
         (rank,) = office.far_ranks()
 

@@ -6,7 +6,6 @@ mlxd, and `response-output-phase-schema` sends no request.
 """
 
 import json
-from collections.abc import AsyncGenerator
 from typing import Any, Final, get_args
 
 import httpx
@@ -14,12 +13,7 @@ import openresponses_types.types as published
 import pytest
 from pydantic import BaseModel
 
-from gateway.config.settings import ModelConfig
-from gateway.supervisor.spawn import default_command
-from tests.gateway.harness import Gateway, running
-from tests.support.pool import short_home
-
-pytestmark = pytest.mark.anyio
+from tests.support.daemon import DaemonProcess
 
 GET_WEATHER: Final[dict[str, Any]] = {
     "type": "function",
@@ -36,39 +30,27 @@ IMAGE: Final = "data:image/png;base64,iVBORw0KGgo="
 PAGE: Final = "data:application/pdf;base64,JVBERi0xLjEKJSVFT0Y="
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def gateway() -> AsyncGenerator[Gateway, None]:
-    with short_home() as home:
-        async with running(home, models=[ModelConfig(name="demo", path="demo")], command=default_command) as made:
-            yield made
-
-
 def message(role: str, content: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "message", "role": role, "content": content, **fields}
 
 
-async def post(gateway: Gateway, path: str = "", **body: Any) -> httpx.Response:
+def post(demo_daemon: DaemonProcess, path: str = "", **body: Any) -> httpx.Response:
     headers = {"Authorization": "Bearer any"}
-    return await gateway.client.post(f"/v1/responses{path}", json={"model": "demo", **body}, headers=headers)
+    return demo_daemon.client.post(f"/v1/responses{path}", json={"model": "demo", **body}, headers=headers)
 
 
-async def answer(gateway: Gateway, **body: Any) -> dict[str, Any]:
+def answer(demo_daemon: DaemonProcess, **body: Any) -> dict[str, Any]:
     """A whole response, which is as published and has output."""
-    reply = await post(gateway, **body, stream=False)
+    reply = post(demo_daemon, **body, stream=False)
     assert reply.status_code == 200, reply.text
     published.ResponseResource.model_validate_json(reply.content)
     assert reply.json()["output"]
     return reply.json()
 
 
-async def stream(gateway: Gateway, **body: Any) -> list[dict[str, Any]]:
+def stream(demo_daemon: DaemonProcess, **body: Any) -> list[dict[str, Any]]:
     """The events of a stream, each as published, and numbered; the last one has a whole response."""
-    reply = await post(gateway, **body, stream=True)
+    reply = post(demo_daemon, **body, stream=True)
     assert reply.status_code == 200, reply.text
     blocks = [block.split("\n") for block in reply.text.split("\n\n") if block]
     events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
@@ -113,27 +95,27 @@ TEXTS: Final[dict[str, list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("test", TEXTS)
-async def test_a_text(gateway: Gateway, test: str) -> None:
-    assert (await answer(gateway, input=TEXTS[test]))["status"] == "completed"
+def test_a_text(demo_daemon: DaemonProcess, test: str) -> None:
+    assert (answer(demo_daemon, input=TEXTS[test]))["status"] == "completed"
 
 
-async def test_streaming_response(gateway: Gateway) -> None:
-    events = await stream(gateway, input=[message("user", "Count from 1 to 5.")])
+def test_streaming_response(demo_daemon: DaemonProcess) -> None:
+    events = stream(demo_daemon, input=[message("user", "Count from 1 to 5.")])
 
     assert events[-1]["type"] == "response.completed"
     assert events[-1]["response"]["status"] == "completed"
 
 
-async def test_tool_calling(gateway: Gateway) -> None:
+def test_tool_calling(demo_daemon: DaemonProcess) -> None:
     asked = [message("user", "What's the weather like in San Francisco?")]
-    whole = await answer(gateway, input=asked, tools=[GET_WEATHER])
+    whole = answer(demo_daemon, input=asked, tools=[GET_WEATHER])
 
     assert "function_call" in {item["type"] for item in whole["output"]}
 
 
-async def test_tool_calling_streaming(gateway: Gateway) -> None:
+def test_tool_calling_streaming(demo_daemon: DaemonProcess) -> None:
     asked = [message("user", "What's the weather like in San Francisco?")]
-    events = await stream(gateway, input=asked, tools=[GET_WEATHER])
+    events = stream(demo_daemon, input=asked, tools=[GET_WEATHER])
 
     types = [event["type"] for event in events]
     assert "response.function_call_arguments.delta" in types
@@ -143,34 +125,34 @@ async def test_tool_calling_streaming(gateway: Gateway) -> None:
         assert "function_call" in items
 
 
-async def test_function_call_roundtrip(gateway: Gateway) -> None:
-    first = await answer(
-        gateway,
+def test_function_call_roundtrip(demo_daemon: DaemonProcess) -> None:
+    first = answer(
+        demo_daemon,
         input="Use the weather tool to get the temperature in San Francisco.",
         tools=[GET_WEATHER],
         tool_choice={"type": "function", "name": "get_weather"},
     )
     call = next(item for item in first["output"] if item["type"] == "function_call")
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "64 degrees and clear"}
-    second = await answer(gateway, previous_response_id=first["id"], input=[result])
+    second = answer(demo_daemon, previous_response_id=first["id"], input=[result])
 
     assert second["status"] == "completed"
 
 
-async def test_previous_response_id(gateway: Gateway) -> None:
-    first = await answer(gateway, input="Remember this code word: papaya. Reply with only OK.")
+def test_previous_response_id(demo_daemon: DaemonProcess) -> None:
+    first = answer(demo_daemon, input="Remember this code word: papaya. Reply with only OK.")
     asked = "What code word did I ask you to remember?"
-    second = await answer(gateway, previous_response_id=first["id"], input=asked)
+    second = answer(demo_daemon, previous_response_id=first["id"], input=asked)
 
     assert (second["status"], second["previous_response_id"]) == ("completed", first["id"])
 
 
-async def test_compact_response(gateway: Gateway) -> None:
+def test_compact_response(demo_daemon: DaemonProcess) -> None:
     said = [
         message("user", "We agreed to launch on Tuesday and notify support first."),
         message("assistant", "Understood. The launch is Tuesday, with support notified beforehand."),
     ]
-    reply = await post(gateway, "/compact", prompt_cache_key="openresponses-compact-test", input=said)
+    reply = post(demo_daemon, "/compact", prompt_cache_key="openresponses-compact-test", input=said)
 
     assert reply.status_code == 200, reply.text
     published.CompactResource.model_validate_json(reply.content)
@@ -178,8 +160,8 @@ async def test_compact_response(gateway: Gateway) -> None:
     assert "compaction" in {item["type"] for item in reply.json()["output"]}
 
 
-async def test_compact_missing_model(gateway: Gateway) -> None:
-    reply = await gateway.client.post("/v1/responses/compact", json={"input": [message("user", "Compact this.")]})
+def test_compact_missing_model(demo_daemon: DaemonProcess) -> None:
+    reply = demo_daemon.client.post("/v1/responses/compact", json={"input": [message("user", "Compact this.")]})
 
     assert reply.status_code in (400, 422)
 
@@ -192,11 +174,11 @@ async def test_compact_missing_model(gateway: Gateway) -> None:
     ],
     ids=["image-input", "file-input"],
 )
-async def test_what_a_text_model_cannot_see_is_refused_in_so_many_words(
-    gateway: Gateway, part: dict[str, Any], code: str, reason: str
+def test_what_a_text_model_cannot_see_is_refused_in_so_many_words(
+    demo_daemon: DaemonProcess, part: dict[str, Any], code: str, reason: str
 ) -> None:
     asked = message("user", [{"type": "input_text", "text": "What is this?"}, part])
-    reply = await post(gateway, input=[asked])
+    reply = post(demo_daemon, input=[asked])
 
     assert reply.status_code == 400
     error = reply.json()["error"]

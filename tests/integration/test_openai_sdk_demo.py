@@ -6,13 +6,9 @@ from typing import Any
 
 import openai
 import pytest
-from msgspec.structs import replace
 from openai.types.chat import ChatCompletionMessage
 
-from gateway.config.settings import ModelConfig
-from gateway.supervisor.spawn import default_command
-from tests.gateway.harness import Gateway, running
-from tests.support.pool import short_home
+from tests.support.daemon import DaemonProcess
 
 pytestmark = pytest.mark.anyio
 
@@ -30,24 +26,9 @@ WEATHER = {
 }
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def gateway() -> AsyncGenerator[Gateway, None]:
-    # The lane is taken unchecked, which saves a second a load: the check has tests of its own.
-    demo = ModelConfig(name="demo", path="demo", batching="together")
-    models = [demo, replace(demo, name="small", context=256)]
-    with short_home() as home:
-        async with running(home, models=models, command=default_command) as made:
-            yield made
-
-
 @pytest.fixture
-async def client(gateway: Gateway) -> AsyncGenerator[openai.AsyncOpenAI, None]:
-    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as made:
+async def client(demo_daemon: DaemonProcess) -> AsyncGenerator[openai.AsyncOpenAI, None]:
+    async with openai.AsyncOpenAI(base_url=f"{demo_daemon.url}/v1", api_key="x", max_retries=0) as made:
         yield made
 
 

@@ -11,7 +11,6 @@ from gateway.access.key import Key
 from gateway.access.key_file import KeyFile
 from tests.support.daemon import ROOT, DaemonProcess
 from tests.support.pool import short_home
-from tests.support.scale import scaled
 
 # `make fuzz` sets it: with it the schemas' boundaries are tried too, and all is repeated until the time is up.
 FUZZ_S = os.environ.get("MLXD_FUZZ_S")
@@ -33,7 +32,7 @@ AMOUNT = (
     "--phases",
     "fuzzing,stateful",
     "-n",
-    scaled("8", "2"),
+    "8",
     "--suppress-health-check",
     "too_slow",
     "--generation-deterministic",
@@ -54,11 +53,10 @@ def fuzz(daemon: DaemonProcess, key: str, *options: str) -> None:
     assert done.returncode == 0, "\n".join([done.stdout[-20_000:], done.stderr, *failed])
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("module", ["tests.support.scripted_daemon", "gateway.main"])
 def test_every_answer_is_one_that_the_document_tells_of(module: str) -> None:
     is_scripted = module != "gateway.main"
-    if not is_scripted and FUZZ_S is None:
-        pytest.skip("the embedded model is asked by `make fuzz`")
     with short_home() as home:
         (home / "mlxd.toml").write_text(CONFIG)
         keys = KeyFile(home / "keys" / "keys.json")

@@ -184,6 +184,19 @@ async def test_more_of_them_than_an_answer_holds_are_a_400_and_nothing_else(
     assert (await posted(gateway, CHAT, prompt_logprobs=3)).json()["prompt_logprobs"]
 
 
+async def test_scores_of_one_token_on_recurrent_layers_restart_no_worker(model_folder: Callable[[str], Path]) -> None:
+    body = {"model": "r", "prompt": [[50], [51]], "max_tokens": 0, "echo": True, "logprobs": 1}
+    async with serving(ModelConfig(name="r", path=str(model_folder("qwen3_5")))) as gateway:
+        pids: set[int | None] = set()
+        for _ in range(3):
+            reply = await gateway.client.post(TEXT, json=body)
+            assert reply.status_code == 200, reply.text
+            choices_of = reply.json()["choices"]
+            assert [each["logprobs"]["token_logprobs"] for each in choices_of] == [[None], [None]]
+            pids.add(gateway.pool.worker("r").pid)
+    assert len(pids) == 1
+
+
 @both
 async def test_several_prompts_and_parts_of_them_are_told_apart(path: str, gateway: Gateway) -> None:
     cut = (await posted(gateway, path, truncate_prompt_tokens=9, prompt_logprobs=1, max_tokens=2)).json()
@@ -235,6 +248,7 @@ async def test_a_peers_model_tells_the_same(gateway: Gateway, folder: Path) -> N
                 assert ids_of(path, chunks) == ([whole["prompt_token_ids"]], here["choices"][0]["token_ids"])
 
 
+@pytest.mark.soak
 async def test_ids_of_a_stream_whose_worker_was_killed_are_the_same(gateway: Gateway) -> None:
     fields = {"max_tokens": 800, "ignore_eos": True}
     expected = (await posted(gateway, CHAT, **fields)).json()
@@ -248,6 +262,7 @@ async def test_ids_of_a_stream_whose_worker_was_killed_are_the_same(gateway: Gat
     assert ids_of(CHAT, chunks) == ([expected["prompt_token_ids"]], expected["choices"][0]["token_ids"])
 
 
+@pytest.mark.soak
 async def test_a_prompt_whose_worker_is_killed_amid_its_scores_is_told_once(gateway: Gateway) -> None:
     prompt = [20 + at * 7 % 400 for at in range(1500)]
     fields = {"prompt": prompt, "prompt_logprobs": 2, "max_tokens": 1}

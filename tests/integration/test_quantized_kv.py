@@ -30,7 +30,7 @@ async def test_every_dialect_names_the_bits_in_whole_answers_and_in_streams() ->
         card = (await gateway.client.get("/v1/models/m")).json()
         assert card["kv_bits"] == 8
         metrics = (await gateway.client.get("/metrics")).text
-        assert 'mlxd_kv_cache_bits{model="m"} 8.0' in metrics
+        assert 'mlxd_kv_cache_quantization{model="m"} 8.0' in metrics
 
 
 @pytest.mark.anyio

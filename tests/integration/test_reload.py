@@ -20,6 +20,7 @@ from tests.integration.test_resume import DEADLINE_S, Answer, Clients, check_equ
 from tests.support.ctl import ctl
 from tests.support.daemon import ROOT, DaemonProcess, is_running, stream_text, write_config
 from tests.support.pool import short_home, tokens, until
+from tests.support.scale import patient, scaled
 
 pytestmark = pytest.mark.anyio
 DAEMON = [sys.executable, "-m", "tests.support.scripted_daemon"]
@@ -32,7 +33,7 @@ class Daemon(DaemonProcess):
         super().__enter__()
         # Made now: making one takes longer than the streams that a reload must hit.
         transport = httpx.HTTPTransport(uds=str(self.home / "run" / "admin.sock"))
-        self.admin = httpx.Client(transport=transport, base_url="http://mlxd", timeout=DEADLINE_S)
+        self.admin = httpx.Client(transport=transport, base_url="http://mlxd", timeout=patient(DEADLINE_S))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -90,6 +91,7 @@ async def undisturbed(url: str, bodies: list[dict[str, Any]]) -> tuple[list[Answ
 # -- no stream notices -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 async def test_no_stream_of_another_model_notices_a_reload(daemon: Daemon) -> None:
     bodies = requests(32, max_tokens=240)
     expected, total = await undisturbed(daemon.url, bodies)
@@ -114,7 +116,7 @@ async def test_no_stream_of_another_model_notices_a_reload(daemon: Daemon) -> No
 
 
 async def test_streams_of_a_model_that_is_changed_pause_and_go_on(daemon: Daemon) -> None:
-    bodies = requests(16, max_tokens=240)
+    bodies = requests(scaled(16, 6), max_tokens=240)
     expected, total = await undisturbed(daemon.url, bodies)
     # Fewer at once and none that may wait: what runs was admitted before.
     daemon.rewrite("[models.m]\n", "[models.m]\nprefill_chunk = 64\nmax_waiting = 0\n")

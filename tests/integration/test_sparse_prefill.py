@@ -21,6 +21,7 @@ ANSWERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.anyio
 async def test_every_dialect_names_what_was_kept_of_the_prompt(model_folder: Callable[[str], Path]) -> None:
     folder = str(model_folder("qwen3"))

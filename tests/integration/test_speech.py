@@ -225,6 +225,7 @@ async def test_lists_and_metrics_say_what_audio_models_are(gateway: Gateway) -> 
     assert numbers['mlxd_audio_spoken_seconds_total{model="speaker"}'] > 0.1
 
 
+@pytest.mark.soak
 async def test_a_killed_worker_is_a_pause_for_a_transcript_and_for_speech(gateway: Gateway) -> None:
     whole = (await heard(gateway)).json()["text"]
     speech = await spoken(gateway, response_format="pcm")

@@ -71,6 +71,54 @@ async def test_completions_are_constrained_too(gateway: Gateway) -> None:
     assert {choice["text"] for choice in reply.json()["choices"]} <= {"yes", "no"}
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/chat/completions"])
+async def test_constraints_in_the_words_of_llama_cpp_and_sglang_are_held(gateway: Gateway, path: str) -> None:
+    asked: dict[str, Any] = asking() | {"prompt": "a"} if path == "/v1/completions" else asking()
+
+    async def said(**fields: Any) -> str:
+        reply = await gateway.client.post(path, json=asked | fields)
+        assert reply.status_code == 200, reply.text
+        assert "grammar" not in reply.headers.get("x-mlxd-ignored", "")
+        choice = reply.json()["choices"][0]
+        return choice["text"] if path == "/v1/completions" else choice["message"]["content"]
+
+    assert await said(grammar='root ::= "a"{5,5}') == "aaaaa"
+    assert await said(ebnf='root ::= "b" "c"') == "bc"
+    assert await said(regex="[xy]{3}z") in {f"{a}{b}{c}z" for a in "xy" for b in "xy" for c in "xy"}
+    jsonschema.validate(json.loads(await said(json_schema=SCHEMA)), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"grammar": 'root ::= "a'}, "grammar"),
+        ("/v1/chat/completions", {"json_schema": {"type": "array", "uniqueItems": True}}, "json_schema"),
+        ("/v1/chat/completions", {"samplers": ["top_k"]}, "samplers"),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 5, "grammar": 'root ::= "a"'}, "grammar"),
+        ("/v1/messages", {"grammar": 'root ::= "a"'}, None),
+        ("/api/chat", {"grammar": 'root ::= "a"'}, None),
+    ],
+)
+async def test_a_constraint_that_is_not_held_is_a_400_in_the_dialect_of_the_route(
+    gateway: Gateway, path: str, fields: dict[str, Any], param: str | None
+) -> None:
+    body = asking(**fields)
+    if path in ("/v1/responses", "/api/chat"):
+        del body["max_tokens"]
+    reply = await gateway.client.post(path, json=body)
+
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    match path:
+        case "/v1/messages":
+            assert (reply.json()["type"], error["type"]) == ("error", "invalid_request_error")
+            assert "'grammar' is not supported: set 'output_config.format'" in error["message"]
+        case "/api/chat":
+            assert error.startswith("'grammar' is not supported: set 'format'")
+        case _:
+            assert error["param"] == param
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_without_strict_a_schema_is_held_as_far_as_it_can_be_and_a_header_says_what_is_not(
     gateway: Gateway, stream: bool

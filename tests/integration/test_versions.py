@@ -16,7 +16,7 @@ import pytest
 from tests.support import before
 from tests.support.daemon import ROOT, DaemonProcess, is_running, write_config
 from tests.support.pool import short_home, tokens
-from tests.support.scale import FULL, patient
+from tests.support.scale import patient
 
 BEFORE = "e954cef"
 WORKER = ROOT / "tests" / "workers" / "before.py"
@@ -32,8 +32,6 @@ def home() -> Iterator[Path]:
 @pytest.fixture
 def old_code(tmp_path: Path) -> Path:
     """The packages of the version before, from the history of this repository."""
-    if not FULL:
-        pytest.skip("whole versions are for `make soak`")
     archive = subprocess.run(["git", "archive", BEFORE, "gateway", "worker", "protocol"], cwd=ROOT, capture_output=True)
     if archive.returncode:
         pytest.skip(f"no {BEFORE} here: {archive.stderr.decode(errors='replace').strip()}")
@@ -117,6 +115,7 @@ def complete(gateway: before.Gateway, prompt: str, tokens: int) -> str:
                 return text
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("is_old_first", [True, False], ids=["old-new-old", "new-old-new"])
 def test_whole_versions_hand_over_to_each_other_and_keep_the_model_loaded(
     home: Path, old_code: Path, is_old_first: bool

@@ -149,6 +149,7 @@ async def test_open_responses_image_input(gateway: Gateway) -> None:
     assert (reply.json()["status"], bool(reply.json()["output"])) == ("completed", True)
 
 
+@pytest.mark.soak
 async def test_a_clip_and_its_reverse_are_told_apart(gateway: Gateway) -> None:
     frames = [encoded(shape("circle", RED, x, side=96), "JPEG", quality=95) for x in (4, 24, 44, 64)]
 
@@ -219,6 +220,7 @@ async def test_one_image_again_is_neither_decoded_nor_encoded_nor_prefilled(gate
     assert again["prompt_tokens_details"]["cached_tokens"] >= 64 > first["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.soak
 async def test_a_stream_about_an_image_outlives_its_worker_to_the_same_words(gateway: Gateway) -> None:
     fields = {"ignore_eos": True, "max_tokens": 300}
     whole = await answer(gateway, user("Describe the picture.", CIRCLE), **fields)

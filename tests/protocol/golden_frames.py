@@ -64,7 +64,7 @@ def down() -> list[m.Down]:
         m.Generate(1 << 62, chat, sampling, 100, ("a", "\n"), 5, True, -3, 1500, True, "00-trace"),
         m.Generate(
             2,
-            m.TextPrompt("né 🙂", m.Infill("b", "c", (("a.py", "d"),))),
+            m.TextPrompt("né 🙂", m.Infill("b", "c", (("a.py", "d"),)), False),
             m.Sampling(),
             most_drafted=3,
             prediction="né",

@@ -97,7 +97,6 @@ WORKER: Final = {
     "repack": "errors experts model",
     "kv_publisher": "cache",
     "__main__": "main",
-    "smoke": "errors prompt checked_model verify",
 }
 
 # Stems that two modules share, because they are the same thing on two sides.

@@ -77,6 +77,7 @@ def test_a_request_that_says_more_than_a_worker_knows_is_told_by_the_field(
         (ScorePrompt(("a",), ("b",)), "prompts of models that read"),
         (ChatPrompt([], media=(Media("image", b"", b""),)), "media"),
         (TextPrompt("a", Infill("b")), "infill"),
+        (TextPrompt("a", adds_special=False), "adds_special"),
         (TextPrompt("a"), None),
         (TokensPrompt((1,)), None),
     ],

@@ -11,6 +11,7 @@ import zmq
 
 from protocol import sockets
 from protocol.codec import MAX_FRAME_BYTES
+from tests.support.scale import patient
 from tests.support.wire import TIMEOUT_MS, Wire
 
 
@@ -55,10 +56,10 @@ def test_every_socket_has_the_limits_of_the_protocol(wire: Wire) -> None:
 def test_an_empty_frame_makes_a_worker_reachable(wire: Wire) -> None:
     router, dealer = wire.router(), wire.dealer(b"qwen#3")
     dealer.send(b"")
-    assert router.poll(TIMEOUT_MS)
+    assert router.poll(patient(TIMEOUT_MS))
     assert router.recv_multipart() == [b"qwen#3", b""]
     router.send_multipart([b"qwen#3", b"hello"])
-    assert dealer.poll(TIMEOUT_MS)
+    assert dealer.poll(patient(TIMEOUT_MS))
     assert dealer.recv() == b"hello"
 
 
@@ -81,7 +82,7 @@ def test_an_oversized_frame_is_never_delivered(wire: Wire) -> None:
     # The sender is cut off, connects again, and goes on: the next frame arrives first.
     other = wire.push()
     other.send(b"after")
-    assert pull.poll(TIMEOUT_MS)
+    assert pull.poll(patient(TIMEOUT_MS))
     assert pull.recv() == b"after"
 
 

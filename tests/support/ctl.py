@@ -12,7 +12,7 @@ from typing import Final
 from tests.support.scale import patient
 
 COMMAND: Final = (sys.executable, "-P", "-c", "from gateway.ctl import main; main()")
-TIMEOUT_S: Final = patient(60)
+TIMEOUT_S: Final = 60
 # The server of the standard library: it has one thread, so what it forks is sound.
 _SERVER: Final = multiprocessing.get_context("forkserver")
 # Modules that read the environment as they are imported, as huggingface_hub does, must not be among them.
@@ -33,7 +33,7 @@ def ctl(home: Path, *words: str, stdin: str | None = None) -> subprocess.Complet
             Path(file).write_text(text)
         process = _SERVER.Process(target=_run, args=(words, environment(home), files))
         process.start()
-        process.join(TIMEOUT_S)
+        process.join(patient(TIMEOUT_S))
         if process.exitcode is None:
             process.kill()
             process.join()
@@ -47,7 +47,7 @@ def started(home: Path, *words: str, stdin: str | None = None) -> subprocess.Com
     """The same with an interpreter of its own, as a shell starts it: for the start itself."""
     command = [*COMMAND, *words]
     return subprocess.run(
-        command, capture_output=True, text=True, env=environment(home), timeout=TIMEOUT_S, input=stdin or ""
+        command, capture_output=True, text=True, env=environment(home), timeout=patient(TIMEOUT_S), input=stdin or ""
     )
 
 

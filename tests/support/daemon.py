@@ -20,7 +20,7 @@ import psutil
 from tests.support.scale import patient
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = patient(20)
+DEADLINE_S = 20
 
 
 class DaemonProcess:
@@ -55,7 +55,7 @@ class DaemonProcess:
 
     def __enter__(self) -> Self:
         self.url = self._wait_for_url()
-        self.client = httpx.Client(base_url=self.url, timeout=DEADLINE_S)
+        self.client = httpx.Client(base_url=self.url, timeout=patient(DEADLINE_S))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -85,13 +85,13 @@ class DaemonProcess:
         self.process.wait()
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
-        return self.process.wait(deadline_s)
+        return self.process.wait(patient(deadline_s))
 
     def new_log(self) -> str:
         return self.log.read_bytes()[self._log_start :].decode(errors="replace")
 
     def _wait_for_url(self) -> str:
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + patient(DEADLINE_S)
         while time.monotonic() < end and self.process.poll() is None:
             if found := re.search(r"mlxd serves .* on (https?://[^\"\s]+)", self.new_log()):
                 return found[1]

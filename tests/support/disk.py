@@ -6,12 +6,12 @@ from pathlib import Path
 from tests.support.scale import patient
 from worker.cache.disk import CacheDisk, Entry, Read
 
-DEADLINE_S = patient(20)
+DEADLINE_S = 20
 
 
 def written(disk: CacheDisk) -> None:
     """Until everything that was queued is on disk, or dropped."""
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + patient(DEADLINE_S)
     while disk.queued_bytes:
         assert time.monotonic() < end, "the disk cache does not finish writing"
         time.sleep(0.001)
@@ -19,7 +19,7 @@ def written(disk: CacheDisk) -> None:
 
 def read(disk: CacheDisk, entry: Entry, *, with_state: bool = True) -> Read:
     wish = disk.read(entry, with_state=with_state)
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + patient(DEADLINE_S)
     while not wish.is_done:
         assert time.monotonic() < end, "the disk cache does not finish reading"
         time.sleep(0.001)

@@ -13,7 +13,7 @@ from typing import Final
 from gateway.http.connection import BEHIND_BYTES_MAX
 from tests.support.scale import patient
 
-DEADLINE_S: Final = patient(60)
+DEADLINE_S: Final = 60
 # What the system takes for a client that does not read.
 SMALL_BUFFER: Final = 4096
 PUSHES: Final = 500
@@ -390,10 +390,10 @@ async def attack(port: int, seed: int, findings: Findings) -> None:
     name = kind.__name__  # type: ignore[attr-defined]
     findings.kinds[name] = findings.kinds.get(name, 0) + 1
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(patient(DEADLINE_S)):
             await kind(port, maker, findings)
     except TimeoutError:
-        findings.problems.append(f"{name}, seed {seed}: neither answered nor closed in {DEADLINE_S:g} s")
+        findings.problems.append(f"{name}, seed {seed}: neither answered nor closed in {patient(DEADLINE_S):g} s")
     except ConnectionError:
         # It was idle for longest, or there was no room for it.
         pass

@@ -44,7 +44,7 @@ from worker.prompt.intake import Intake
 from worker.prompt.sparse_limits import SparseLimits
 from worker.speculation.drafter import Drafter
 
-TIMEOUT_S = patient(60)
+TIMEOUT_S = 60
 
 
 @dataclass
@@ -123,14 +123,14 @@ class EngineHarness:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._is_loaded.wait(TIMEOUT_S)
+        assert self._is_loaded.wait(patient(TIMEOUT_S))
         if self.error is not None:
             raise self.error
         return self
 
     def __exit__(self, *_: object) -> None:
         self._inbox.put(Shutdown())
-        self._thread.join(TIMEOUT_S)
+        self._thread.join(patient(TIMEOUT_S))
         assert not self._thread.is_alive()
 
     def _main(self) -> None:
@@ -233,7 +233,7 @@ class EngineHarness:
 
     def wait(self, condition: Any, what: str = "the condition") -> None:
         """Until `condition()` holds; messages wake it."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + patient(TIMEOUT_S)
         with self.changed:
             while not condition():
                 assert not self._has_ended, f"the engine ended before {what}: {self.error!r}"

@@ -27,7 +27,7 @@ from tests.support.machine import Recorder
 from tests.support.scale import patient
 
 SCRIPTED = Path(__file__).parents[1] / "workers" / "scripted.py"
-DEADLINE_S = patient(30)
+DEADLINE_S = 30
 
 
 def scripted(*options: str) -> Command:
@@ -93,7 +93,7 @@ class Running:
         self.pids |= {view.pid for view in self.pool.workers() if view.pid}
 
     async def ready(self, model: str = "m") -> WorkerHandle:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(patient(DEADLINE_S)):
             worker = await self.pool.ensure_ready(model)
         self.note_pids()
         return worker
@@ -113,7 +113,7 @@ class Running:
 async def read_all(collector: Collector) -> list[Delta]:
     """Every delta to the end, within the deadline."""
     deltas: list[Delta] = []
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         while not collector.is_done:
             deltas += await collector.next()
     return deltas
@@ -135,7 +135,7 @@ def tokens(count: int) -> str:
 
 async def until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
     """Poll, with a deadline."""
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + patient(deadline_s)
     while not condition():
         assert time.monotonic() < end, "the deadline passed"
         await asyncio.sleep(0.01)

@@ -19,7 +19,7 @@ from tests.support.scale import patient
 from tests.support.wire import Wire
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = patient(30)
+TIMEOUT_S = 30
 Message = TypeVar("Message")
 
 
@@ -63,7 +63,7 @@ class Gateway:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(TIMEOUT_S)
+        self.process.wait(patient(TIMEOUT_S))
         self.wire.__exit__()
 
     def ready(self) -> Ready:
@@ -74,7 +74,7 @@ class Gateway:
 
     def reachable(self) -> None:
         """Until the worker's empty frame is here: from now on it can be sent to."""
-        assert self._router.poll(TIMEOUT_S * 1e3), self.stderr()
+        assert self._router.poll(patient(TIMEOUT_S) * 1e3), self.stderr()
         assert self._router.recv_multipart() == [self.spec.identity, b""]
 
     def send(self, message: Down) -> None:
@@ -95,7 +95,7 @@ class Gateway:
         for socket in (self._router, self._pull):
             socket.close(linger=0)
         self._router, self._pull = self.wire.router(), self.wire.pull()
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + patient(TIMEOUT_S)
         while True:
             try:
                 return self.send(Welcome(0, boot, 1.0))
@@ -105,7 +105,7 @@ class Gateway:
 
     def expect(self, kind: type[Message], where: Callable[[Message], bool] = lambda _: True) -> Message:
         """The next message of this kind that was not expected before."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + patient(TIMEOUT_S)
         while True:
             while self._read < len(self.seen):
                 message = self.seen[self._read]
@@ -119,7 +119,7 @@ class Gateway:
         return self.expect(Pong, lambda pong: pong.seq == seq)
 
     def exit_status(self) -> int:
-        return self.process.wait(TIMEOUT_S)
+        return self.process.wait(patient(TIMEOUT_S))
 
     def signal(self, signum: signal.Signals) -> None:
         self.process.send_signal(signum)
@@ -128,7 +128,7 @@ class Gateway:
         return (self.home / "stderr").read_text(errors="replace")
 
     def wait_for_stderr(self, text: str) -> str:
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + patient(TIMEOUT_S)
         while text not in self.stderr():
             assert time.monotonic() < deadline, self.stderr()
             time.sleep(0.01)

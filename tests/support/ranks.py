@@ -18,12 +18,17 @@ from tests.support.process import Gateway
 from tests.support.scale import patient
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = patient(60)
+DEADLINE_S = 60
 
 
 def ranks_with(spec: WorkerSpec, **changes: Any) -> list[WorkerSpec]:
     """The specifications of all ranks at one start; `changes` are of their deadlines."""
-    patience = {"join_s": DEADLINE_S, "load_s": DEADLINE_S, "beat_s": patient(6), "step_s": patient(10)} | changes
+    patience = {
+        "join_s": patient(DEADLINE_S),
+        "load_s": patient(DEADLINE_S),
+        "beat_s": patient(6),
+        "step_s": patient(10),
+    } | changes
     return [replace(each, rank=replace(each.rank, **patience)) for each in ranks_of(spec) if each.rank is not None]
 
 
@@ -82,7 +87,7 @@ class RunningGroup(Gateway):
         for process in self.ranks[1:]:
             if process.poll() is None:
                 process.kill()
-            process.wait(DEADLINE_S)
+            process.wait(patient(DEADLINE_S))
         super().__exit__(*details)
 
     def stderr(self) -> str:
@@ -125,7 +130,7 @@ class RunningGroup(Gateway):
         return self.statuses()
 
     def statuses(self) -> list[int]:
-        return [process.wait(DEADLINE_S) for process in self.ranks]
+        return [process.wait(patient(DEADLINE_S)) for process in self.ranks]
 
     def ready_group(self) -> Ready:
         ready = self.ready()

@@ -1,6 +1,6 @@
 """Size of the suite and patience of its deadlines: what `make test` does in small, and how slow this machine is now.
 
-`MLXD_TEST_FULL=1` (`make soak` and `make fuzz` set it) runs every storm, sample and property in full.
+`MLXD_TEST_FULL=1` (`make soak` sets it) runs every storm, sample and property in full.
 """
 
 import os
@@ -8,16 +8,56 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 FULL: Final = os.environ.get("MLXD_TEST_FULL", "") not in ("", "0")
-# What `_work` and `_start` take on a core of a quiet machine of 2020 or later.
-_WORK_S: Final = 0.06
+AGAIN_S: Final = 60.0
+# What a round of `_work` and `_start` take on a core of a quiet machine of 2020 or later.
+_ROUND_S: Final = 6e-8
 _START_S: Final = 0.015
+_ROUNDS_FIRST: Final = 1_000_000
+_ROUNDS_AGAIN: Final = 100_000
 # Beyond it a machine is not slow but stuck.
 _MOST: Final = 20.0
 _NAME: Final = "MLXD_TEST_PATIENCE"
+_CORES: Final = os.cpu_count() or 1
+# Processes of xdist to a core.
+_BESIDE: Final = max(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) / _CORES, 1.0)
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Patience:
+    """Factor of deadlines, which grows with the load and is never below that of the start.
+
+    It falls by `relax` alone: a part that was started with a limit and the deadline of the wait for it have one factor.
+    """
+
+    first: float
+    measure: Callable[[], float]
+    clock: Callable[[], float] = time.monotonic
+    factor: float = field(init=False)
+    _newest: float = field(init=False)
+    _measured_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.factor = self._newest = self.first
+        self._measured_at = self.clock()
+
+    def now(self) -> float:
+        """The factor, after a new measurement where the last one is older than a minute."""
+        now = self.clock()
+        if now - self._measured_at >= AGAIN_S:
+            # Before the measurement: other threads need not measure too.
+            self._measured_at = now
+            self._newest = max(self.measure(), self.first)
+            self.factor = max(self.factor, self._newest)
+        return self.factor
+
+    def relax(self) -> None:
+        """Fall to the newest measurement."""
+        self.factor = self._newest
 
 
 def scaled(full: T, small: T) -> T:
@@ -25,9 +65,14 @@ def scaled(full: T, small: T) -> T:
     return full if FULL else small
 
 
+def patience() -> float:
+    """Slowness of this machine beside a quiet one, with the processes that share it; never below 1."""
+    return min(PATIENCE.now() * _BESIDE, _MOST)
+
+
 def patient(seconds: float) -> float:
     """A deadline, or a limit that the machine's slowness must not reach, on this machine at this time."""
-    return seconds * PATIENCE
+    return seconds * patience()
 
 
 def _timed(work: Callable[[], None]) -> float:
@@ -36,26 +81,29 @@ def _timed(work: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def _work() -> None:
-    sum(at * at % 7 for at in range(1_000_000))
+def _work(rounds: int) -> None:
+    sum(at * at % 7 for at in range(rounds))
 
 
 def _start() -> None:
     subprocess.run([sys.executable, "-I", "-S", "-c", ""], check=True)
 
 
-def _patience() -> float:
-    """Slowness of this machine beside a quiet one, with the processes that share it; never below 1.
+def _slowness(rounds: int) -> float:
+    return _timed(lambda: _work(rounds)) / (rounds * _ROUND_S)
 
-    Measured once: processes of one run (xdist's, daemons) inherit it, so that both ends of a deadline agree.
-    """
-    cores = os.cpu_count() or 1
-    beside = max(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) / cores, 1.0)
+
+def _loaded(slowness: float) -> float:
+    load = max(os.getloadavg()[0] / _CORES, 1.0)
+    return round(min(max(slowness, 1.0) * load, _MOST), 1)
+
+
+def _first() -> float:
+    """Factor at the start of a run, inherited by its other processes (xdist's, daemons): they all agree."""
     if _NAME not in os.environ:
-        slowness = max(_timed(_work) / _WORK_S, _timed(_start) / _START_S, 1.0)
-        load = max(os.getloadavg()[0] / cores, 1.0)
-        os.environ[_NAME] = str(round(min(slowness * load, _MOST), 1))
-    return min(float(os.environ[_NAME]) * beside, _MOST)
+        slowness = max(_slowness(_ROUNDS_FIRST), _timed(_start) / _START_S)
+        os.environ[_NAME] = str(_loaded(slowness))
+    return float(os.environ[_NAME])
 
 
-PATIENCE: Final = _patience()
+PATIENCE: Final = Patience(_first(), measure=lambda: _loaded(_slowness(_ROUNDS_AGAIN)))

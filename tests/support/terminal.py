@@ -10,7 +10,7 @@ from typing import Self
 
 from tests.support.scale import patient
 
-DEADLINE_S = patient(60)
+DEADLINE_S = 60
 
 
 class Terminal:
@@ -38,14 +38,14 @@ class Terminal:
 
     def wait_for(self, text: str) -> None:
         """Read until `text` is shown after what was read before. Raises `AssertionError` after the deadline."""
-        begin, end = len(self.text), time.monotonic() + DEADLINE_S
+        begin, end = len(self.text), time.monotonic() + patient(DEADLINE_S)
         while text not in self.text[begin:]:
             assert time.monotonic() < end, self.text
             assert self._read() or self._process.poll() is None, self.text
 
     def wait(self) -> int:
         """The exit status; what is printed until then is read."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + patient(DEADLINE_S)
         while self._process.poll() is None:
             assert time.monotonic() < end, self.text
             self._read()

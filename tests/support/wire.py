@@ -8,7 +8,7 @@ import zmq
 from protocol import sockets
 from tests.support.scale import patient
 
-TIMEOUT_MS = int(1e3 * patient(20))
+TIMEOUT_MS = 20_000
 
 
 class Wire:
@@ -40,6 +40,6 @@ class Wire:
         return self._keep(sockets.connect_push(self._context, self.up))
 
     def _keep(self, socket: Any) -> Any:
-        socket.setsockopt(zmq.SNDTIMEO, TIMEOUT_MS)
+        socket.setsockopt(zmq.SNDTIMEO, int(patient(TIMEOUT_MS)))
         self._open.append(socket)
         return socket

@@ -55,6 +55,7 @@ from protocol.spec import WorkerSpec
 from tests.support.models import VOCAB
 from tests.support.pictures import encoded, halves
 from tests.support.process import ROOT, TIMEOUT_S, Gateway, start
+from tests.support.scale import patient
 from worker.main import Process
 
 ENDLESS = Sampling(temperature=0.0, ignore_eos=True)
@@ -237,7 +238,7 @@ def test_an_abort_sent_with_its_request_ends_it_whichever_is_handled_first(gatew
 def test_pings_are_answered_while_busy_with_the_age_of_the_step(gateway: Gateway) -> None:
     request = running(gateway)
     first = gateway.pong(10).stats
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + patient(TIMEOUT_S)
     while (stats := gateway.pong(11).stats).step_seq < first.step_seq + 3 and time.monotonic() < deadline:
         assert stats.running == 1
         assert stats.step_age_ms < 5000
@@ -247,7 +248,7 @@ def test_pings_are_answered_while_busy_with_the_age_of_the_step(gateway: Gateway
 
 
 def test_an_idle_worker_has_no_step_age_and_tells_its_memory(gateway: Gateway) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + patient(TIMEOUT_S)
     while (stats := gateway.pong(40).stats).running + stats.waiting and time.monotonic() < deadline:
         pass
     stats = gateway.pong(41).stats
@@ -398,7 +399,7 @@ def test_a_model_that_cannot_be_loaded_is_told_and_not_worth_another_start(run_d
 )
 def test_a_bad_spec_is_a_mistake_of_the_configuration(run_dir: Path, spec: str) -> None:
     process = start(spec, run_dir)
-    assert process.wait(TIMEOUT_S) == Exit.BAD_CONFIG, (run_dir / "stderr").read_text()
+    assert process.wait(patient(TIMEOUT_S)) == Exit.BAD_CONFIG, (run_dir / "stderr").read_text()
     assert (run_dir / "stderr").read_text().count("\n") == 1
 
 
@@ -416,7 +417,7 @@ def test_an_orphan_ends_its_requests_and_can_be_adopted_and_ends_itself_at_last(
     run_dir: Path, model_folder: Callable[[str], Path]
 ) -> None:
     # Nobody speaks to it while it loads: that must not take it as long.
-    with Gateway(run_dir, model_folder("qwen3"), orphan_grace_s=0.3, orphan_max_s=8.0) as gateway:
+    with Gateway(run_dir, model_folder("qwen3"), orphan_grace_s=0.3, orphan_max_s=patient(3)) as gateway:
         gateway.ready()
         request = running(gateway)
         end = deltas_until_end(gateway, request.rid)[-1]
@@ -463,7 +464,7 @@ def test_a_worker_whose_gateway_is_gone_for_good_exits(run_dir: Path, model_fold
         "test", str(model_folder("qwen3")), 3, f"ipc://{run_dir}/d.sock", f"ipc://{run_dir}/u.sock",
         orphan_grace_s=0.2, orphan_max_s=3.0,
     )  # fmt: skip
-    assert start(spec, run_dir).wait(TIMEOUT_S) == Exit.OK
+    assert start(spec, run_dir).wait(patient(TIMEOUT_S)) == Exit.OK
 
 
 def test_sigabrt_leaves_the_stacks_behind(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
@@ -475,6 +476,7 @@ def test_sigabrt_leaves_the_stacks_behind(run_dir: Path, model_folder: Callable[
         assert "worker/engine/loop.py" in gateway.stderr()
 
 
+@pytest.mark.soak
 def test_a_frozen_worker_goes_on_where_it_was(run_dir: Path, model_folder: Callable[[str], Path]) -> None:
     # One token a step: drafts would end the stream before it can be stopped.
     with Gateway(run_dir, model_folder("qwen3"), orphan_grace_s=60.0, speculate="off") as gateway:

@@ -32,7 +32,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", [*scaled(["qwen3", "qwen3_moe"], []), "gemma3_text", "qwen3_5"])
+@pytest.mark.parametrize("architecture", scaled(["qwen3", "qwen3_moe", "gemma3_text", "qwen3_5"], ["qwen3_5"]))
 def test_every_way_of_running_a_request_gives_its_own_tokens(
     architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +82,7 @@ def test_drafts_of_each_kind_are_verified(kind: str, tmp_path: Path) -> None:
     assert not check.note
 
 
+@pytest.mark.soak
 def test_sparse_prefills_are_verified_of_a_model_that_has_them(tmp_path: Path) -> None:
     target, drafter = drafted_by("draft_model", tmp_path)
     wanted = spec(target, draft=str(drafter), sparse_keep=0.5, sparse_from=4096)
@@ -93,10 +94,10 @@ def test_sparse_prefills_are_verified_of_a_model_that_has_them(tmp_path: Path) -
     assert not check.note
 
 
-FURTHER_QUANTIZED = [("qwen3", 8), ("gemma3_text", 4), ("gpt_oss", 8), ("qwen3_5", 4)]
-
-
-@pytest.mark.parametrize(("architecture", "bits"), [("qwen3", 4), *scaled(FURTHER_QUANTIZED, [])])
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("architecture", "bits"), [("qwen3", 4), ("qwen3", 8), ("gemma3_text", 4), ("gpt_oss", 8), ("qwen3_5", 4)]
+)
 def test_quantized_kv_gives_a_request_the_same_tokens_in_every_way_of_running_it(
     architecture: str, bits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +114,7 @@ def test_quantized_kv_gives_a_request_the_same_tokens_in_every_way_of_running_it
     )
 
 
+@pytest.mark.soak
 def test_pictures_are_verified_of_a_model_that_takes_them() -> None:
     wanted = spec(Path("demo-vision"), batching="together")
     checks = list(islice(Verifier(load_checked(wanted, lambda *_: None), wanted, 2, 2).checks(), 3))
@@ -132,6 +134,7 @@ def test_vectors_and_scores_are_verified_alone_and_beside_others(
         assert all(check.is_good and check.requests == 8 and check.drift < 1e-6 for check in checks)
 
 
+@pytest.mark.soak
 def test_what_is_heard_and_spoken_is_verified_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (build_moonshine(tmp_path / "hears"), build_qwen_tts(tmp_path / "speaks")):
         status = main(["--spec", msgspec.json.encode(WorkerSpec("m", str(folder), 1, "", "")).decode()])

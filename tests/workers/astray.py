@@ -32,7 +32,7 @@ class Astray(Follower):
         self.has_begun |= is_first
         match self.fault:
             case "slow" if self.has_begun:
-                time.sleep(0.02)
+                time.sleep(3.0 if is_first else 0.02)
             case "hang" if is_first:
                 time.sleep(3600)
             case "hold" if self.has_begun and not is_first:  # Python's lock, as native code may

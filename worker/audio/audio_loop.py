@@ -126,8 +126,7 @@ class AudioLoop(TurnLoop[AudioJob]):
             self._gauges.allocation_failures += 1
             mx.clear_cache()
         log.warning("request %d failed: %r", job.rid, error)
-        message = f"the request failed while it was computed: {type(error).__name__}"
-        self._fail(job, Failure(Code.ROW_FAILED, message, repr(error)))
+        self._fail(job, Failure(Code.ROW_FAILED, "the request failed while it was computed", repr(error)))
 
     def _fail(self, job: AudioJob, failure: Failure) -> None:
         if job.rid in self._jobs:

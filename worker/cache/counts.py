@@ -15,6 +15,8 @@ class Counts:
     # Hits that took something from the disk, and the tokens that these had more than memory alone would have given.
     disk_hits: int = 0
     disk_restored_tokens: int = 0
+    # Failures to keep the KV of a row, or to take out a row that had ended.
+    failures: int = 0
 
 
 @dataclass(slots=True)

@@ -71,6 +71,8 @@ class PrefixCache:
         self._due: list[_Write] = []
         self._lost = 0
         self.counts = Counts()
+        # The newest failure to keep a row's KV.
+        self.failure: Exception | None = None
         if disk is not None:
             ends: dict[str, Node] = {}
             for entry in disk.start():
@@ -182,6 +184,13 @@ class PrefixCache:
     def clear(self) -> None:
         """Let go of all memory; files stay known. Also after a `store` or `fetch` that raised."""
         self._tree.clear()
+
+    def fail(self, error: Exception) -> None:
+        """Count a failure to keep a row's KV, of which a part may be held, and let go of all memory."""
+        # A traceback would hold the KV that is in its frames.
+        self.failure = error.with_traceback(None)
+        self.counts.failures += 1
+        self.clear()
 
     def check(self) -> None:
         """Raise AssertionError if the books are wrong; slow."""

@@ -131,7 +131,7 @@ class JobLoop(TurnLoop[Job]):
             return
         job = group[0].job
         if job.rid in self._jobs:
-            message = f"the request failed while an input was computed: {type(error).__name__}"
+            message = "the request failed while an input was computed"
             self._finish(job, Finish.ERROR, Failure(Code.ROW_FAILED, message, repr(error)))
 
     def _ending(self, job: Job, finish: Finish, failure: Failure | None) -> Delta:

@@ -88,12 +88,15 @@ class Preparer:
             case TokensPrompt(ids):
                 self._check_ids(ids, "prompt")
                 return ids
-            case TextPrompt(text):
+            case TextPrompt(text, adds_special=adds_special):
                 most = _QUESTION_CONTEXTS * _CHARS_PER_TOKEN * self._reader.max_context
                 if len(text) > most:
                     message = f"The text has {len(text)} characters; tokens are counted of at most {most} at once."
                     raise RequestInvalid(Code.INVALID_REQUEST, message, param="prompt")
-                return self._encode([text], 0)[0].ids
+                if adds_special:
+                    return self._encode([text], 0)[0].ids
+                with self._lock:
+                    return self._ids(text)
             case ChatPrompt() | EmbedPrompt() | ScorePrompt() | HearPrompt() | SpeakPrompt():
                 raise self._wrong_kind()
 

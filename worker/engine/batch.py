@@ -1,7 +1,9 @@
 """The rows on the device, from their insertion to what they leave in the prefix cache."""
 
 import logging
+from collections import abc
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +21,7 @@ from worker.engine.kv_budget import KvCost
 from worker.engine.row import Row
 from worker.engine.row_media import RowMedia
 from worker.engine.row_prefixes import RowPrefixes
-from worker.errors import is_allocation_failure
+from worker.errors import is_allocation_failure, is_fabric_fault, is_gpu_fault
 from worker.model.agreement import agreement_of
 from worker.model.lanes import Lane
 from worker.sampling.penalties import processors
@@ -102,6 +104,8 @@ class Batch:
         self._unstored: set[int] = set()
         # Rows that have ended, with all tokens and their KV, until `settle`.
         self._ended: list[tuple[Row, list[int], list[Any]]] = []
+        # The cache has failed since the last `settle`, where ranks of a group clear theirs at the same place of a plan.
+        self._must_clear = False
         self._eos_ids = tuple(eos_ids)
         can_verify = lane is Lane.TOGETHER and batched.can_rewind(make_caches(model))
         self._drafter: Drafter = drafter if drafter is not None and can_verify else NoDrafts()
@@ -252,8 +256,28 @@ class Batch:
         if row.uid is None:
             return
         if row.uid not in self._parked:
-            self._prefixes.persist(row, self._take_out(row))
+            tokens = self._take_out(row)
+            with self._keeping(row):
+                self._prefixes.persist(row, tokens)
         self._forget(row)
+
+    @contextmanager
+    def _keeping(self, row: Row) -> abc.Generator[None]:
+        """The boundary of what a row leaves in the prefix cache.
+
+        A failure there costs the cache its memory, and no row its answer. Where a device or a rank failed, the engine
+        has to know.
+        """
+        try:
+            yield
+        except Exception as error:
+            is_memory = is_allocation_failure(error)
+            if not is_memory and (is_gpu_fault(error) or is_fabric_fault(error)):
+                raise
+            text = "the KV of row %d could not be kept; the prefix cache is cleared: %s"
+            log.warning(text, row.rid, error, exc_info=not is_memory)
+            self._cache.fail(error)
+            self._must_clear = True
 
     def _store_running(self, tokens: Any, salt: str) -> None:
         """Store what running rows have in common with these tokens. Few are ever asked for it, and it costs a copy."""
@@ -267,25 +291,23 @@ class Batch:
                 continue
             if common_prefix(other.keys(), tokens) - self._cache.longest(tokens, salt) >= MIN_SHARED_TOKENS:
                 self._unstored.discard(uid)
-                caches, done = self._generator.extract(uid)
-                self._prefixes.keep(other, done, caches)
+                with self._keeping(other):
+                    caches, done = self._generator.extract(uid)
+                    self._prefixes.keep(other, done, caches)
 
     def _take_out(self, row: Row) -> list[int]:
         assert row.uid is not None
         self._unstored.discard(row.uid)
+        tokens: list[int] = []
         with mx.stream(self._generator.stream):
-            caches, tokens = self._generator.remove(row.uid)
-        # Inside of a medium a checkpoint serves nobody, and would hide those before it.
-        is_usable = not self._cache.needs_checkpoints or row.whole(len(tokens)) == len(tokens)
-        # A row that never ran holds what it was given.
-        if len(tokens) > row.reused and is_usable:
-            try:
-                self._prefixes.keep(row, tokens, caches)
-            except Exception as error:  # the row is out, often to make room, and must not be lost for what it leaves
-                if not is_allocation_failure(error):
-                    raise
-                log.warning("no memory to cache a row's KV; the prefix cache is cleared: %s", error)
-                self._cache.clear()
+            with self._keeping(row):
+                caches, tokens = self._generator.extract(row.uid)
+                # Inside of a medium a checkpoint serves nobody, and would hide those before it.
+                is_usable = not self._cache.needs_checkpoints or row.whole(len(tokens)) == len(tokens)
+                # A row that never ran holds what it was given.
+                if len(tokens) > row.reused and is_usable:
+                    self._prefixes.keep(row, tokens, caches)
+            self._generator.discard([row.uid])
         return tokens
 
     def tick(self, chunk: int, *, rides: bool = True, reads: int = 0) -> Tick:
@@ -322,16 +344,23 @@ class Batch:
                 scoring.append((row, row.scores))
         errors = [(uid, guard.error) for uid, guards in self._guards.items() for guard in guards]
         broken = [(self._rows[uid], error) for uid, error in (*errors, *self._masks.errors()) if error is not None]
-        tokens: list[Token] = []
-        for sampled in generated:
-            row = self._rows[sampled.uid]
-            tokens.append(Token(row, sampled.token, sampled.logprobs, sampled.ended))
-            if sampled.tokens is not None and sampled.caches is not None:
-                self.kv_cost = self.kv_cost or KvCost.of(sampled.caches, len(sampled.tokens), self._drafter.token_bytes)
-                self._ended.append((row, sampled.tokens, sampled.caches))
-                self._forget(row)
+        tokens = [Token(self._rows[each.uid], each.token, each.logprobs, each.ended) for each in generated]
+        self._end([token.row for token in tokens if token.ended is not None])
         self._park()
         return Tick(tokens, progress, broken, prefilled, self._generator.timed, returned, scored, scoring)
+
+    def _end(self, rows: Sequence[Row]) -> None:
+        """Take out the rows that ended; what they leave is stored by `settle`."""
+        uids = [row.uid for row in rows if row.uid is not None]
+        with mx.stream(self._generator.stream):
+            for row, uid in zip(rows, uids, strict=True):
+                with self._keeping(row):
+                    caches, tokens = self._generator.extract(uid)
+                    self.kv_cost = self.kv_cost or KvCost.of(caches, len(tokens), self._drafter.token_bytes)
+                    self._ended.append((row, tokens, caches))
+            self._generator.discard(uids)
+        for row in rows:
+            self._forget(row)
 
     def wait(self) -> None:
         """Return when nothing of what was launched is running any more."""
@@ -351,8 +380,12 @@ class Batch:
         """Store the rows that ended. Not in `tick`: it takes a while, in which their clients can have their answers."""
         ended, self._ended = self._ended, []
         for row, tokens, caches in ended:
-            self._prefixes.keep(row, tokens, caches)
-            self._prefixes.persist(row, tokens)
+            with self._keeping(row):
+                self._prefixes.keep(row, tokens, caches)
+                self._prefixes.persist(row, tokens)
+        if self._must_clear:
+            self._must_clear = False
+            self._cache.clear()
 
     def _park(self) -> None:
         """Take out the rows that the step did not wait for: what was sampled for them is dropped, their KV is kept."""
@@ -418,10 +451,11 @@ class Batch:
             return
         if is_lazy:
             return
-        caches, tokens = self._generator.extract(row.uid)
-        self._prefixes.keep(row, tokens, caches)
-        if len(tokens) >= max(EARLY_TOKENS, len(row.prompt) - 1):
-            self._prefixes.persist(row, tokens)
+        with self._keeping(row):
+            caches, tokens = self._generator.extract(row.uid)
+            self._prefixes.keep(row, tokens, caches)
+            if len(tokens) >= max(EARLY_TOKENS, len(row.prompt) - 1):
+                self._prefixes.persist(row, tokens)
 
     def _forget(self, row: Row) -> None:
         assert row.uid is not None

@@ -31,14 +31,12 @@ PAIR: Final = 2
 
 @dataclass(slots=True)
 class Sampled:
-    """One token of one sequence; with its last one the reason, all its tokens and its caches."""
+    """One token of one sequence; with its last one the reason."""
 
     uid: int
     token: int
     logprobs: mx.array
     ended: str | None = None
-    tokens: list[int] | None = None
-    caches: list[Any] | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -230,18 +228,12 @@ class DecodeBatch(Members):
         ids = self._read(inputs)
         self._time_plain(flight)
         sampled: list[Sampled] = []
-        kept: list[int] = []
-        for at, (member, token) in enumerate(zip(self.members, ids, strict=True)):
+        for member, token, logprob in zip(self.members, ids, given, strict=True):
             member.tokens.append(token)
             if member.has_begun:
-                ended = member.ends(token)
                 self._drafter.note(member.uid, (token,))
-                sampled.append(self._sampled(at, token, given[at], ended))
-                if ended is not None:
-                    continue
+                sampled.append(Sampled(member.uid, token, logprob, member.ends(token)))
             member.has_begun = True
-            kept.append(at)
-        self.keep(kept)
         return sampled
 
     def _choose_pair(self) -> bool | None:
@@ -284,7 +276,6 @@ class DecodeBatch(Members):
         chosen: Any = targets.tolist()
         masks = self._sampler.masks
         sampled: list[Sampled] = []
-        ends: dict[int, str] = {}
         for at, member in enumerate(self.members):
             block.accepted.append(masks.accept(member.uid, _agreed(block.drafts[at], chosen[at])))
             own = [self._logprobs[at], *(logprobs[at, step] for step in range(block.accepted[at]))]
@@ -292,7 +283,7 @@ class DecodeBatch(Members):
                 ended = member.ends(token)
                 sampled.append(Sampled(member.uid, token, each, ended))
                 if ended is not None:
-                    ends[at], block.accepted[at] = ended, count - 1
+                    block.accepted[at] = count - 1
                     break
             if member.has_begun:
                 self._drafter.note(member.uid, block.said(at))
@@ -308,11 +299,6 @@ class DecodeBatch(Members):
         )
         self._logprobs = [logprobs[at, count] for at, count in enumerate(block.accepted)]
         mx.async_eval(self._logprobs, [each.logprobs for each in sampled], contexts)
-        rows = {self.members[at].uid: at for at in ends}
-        for each in sampled:
-            if each.ended is not None:
-                each.caches, each.tokens = self.extract(rows[each.uid])
-        self.keep([at for at in range(len(self.members)) if at not in ends])
         return sampled
 
     def _settle(self, block: "_Block", before: Sequence[list[Any]]) -> None:
@@ -353,13 +339,6 @@ class DecodeBatch(Members):
             if block is None:
                 self._sampler.advance([1] * len(uids))
         return logprobs, targets, contexts
-
-    def _sampled(self, at: int, token: int, logprobs: mx.array, ended: str | None) -> Sampled:
-        member = self.members[at]
-        if ended is None:
-            return Sampled(member.uid, token, logprobs)
-        caches, tokens = self.extract(at)
-        return Sampled(member.uid, token, logprobs, ended, tokens, caches)
 
     def _take_masks(self, uids: Sequence[int], ids: Sequence[int], drafts: Sequence[Sequence[int]] = ()) -> None:
         """Tell grammars of the tokens that the running forward pass is for; the last of a prompt is not theirs."""

@@ -62,24 +62,26 @@ class Emitter:
                 close_reasoning(token.row)
         for row, error in tick.broken:
             if not row.is_finished:
-                self.fail(row, f"tokens were chosen: {type(error).__name__}: {error}")
+                self.fail(row, "tokens were chosen", error)
 
     def advance(self, row: Row, token: int, ended: str | None = None, logprob: TokenLogprob | None = None) -> None:
         """Take one token and send what it added."""
         try:
             piece = self._writer.advance(row, token, ended, logprob)
         except BaseException as error:  # the boundary of one row; a panic in Rust is no Exception
-            self.fail(row, f"its text was decoded: {type(error).__name__}: {error}")
+            self.fail(row, "its text was decoded", error)
             return
         if piece.finish is not None:
             self._finish(row, piece.finish, piece=piece)
         elif not piece.is_empty:
             self._outbox.say(row, piece)
 
-    def fail(self, row: Row, when: str) -> None:
+    def fail(self, row: Row, when: str, error: BaseException) -> None:
         """End a row by an error of its own."""
-        log.error("row %d failed while %s", row.rid, when)
-        self._finish(row, Finish.ERROR, Failure(Code.ROW_FAILED, encodable(f"the request failed while {when}")))
+        reason = f"{type(error).__name__}: {error}"
+        log.error("row %d failed while %s: %s", row.rid, when, reason)
+        failure = Failure(Code.ROW_FAILED, f"the request failed while {when}", encodable(reason))
+        self._finish(row, Finish.ERROR, failure)
 
     def _tell_scores(self, row: Row, scores: Scores) -> None:
         """Send what is new of a prompt's scores, which a row that was scored before has sent in part, and keep the
@@ -89,7 +91,7 @@ class Emitter:
         try:
             self._make_entries(row, scores)
         except Exception as error:  # the boundary of one row
-            self.fail(row, f"its prompt was scored: {type(error).__name__}: {error}")
+            self.fail(row, "its prompt was scored", error)
 
     def _make_entries(self, row: Row, scores: Scores) -> None:
         at, fresh = scores.take()

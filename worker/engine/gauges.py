@@ -98,6 +98,7 @@ class Gauges:
             cache_query_tokens=self.cache.query_tokens,
             cache_hit_tokens=self.cache.hit_tokens,
             cache_evictions=self.cache.evictions,
+            cache_failures=self.cache.failures,
             kv_limit=self.kv_limit,
             preemptions=self.preemptions,
             malformed_tool_calls=self.malformed_tool_calls,

@@ -5,7 +5,7 @@ The models and the caches of one sequence are mlx-lm's; the batch and its caches
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -113,29 +113,29 @@ class Generator:
         return uid
 
     def extract(self, uid: int) -> tuple[list[Any], list[int]]:
-        """The caches of one sequence, views while it is in a batch, and the tokens that they hold."""
+        """The caches of one sequence, views while it is in a batch, and the tokens that they hold, if any."""
         for member in self._waiting:
             if member.uid == uid:
-                return member.caches, member.tokens
+                return (member.caches, member.tokens) if member.tokens else ([], [])
         for rows in self._groups:
             if (at := rows.index(uid)) is not None:
                 return rows.extract(at)
         raise KeyError(uid)
 
-    def remove(self, uid: int) -> tuple[list[Any], list[int]]:
-        """Take a sequence out, in any phase."""
-        extracted = self.extract(uid)
-        self._waiting = deque(member for member in self._waiting if member.uid != uid)
+    def discard(self, uids: Collection[int]) -> None:
+        """Take sequences out, in any phase."""
+        if not uids:
+            return
+        self._waiting = deque(member for member in self._waiting if member.uid not in uids)
         for rows in (self._prefill, self._decode):
-            if (at := rows.index(uid)) is not None:
-                rows.keep([other for other in range(len(rows)) if other != at])
-        self._scored.discard(uid)
-        return extracted
+            rows.keep([at for at, member in enumerate(rows.members) if member.uid not in uids])
+        self._scored.discard(uids)
 
     def next(self, chunk: int, *, rides: bool = True, reads: int = 0) -> tuple[list[Prompted], list[Sampled]]:
         """One tick, with at most `chunk` tokens of each prompt; these ride on the step if they may and can.
 
-        A model that drafts then reads at most `reads` tokens.
+        A model that drafts then reads at most `reads` tokens. The caller discards the sequences that ended before the
+        next tick.
         """
         with mx.stream(self._stream):
             self._admit()

@@ -112,6 +112,8 @@ class Engine:
         self._drain = DrainOrder()
         self._is_stopping = False
         self._recovered_at = float("-inf")
+        # The batch was abandoned when the release of a row failed.
+        self._must_rebuild = False
 
     @property
     def cache(self) -> PrefixCache:
@@ -172,6 +174,8 @@ class Engine:
             while self._batch:
                 self._batch.tick(self._spec.prefill_chunk)
             self._batch.settle()
+            if self.cache.failure is not None:
+                raise self.cache.failure
         except Exception as error:  # the boundary to code of every architecture
             raise refusal(error) from error
         self._memory.cache.clear()
@@ -352,13 +356,13 @@ class Engine:
             if self._memory.shrink(error, "the reading of a prompt by the draft model"):
                 self._apply_limits()
             elif rid is not None and (row := self._rows.get(rid)) is not None:
-                self._emitter.fail(row, f"its prompt was read by the draft model: {type(error).__name__}: {error}")
+                self._emitter.fail(row, "its prompt was read by the draft model", error)
 
     def _fail_medium(self, row: Row, error: Exception) -> None:
         if isinstance(error, RequestInvalid):
             self._finish(row, Finish.ERROR, error.failure)
         else:
-            self._emitter.fail(row, f"its media were encoded: {type(error).__name__}: {error}")
+            self._emitter.fail(row, "its media were encoded", error)
 
     def _make_room(self) -> None:
         """Put rows back into the queue, their KV into the prefix cache, while the next step would not fit."""
@@ -391,6 +395,8 @@ class Engine:
         """Act, and begin again with all rows if that raises: whatever touches a row's KV may find no memory."""
         try:
             act()
+            if self._must_rebuild:
+                self._rebuild()
         except StepFailed:
             raise
         except Exception as error:  # the root of the step loop
@@ -428,6 +434,7 @@ class Engine:
     def _rebuild(self) -> None:
         """A new batch. The rows of the old one wait to be admitted again; those too that its failed step had let go of,
         and told nobody."""
+        self._must_rebuild = False
         self._batch.abandon()
         self._batch.close()
         self._sparse.drop()
@@ -452,11 +459,31 @@ class Engine:
         piece = piece or Piece([], None, finish)
         self._batch.account(row)
         self._outbox.say(row, piece, row.usage(time.monotonic()), failure)
+        try:
+            self._release(row)
+        except StepFailed:
+            raise
+        except Exception as error:  # the boundary of one row, whose client has its answer
+            self._contain(row, error)
+
+    def _release(self, row: Row) -> None:
+        """Give up what a row holds that has ended."""
         if self._encoder is not None:
             self._encoder.forget(row.rid)
         self._sparse.forget(row)
-        # Last: it may find no memory for the KV that it keeps, and the row has ended all the same.
         self._batch.remove(row)
+
+    def _contain(self, row: Row, error: Exception) -> None:
+        """A failed release leaves the batch in an unknown state: the other rows go on in another one.
+
+        It never counts as a failed step: each row is released once, so that no request can end the worker by it.
+        """
+        if self._partners is not None or (is_gpu_fault(error) and not is_allocation_failure(error)):
+            raise StepFailed(Code.WORKER_DIED, "the model's step loop failed", detail=repr(error)) from error
+        log.error("row %d has ended and could not be released; rebuilding the batch", row.rid, exc_info=error)
+        self.cache.counts.failures += 1
+        self._batch.abandon()
+        self._must_rebuild = True
 
     def _fail_all(self, failure: Failure) -> None:
         for row in list(self._rows.values()):

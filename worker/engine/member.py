@@ -131,8 +131,12 @@ class Members:
         return taken
 
     def extract(self, at: int) -> tuple[list[Any], list[int]]:
-        """The caches of one row, as views, and the tokens that they hold."""
-        return batched.extract(self.caches, at), list(self.members[at].tokens)
+        """The caches of one row, as views, and the tokens that they hold; of a row without any there are none.
+
+        mlx-lm 0.31's `ArraysCache` raises a `TypeError` where it has held nothing.
+        """
+        tokens = self.members[at].tokens
+        return (batched.extract(self.caches, at), list(tokens)) if tokens else ([], [])
 
     def evaluate(self) -> None:
         mx.eval([cache.state for cache in self.caches])

@@ -40,7 +40,7 @@ class Outbox:
         ids: tuple[int, ...] = tuple(row.unsent)
         logprobs, rest = piece.logprobs, len(piece.events) or 1
         row.unsent.clear()
-        ending = () if piece.finish is None else tuple(token for _, token, _ in row.held)
+        ending = () if piece.finish is None else tuple(held.id for held in row.held if not held.is_sent)
         for event in piece.events or _NOTHING:
             rest -= 1
             is_last = rest == 0

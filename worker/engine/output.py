@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.messages import Finish, Kind, Sampling, TokenLogprob
-from worker.engine.row import Row
+from worker.engine.row import HeldToken, Row
 from worker.parsers import Event
 from worker.text.detokenize import Vocabulary
 from worker.text.stops import StopScanner
@@ -53,7 +53,7 @@ class Writer:
         text = ""
         if not is_eos:
             row.output.append(token)
-            row.held.append((row.text_seen, token, logprob))
+            row.held.append(HeldToken(row.text_seen, token, logprob))
             text = row.detokenizer.add(token)
             if token in self._controls:
                 self._note_control(row, text, self._controls[token])
@@ -66,40 +66,54 @@ class Writer:
         safe, is_stopped = row.stops.feed(text) if is_looked_for else (text, False)
         if ended is not None and not is_stopped:
             safe += row.stops.flush()
-        row.text_sent += len(safe)
+        row.text_safe += len(safe)
+        row.pending += safe
+        if not is_eos:
+            row.held[-1].safe = row.text_safe
         finish = None
         if is_stopped or is_eos:
             finish = Finish.STOP
         elif ended is not None:
             finish = Finish.LENGTH
-        events = self._parse(row, safe, is_end=finish is not None, is_cut=not is_eos)
+        logprobs = self._release(row, is_stopped)
+        if finish is not None:
+            row.text_ready = row.text_safe
+        events = self._parse(row, is_end=finish is not None, is_cut=not is_eos)
         if row.is_one_call and (at := _first_end(events)) is not None:
             # What comes after the call is not wanted, and neither is what this token may have said of it.
             events, finish = events[: at + 1], Finish.STOP
         if finish is Finish.STOP and row.parser is not None and row.parser.saw_tool_call:
             # A malformed call must not look like one that is whole.
             finish = Finish.LENGTH if row.parser.is_broken else Finish.TOOL_CALLS
-        logprobs = self._release(row, is_stopped)
         if is_eos:
             # It has no text that could let go of it: its id goes with the end.
-            row.held.append((row.text_seen, token, None))
+            row.held.append(HeldToken(row.text_seen, token))
         if is_eos and row.echo and logprob is not None:
             # Clients that score texts count on an entry for each token.
             logprobs = (*(logprobs or ()), logprob)
         return Piece(events, logprobs, finish)
 
     def replay(self, row: Row, ids: Sequence[int]) -> None:
-        """Bring a row to where an earlier worker left it: the client has all that `ids` account for."""
+        """Bring a row to where an earlier worker left it: the client has `ids` and the text that is safe with them."""
         for token in ids:
             self.advance(row, token, None, None)
         row.unsent.clear()
+        for held in row.held:
+            held.is_sent = True
+        row.text_resumed = row.text_safe
 
-    def _parse(self, row: Row, text: str, is_end: bool, is_cut: bool) -> list[Event]:
+    def _parse(self, row: Row, is_end: bool, is_cut: bool) -> list[Event]:
         """Text to events; a token that opens or ends a block of reasoning counts as part of it."""
+        count = row.text_ready - row.text_sent
+        text, row.pending = row.pending[:count], row.pending[count:]
+        known = max(0, min(row.text_resumed - row.text_sent, count))
+        row.text_sent = row.text_ready
         if row.parser is None:
-            return [Event(Kind.TEXT, text)] if text else []
+            return [Event(Kind.TEXT, text[known:])] if text[known:] else []
         was_reasoning = row.is_reasoning
-        events = row.parser.feed(text) if text else []
+        if known:
+            row.parser.feed(text[:known])  # the client has these events
+        events = row.parser.feed(text[known:]) if text[known:] else []
         if is_end:
             events += row.parser.finish(is_cut)
         row.is_reasoning = row.parser.in_reasoning
@@ -116,14 +130,21 @@ class Writer:
             row.parser.ignore_controls()
 
     def _release(self, row: Row, is_stopped: bool) -> tuple[TokenLogprob, ...] | None:
-        """Let go of the tokens whose text has begun to leave; those of a stop string never do."""
-        is_level = row.text_sent == row.text_seen and not is_stopped
+        """Let go of the tokens of which some text is safe; those of a stop string never leave.
+
+        Text leaves up to what was safe with the newest of them. More may be safe by now, because of tokens that are
+        held: a successor that is given the ids that are out could not know of it, and would send that text again.
+        """
+        is_level = row.text_safe == row.text_seen and not is_stopped
         held, logprobs = row.held, list[TokenLogprob]()
-        while held and (is_level or held[0][0] < row.text_sent):
-            _, token, logprob = held.popleft()
-            row.unsent.append(token)
-            if logprob is not None:
-                logprobs.append(logprob)
+        while held and (is_level or held[0].begin < row.text_safe):
+            newest = held.popleft()
+            row.text_ready = newest.safe
+            if newest.is_sent:
+                continue
+            row.unsent.append(newest.id)
+            if newest.logprob is not None:
+                logprobs.append(newest.logprob)
         return tuple(logprobs) or None
 
 

@@ -21,12 +21,30 @@ from worker.text.stops import StopScanner
 from worker.vision.media import Span, before_media, media_keys
 
 
+@dataclass(slots=True)
+class HeldToken:
+    """A sampled token, none of whose text may leave yet.
+
+    Its text begins at `begin`. `safe` is the length of the text that no stop string could take back once the token was
+    there. The client of a resumed row has the token where `is_sent` is set.
+    """
+
+    begin: int
+    id: int
+    logprob: TokenLogprob | None = None
+    safe: int = 0
+    is_sent: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """Owned by the engine thread from the moment it leaves the intake. Times are of the monotonic clock.
 
     `output` holds every sampled token but the end-of-sequence one. A token is `held` while none of its text may leave,
     and `unsent` until a delta has carried its id.
+
+    Of its text, `text_seen` characters were generated, `text_safe` of them are part of no stop string, `text_ready` may
+    leave with the tokens that are out, and `text_sent` have left. `pending` is safe text that has not left.
     """
 
     rid: int
@@ -82,10 +100,15 @@ class Row:
     prefilled: int = 0
     reused: int = 0
     output: list[int] = field(default_factory=list)
-    held: deque[tuple[int, int, TokenLogprob | None]] = field(default_factory=deque)
+    held: deque[HeldToken] = field(default_factory=deque[HeldToken])
     unsent: list[int] = field(default_factory=list)
     text_seen: int = 0
+    text_safe: int = 0
+    text_ready: int = 0
     text_sent: int = 0
+    pending: str = ""
+    # Text that the client of a resumed row has.
+    text_resumed: int = 0
     parser: Parser | None = None
     # Ends with its first tool call.
     is_one_call: bool = False

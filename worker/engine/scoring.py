@@ -1,6 +1,7 @@
 """Log-probabilities of a prompt's own tokens. Such rows are prefilled one by one and in small slices: elsewhere the
 logits of a prompt are never computed, and those of a whole one do not fit into memory."""
 
+from collections.abc import Collection
 from typing import Any, Final
 
 import mlx.core as mx
@@ -50,5 +51,5 @@ class ScoredRows:
         rows.evaluate()
         return len(part)
 
-    def discard(self, uid: int) -> None:
-        self.rows = [rows for rows in self.rows if rows.members[0].uid != uid]
+    def discard(self, uids: Collection[int]) -> None:
+        self.rows = [rows for rows in self.rows if rows.members[0].uid not in uids]

@@ -192,6 +192,8 @@ class _Check:
             for wave in waves:
                 said += _listen(batch, wave, chunk, begun)
                 batch.settle()
+                if cache.failure is not None:
+                    raise cache.failure
         except BaseException:
             batch.abandon()
             raise

@@ -178,8 +178,7 @@ class Follower:
         """Run one plan. Raises `PartnerLost` where this rank is not where rank 0 is."""
         if plan.crc != self.crc:  # no collective was begun: no token of this plan leaves rank 0
             raise PartnerLost(f"out of step before plan {plan.seq}")
-        if self._progress.begin(plan.seq):
-            self.watch.guard()  # its own thread would come too late, where this plan never gives Python's lock back
+        self.watch.begin(plan.seq)
         began = time.perf_counter()
         for op in plan.ops:
             self._act(op)

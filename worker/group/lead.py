@@ -1,6 +1,7 @@
 """Lead of a group: rank 0's side of the plan. It gathers the followers, says what is done, and waits until it was."""
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ from worker.group.planned import PlannedBatch, PlannedCache
 from worker.group.rank_identity import Identity, identity_of, mismatch
 from worker.group.rank_sockets import RankSockets
 from worker.group.tally import tally
-from worker.group.watch import SLOWER, LeadWatch, Lost, Progress
+from worker.group.watch import LeadWatch, Lost, Progress
 from worker.model import memory
 from worker.model.division import Division
 from worker.model.lanes import Lane
@@ -43,8 +44,6 @@ log = logging.getLogger("mlxd.worker")
 
 # Waits are in parts, so that signals are handled between them.
 _POLL_MS: Final = 250
-# How long a rank that was asked to stop waits for the others to leave.
-_LEAVE_S: Final = 1.0
 _Answer = TypeVar("_Answer", Join, Loaded, Measured, Done)
 
 
@@ -132,7 +131,7 @@ class Lead:
         assert self._layout is not None
         self._ops.append(Share(order.share_bytes, order.kv_part, order.cache_part))
         self._send(0)
-        answers = self._await(Measured, time.monotonic() + self._rank.step_s, "measure its memory")
+        answers = self._await(Measured, math.inf, "measure its memory")
         self._await_done()
         ranks = [measured(0, self._layout, cost, limits), *answers.values()]
         self.price = price(ranks)
@@ -146,9 +145,10 @@ class Lead:
         """As `Partners` has it. A follower that has gone before is no loss, and one that hangs is not waited for."""
         self._watch.leave()
         self._ops.append(Leave())
+        gone = self._unreached(self._next_plan(0))
+        others = [rank for rank in self._followers if rank not in gone]
         with suppress(PartnerLost, LoadFailed):
-            self._send(0)
-            self._await(Done, time.monotonic() + _LEAVE_S, "leave")
+            self._await(Done, time.monotonic() + self._rank.leave_s, "leave", others)
         self.close()
 
     def close(self) -> None:
@@ -177,41 +177,53 @@ class Lead:
         self._await_done()
 
     def _await_done(self) -> None:
-        limit_s = max(self._rank.step_s, SLOWER * self._progress.longest_s)
-        self._done = self._await(Done, time.monotonic() + limit_s, f"do plan {self._seq}")
+        self._progress.finish()
+        self._done = self._await(Done, math.inf, f"do plan {self._seq}")
         self._progress.end()
         for rank, done in self._done.items():
             if (done.seq, done.crc) != (self._seq, self._crc):
                 raise PartnerLost(f"rank {rank} ({self._name(rank)}) is out of step at plan {self._seq}")
 
     def _send(self, chunk: int, *, rides: bool = True) -> None:
+        self._tell(self._next_plan(chunk, rides=rides))
+
+    def _next_plan(self, chunk: int, *, rides: bool = True) -> bytes:
+        """The frame of a plan, which begins here."""
         self._seq += 1
         ops, self._ops = self._ops, []
-        if self._progress.begin(self._seq):
-            self._watch.guard()
-        self._tell(group.encode(Plan(self._seq, self._crc, ops, chunk, rides)))
+        self._watch.begin(self._seq)
+        return group.encode(Plan(self._seq, self._crc, ops, chunk, rides))
 
     def _tell(self, frame: bytes) -> None:
         """Raises `PartnerLost` once all that can be reached were told."""
-        lost: PartnerLost | None = None
+        if gone := self._unreached(frame):
+            raise PartnerLost(f"{self._names(gone)} cannot be reached")
+
+    def _unreached(self, frame: bytes) -> list[int]:
+        """Send a frame to all followers; returns those without a connection."""
+        gone: list[int] = []
         for rank in self._followers:
             try:
                 self._socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                lost = PartnerLost(f"rank {rank} ({self._name(rank)}) cannot be reached: {error}")
-        if lost is not None:
-            raise lost
+                log.info("rank %d (%s) cannot be reached: %s", rank, self._name(rank), error)
+                gone.append(rank)
+        return gone
 
-    def _await(self, kind: "type[_Answer]", deadline: float, action: str) -> "dict[int, _Answer]":
-        """One answer of each follower."""
+    def _await(
+        self, kind: "type[_Answer]", deadline: float, action: str, ranks: Sequence[int] | None = None
+    ) -> "dict[int, _Answer]":
+        """One answer of each of these ranks, or of each follower.
+
+        Without a deadline it is the watch that tells a slow group from a stuck one.
+        """
         answers: dict[int, _Answer] = {}
         early, self._early = self._early, []
         for rank, message in early:
             self._sort(rank, message, kind, answers)
-        while len(answers) < len(self._followers):
+        while absent := [rank for rank in (self._followers if ranks is None else ranks) if rank not in answers]:
             left_ms = (deadline - time.monotonic()) * 1e3
             if left_ms <= 0:
-                absent = [rank for rank in self._followers if rank not in answers]
                 raise PartnerLost(f"{self._names(absent)} did not {action} in time")
             if self._socket.poll(int(min(left_ms, _POLL_MS)) or 1):
                 self._receive(kind, answers)

@@ -22,15 +22,16 @@ from protocol.failures import FINAL_EXITS, Code, Exit, Failure
 from protocol.group import Beat, Failed, Left
 from protocol.spec import RankSpec
 from worker.group.rank_sockets import LINGER_MS, RankSockets, Socket
+from worker.group.run_clock import RunClock
 
 log = logging.getLogger("mlxd.worker")
 
 BEAT_S: Final = 0.25
 _BEAT_MS: Final = int(BEAT_S * 1e3)
-# A watch that did not run for so long, as when the machine slept, blames nobody for the silence.
-BLACKOUT_S: Final = 2.0
+# A turn of a watch takes this at most, unless its thread does not run.
+TURN_S: Final = 1.0
 # A tick may take so many times as long as the ones before it.
-SLOWER: Final = 4.0
+_SLOWER: Final = 4.0
 # How long an attempt to connect may take that shows whether rank 0 still listens.
 _PROBE_S: Final = 0.25
 
@@ -45,19 +46,32 @@ class Progress:
         self.begun = 0
         self.done = 0
         self.began_at = 0.0
+        self._cpu_at = 0.0
         # The longest of the newest ones, which decays.
         self.longest_s = first_s
 
-    def begin(self, seq: int) -> bool:
-        """Whether it is the first."""
-        is_first = not self.begun
+    def begin(self, seq: int) -> None:
+        # The watch reads the other way round, and so never counts CPU time of before with a new plan.
+        self._cpu_at = time.process_time()
         self.begun, self.began_at = seq, time.monotonic()
-        return is_first
+
+    def finish(self) -> None:
+        """This rank has done its part of the plan."""
+        self.done = self.begun
 
     def end(self) -> None:
+        """The plan was done, on all ranks as far as this one has to know."""
         seconds = time.monotonic() - self.began_at
         self.longest_s = max(seconds, 0.95 * self.longest_s)
         self.done, self.began_at = self.begun, 0.0
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of this process since the plan that runs began; 0 where none runs.
+
+        Ranks that wait for each other in a collective use it up, and ranks that a busy machine does not run do not.
+        """
+        return time.process_time() - self._cpu_at if self.began_at else 0.0
 
 
 class _Watch:
@@ -69,6 +83,9 @@ class _Watch:
         self._sockets = sockets
         self._lost = lost
         self._is_closing = threading.Event()
+        self._is_guarded = False
+        # The newest plan at the newest look of the guard.
+        self._begun = 0
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
@@ -93,17 +110,35 @@ class _Watch:
 
     @property
     def limit_s(self) -> float:
-        """The longest that a plan may take."""
-        return max(self.rank.step_s, SLOWER * self.progress.longest_s)
+        """The most CPU time that a rank may need for a plan."""
+        return max(self.rank.step_s, _SLOWER * self.progress.longest_s)
 
-    def guard(self) -> None:
+    def begin(self, seq: int) -> None:
+        """The engine begins a plan."""
+        self.progress.begin(seq)
+        if not self._is_guarded:
+            # This thread would come too late, where the plan never gives Python's lock back.
+            self._arm()
+
+    def _arm(self) -> None:
         """End the process where this thread does not come back in time: native code that waits for a partner may hold
         Python's lock (NCCL's does). The stacks go to stderr, and the status is 1."""
-        if self.progress.begun:
-            faulthandler.dump_traceback_later(max(self.rank.beat_s, self.limit_s), exit=True)
+        self._is_guarded = True
+        faulthandler.dump_traceback_later(max(self.rank.beat_s, self.limit_s), exit=True)
 
-    def _beat(self) -> bytes:
-        return group.encode(Beat(self.rank.rank, self.progress.begun, self.progress.done))
+    def _guard(self) -> None:
+        """Arm in each turn while plans run. Between them a process may be stopped for as long as its machine likes."""
+        if self.progress.began_at or self._begun != self.progress.begun:
+            self._begun = self.progress.begun
+            self._arm()
+        elif self._is_guarded:
+            self._is_guarded = False
+            faulthandler.cancel_dump_traceback_later()
+            if self.progress.began_at:  # a plan has begun in between, and was taken for guarded
+                self._arm()
+
+    def _beat(self) -> Beat:
+        return Beat(self.rank.rank, self.progress.begun, self.progress.done, self.progress.cpu_s)
 
     def lose(self, why: str, status: int = Exit.PARTNER_LOST, code: Code = Code.WORKER_DIED) -> None:
         if not self._is_closing.is_set():
@@ -118,8 +153,11 @@ class LeadWatch(_Watch):
     ) -> None:
         super().__init__(rank, sockets, progress, lost)
         self._names = names
+        self._clock = RunClock(TURN_S)
         self._heard: dict[int, float] = {}
         self._beats: dict[int, Beat] = {}
+        # The plan that runs as the newest look has seen it, and when it was seen first.
+        self._plan = (0, 0.0)
         self._is_complete = threading.Event()
         self._is_leaving = False
         self._socket = sockets.bind(rank.watch)
@@ -139,17 +177,14 @@ class LeadWatch(_Watch):
             super().lose(why, status, code)
 
     def _watch(self) -> None:
-        socket, looked, said = self._socket, time.monotonic(), 0.0
+        socket, said = self._socket, -BEAT_S
         while not self._is_closing.is_set():
             if socket.poll(_BEAT_MS):
                 self._hear(socket)
-            now = time.monotonic()
-            if now - looked > BLACKOUT_S:
-                self._heard = dict.fromkeys(self._heard, now)
-            looked = now
+            now = self._clock.look()
             if now - said >= BEAT_S:
                 said = now
-                self.guard()
+                self._guard()
                 self._say(socket)
                 self._check(now)
         socket.close()
@@ -169,7 +204,7 @@ class LeadWatch(_Watch):
             case Left():
                 pass  # only rank 0 says so
             case Beat():
-                self._heard[rank], self._beats[rank] = time.monotonic(), message
+                self._heard[rank], self._beats[rank] = self._clock.now, message
                 if len(self._heard) == len(self._names) - 1:
                     self._is_complete.set()
             case Failed(status=status, failure=failure):
@@ -180,7 +215,7 @@ class LeadWatch(_Watch):
                     self.lose(f"{why} {failure.detail}".strip())
 
     def _say(self, socket: Socket) -> None:
-        frame = group.encode(Left()) if self._is_leaving else self._beat()
+        frame = group.encode(Left() if self._is_leaving else self._beat())
         for rank in list(self._heard):
             try:
                 socket.send_multipart((group.identity(rank), frame), zmq.NOBLOCK)
@@ -193,11 +228,22 @@ class LeadWatch(_Watch):
         for rank, heard in self._heard.items():
             if now - heard > self.rank.beat_s:
                 self.lose(f"rank {rank} ({self._name(rank)}) has been silent for {now - heard:.0f} s")
-        began_at = self.progress.began_at
-        if began_at and now - began_at > self.limit_s:
-            behind = [rank for rank, beat in self._beats.items() if beat.done < self.progress.begun]
-            who = ", ".join(f"rank {rank} ({self._name(rank)})" for rank in behind) or "no other rank"
-            self.lose(f"plan {self.progress.begun} has taken {now - began_at:.0f} s; {who} has not done it either")
+        self._check_plan(now)
+
+    def _check_plan(self, now: float) -> None:
+        """All ranks are heard; those behind may still be slow, as on a busy machine, or wait for each other forever."""
+        progress = self.progress
+        if not progress.began_at or self._plan[0] != progress.begun:
+            self._plan = (progress.begun, now)
+            return
+        age_s = now - self._plan[1]
+        behind = {beat.rank: beat for beat in (self._beat(), *self._beats.values()) if beat.done < progress.begun}
+        # A beat of the plan before counts CPU time of that one.
+        used_s = min((beat.cpu_s if beat.begun == progress.begun else 0.0 for beat in behind.values()), default=0.0)
+        if min(age_s, used_s) > self.limit_s or age_s > max(self.rank.stuck_s, self.limit_s):
+            others = (f"rank {rank} ({self._name(rank)})" for rank in sorted(behind) if rank != self.rank.rank)
+            who = ", ".join(others) or "no other rank"
+            self.lose(f"plan {progress.begun} has taken {age_s:.0f} s; {who} has not done it either")
 
     def _name(self, rank: int) -> str:
         return self._names[rank] if rank < len(self._names) else "unknown"
@@ -222,16 +268,16 @@ class FollowerWatch(_Watch):
     def _watch(self) -> None:
         socket = self._sockets.connect(self.rank.watch)
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        heard = looked = time.monotonic()
-        patience_s = self.rank.join_s
+        clock = RunClock(TURN_S)
+        heard, patience_s = clock.now, self.rank.join_s
         has_met = False
         while not self._is_closing.is_set():
-            self.guard()
+            self._guard()
             with suppress(zmq.Again):  # until rank 0 is there
-                socket.send(self._beat(), zmq.NOBLOCK)
+                socket.send(group.encode(self._beat()), zmq.NOBLOCK)
             if socket.poll(_BEAT_MS):
                 self._hear(socket)
-                heard, patience_s = time.monotonic(), self.rank.beat_s
+                heard, patience_s = clock.now, self.rank.beat_s
                 self._is_closing.wait(BEAT_S)
             while monitor.poll(0):
                 is_up = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -242,13 +288,10 @@ class FollowerWatch(_Watch):
                 self._hear(socket)  # it may have said so
                 if not self._is_left:
                     self.lose("rank 0 has ended")
-            now = time.monotonic()
-            if now - looked > BLACKOUT_S:
-                heard = now
-            looked = now
-            if now - heard > patience_s:
+            silence_s = clock.look() - heard
+            if silence_s > patience_s:
                 status = Exit.OK if self._is_left else Exit.PARTNER_LOST
-                self.lose(f"rank 0 has been silent for {now - heard:.0f} s", status)
+                self.lose(f"rank 0 has been silent for {silence_s:.0f} s", status)
         socket.disable_monitor()
         monitor.close(0)
         with suppress(Empty, zmq.Again):

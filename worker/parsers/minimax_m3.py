@@ -6,7 +6,7 @@ from typing import Final
 from worker.parsers.call import NAME_LIMIT, Context, begin, checked, end
 from worker.parsers.literal import quoted
 from worker.parsers.reader import Malformed, Reader, Steps, Unclosed, markers
-from worker.parsers.schema import ANY, Parameters, Types, coerced
+from worker.parsers.schema import Types, ValueSchema, coerced
 
 _NS: Final = "]<]minimax[>["
 _MAX_DEPTH: Final = 32
@@ -40,7 +40,7 @@ class MiniMaxM3Calls:
                     raise Malformed
                 node = yield from _read(r, tag)
                 ctx.out.args(("{" if is_first else ", ") + quoted(tag) + ": ")
-                ctx.out.args(_json(node, params, params.types(tag)))
+                ctx.out.args(_json(node, params.value(tag)))
                 is_first = False
                 if not (yield from r.space()):
                     raise Unclosed
@@ -85,22 +85,20 @@ def _read(r: Reader, tag: str) -> Steps[_Node]:
     return top
 
 
-def _json(node: _Node, params: Parameters, types: Types) -> str:
+def _json(node: _Node, schema: ValueSchema) -> str:
     """The node as JSON; recursion is bounded by `_MAX_DEPTH`."""
+    types = schema.types
     if not node.children or _is_text(types):
         # Tags inside of what can only be text belong to it.
         text = node.source
         if not text.strip() and types and "string" not in types:
             return "[]" if "array" in types else "{}" if "object" in types else coerced(text, types)
         return coerced(text, types)
-    below = params.below(node.tag)
     is_list = not types or "array" in types
     tags = {child.tag for child in node.children}
     if is_list and (tags == {"item"} or (types and len(tags) == 1 and "object" not in types)):
-        item = params.item_types(node.tag)
-        return _array([_json(child, below, item) if not child.children or _is_text(item) else _object(child, below)
-                       for child in node.children])  # fmt: skip
-    return _object(node, below)
+        return _array([_json(child, schema.items) for child in node.children])
+    return _object(node, schema, tags)
 
 
 def _is_text(types: Types) -> bool:
@@ -111,12 +109,13 @@ def _array(items: list[str]) -> str:
     return "[" + ", ".join(items) + "]"
 
 
-def _object(node: _Node, params: Parameters) -> str:
-    if all(child.tag == "item" for child in node.children):
-        return _array([_json(child, params, ANY) for child in node.children])
+def _object(node: _Node, schema: ValueSchema, tags: set[str]) -> str:
+    if tags == {"item"}:
+        return _array([_json(child, schema.items) for child in node.children])
+    members = schema.members(tags)
     values: dict[str, list[str]] = {}
     for child in node.children:
-        values.setdefault(child.tag, []).append(_json(child, params, params.types(child.tag)))
+        values.setdefault(child.tag, []).append(_json(child, members[child.tag]))
     # A tag that is repeated holds a list.
     pairs = (f"{quoted(tag)}: {each[0] if len(each) == 1 else _array(each)}" for tag, each in values.items())
     return "{" + ", ".join(pairs) + "}"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
@@ -26,7 +27,10 @@ _LITERALS: Final[dict[type, str]] = {
     float: "number",
     type(None): "null",
 }
+_UNIONS: Final = ("anyOf", "oneOf", "allOf")
 _MAX_DEPTH: Final = 16
+# Of one value: tools come from clients.
+_ALTERNATIVES_MAX: Final = 64
 
 
 class Tools:
@@ -56,7 +60,7 @@ class Tools:
 
 
 class Parameters:
-    """One tool's parameters, or the properties of one object inside of them."""
+    """One tool's parameters."""
 
     def __init__(self, schema: Schema, root: Schema | None = None) -> None:
         self._root = schema if root is None else root
@@ -64,16 +68,56 @@ class Parameters:
 
     def types(self, name: str) -> Types:
         """The JSON types that parameter `name` may have; empty when nothing is known."""
-        return _types(self.names.get(name), self._root, 0)
+        return self.value(name).types
 
-    def item_types(self, name: str) -> Types:
-        """The types of the items of the array that parameter `name` is."""
-        return _types(mapping(self.names.get(name)).get("items"), self._root, 0)
+    def value(self, name: str) -> "ValueSchema":
+        """The schema of parameter `name`."""
+        return ValueSchema(self.names.get(name), self._root)
 
-    def below(self, name: str) -> "Parameters":
-        """The properties of the object, or of the array's objects, that parameter `name` is."""
-        schema = mapping(self.names.get(name))
-        return Parameters(mapping(schema.get("items")) or schema, self._root)
+
+class ValueSchema:
+    """The schema of a value inside of the document `root`, which its references are about."""
+
+    def __init__(self, schema: Any, root: Schema) -> None:
+        self._schema = schema
+        self._root = root
+
+    @property
+    def types(self) -> Types:
+        """The JSON types that it may have; empty when nothing is known."""
+        return _types(self._schema, self._root, 0, set()) or ANY
+
+    @property
+    def items(self) -> "ValueSchema":
+        """The schema of the items, where it is an array: of each of its alternatives."""
+        return self._any_of([form["items"] for form in self._alternatives() if "items" in form])
+
+    def members(self, keys: AbstractSet[str]) -> "dict[str, ValueSchema]":
+        """The schemas of the members, where it is an object with these keys: of the alternatives that have them all."""
+        forms = self._alternatives()
+        likely = [form for form in forms if _has_members(form, keys)] or forms
+        return {key: self._any_of([each for form in likely for each in _member(form, key)]) for key in keys}
+
+    def _any_of(self, schemas: list[Any]) -> "ValueSchema":
+        return ValueSchema(schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, self._root)
+
+    def _alternatives(self) -> list[Schema]:
+        """It, and what its unions and references name, each once."""
+        forms: list[Schema] = []
+        waiting: list[Any] = [self._schema]
+        seen: set[str] = set()
+        while waiting and len(forms) < _ALTERNATIVES_MAX:
+            schema = mapping(waiting.pop())
+            if isinstance(ref := schema.get("$ref"), str):
+                if ref not in seen:
+                    seen.add(ref)
+                    waiting.append(referred(ref, self._root))
+                continue
+            forms.append(schema)
+            for key in _UNIONS:
+                if isinstance(options := schema.get(key), list):
+                    waiting += cast("list[Any]", options)
+        return forms
 
 
 def mapping(value: Any) -> Schema:
@@ -89,12 +133,28 @@ def referred(ref: str, root: Schema) -> Schema:
     return target
 
 
-def _types(found: Any, root: Schema, depth: int) -> Types:
+def _has_members(schema: Schema, keys: AbstractSet[str]) -> bool:
+    """Whether an object with these keys is one of a schema that names its keys."""
+    names, required = mapping(schema.get("properties")), schema.get("required")
+    wanted = {str(each) for each in cast("list[Any]", required)} if isinstance(required, list) else set[str]()
+    return bool(names) and wanted <= keys <= names.keys()
+
+
+def _member(schema: Schema, key: str) -> list[Any]:
+    names, others = mapping(schema.get("properties")), schema.get("additionalProperties")
+    return [names[key]] if key in names else [others] if isinstance(others, Mapping) else []
+
+
+def _types(found: Any, root: Schema, depth: int, seen: set[str]) -> Types | None:
+    """The types of a schema; None for a reference that was followed before, which adds none."""
     schema = mapping(found)
     if depth > _MAX_DEPTH:
         return ANY
     if isinstance(ref := schema.get("$ref"), str):
-        return _types(referred(ref, root), root, depth + 1)
+        if ref in seen:
+            return None
+        seen.add(ref)
+        return _types(referred(ref, root), root, depth + 1, seen)
     declared = schema.get("type")
     if isinstance(declared, str | list):
         names = cast("list[Any]", [declared] if isinstance(declared, str) else declared)
@@ -102,9 +162,10 @@ def _types(found: Any, root: Schema, depth: int) -> Types:
         if "" in types:
             return ANY
         return frozenset(types | {"null"} if schema.get("nullable") is True else types)
-    for key in ("anyOf", "oneOf", "allOf"):
+    for key in _UNIONS:
         if isinstance(options := schema.get(key), list) and options:
-            parts = [_types(option, root, depth + 1) for option in cast("list[Any]", options)]
+            every = [_types(option, root, depth + 1, seen) for option in cast("list[Any]", options)]
+            parts = [part for part in every if part is not None]
             return frozenset[str]().union(*parts) if all(parts) else ANY
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):

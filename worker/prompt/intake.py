@@ -11,6 +11,8 @@ from msgspec import structs
 
 from protocol.failures import Code
 from protocol.messages import (
+    REPETITION_PENALTY_MAX,
+    REPETITION_PENALTY_MIN,
     ChatPrompt,
     Constraint,
     Detokenize,
@@ -218,7 +220,7 @@ class Intake:
             case ChatPrompt():
                 text = self._render(prompt)
         self._check_characters(text, prompt)
-        return self._encoder.slices(text, add_special_tokens=isinstance(prompt, TextPrompt))
+        return self._encoder.slices(text, add_special_tokens=_adds_special(prompt))
 
     def _encode_question(self, text: str, prompt: Prompt) -> list[int]:
         self._check_characters(text, prompt)
@@ -300,7 +302,7 @@ class Intake:
             return self._encode(prompt, salt)
         if isinstance(prompt, ChatPrompt) and not request.cuts_tokens:
             return fit_turns(request, prompt, self.max_context, lambda part: self._encode(part, salt, CONTEXTS))
-        opening = self._encoder.opening if isinstance(prompt, TextPrompt) else 0
+        opening = self._encoder.opening if _adds_special(prompt) else 0
         return fit_tokens(request, self._encode(prompt, salt, CONTEXTS), opening, self.max_context)
 
     def _encode(self, prompt: Prompt, salt: str, contexts: int = 1) -> Encoded:
@@ -349,7 +351,7 @@ class Intake:
         return self._infill.encode(prefix, infill)
 
     def _encode_text(self, text: str, prompt: Prompt, contexts: int) -> list[int]:
-        add_special_tokens, most = isinstance(prompt, TextPrompt), contexts * self.max_context
+        add_special_tokens, most = _adds_special(prompt), contexts * self.max_context
         # Megabytes that cannot fit would cost seconds and gigabytes: their beginning is enough to know.
         start = text[: _CHARS_PER_TOKEN * most]
         if len(start) < len(text):
@@ -396,6 +398,9 @@ class Intake:
             if not 0 <= value <= self._vocab_size:
                 message = f"{param} is {value}, but the model's vocabulary has {self._vocab_size} tokens"
                 raise RequestInvalid(Code.INVALID_REQUEST, message, param=param)
+        if not REPETITION_PENALTY_MIN <= sampling.repetition_penalty <= REPETITION_PENALTY_MAX:
+            message = f"repetition_penalty is not within {REPETITION_PENALTY_MIN:g} and {REPETITION_PENALTY_MAX:g}"
+            raise RequestInvalid(Code.INVALID_REQUEST, message, param="repetition_penalty")
         if request.max_tokens is not None and request.max_tokens < 0:
             raise RequestInvalid(Code.INVALID_REQUEST, "max_tokens is negative", param="max_tokens")
 
@@ -414,6 +419,10 @@ class Intake:
             param=_param(prompt),
             numbers=(tokens, self.max_context),
         )
+
+
+def _adds_special(prompt: Prompt) -> bool:
+    return isinstance(prompt, TextPrompt) and prompt.adds_special
 
 
 def _param(prompt: Prompt) -> str:

@@ -30,6 +30,7 @@ from worker.prompt.rewrites import (
     unchanged,
 )
 from worker.prompt.simple_tools import simple_tools
+from worker.prompt.time_limit import RENDERING
 from worker.vision.markers import Markers
 
 # What template code raises on messages that it does not expect.
@@ -115,11 +116,12 @@ class Renderer:
                 template_kwargs=self._markers.broken(prompt.template_kwargs),
             )
         try:
-            return self._render_with_effort(prompt, opens_answer and not prompt.continue_final)
+            return RENDERING.run(lambda: self._render_with_effort(prompt, opens_answer and not prompt.continue_final))
         except _REFUSALS as error:
-            raise RequestInvalid(
-                Code.TEMPLATE_ERROR, f"the model's chat template refused the messages: {error}", param="messages"
-            ) from error
+            # Only a refusal of the template itself is for clients; other errors are of the code that runs it.
+            reason = f": {error}" if isinstance(error, TemplateError) else ""
+            message = f"the model's chat template refused the messages{reason}"
+            raise RequestInvalid(Code.TEMPLATE_ERROR, message, detail=repr(error), param="messages") from error
 
     def _render_with_effort(self, prompt: ChatPrompt, opens_answer: bool) -> tuple[str, list[int]]:
         """With what is asked for, or with the nearest that the template knows: clients name one in every request."""
@@ -169,7 +171,7 @@ class Renderer:
         if self._markers is None or not wanted:
             return []
         if self._markers.kinds(text) != [part["type"] for part in shown] or len(shown) != len(wanted):
-            raise ValueError("it does not keep each image, video and audio clip in its place")
+            raise TemplateError("it does not keep each image, video and audio clip in its place")
         return [part["media"] for part in shown]
 
     def probe(self) -> tuple[str, str]:

@@ -229,9 +229,8 @@ class Grammars:
                     size = max(self._vocab_size, len(self._tokenizer))
                     self._table = LLTokenizer(_serialized(self._tokenizer), n_vocab=size, eos_token=self._eos_ids)
                 except ValueError as error:
-                    raise RequestInvalid(
-                        Code.UNSUPPORTED, f"this model's tokenizer cannot be constrained: {error}"
-                    ) from error
+                    message = "this model's tokenizer cannot be constrained"
+                    raise RequestInvalid(Code.UNSUPPORTED, message, detail=str(error)) from error
             return self._table
 
 

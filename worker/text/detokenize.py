@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, Protocol
 
 from tokenizers.decoders import DecodeStream
@@ -101,24 +102,23 @@ class Vocabulary:
         return self._table_of(lambda piece: _to_bytes(piece, alphabet))
 
     def _piece_table(self) -> list[bytes] | None:
-        """Each id's bytes, for SentencePiece-style decoders; they also tell how many leading spaces a text loses."""
-        replaced: list[tuple[str, str]] = []
-        has_bytes, spaces = False, 0
-        for step in self._decoder():
-            match step:
-                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-                    replaced.append((old, new))
-                case {"type": "Metaspace", "replacement": str(old), "prepend_scheme": scheme}:
-                    replaced.append((old, " "))
-                    spaces = 0 if scheme == "never" else _ALL_SPACES
-                case {"type": "Strip", "content": " ", "start": int(start), "stop": 0}:
-                    spaces = start
-                case {"type": "ByteFallback"}:
-                    has_bytes = True
-                case {"type": "Fuse"}:
-                    pass
-                case _:
-                    return None
+        """Each id's bytes, for SentencePiece-style decoders; they also tell how many leading spaces a text loses.
+
+        A table knows pieces one by one and the beginning of a text. So it serves replacements, then bytes, then one
+        text that loses at most a space, in this order: elsewhere a step sees what others have made of other pieces.
+        """
+        steps = self._decoder()
+        replaced = [pair for pair in takewhile(bool, map(_replacement, steps)) if pair is not None]
+        has_bytes = {"type": "ByteFallback"} in steps[len(replaced) : len(replaced) + 1]
+        match steps[len(replaced) + has_bytes :]:
+            case [] | [{"type": "Fuse"}]:
+                spaces = 0
+            case [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 0 | 1 as spaces, "stop": 0}]:
+                pass
+            case [{"type": "Metaspace", "replacement": str(old), "prepend_scheme": scheme}] if len(steps) == 1:
+                replaced, spaces = [(old, " ")], 0 if scheme == "never" else _ALL_SPACES
+            case _:
+                return None
         if not replaced:
             return None
         self._spaces_stripped = spaces
@@ -154,12 +154,21 @@ def _to_bytes(token: str, alphabet: dict[str, int]) -> bytes:
         return token.encode()
 
 
+def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
+    """What a step replaces in each piece, and by what; None for any other step."""
+    match step:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+            return old, new
+        case _:
+            return None
+
+
 def _piece_bytes(piece: str, replaced: Sequence[tuple[str, str]], has_bytes: bool) -> bytes:
     """A SentencePiece piece's bytes: `▁` is a space, and `<0xE2>` the byte that it names."""
-    if has_bytes and (named := _BYTE_PIECE.fullmatch(piece)):
-        return bytes([int(named[1], 16)])
     for old, new in replaced:
         piece = piece.replace(old, new)
+    if has_bytes and (named := _BYTE_PIECE.fullmatch(piece)):
+        return bytes([int(named[1], 16)])
     return piece.encode()
 
 

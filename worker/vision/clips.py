@@ -76,6 +76,11 @@ def open_clip(media: Media, limits: Limits) -> Clip:
     return VideoFile(media, limits)
 
 
+def reason_of(error: object) -> str:
+    """FFmpeg's words for an error, without Python's number and file name; other errors are of code."""
+    return str(getattr(error, "strerror", None) or "it is damaged")
+
+
 def open_file(av: Any, data: bytes) -> Any:
     """A file opened by PyAV, which reads these bytes and nothing else."""
     return av.open(BytesIO(data), options={"format_whitelist": _FORMATS, "protocol_whitelist": "none"})
@@ -203,7 +208,7 @@ class _Container:
             raise self._refusal(error) from error
 
     def _refusal(self, error: object) -> RequestInvalid:
-        return refused(f"The video cannot be read: {error}", self._param, Code.INVALID_VIDEO)
+        return refused(f"The video cannot be read: {reason_of(error)}.", self._param, Code.INVALID_VIDEO)
 
 
 def _stream(container: Any, param: str) -> Any:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from protocol.failures import Code
 from protocol.messages import Media
-from worker.vision.clips import open_file, pyav
+from worker.vision.clips import open_file, pyav, reason_of
 from worker.vision.images import refused
 
 Samples = npt.NDArray[np.float32]
@@ -195,7 +195,8 @@ def _read_file(media: Media, rate: int, most_s: float, reserve: Reserve) -> Samp
             for piece in resampler.resample(None):
                 recording.add(piece.to_ndarray().reshape(-1))
     except (av.error.FFmpegError, ValueError) as error:
-        raise refused(f"The audio clip cannot be read: {error}", media.param, Code.INVALID_AUDIO) from error
+        message = f"The audio clip cannot be read: {reason_of(error)}."
+        raise refused(message, media.param, Code.INVALID_AUDIO) from error
     return recording.samples()
 
 

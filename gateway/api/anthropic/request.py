@@ -6,6 +6,8 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 from msgspec import Meta, Struct
 
+from gateway.api.anthropic.content_blocks import Block, Message
+from gateway.api.anthropic.context_edits import ContextManagement, edited
 from gateway.api.common import canonical
 from gateway.api.common.canonical import (
     EFFORTS,
@@ -19,8 +21,9 @@ from gateway.api.common.canonical import (
     ToolUse,
 )
 from gateway.api.common.decode import Schema
-from gateway.api.common.doc_hints import TEXT, known, words
+from gateway.api.common.doc_hints import TEXT, words
 from gateway.api.common.drafts import SparsePrefill, Speculate, most_drafted, sparse_keep
+from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, RefusedField, constraint_fields
 from gateway.api.common.thinking import of_config
 from gateway.api.openai.lowering import derive_seed, first
 from gateway.config.settings import ModelConfig, ThinkingDefaults
@@ -32,10 +35,6 @@ from protocol.messages import ChatPrompt, Constraint, ConstraintKind, Generate, 
 VOLATILE_SYSTEM: Final = "x-anthropic-billing-header:"
 # Blocks and messages are joined the same way whether they come as a list or as a string.
 JOINT: Final = "\n\n"
-BLOCKS: Final = (
-    *("text", "image", "document", "search_result", "tool_reference", "tool_use", "tool_result", "thinking"),
-    "redacted_thinking",
-)
 CHOICES: Final = {"auto": Choice.AUTO, "any": Choice.REQUIRED, "tool": Choice.NAMED, "none": Choice.NONE}
 
 # Accepted because they ask for nothing that a local server does.
@@ -43,10 +42,7 @@ NO_ACTION: Final = frozenset(
     {
         "metadata",
         "service_tier",
-        "context_management",
         "safeguards",
-        "container",
-        "mcp_servers",
         "betas",
         "inference_geo",
         "cache_control",
@@ -56,30 +52,6 @@ NO_ACTION: Final = frozenset(
 
 Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
 StopSequence = Annotated[str, Meta(max_length=STOP_CHARS_MAX)]
-
-
-class Block(Struct, frozen=True):
-    """A content block of any type: which fields it has depends on `type`."""
-
-    # Others are an error of the user's, and nothing in what the assistant has said.
-    type: Annotated[str, known(*BLOCKS)]
-    text: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    tool_name: str | None = None
-    content: "str | list[Block] | dict[str, Any] | None" = None
-    is_error: bool | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    source: str | dict[str, Any] | None = None
-    title: str | None = None
-
-
-class Message(Struct, frozen=True):
-    role: Annotated[str, words("user", "assistant", "system")]
-    content: str | list[Block]
 
 
 class ToolSpec(Struct, frozen=True):
@@ -127,6 +99,7 @@ class CountRequest(Struct, frozen=True, kw_only=True):
     thinking: ThinkingSpec | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    context_management: ContextManagement | None = None
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -144,7 +117,18 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     sparse_prefill: SparsePrefill | None = None
 
 
-_messages = Schema(MessagesRequest, NO_ACTION, "messages", Message)
+_REFUSED: Final = (
+    REFUSED_FIELDS
+    | SAMPLER_FIELDS
+    | constraint_fields("output_config.format", "max_tokens", "stop_sequences")
+    | {
+        "mcp_servers": RefusedField("give the model their tools in 'tools'"),
+        "container": RefusedField("no code is run here"),
+        "compaction": RefusedField("ask for a summary in a message"),
+        "thread": RefusedField("send the whole conversation in 'messages'"),
+    }
+)
+_messages = Schema(MessagesRequest, NO_ACTION, "messages", Message, refused=_REFUSED)
 _count = Schema(CountRequest, NO_ACTION | frozenset(MessagesRequest.__struct_fields__), "messages", Message)
 
 
@@ -165,7 +149,7 @@ def lower_prompt(request: CountRequest, default: ThinkingDefaults | None = None)
     system = _system(request.system)
     if system:
         turns.append(canonical.system(system))
-    for index, message in enumerate(request.messages):
+    for index, message in enumerate(edited(request.messages, request.context_management)):
         turns += _turns(message, f"messages.{index}")
     tool_use = _tool_use(request)
     thinking = _thinking(request, of_config(default))

@@ -1,9 +1,11 @@
-"""Constraints on an answer's form, in OpenAI's words and in vLLM's, as one `protocol.Constraint`."""
+"""Constraints on an answer's form, in the words of OpenAI and of other servers, as one `protocol.Constraint`."""
 
 import json
-from typing import Any, Final, Protocol, cast
+from typing import Annotated, Any, Final, cast
 
-from gateway.api.common.doc_hints import NULL, TEXT, typed
+from msgspec import Struct, structs
+
+from gateway.api.common.doc_hints import NULL, TEXT, shape, typed
 from gateway.errors import BadRequest, Unsupported
 from protocol.messages import Constraint, ConstraintKind
 
@@ -15,12 +17,15 @@ _KINDS = {
 }
 
 _OBJECT: Final = {"type": "object"}
+_TEXT: Final = {"anyOf": [TEXT, NULL]}
+_SCHEMA: Final = {"type": ["object", "string", "null"]}
 _JSON: Final = {"type": ["object", "string"]}
 # As the document tells of them.
 RESPONSE_FORMAT: Final = {
     "anyOf": [
         typed("text"),
-        typed("json_object", schema={"type": ["object", "null"]}),
+        typed("json_object", "json", schema={"type": ["object", "null"]}, value={"type": ["object", "null"]}),
+        {**typed("regex", value=TEXT), "required": ["type", "value"]},
         {
             **typed(
                 "json_schema",
@@ -51,55 +56,66 @@ STRUCTURED_OUTPUTS: Final = {
 }
 
 
-class Wishes(Protocol):
-    """The fields of a request that ask for a structure."""
-
-    @property
-    def response_format(self) -> Any: ...
-    @property
-    def structured_outputs(self) -> Any: ...
-    @property
-    def guided_json(self) -> Any: ...
-    @property
-    def guided_regex(self) -> Any: ...
-    @property
-    def guided_grammar(self) -> Any: ...
-    @property
-    def guided_choice(self) -> Any: ...
+# By field: those of vLLM's older clients, llama.cpp's and SGLang's.
+_SPELLINGS: Final = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+    "json_schema": "json",
+    "grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+# Of these an empty text is none, as in llama.cpp's server.
+_EMPTY: Final = frozenset({"grammar", "regex", "ebnf"})
 
 
-def lower_constraint(request: Wishes, *, after_reasoning: bool) -> Constraint | None:
+class FormatFields(Struct, frozen=True, kw_only=True):
+    """Fields of OpenAI's, vLLM's, llama.cpp's and SGLang's requests for the form of an answer."""
+
+    response_format: Annotated[Any, shape(RESPONSE_FORMAT)] = None
+    structured_outputs: Annotated[Any, shape(STRUCTURED_OUTPUTS)] = None
+    guided_json: Annotated[Any, shape(_SCHEMA)] = None
+    guided_regex: Annotated[Any, shape(_TEXT)] = None
+    guided_grammar: Annotated[Any, shape(_TEXT)] = None
+    guided_choice: Annotated[Any, shape({"anyOf": [{"type": "array", "items": TEXT, "minItems": 1}, NULL]})] = None
+    json_schema: Annotated[Any, shape(_SCHEMA)] = None
+    grammar: Annotated[Any, shape(_TEXT)] = None
+    regex: Annotated[Any, shape(_TEXT)] = None
+    ebnf: Annotated[Any, shape(_TEXT)] = None
+
+
+def lower_constraint(request: FormatFields, *, after_reasoning: bool) -> Constraint | None:
     """The one constraint of a request, None if it has none. Raises `BadRequest`, also for two at once."""
-    wishes = [
-        _response_format(request.response_format),
-        _structured_outputs(request.structured_outputs),
-        _guided("json", request.guided_json, "guided_json"),
-        _guided("regex", request.guided_regex, "guided_regex"),
-        _guided("grammar", request.guided_grammar, "guided_grammar"),
-        _guided("choice", request.guided_choice, "guided_choice"),
-    ]
+    wishes = [response_format(request.response_format), _structured_outputs(request.structured_outputs)]
+    for name, kind in _SPELLINGS.items():
+        value = getattr(request, name)
+        wishes.append(_guided(kind, None if value == "" and name in _EMPTY else value, name))
     constraints = [each for each in wishes if each is not None]
     if len(constraints) > 1:
         names = " and ".join(f"'{each.param}'" for each in constraints)
         raise BadRequest(f"{names} exclude each other.", constraints[1].param, "invalid_value")
-    if not constraints:
-        return None
-    constraint = constraints[0]
-    return Constraint(constraint.kind, constraint.text, after_reasoning, constraint.param, constraint.is_strict)
+    return structs.replace(constraints[0], after_reasoning=after_reasoning) if constraints else None
 
 
-def _response_format(value: Any) -> Constraint | None:
-    """`text`, `json_object` (with Together's `schema`), `json_schema`, and Fireworks' `grammar`."""
+def response_format(value: Any) -> Constraint | None:
+    """`text`, `json_object` (with Together's `schema`), `json_schema`, Fireworks' `grammar`, and TGI's words, which are
+    `json`, `json_object` and `regex` with a `value`. Raises `BadRequest`."""
     if value is None:
         return None
     fields = _object(value, "response_format")
     match fields.get("type"):
         case "text":
             return None
-        case "json_object" if fields.get("schema") is None:
-            return Constraint(ConstraintKind.JSON_OBJECT)
-        case "json_object":
-            return _schema(fields["schema"], "response_format.schema")
+        case "json_object" | "json":
+            wanted = "schema" if fields.get("value") is None else "value"
+            if fields.get(wanted) is None:
+                return Constraint(ConstraintKind.JSON_OBJECT)
+            return _schema(fields[wanted], f"response_format.{wanted}")
+        case "regex":
+            wanted = "pattern" if fields.get("value") is None else "value"
+            return _guided("regex", fields.get(wanted) or "", f"response_format.{wanted}")
         case "json_schema":
             inner = _object(fields.get("json_schema"), "response_format.json_schema")
             strict = inner.get("strict")

@@ -5,13 +5,14 @@ streams run: it is decoded in pieces, once its structure is known to be no large
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
 
+from gateway.api.common.refused_fields import FieldTable, refuse
 from gateway.api.common.structure import check_structure
 from gateway.errors import BadRequest
 
@@ -41,7 +42,8 @@ class Schema(Generic[T]):
     """Decoder of one endpoint's bodies.
 
     `no_action` names fields that are taken and do nothing. `listed` is the field that holds the conversation, as a
-    list of `item`s or anything else; with `item_fields` what its items hold beside these is named too.
+    list of `item`s or anything else; with `item_fields` what its items hold beside these is named too. What the body
+    holds of `refused` is a `BadRequest` where it asks for something.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Schema(Generic[T]):
         listed: str = "",
         item: type[Struct] | None = None,
         item_fields: AbstractSet[str] | None = None,
+        refused: FieldTable | None = None,
     ) -> None:
         self._decoder = msgspec.json.Decoder(struct)
         self._known = frozenset(struct.__struct_fields__) | no_action
@@ -59,6 +62,7 @@ class Schema(Generic[T]):
         self._items: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[item or Raw])
         self._item_fields = item_fields
         self._item_parts = None if item_fields is None else _parts(item_fields)
+        self._refused: FieldTable = refused or {}
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
         """The request, and the names of its unknown fields. Raises `BadRequest`."""
@@ -81,11 +85,17 @@ class Schema(Generic[T]):
 
     def _unknown(self, body: bytes) -> list[str]:
         fields = _keys.decode(body)
-        unknown = [key for key in fields if key not in self._known]
+        unknown = self._ignored(fields)
         if self._item_fields is not None and self._listed in fields:
             seen = {key for item in _message_keys.decode(fields[self._listed]) for key in item}
             unknown += [f"{self._listed}.{key}" for key in sorted(seen - self._item_fields)]
         return unknown
+
+    def _ignored(self, fields: Mapping[str, bytes | Raw]) -> list[str]:
+        """The names of unknown fields that do nothing. Raises `BadRequest` for those that would not do nothing."""
+        unknown = [key for key in fields if key not in self._known]
+        refuse({key: msgspec.json.decode(fields[key]) for key in unknown if key in self._refused}, self._refused)
+        return [key for key in unknown if key not in self._refused]
 
     def _in_pieces(self, body: bytes) -> tuple[T, list[str]]:
         check_structure(body)
@@ -93,7 +103,7 @@ class Schema(Generic[T]):
         fields = _fields(self._parts, body, "The body")
         if len(fields.get(_BIAS, b"")) > BIAS_BYTES_MAX:
             raise BadRequest(f"'{_BIAS}' is larger than {BIAS_BYTES_MAX} bytes.", _BIAS, "invalid_value")
-        unknown = [key for key in fields if key not in self._known]
+        unknown = self._ignored(fields)
         listed = fields.get(self._listed, b"")
         if len(listed) <= PIECE_BYTES or not listed.startswith(b"["):
             return self._decoder.decode(body), unknown

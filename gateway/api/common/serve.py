@@ -216,7 +216,8 @@ async def _answer(
                 raise from_failure(refusal)
             return await services.link.ask(worker, asked)
     except (ModelUnavailable, Refused) as error:
-        raise from_failure(error.failure, getattr(error, "retry_after_s", 0.0)) from None
+        wait_s = getattr(error, "retry_after_s", 0.0)
+        raise from_failure(error.failure, wait_s, is_operator=record.caller.is_admin) from None
     except Unsendable as error:
         services.metrics.rejected(model.name, "unsendable")
         raise from_unsendable(error) from None

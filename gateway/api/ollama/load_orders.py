@@ -64,7 +64,7 @@ class Loading:
                 async with asyncio.timeout(queue_s or None):
                     await services.pool.ensure_ready(model.name)
             except ModelUnavailable as error:
-                raise from_failure(error.failure, error.retry_after_s) from None
+                raise from_failure(error.failure, error.retry_after_s, is_operator=caller.is_admin) from None
             except TimeoutError:
                 message = f"The model was not ready within {queue_s:g} seconds."
                 raise Unavailable(message, retry_after_s(services.pool, model), "queue_timeout") from None

@@ -9,9 +9,10 @@ from msgspec import Meta, Struct
 from gateway.api.common.canonical import STOP_CHARS_MAX, STOPS_MAX
 from gateway.api.common.decode import converted
 from gateway.api.common.doc_hints import shape
+from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, constraint_fields, refuse
 from gateway.api.openai.lowering import derive_seed, first
+from gateway.api.openai.request import RepetitionPenalty
 from gateway.config.settings import SamplingDefaults
-from gateway.errors import Unsupported
 from protocol.messages import Sampling
 
 _WHOLE_MAX: Final = 1 << 40
@@ -32,6 +33,8 @@ NO_ACTION: Final = frozenset(
     }
 )
 
+_REFUSED: Final = REFUSED_FIELDS | SAMPLER_FIELDS | constraint_fields("format", "options.num_predict", "options.stop")
+
 
 class Options(Struct, frozen=True):
     """Options that have an effect or are refused. Below zero is no limit, and a random seed."""
@@ -43,13 +46,12 @@ class Options(Struct, frozen=True):
     seed: Seed | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=STOPS_MAX)] | None = None
     num_predict: Limit | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     # Tokens that the penalties look back at: 0 is none, -1 all.
     repeat_last_n: Whole | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    mirostat: Annotated[int, Meta(ge=0, le=2)] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -100,6 +102,6 @@ def read_options(raw: Mapping[str, Any] | None) -> tuple[Options, list[str]]:
     known = Options.__struct_fields__
     given = {name: value for name, value in (raw or {}).items() if value is not None}
     options = converted({name: given[name] for name in known if name in given}, Options, "options")
-    if options.mirostat:
-        raise Unsupported("'options.mirostat' is not supported: set temperature, top_p or min_p.", "options.mirostat")
-    return options, [f"options.{name}" for name in given if name not in known and name not in NO_ACTION]
+    others = {name: value for name, value in given.items() if name not in known and name not in NO_ACTION}
+    refuse(others, _REFUSED, "options.")
+    return options, [f"options.{name}" for name in others if name not in _REFUSED]

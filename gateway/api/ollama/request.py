@@ -9,6 +9,7 @@ from gateway.api.common.canonical import EFFORTS
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, shape, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
+from gateway.api.common.refused_fields import REFUSED_FIELDS, constraint_fields
 from gateway.api.ollama.options import OptionsField, read_options
 from gateway.api.openai.tools import ToolSpec
 from gateway.errors import BadRequest, Unsupported
@@ -132,8 +133,10 @@ class PullRequest(ModelName, frozen=True):
 SHOW_NO_ACTION: Final = frozenset({"system", "template", "options"})
 PULL_NO_ACTION: Final = frozenset({"insecure", "username", "password"})
 
-_chat = Schema(ChatRequest, listed="messages", item=Message)
-_generate = Schema(GenerateRequest)
+_REFUSED: Final = REFUSED_FIELDS | constraint_fields("format", "options.num_predict", "options.stop")
+
+_chat = Schema(ChatRequest, listed="messages", item=Message, refused=_REFUSED)
+_generate = Schema(GenerateRequest, refused=_REFUSED)
 _show = Schema(ShowRequest, SHOW_NO_ACTION)
 _pull = Schema(PullRequest, PULL_NO_ACTION)
 

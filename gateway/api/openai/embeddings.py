@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.common import serve
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, known, shape, words
+from gateway.api.common.refused_fields import RefusedField
 from gateway.api.common.vectors import Vectors, respond_vectors
 from gateway.api.openai.request import NO_ACTION, PROMPTS, TokenId
 from gateway.errors import BadRequest
@@ -62,7 +63,20 @@ class EmbeddingList(Struct, frozen=True):
     object: str = "list"
 
 
-_schema = Schema(EmbeddingsRequest, NO_ACTION, "input")
+# Of llama.cpp, TEI, Jina, Voyage and vLLM, which would be other vectors.
+_REFUSED: Final = {
+    "normalize": RefusedField("vectors are as the model's files say", (True,)),
+    "embd_normalize": RefusedField("vectors are as the model's files say", (2,)),
+    "late_chunking": RefusedField("", (False,)),
+    "add_special_tokens": RefusedField("send token ids", (True,)),
+    "truncate": RefusedField("set 'truncate_prompt_tokens'", (False, "NONE")),
+    "output_dimension": RefusedField("set 'dimensions'"),
+    **dict.fromkeys(
+        ("embed_dtype", "output_dtype", "embedding_type"),
+        RefusedField("set 'encoding_format'", ("float", "float32")),
+    ),
+}
+_schema = Schema(EmbeddingsRequest, NO_ACTION, "input", refused=_REFUSED)
 
 
 def decode_embeddings(body: bytes) -> tuple[EmbeddingsRequest, list[str]]:

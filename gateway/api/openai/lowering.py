@@ -21,6 +21,9 @@ RESERVED_KWARGS: Final = frozenset(
     {
         "messages",
         "conversation",
+        "conversations",
+        # The receiver of the template's own methods.
+        "self",
         "tools",
         "documents",
         "chat_template",
@@ -59,8 +62,9 @@ def lower_chat(
         raise BadRequest("The last message must be the assistant's to be continued.", "continue_final_message")
     if request.top_logprobs is not None and not request.logprobs:
         raise BadRequest("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
-    if request.max_tokens == 0:
-        raise BadRequest("Invalid value for 'max_tokens': expected int >= 1.", "max_tokens", "invalid_value")
+    if request.token_limit == 0:
+        name = "n_predict" if request.max_tokens is None else "max_tokens"
+        raise BadRequest(f"Invalid value for '{name}': expected int >= 1.", name, "invalid_value")
     tool_use, thinking = lower_tools(request), lower_thinking(request, model.thinking)
     prompt = chat_prompt(messages, tool_use, thinking, template_kwargs(request.chat_template_kwargs), continues)
     return _generates(
@@ -69,7 +73,7 @@ def lower_chat(
         [prompt],
         next_rid,
         seed,
-        max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+        max_tokens=request.token_limit if request.max_completion_tokens is None else request.max_completion_tokens,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         deadline_ms=deadline_ms,
         thinking_budget=thinking.budget,
@@ -84,16 +88,17 @@ def lower_completion(
 ) -> list[Generate]:
     """One `Generate` per prompt and choice, the choices of a prompt side by side. Raises `BadRequest`."""
     echo = bool(request.echo)
-    if request.max_tokens == 0 and not echo:
+    max_tokens, is_silent = request.token_limit, request.max_tokens is None and request.n_predict is None
+    if max_tokens == 0 and not echo:
         raise BadRequest("'max_tokens' 0 needs 'echo': true.", "max_tokens", "invalid_value")
     return _generates(
         request,
         model,
-        _prompts(request.prompt, request.suffix),
+        _prompts(request.prompt, request.suffix, adds_special=request.add_special_tokens is not False),
         next_rid,
         seed,
         # OpenAI's completions default.
-        max_tokens=16 if request.max_tokens is None and model.sampling.max_tokens is None else request.max_tokens,
+        max_tokens=16 if is_silent and model.sampling.max_tokens is None else max_tokens,
         top_logprobs=request.logprobs,
         echo=echo,
         deadline_ms=deadline_ms,
@@ -184,7 +189,8 @@ def _generates(
 def _sampling(request: SamplingFields, model: SamplingDefaults, bias: _Biases, seed: int) -> Sampling:
     top_k = first(request.top_k, model.top_k, 0)
     more = sampler_values(request)
-    repetition = first(request.repetition_penalty, model.repetition_penalty, 1.0)
+    asked = request.repeat_penalty if request.repetition_penalty is None else request.repetition_penalty
+    repetition = first(asked, model.repetition_penalty, 1.0)
     return Sampling(
         temperature=first(request.temperature, model.temperature, 1.0),
         top_p=first(request.top_p, model.top_p, 1.0),
@@ -239,10 +245,10 @@ def _biases(given: Mapping[str, float] | Sequence[tuple[int | str, float]]) -> _
 # -- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def _prompts(raw: str | list[Any], suffix: str | None = None) -> list[Prompt]:
+def _prompts(raw: str | list[Any], suffix: str | None, *, adds_special: bool) -> list[Prompt]:
     infill = Infill(suffix) if suffix else None
     if isinstance(raw, str):
-        return [_text_prompt(raw, "prompt", infill)]
+        return [_text_prompt(raw, "prompt", infill, adds_special)]
     if not raw:
         raise BadRequest("'prompt' is empty.", "prompt", "invalid_value")
     kinds = {type(item) for item in raw}
@@ -253,7 +259,7 @@ def _prompts(raw: str | list[Any], suffix: str | None = None) -> list[Prompt]:
     if len(raw) > PROMPTS_MAX:
         raise BadRequest(f"At most {PROMPTS_MAX} prompts in one request.", "prompt", "invalid_value")
     if kinds == {str}:
-        return [_text_prompt(text, f"prompt[{index}]", infill) for index, text in enumerate(raw)]
+        return [_text_prompt(text, f"prompt[{index}]", infill, adds_special) for index, text in enumerate(raw)]
     if kinds == {list}:
         if any(not ids for ids in raw):
             raise BadRequest("'prompt' holds an empty list of token ids.", "prompt", "invalid_value")
@@ -265,10 +271,10 @@ def _prompts(raw: str | list[Any], suffix: str | None = None) -> list[Prompt]:
     )
 
 
-def _text_prompt(text: str, param: str, infill: Infill | None) -> TextPrompt:
+def _text_prompt(text: str, param: str, infill: Infill | None, adds_special: bool) -> TextPrompt:
     if not text and infill is None:
         raise BadRequest(f"'{param}' is empty.", param, "invalid_value")
-    return TextPrompt(text, infill)
+    return TextPrompt(text, infill, adds_special)
 
 
 def template_kwargs(asked: dict[str, Any] | None) -> dict[str, Any]:

@@ -5,15 +5,16 @@ from typing import Annotated, Any, ClassVar, Final
 from msgspec import Meta, Struct
 
 from gateway.api.common.canonical import EFFORTS, STOP_CHARS_MAX, STOPS_MAX
-from gateway.api.common.constraints import RESPONSE_FORMAT, STRUCTURED_OUTPUTS
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import NULL, TEXT, UNSERVED, case, shape, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
+from gateway.api.common.refused_fields import REFUSED_FIELDS
 from gateway.api.common.thinking import ReasoningSpec, ThinkingSpec
 from gateway.api.openai.samplers import SamplerFields
 from gateway.api.openai.tools import FUNCTION_CALL, TOOL_CHOICE, FunctionSpec, ToolSpec
 from gateway.errors import BadRequest, Unsupported
 from gateway.media.reference import DETAILS
+from protocol.messages import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
@@ -28,7 +29,7 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
 Unit = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Positive = Annotated[float, Meta(gt=0, le=1e6)]
+RepetitionPenalty = Annotated[float, Meta(ge=REPETITION_PENALTY_MIN, le=REPETITION_PENALTY_MAX)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 BiasText = Annotated[str, Meta(min_length=1, max_length=256), shape(TEXT)]
 Choices = Annotated[int, Meta(ge=1, le=16)]
@@ -192,6 +193,8 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] | None = None
+    # llama.cpp's; -1 is no limit.
+    n_predict: Annotated[int, Meta(ge=-1, le=1 << 40)] | None = None
     n: Choices | None = None
     seed: Seed | None = None
     stop: Stop | None = None
@@ -201,7 +204,9 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     min_p: Unit | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Positive | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    # The same, as llama.cpp and LM Studio spell it.
+    repeat_penalty: RepetitionPenalty | None = None
     # By id, in OpenAI's words; or texts, each of whose tokens gets it, in llama.cpp's.
     logit_bias: dict[str, Bias] | list[tuple[TokenId | BiasText, Bias]] | None = None
     ignore_eos: bool | None = None
@@ -213,13 +218,13 @@ class SamplingFields(SamplerFields, frozen=True, kw_only=True):
     speculate: Speculate | None = None
     # Ours: whether of a long prompt only what matters most is run, and how much of it.
     sparse_prefill: SparsePrefill | None = None
-    # What the answer must look like; read by `constraints`. The last five are vLLM's.
-    response_format: Annotated[Any, shape(RESPONSE_FORMAT)] = None
-    structured_outputs: Annotated[Any, shape(STRUCTURED_OUTPUTS)] = None
-    guided_json: Annotated[Any, shape({"type": ["object", "string", "null"]})] = None
-    guided_regex: Annotated[Any, shape({"anyOf": [TEXT, NULL]})] = None
-    guided_grammar: Annotated[Any, shape({"anyOf": [TEXT, NULL]})] = None
-    guided_choice: Annotated[Any, shape({"anyOf": [{"type": "array", "items": TEXT, "minItems": 1}, NULL]})] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of an answer; None where the request has no limit."""
+        if self.max_tokens is not None or self.n_predict is None:
+            return self.max_tokens
+        return self.n_predict if self.n_predict >= 0 else None
 
     @property
     def wants_usage(self) -> bool:
@@ -304,6 +309,8 @@ class CompletionRequest(PromptFields, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     # The text behind what is to be filled in, for models that were trained for it.
     suffix: str | None = None
+    # vLLM's: false leaves out those that the tokenizer puts around a text.
+    add_special_tokens: bool | None = None
     # Known, not served yet.
     best_of: Annotated[int, Meta(ge=0, le=1 << 40), shape({"maximum": 1})] | None = None
 
@@ -331,8 +338,8 @@ MESSAGE_NO_ACTION: Final = frozenset({"annotations", "id", "cache_control", "rea
 
 MESSAGE_FIELDS: Final = frozenset(Message.__struct_fields__) | MESSAGE_NO_ACTION
 
-_chat = Schema(ChatRequest, NO_ACTION, "messages", Message, MESSAGE_FIELDS)
-_completion = Schema(CompletionRequest, NO_ACTION)
+_chat = Schema(ChatRequest, NO_ACTION, "messages", Message, MESSAGE_FIELDS, REFUSED_FIELDS)
+_completion = Schema(CompletionRequest, NO_ACTION, refused=REFUSED_FIELDS)
 
 
 def decode_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
@@ -350,6 +357,9 @@ def decode_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
     if request.suffix and request.truncate_prompt_tokens:
         message = "'truncate_prompt_tokens' together with 'suffix' is not supported."
         raise Unsupported(message, "truncate_prompt_tokens")
+    if request.suffix and request.add_special_tokens is False:
+        message = "'add_special_tokens': false together with 'suffix' is not supported."
+        raise Unsupported(message, "add_special_tokens")
     if request.best_of is not None and request.best_of > (request.n or 1):
         raise Unsupported("'best_of' greater than 'n' is not supported.", "best_of")
     return request, unknown + _ignored(request)

@@ -3,10 +3,11 @@
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
+from gateway.api.common.constraints import FormatFields
 from gateway.api.common.doc_hints import TEXT, shape
-from gateway.errors import BadRequest, Unsupported
+from gateway.errors import BadRequest
 
 BREAKERS: Final = ("\n", ":", '"', "*")
 _LISTED_MAX: Final = 64
@@ -18,15 +19,10 @@ TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Window = Annotated[int, Meta(ge=-1, le=_TOKENS_MAX)]
 Text = Annotated[str, Meta(max_length=_WORD_CHARS_MAX)]
 Unit = Annotated[float, Meta(ge=0, le=1)]
-# Served where they ask for nothing.
-Off = Annotated[
-    float, Meta(ge=-1e9, le=1e9), shape({"const": 0, "description": "Not supported: other values are refused."})
-]
-Never = Annotated[bool, shape({"const": False, "description": "Not supported: true is refused."})]
 
 
-class SamplerFields(Struct, frozen=True, kw_only=True):
-    """Limits of tokens and samplers. Windows are in tokens: -1, and for penalties 0 too, is all of the context."""
+class SamplerFields(FormatFields, frozen=True, kw_only=True):
+    """Forms, limits of tokens, samplers. Windows are in tokens: -1, and for penalties 0 too, is all of the context."""
 
     min_tokens: Annotated[int, Meta(ge=0, le=_TOKENS_MAX)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=_LISTED_MAX)] | None = None
@@ -51,12 +47,6 @@ class SamplerFields(Struct, frozen=True, kw_only=True):
         | Annotated[str, Meta(max_length=_LISTED_MAX * _WORD_CHARS_MAX)]
         | None
     ) = None
-    # Known, not served.
-    mirostat: Off | None = None
-    mirostat_mode: Off | None = None
-    dynatemp_range: Off | None = None
-    dynamic_temperature: Never | None = None
-    use_beam_search: Never | None = None
     # False leaves the special tokens of the output in its text.
     skip_special_tokens: bool | None = None
 
@@ -71,7 +61,6 @@ class SamplerFields(Struct, frozen=True, kw_only=True):
 
 def sampler_values(request: SamplerFields) -> dict[str, Any]:
     """The fields of `protocol.Sampling` that a request sets beyond the usual ones. Raises `BadRequest`."""
-    _refuse_unserved(request)
     named = {
         "min_tokens": request.min_tokens,
         "stop_ids": tuple(request.stop_token_ids or ()) or None,
@@ -108,14 +97,3 @@ def _breakers(given: list[str] | str | None) -> tuple[str, ...]:
             message = f"Invalid value for '{param}': expected a list of texts."
             raise BadRequest(message, param, "invalid_value") from None
     return tuple(sorted({text for text in given if text}))
-
-
-def _refuse_unserved(request: SamplerFields) -> None:
-    if request.mirostat or request.mirostat_mode:
-        name = "mirostat" if request.mirostat else "mirostat_mode"
-        raise Unsupported(f"'{name}' is not supported: set temperature, top_p, min_p or top_n_sigma.", name)
-    if request.dynatemp_range or request.dynamic_temperature:
-        name = "dynatemp_range" if request.dynatemp_range else "dynamic_temperature"
-        raise Unsupported(f"'{name}' is not supported: set a temperature.", name)
-    if request.use_beam_search:
-        raise Unsupported("'use_beam_search' is not supported: ask for choices with 'n'.", "use_beam_search")

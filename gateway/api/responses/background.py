@@ -14,12 +14,14 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.common.serve import Job
 from gateway.api.responses import response as out
 from gateway.api.responses.encoder import QueuedStream, Run
-from gateway.api.responses.event_log import EventLog, EventsGone
+from gateway.api.responses.event_log import EventLog, EventsGone, Place
 from gateway.api.responses.journal import Journal, Journals
 from gateway.api.responses.journal_records import Asked, Placed, Started, Written
 from gateway.api.responses.store import Store, StoreBroken
 from gateway.errors import ApiError, BadRequest, Cancelled, Overloaded, Unavailable
 from gateway.http.direct_write import outlet_of
+from gateway.http.exchange import reserve
+from gateway.http.shared_answers import READER_BYTES
 from gateway.http.sse import DEFAULT_PACE, HEADERS, Watch, note_cut
 from gateway.request.generation import Generation
 from gateway.request.record import Record, record_of
@@ -52,7 +54,7 @@ _KEEPALIVE: Final = b": keep-alive\n\n"
 class Background:
     """One response, from its request until its events are forgotten. Owned by its task; readers only read."""
 
-    def __init__(self, tenant: str, run: Run, asked_bytes: int) -> None:
+    def __init__(self, tenant: str, run: Run) -> None:
         self.tenant = tenant
         self.run = run
         self.events = EventLog(repeated=out.echoes(run.response))
@@ -65,7 +67,6 @@ class Background:
         self._journal: Journal | None = None
         # The form of the model, as the journal has it.
         self.form = ""
-        self._asked_bytes = asked_bytes
 
     @property
     def id(self) -> str:
@@ -74,7 +75,7 @@ class Background:
     @property
     def size_bytes(self) -> int:
         """Memory that it takes once it has been let go: its response tells of the request what it was asked."""
-        return self.events.size_bytes + self._asked_bytes + _OBJECT_BYTES
+        return self.events.size_bytes + self.run.asked_bytes + _OBJECT_BYTES
 
     @property
     def journal(self) -> Journal:
@@ -94,14 +95,10 @@ class Background:
         self._generation = None
         self.run.keep = keep_nothing
 
-    def snapshot(self) -> out.Response:
-        """The response as it is now."""
-        return self.run.last or self.run.snapshot()
-
     def cancel(self) -> out.Response:
         """End it. Returns the response as it is then."""
         if self.is_over:
-            return self.snapshot()
+            return self.run.snapshot()
         if self._generation is not None:
             self._generation.cancel()
         return self.run.cancel()
@@ -197,43 +194,54 @@ class Background:
         if self.is_left:
             raise Unavailable("The server stopped.")
 
-    async def answer(self, after: int, scope: Scope, receive: Receive, send: Send, write_timeout_s: float) -> None:
-        """Stream the events that follow number `after`, until the last. That the client leaves ends nothing else."""
-        record = record_of(scope)
+    async def answer(
+        self, after: int, scope: Scope, receive: Receive, send: Send, write_timeout_s: float, echo: bytes
+    ) -> None:
+        """Stream the events that follow number `after`, until the last. That the client leaves ends nothing else.
+
+        `echo` is that of its events. Raises `BadRequest` and `Unavailable` before it has begun.
+        """
+        record, place, outlet = record_of(scope), Place(after + 1), outlet_of(scope)
         try:
-            self.events.check(after)
+            self.events.check(place)
         except EventsGone:
             raise BadRequest(GONE, "starting_after", "events_gone") from None
+        await reserve(record, READER_BYTES)
         async with Watch(receive, write_timeout_s) as watch:
             await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *record.headers]})
             more = True
             while more:
-                data, after, more = await self._news(after)
-                if self.is_left and not (data or more):
+                data, place, more = await self._news(place, echo)
+                if not (data or more) and (self.is_left or place.offset):
                     watch.is_over = True
                     break
+                if outlet is not None:
+                    outlet.is_within_event |= place.offset > 0
                 watch.is_sending = True
                 await send({"type": "http.response.body", "body": data, "more_body": more})
                 watch.is_sending = False
                 watch.sent += 1
                 watch.is_over = not more
+                if outlet is not None:
+                    outlet.is_within_event = place.offset > 0
         if watch.reason is not None:
             note_cut(record, watch.reason)
-        elif self.is_left:
-            record.outcome = "left"
-            if (outlet := outlet_of(scope)) is not None:
+        elif self.is_left or place.offset:
+            record.outcome = "left" if self.is_left else "events_gone"
+            if outlet is not None:
                 outlet.cut_off()
 
-    async def _news(self, after: int) -> tuple[bytes, int, bool]:
-        """Bytes to send, the number of the last event in them, and whether more come."""
+    async def _news(self, place: Place, echo: bytes) -> tuple[bytes, Place, bool]:
+        """Bytes to send, the place behind them, and whether more come. Nothing more may come within an event."""
         events = self.events
         try:
-            data, last = await events.read(after, DEFAULT_PACE.keepalive_s)
+            data, place = await events.read(place, DEFAULT_PACE.keepalive_s, echo)
         except EventsGone:
-            return out.error_bytes("events_gone", GONE, after + 1), after, False
+            last = b"" if place.offset else out.error_bytes("events_gone", GONE, place.number)
+            return last, place, False
         if data:
-            return data, last, True
-        return (b"", last, False) if events.is_over else (_KEEPALIVE, last, True)
+            return data, place, True
+        return (b"", place, False) if events.is_over else (_KEEPALIVE, place, True)
 
 
 class Backgrounds:
@@ -268,7 +276,7 @@ class Backgrounds:
             held.callback(record.lease.close)
             held.callback(record.media_lease.close)
             generation = held.enter_context(dataclasses.replace(job, record=record).generation(run.bind))
-            background = Background(tenant, run, record.body_bytes)
+            background = Background(tenant, run)
             size = prompt_bytes(asked.generate) + record.body_bytes
             background.record_in(self._journals.create(background.id, asked, size, background.events.add))
             background.queue()

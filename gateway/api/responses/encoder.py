@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
 from gateway.api.responses import response as out
 from gateway.api.responses.items import Output
 from gateway.errors import ApiError
+from gateway.request.bodies import LARGE_BYTES
 from protocol.messages import Delta, Finish
+
+# A delta is about a word.
+DELTA_BYTES: Final = 8
 
 _encode = msgspec.json.Encoder().encode
 
@@ -25,6 +30,8 @@ class Run:
     now: Callable[[], int]
     keep: Callable[[out.Response], None]
     stop: Callable[[Sequence[int]], None]
+    # Size of its request's body, which the response echoes in part.
+    asked_bytes: int = 0
     is_cancelled: bool = False
     # Its last state, once it has one.
     last: out.Response | None = None
@@ -38,7 +45,12 @@ class Run:
 
     def snapshot(self) -> out.Response:
         """The response as it is now."""
-        return self._state(self.response.status)
+        return self.last or self._state(self.response.status)
+
+    @property
+    def size_bytes(self) -> int:
+        """About what a snapshot takes as JSON."""
+        return self.asked_bytes + DELTA_BYTES * self.output.deltas
 
     def cancel(self) -> out.Response:
         """End it now. Returns the response as it is then."""
@@ -64,6 +76,9 @@ class Run:
         last = self._state("cancelled" if self.is_cancelled else "failed")
         if not self.is_cancelled:
             last = msgspec.structs.replace(last, error=out.ErrorInfo.of(error))
+            if not self.output.deltas and self.asked_bytes >= LARGE_BYTES:
+                # A request that was refused, perhaps for its size, is not needed again to read why.
+                last = msgspec.structs.replace(last, instructions=None, tools=[])
         self._end(last)
         return last
 

@@ -15,7 +15,7 @@ from gateway.api.common import serve
 from gateway.api.common.canonical import with_thinking
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.responses import response as out
-from gateway.api.responses.background import GONE, Backgrounds, failed_by_restart, keep_nothing
+from gateway.api.responses.background import GONE, Backgrounds, keep_nothing
 from gateway.api.responses.compact import Compact
 from gateway.api.responses.echo import echo
 from gateway.api.responses.encoder import ResponseFold, ResponseStream, Run
@@ -26,10 +26,11 @@ from gateway.api.responses.journal_records import Asked
 from gateway.api.responses.lowering import lower_prompt, lower_responses
 from gateway.api.responses.request import Item, ResponsesRequest, decode_count, decode_responses
 from gateway.api.responses.resumption import Resumption
-from gateway.api.responses.store import Store, Stored
+from gateway.api.responses.retrieval import Retrieval
+from gateway.api.responses.store import Store
 from gateway.api.responses.tools import Toolbox, toolbox
 from gateway.config.settings import Config, ModelConfig, ServerConfig
-from gateway.errors import BadRequest
+from gateway.errors import ApiError, BadRequest
 from gateway.http.exchange import send_body
 from gateway.http.sse import cut_off
 from gateway.request.record import Record, record_of
@@ -66,21 +67,22 @@ class Responses:
         self._history = History(
             self._store, lambda: services.config.server.max_body_bytes, self._backgrounds.is_running
         )
+        self._retrieval = Retrieval(services, self._history)
         # One that is there is checked now, not when the first client comes back to it.
         self.apply(server)
 
     def routes(self) -> list[Route]:
         """Routes of the public app."""
-        services, history, backgrounds = self._services, self._history, self._backgrounds
+        services, history, backgrounds, retrieval = self._services, self._history, self._backgrounds, self._retrieval
         running: Running = {}
-        one = One(services, history, running, backgrounds)
+        one = One(history, running, backgrounds, retrieval)
         return [
-            Route("/v1/responses", Create(services, history, running, backgrounds), methods=["POST"]),
+            Route("/v1/responses", Create(services, history, running, backgrounds, retrieval), methods=["POST"]),
             Route("/v1/responses/compact", Compact(services, history), methods=["POST"]),
             Route("/v1/responses/input_tokens", CountTokens(services, history), methods=["POST"]),
             Route("/v1/responses/{id}", one, methods=["GET", "DELETE"]),
             Route("/v1/responses/{id}/cancel", one, methods=["POST"]),
-            Route("/v1/responses/{id}/input_items", InputItems(history), methods=["GET"]),
+            Route("/v1/responses/{id}/input_items", InputItems(retrieval), methods=["GET"]),
         ]
 
     async def resume(self) -> None:
@@ -104,11 +106,14 @@ class Responses:
 class Create:
     """An ASGI endpoint."""
 
-    def __init__(self, services: Services, history: History, running: Running, backgrounds: Backgrounds) -> None:
+    def __init__(
+        self, services: Services, history: History, running: Running, backgrounds: Backgrounds, retrieval: Retrieval
+    ) -> None:
         self._services = services
         self._history = history
         self._running = running
         self._backgrounds = backgrounds
+        self._retrieval = retrieval
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
@@ -125,7 +130,7 @@ class Create:
         run, inputs = self._run(request, box, model, record, prompt.media)
         job = serve.Job(services, record, model, generates)
         if request.background:
-            asked = _asked(run, job, inputs, box, request.includes(SEALED), is_open=self._services.keyring.is_open)
+            asked = _asked(run, job, inputs, box, request.includes(SEALED))
             await self._start(run, job, asked, stream, scope, receive, send)
             return
         if not stream:
@@ -145,11 +150,15 @@ class Create:
         if not self._history.is_on:
             raise BadRequest("'background' needs [server] response_store, which is off.", "background")
         background = self._backgrounds.start(run, job, tenant_of(record), asked)
-        if stream:
-            write_timeout_s = self._services.config.server.write_timeout_s
-            await background.answer(-1, scope, receive, send, write_timeout_s)
-        else:
-            await send_body(send, 200, _encode(background.snapshot()), record.headers)
+        try:
+            if stream:
+                await self._retrieval.send_events(background, -1, scope, receive, send)
+            else:
+                await self._retrieval.send_state(run, run.snapshot(), record, send, record.headers)
+        except ApiError:
+            # There was no room for the answer: its client does not know it, and asks again.
+            await self._backgrounds.forget(background)
+            raise
 
     def _run(
         self, request: ResponsesRequest, box: Toolbox, model: ModelConfig, record: Record, media: Sequence[Media]
@@ -163,11 +172,11 @@ class Create:
         size = record.body_bytes - record.encoded_bytes + sum(map(len, own.values()))
         keep = self._history.keeper(tenant_of(record), inputs, own, size) if is_stored else keep_nothing
         output = Output(stem, box.forms, request.includes(SEALED))
-        run = Run(response, output, serve.now, keep, partial(self._services.link.stop, reason="cancelled"))
-        return run, inputs
+        stop = partial(self._services.link.stop, reason="cancelled")
+        return Run(response, output, serve.now, keep, stop, record.body_bytes), inputs
 
 
-def _asked(run: Run, job: serve.Job, inputs: list[Item], box: Toolbox, is_sealed: bool, *, is_open: bool) -> Asked:
+def _asked(run: Run, job: serve.Job, inputs: list[Item], box: Toolbox, is_sealed: bool) -> Asked:
     record, model, generate = job.record, job.model, job.generates[0]
     return Asked(
         key=record.caller.key,
@@ -182,7 +191,7 @@ def _asked(run: Run, job: serve.Job, inputs: list[Item], box: Toolbox, is_sealed
         body_bytes=record.body_bytes,
         began=time.time() - (time.perf_counter() - record.started),
         limit_s=generate.deadline_ms / 1000,
-        is_everybodys=is_open and record.caller.key is None,
+        is_everybodys=record.caller.is_anonymous,
     )
 
 
@@ -218,64 +227,59 @@ class CountTokens:
 class One:
     """An ASGI endpoint: retrieve, delete and cancel. What runs can be seen and cancelled by those who know its id."""
 
-    def __init__(self, services: Services, history: History, running: Running, backgrounds: Backgrounds) -> None:
-        self._services = services
+    def __init__(self, history: History, running: Running, backgrounds: Backgrounds, retrieval: Retrieval) -> None:
         self._history = history
         self._running = running
         self._backgrounds = backgrounds
+        self._retrieval = retrieval
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
         tenant, response_id = tenant_of(record), _path_id(scope)
         background = self._backgrounds.find(tenant, response_id)
+        run = self._run(tenant, response_id) if background is None else background.run
         match scope["method"]:
             case "DELETE":
                 if background is not None:
                     await self._backgrounds.forget(background)
                 await self._history.delete(tenant, response_id)
-                body = _encode(out.Deleted(response_id))
+                await send_body(send, 200, _encode(out.Deleted(response_id)))
+            case "POST" if run is not None:
+                state = run.cancel() if background is None else background.cancel()
+                await self._retrieval.send_state(run, state, record, send)
             case "POST":
-                run = background or self._run(tenant, response_id)
                 # One that has ended already is answered as it is.
-                body = await self._kept(tenant, response_id) if run is None else _encode(run.cancel())
+                await self._retrieval.send_stored(response_id, record, send)
             case _:
                 after = _starting_after(_query(scope))
                 if after is not None:
-                    events = background or await self._without_events(tenant, response_id)
-                    write_timeout_s = self._services.config.server.write_timeout_s
-                    await events.answer(after, scope, receive, send, write_timeout_s)
-                    return
-                run = background or self._run(tenant, response_id)
-                body = await self._kept(tenant, response_id) if run is None else _encode(run.snapshot())
-        await send_body(send, 200, body)
+                    events = background or await self._without_events(run, tenant, response_id)
+                    await self._retrieval.send_events(events, after, scope, receive, send)
+                elif run is not None:
+                    await self._retrieval.send_state(run, run.snapshot(), record, send)
+                else:
+                    await self._retrieval.send_stored(response_id, record, send)
 
     def _run(self, tenant: str, response_id: str) -> Run | None:
         owner, run = self._running.get(response_id, (tenant, None))
         return run if owner == tenant else None
 
-    async def _kept(self, tenant: str, response_id: str) -> bytes:
-        stored = await self._history.get(tenant, response_id)
-        return stored.body if self._history.has_ended(stored) else failed_by_restart(stored.body)
-
-    async def _without_events(self, tenant: str, response_id: str) -> NoReturn:
+    async def _without_events(self, run: Run | None, tenant: str, response_id: str) -> NoReturn:
         """Raises `BadRequest`, or `ResponseNotFound` where there is no response at all."""
-        if self._run(tenant, response_id) is None:
-            await self._history.get(tenant, response_id)
+        if run is None:
+            await self._history.sizes(tenant, response_id)
         raise BadRequest(GONE, "stream", "events_gone")
 
 
 class InputItems:
     """An ASGI endpoint: what the model was given, the conversation before included, a page at a time."""
 
-    def __init__(self, history: History) -> None:
-        self._history = history
+    def __init__(self, retrieval: Retrieval) -> None:
+        self._retrieval = retrieval
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record, query = record_of(scope), _query(scope)
-        limit = _limit(query)
-        stored: Stored = await self._history.get(tenant_of(record), _path_id(scope))
-        items = [*await self._history.before(record, stored.previous), *self._history.inputs(stored)]
-        await send_body(send, 200, _encode(_page(items, query, limit)))
+        query = _query(scope)
+        await self._retrieval.send_items(_path_id(scope), query, _limit(query), record_of(scope), send)
 
 
 def _starting_after(query: QueryParams) -> int | None:
@@ -299,22 +303,6 @@ def _limit(query: QueryParams) -> int:
     if not 1 <= limit <= ITEMS_MAX:
         raise BadRequest(f"Invalid value for 'limit': expected 1 to {ITEMS_MAX}.", "limit", "invalid_value")
     return limit
-
-
-def _page(items: list[Item], query: QueryParams, limit: int) -> out.ItemList:
-    """The newest first, unless asked otherwise. Raises `BadRequest`."""
-    order, after = query.get("order", "desc"), query.get("after")
-    if order not in ("asc", "desc"):
-        raise BadRequest("Invalid value for 'order': expected asc or desc.", "order", "invalid_value")
-    ordered = items if order == "asc" else items[::-1]
-    if after is not None:
-        places = [index for index, item in enumerate(ordered) if item.id == after]
-        if not places:
-            raise BadRequest(f"There is no item {after[:100]!r} here.", "after", "invalid_value")
-        ordered = ordered[places[-1] + 1 :]
-    page = ordered[:limit]
-    ids = [item.id for item in page] or [None]
-    return out.ItemList(page, ids[0], ids[-1], len(ordered) > len(page))
 
 
 def _path_id(scope: Scope) -> str:

@@ -4,12 +4,12 @@ import asyncio
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 # Of one response: about 40,000 tokens. When it has more, the older half goes.
 BYTES_MAX: Final = 8 * 1024 * 1024
-# Of one read, and at least one event: each reader has a copy of its own while it is sent.
-READ_BYTES_MAX: Final = 256 * 1024
+# Limit of one read: each reader has a copy of its own while it is sent.
+READ_BYTES_MAX: Final = 64 * 1024
 # A value that events repeat is left out of them from this size on.
 REPEATED_MIN_BYTES: Final = 64 * 1024
 _END: Final = b"\n\n"
@@ -19,19 +19,39 @@ class EventsGone(Exception):
     """The events that a reader is to go on with are no longer kept."""
 
 
+class Place(NamedTuple):
+    """Position of a reader: its next event, and how many bytes of that it has had."""
+
+    number: int
+    offset: int = 0
+
+
+class _Gap(NamedTuple):
+    """Place in the kept bytes of a repeated value that was left out, and its part of the echo."""
+
+    at: int
+    begin: int
+    end: int
+
+
 class EventLog:
     """Events in their order, numbered from 0. One writer; any number of readers, each at a place of its own.
 
-    Bytes and the end of each event in two flat buffers: nothing else is kept for a token. Several events tell what was
-    asked, which may be most of a large body: it is left out of what is kept, and written again for each read.
+    Bytes and the end of each event in two flat buffers: nothing else is kept for a token. Several events repeat what
+    was asked, which may be most of a large body. Such values are left out of what is kept; a reader brings them along,
+    one after the other, as the echo.
     """
 
     def __init__(self, max_bytes: int = BYTES_MAX, repeated: Sequence[Callable[[], bytes]] = ()) -> None:
         """`repeated` write values as they stand in events; they must write the same each time."""
         self._max_bytes = max_bytes
-        self._repeated = [write for write in repeated if len(write()) >= REPEATED_MIN_BYTES]
-        # Places in `_data` where one of them was, in their order.
-        self._gaps: list[tuple[int, Callable[[], bytes]]] = []
+        self._repeated: list[Callable[[], bytes]] = []
+        self.echo_bytes = 0
+        for write in repeated:
+            if (size := len(write())) >= REPEATED_MIN_BYTES:
+                self._repeated.append(write)
+                self.echo_bytes += size
+        self._gaps: list[_Gap] = []
         self._data = bytearray()
         # Ends of the events in `_data`, the first of which has the number `_first`.
         self._ends = array("Q")
@@ -70,61 +90,89 @@ class EventLog:
         self.is_over = True
         self._wake()
 
-    def check(self, after: int) -> None:
-        """Raises `EventsGone` when the event that follows number `after` is no longer kept."""
-        if after + 1 < self._first:
+    def check(self, place: Place) -> None:
+        """Raises `EventsGone` when the next event of a reader is no longer kept."""
+        if place.number < self._first:
             raise EventsGone
 
-    async def read(self, after: int, timeout_s: float) -> tuple[bytes, int]:
-        """Events that follow number `after`, and the number of the last. Nothing new on timeout, and at the end.
+    def echo(self) -> bytes:
+        """The repeated values, for those who read. For any thread."""
+        return b"".join(write() for write in self._repeated)
 
-        What is more than a read may have comes with the next one. Raises `EventsGone` for a reader that is too slow.
+    async def read(self, place: Place, timeout_s: float, echo: bytes = b"") -> tuple[bytes, Place]:
+        """Events that follow `place`, and the place behind them. Nothing new on timeout, and at the end.
+
+        They are whole, but for one that is larger than a read, which comes in pieces. Raises `EventsGone` for a reader
+        that is too slow.
         """
-        self.check(after)
-        index = after + 1 - self._first
-        if index >= len(self._ends) and not self.is_over:
+        self.check(place)
+        if place.number - self._first >= len(self._ends) and not self.is_over:
             await self._wait(timeout_s)
-            self.check(after)
-            index = after + 1 - self._first
+            self.check(place)
+        index = place.number - self._first
         if index >= len(self._ends):
-            return b"", after
-        begin = self._ends[index - 1] if index else 0
-        full = bisect_left(self._ends, begin + READ_BYTES_MAX)
-        last = min(max(index, full), len(self._ends) - 1)
-        gaps = [gap for gap in self._gaps if begin <= gap[0] < self._ends[last]]
-        if gaps:  # a read is at most one event with such values
-            last = min(last, bisect_right(self._ends, gaps[0][0]))
-        return self._whole(begin, self._ends[last], gaps), self._first + last
+            return b"", place
+        begin = self._begin(index)
+        behind = self._whole_events(index, begin)
+        if place.offset or behind == index:
+            return self._piece(index, place, echo)
+        return bytes(self._data[begin : self._ends[behind - 1]]), Place(self._first + behind)
+
+    def _begin(self, index: int) -> int:
+        return self._ends[index - 1] if index else 0
+
+    def _whole_events(self, index: int, begin: int) -> int:
+        """The end of the events from this one on that are one read and have no gap; `index` where there is none."""
+        end = begin + READ_BYTES_MAX
+        if gap := self._gaps_of(begin, end)[:1]:
+            end = gap[0].at
+        return bisect_right(self._ends, end, index)
+
+    def _piece(self, index: int, place: Place, echo: bytes) -> tuple[bytes, Place]:
+        """The next bytes of one event."""
+        skipped = place.offset
+        parts = self._parts(index, echo)
+        while skipped >= (size := parts[0][2] - parts[0][1]):
+            skipped -= size
+            del parts[0]
+        source, begin, end = parts[0]
+        begin += skipped
+        piece = bytes(source[begin : min(end, begin + READ_BYTES_MAX)])
+        is_whole = len(parts) == 1 and begin + len(piece) == end
+        return piece, Place(place.number + 1) if is_whole else Place(place.number, place.offset + len(piece))
+
+    def _parts(self, index: int, echo: bytes) -> list[tuple[bytes | bytearray, int, int]]:
+        """The buffers in which an event is, from where to where."""
+        begin, end = self._begin(index), self._ends[index]
+        parts: list[tuple[bytes | bytearray, int, int]] = []
+        for gap in self._gaps_of(begin, end):
+            parts += [(self._data, begin, gap.at), (echo, gap.begin, gap.end)]
+            begin = gap.at
+        return [*parts, (self._data, begin, end)]
+
+    def _gaps_of(self, begin: int, end: int) -> list[_Gap]:
+        """Gaps between two places in the kept bytes."""
+        return [gap for gap in self._gaps if begin <= gap.at < end]
 
     def _leave_out(self, data: bytes) -> bytes:
         """Events without the repeated values, whose places are kept."""
-        parts: list[bytes | Callable[[], bytes]] = [data]
+        parts: list[bytes | tuple[int, int]] = [data]
+        echoed = 0
         for write in self._repeated:
             value, before, parts = write(), parts, []
+            span = (echoed, echoed + len(value))
+            echoed = span[1]
             for part in before:
                 for at, piece in enumerate(part.split(value) if isinstance(part, bytes) else [part]):
-                    parts += [write, piece] if at else [piece]
+                    parts += [span, piece] if at else [piece]
         kept, size = list[bytes](), len(self._data)
         for part in parts:
             if isinstance(part, bytes):
                 kept.append(part)
                 size += len(part)
             else:
-                self._gaps.append((size, part))
+                self._gaps.append(_Gap(size, *part))
         return b"".join(kept)
-
-    def _whole(self, begin: int, end: int, gaps: Sequence[tuple[int, Callable[[], bytes]]]) -> bytes:
-        """Events as they were added."""
-        parts: list[bytes] = []
-        view = memoryview(self._data)
-        for at, write in gaps:
-            if at >= end:
-                break
-            parts += [bytes(view[begin:at]), write()]
-            begin = at
-        parts.append(bytes(view[begin:end]))
-        view.release()
-        return b"".join(parts)
 
     async def _wait(self, timeout_s: float) -> None:
         if self._news is None:
@@ -144,6 +192,6 @@ class EventLog:
             return
         cut = self._ends[count - 1]
         del self._data[:cut]
-        self._gaps = [(at - cut, write) for at, write in self._gaps if at >= cut]
+        self._gaps = [gap._replace(at=gap.at - cut) for gap in self._gaps if gap.at >= cut]
         self._ends = array("Q", [end - cut for end in self._ends[count:]])
         self._first += count

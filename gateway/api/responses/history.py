@@ -10,7 +10,7 @@ from gateway.api.openai.request import AudioData
 from gateway.api.responses import response as out
 from gateway.api.responses.lowering import FOREIGN_ITEMS, unseal
 from gateway.api.responses.request import Item, Part
-from gateway.api.responses.store import Store, StoreBroken, Stored, TooMuchSaid
+from gateway.api.responses.store import Store, StoreBroken, Stored, StoredSizes, TooMuchSaid
 from gateway.errors import ApiError, BadRequest, Unavailable
 from gateway.http.exchange import reserve
 from gateway.media.reference import stored_url
@@ -34,6 +34,10 @@ _PREFIXES: Final = {
 }
 
 
+class _Status(Struct, frozen=True):
+    status: str = ""
+
+
 class _Output(Struct, frozen=True):
     output: list[Item]
     status: str = ""
@@ -43,6 +47,7 @@ class _Output(Struct, frozen=True):
 UNENDED: Final = frozenset({"queued", "in_progress"})
 
 _encode = msgspec.json.Encoder().encode
+_status = msgspec.json.Decoder(_Status)
 _output = msgspec.json.Decoder(_Output)
 _items = msgspec.json.Decoder(list[Item])
 
@@ -161,6 +166,16 @@ class History:
             raise ResponseNotFound(response_id)
         return stored
 
+    async def sizes(self, tenant: str, response_id: str) -> StoredSizes:
+        """Sizes of a response. Raises `ResponseNotFound`."""
+        try:
+            sizes = await self._store.sizes(tenant, response_id)
+        except StoreBroken:
+            raise _broken() from None
+        if sizes is None:
+            raise ResponseNotFound(response_id)
+        return sizes
+
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises `ResponseNotFound`."""
         try:
@@ -223,7 +238,7 @@ class History:
 
     def has_ended(self, stored: Stored) -> bool:
         """Whether its generation had ended when it was kept."""
-        return _output.decode(stored.body).status not in UNENDED
+        return _status.decode(stored.body).status not in UNENDED
 
     def inputs(self, stored: Stored) -> list[Item]:
         """The client's input of a response."""

@@ -45,11 +45,14 @@ class Output:
         self._arguments: list[str] = []
         # Of text that the parser still holds back.
         self._early_logprobs: list[ContentLogprob] = []
+        # Number of those that were taken.
+        self.deltas = 0
         self.finish: Finish | None = None
         self.usage: Usage | None = None
 
     def take(self, delta: Delta) -> Events:
         """Events for a delta."""
+        self.deltas += 1
         events = self._take(delta)
         if delta.finish is not None:
             self.finish, self.usage = delta.finish, delta.usage

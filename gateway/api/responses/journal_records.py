@@ -25,7 +25,7 @@ class Asked(Struct, frozen=True, omit_defaults=True):
     """A background response before its first token, with all that its generation needs: the first record.
 
     `key` is the name of the key that asked; `path` is of the model's weights. `began` is wall-clock time, `limit_s` of
-    0 no limit. `inputs` are its input items as they are kept. `is_everybodys` without a key, before there was any.
+    0 no limit. `inputs` are its input items as they are kept. `is_everybodys` of an anonymous caller.
     """
 
     key: str | None

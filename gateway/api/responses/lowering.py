@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from gateway.api.common import canonical
 from gateway.api.common.canonical import Call, Content
-from gateway.api.common.constraints import lower_constraint
+from gateway.api.common.constraints import response_format
 from gateway.api.common.drafts import most_drafted, sparse_keep
 from gateway.api.common.thinking import lower_thinking
 from gateway.api.openai.lowering import derive_seed, template_kwargs
@@ -135,18 +135,6 @@ def first(asked: float | None, configured: float | None, default: float) -> floa
     return default if configured is None else configured
 
 
-@dataclass(frozen=True, slots=True)
-class _Wishes:
-    """`text.format`, where chat has `response_format`."""
-
-    response_format: Any
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_grammar: Any = None
-    guided_choice: Any = None
-
-
 def _constraint(request: CountRequest) -> Constraint | None:
     format = request.text.format if request.text is not None else None
     if format is None:
@@ -155,12 +143,14 @@ def _constraint(request: CountRequest) -> Constraint | None:
         message = f"Invalid value for 'text.format.type': {format.type[:40]!r}."
         raise BadRequest(message, "text.format.type", "invalid_value")
     try:
-        constraint = lower_constraint(_Wishes(_as_chat(format)), after_reasoning=True)
+        constraint = response_format(_as_chat(format))
     except BadRequest as error:
         renamed = (error.param or "").replace("response_format.json_schema", "text.format")
         message = error.message.replace("response_format.json_schema", "text.format")
         raise BadRequest(message, renamed.replace("response_format", "text.format"), error.code) from None
-    return None if constraint is None else msgspec.structs.replace(constraint, param="text.format")
+    if constraint is None:
+        return None
+    return msgspec.structs.replace(constraint, after_reasoning=True, param="text.format")
 
 
 def _as_chat(wanted: TextFormat) -> dict[str, Any]:

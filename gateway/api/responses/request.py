@@ -7,15 +7,25 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from gateway.api.common.decode import Schema
 from gateway.api.common.doc_hints import TEXT, UNSERVED, case, shape, typed, words
 from gateway.api.common.drafts import SparsePrefill, Speculate
+from gateway.api.common.refused_fields import REFUSED_FIELDS, SAMPLER_FIELDS, constraint_fields
 from gateway.api.common.thinking import Budget, ReasoningSpec, ThinkingSpec
-from gateway.api.openai.request import AudioData, Effort, Penalty, Positive, Seed, Temperature, Tokens, TopK, TopP, Unit
+from gateway.api.openai.request import (
+    AudioData,
+    Effort,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+    Unit,
+)
 from gateway.errors import BadRequest, Unsupported
 from gateway.media.reference import DETAILS
 
 # Accepted because they ask for nothing that a local server does, whatever their value.
-NO_ACTION: Final = frozenset(
-    {"client_metadata", "prompt_cache_retention", "prompt_cache_options", "stream_options", "service_tier"}
-)
+NO_ACTION: Final = frozenset({"client_metadata", "prompt_cache_retention", "stream_options", "service_tier"})
 # As the document tells of them; tools that are OpenAI's own are taken and left out.
 TOOL: Final = typed(
     "function",
@@ -183,7 +193,7 @@ class ResponsesRequest(CountRequest, frozen=True, kw_only=True):
     user: str | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Positive | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     top_k: TopK | None = None
     min_p: Unit | None = None
     seed: Seed | None = None
@@ -197,7 +207,9 @@ class ResponsesRequest(CountRequest, frozen=True, kw_only=True):
         return what in (self.include or ())
 
 
-_responses = Schema(ResponsesRequest, NO_ACTION, "input", Item)
+_REFUSED: Final = REFUSED_FIELDS | SAMPLER_FIELDS | constraint_fields("text.format", "max_output_tokens")
+
+_responses = Schema(ResponsesRequest, NO_ACTION, "input", Item, refused=_REFUSED)
 _count = Schema(CountRequest, NO_ACTION | frozenset(ResponsesRequest.__struct_fields__), "input", Item)
 
 

@@ -97,7 +97,7 @@ class Resumption:
             await self._journals.discard(path)
             return
         asked = content.asked
-        background = Background(asked.key or "", self._run(asked), asked.body_bytes)
+        background = Background(asked.key or "", self._run(asked))
         records = [*content.records, Begun(journal.boot_id())]
         replayed = await self._services.bodies.work(content.whole_bytes, replay, background, records)
         background.record_in(self._journals.reopen(path, content, background.events.add))
@@ -129,7 +129,8 @@ class Resumption:
         own = {each.digest: each.data for each in media if each.param.startswith(OWN_MEDIA)}
         keep = self._history.keeper(asked.key or "", asked.inputs, own, asked.body_bytes)
         output = Output(stem_of(response), asked.forms, asked.is_sealed)
-        return Run(response, output, serve.now, keep, partial(self._services.link.stop, reason="cancelled"))
+        stop = partial(self._services.link.stop, reason="cancelled")
+        return Run(response, output, serve.now, keep, stop, asked.body_bytes)
 
     async def _finish(self, background: Background) -> None:
         await background.complete()

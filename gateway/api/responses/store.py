@@ -80,6 +80,14 @@ class Stored(Struct, frozen=True):
     media: Mapping[bytes, bytes] = {}
 
 
+class StoredSizes(Struct, frozen=True):
+    """Sizes of a stored response, before it is read."""
+
+    previous: str | None
+    body_bytes: int
+    inputs_bytes: int
+
+
 class StoreBroken(Exception):
     """The store cannot be read, or does not keep up; the log says why."""
 
@@ -144,6 +152,10 @@ class Store:
     async def get(self, tenant: str, response_id: str) -> Stored | None:
         """Raises `StoreBroken`, as do all of these."""
         return await self._call(lambda: self._get(self._open(), tenant, response_id))
+
+    async def sizes(self, tenant: str, response_id: str) -> StoredSizes | None:
+        """Sizes of a response, without reading it."""
+        return await self._call(lambda: self._sizes(self._open(), tenant, response_id))
 
     async def conversation(
         self, tenant: str, response_id: str, most_bytes: int, read: Callable[[Stored], list[T]]
@@ -353,6 +365,13 @@ class Store:
             (response_id, tenant, self._now() - self._max_age_s),
         ).fetchone()
         return None if row is None else Stored(*row)
+
+    def _sizes(self, database: sqlite3.Connection, tenant: str, response_id: str) -> StoredSizes | None:
+        row = database.execute(
+            "SELECT previous, length(body), length(inputs) FROM responses WHERE id = ? AND tenant = ? AND used >= ?",
+            (response_id, tenant, self._now() - self._max_age_s),
+        ).fetchone()
+        return None if row is None else StoredSizes(*row)
 
     def _conversation(
         self, tenant: str, response_id: str, most_bytes: int, read: Callable[[Stored], list[T]]

@@ -122,6 +122,8 @@ def _collect(spec: ToolSpec, namespace: str, where: str, found: _Collected) -> N
                 raise BadRequest(f"Missing required parameter: '{where}.name'.", f"{where}.name")
             tool = _function(spec, namespace, where) if spec.type == "function" else _custom(spec, namespace)
             found.tools.append(tool)
+            if spec.type == "custom" and spec.format is not None and spec.format.definition:
+                found.ignored.append("tools.custom.format")
             found.forms[tool.name] = Form(spec.name, namespace, spec.type == "custom")
         case "namespace" if not namespace:
             for index, inner in enumerate(spec.tools or ()):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from gateway.config.address import from_here
+from gateway.config.address import from_here, is_daemon_url
 from gateway.config.settings import url_of
 from gateway.ctl.complete import complete_models
 from gateway.ctl.offline import Served, daemon, read_config, served_models
@@ -103,6 +103,8 @@ def _endpoint(model: str | None, url: str | None) -> "Endpoint":
             f"mlxd has API keys: put one of this client into {KEY_VARIABLE}, such as "
             f"export {KEY_VARIABLE}=$(mlxctl keys create NAME)"
         )
+    if url and not is_daemon_url(url):
+        raise typer.BadParameter("it is mlxd's address, such as http://mac.local:8484", param_hint="--url")
     address = url or from_here(status.url if status is not None else url_of(read_config().server))
     return Endpoint(
         url=address.rstrip("/").removesuffix("/v1"),

@@ -1,3 +1,3 @@
 """`mlxctl doctor`: checks of an installation."""
 
-__all__ = ["checks", "look", "verb"]
+__all__ = ["checks", "verb"]

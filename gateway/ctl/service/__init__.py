@@ -1,3 +1,3 @@
-"""Verbs of the service: install, start, stop, upgrade and roll back."""
+"""Verbs of the service: install, start, stop, restart and look."""
 
 __all__ = ["verb"]

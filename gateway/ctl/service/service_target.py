@@ -50,14 +50,14 @@ def find(system: bool, run_as: str | None, *, needs_user: bool) -> "Service":
     import pwd
 
     from gateway.install.description import SYSTEM_PREFIX, Scope, Service
-    from gateway.install.releases import Releases, launcher
+    from gateway.install.installation import Installation, launcher
 
     if run_as is not None and not system:
         raise Failed("--run-as goes with --system; a user's service runs as that user")
     if system and needs_user and run_as is None:
         raise Failed("--system needs --run-as USER, a user without other rights (docs/service.md says how to make one)")
     scope = Scope.SYSTEM if system else Scope.USER
-    owner = Releases(SYSTEM_PREFIX).owner if system and run_as is None else None
+    owner = Installation(SYSTEM_PREFIX).owner if system and run_as is None else None
     name = run_as or (owner.user if owner else None)
     try:
         user = pwd.getpwnam(name) if name else pwd.getpwuid(os.getuid())

@@ -11,7 +11,6 @@ import typer
 from gateway.ctl import logs, offline
 from gateway.ctl.client import NOT_RUNNING
 from gateway.ctl.printing import Json, print_json
-from gateway.ctl.service import upgrade
 from gateway.ctl.service.service_target import DryRun, Kind, System, carry_out, find, manager_of, needs_root
 from gateway.failed import Failed
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Install mlxd as a service, start and stop it.", no_args_is_help=True)
 app.command("logs")(logs.logs)
-app.command("upgrade")(upgrade.upgrade)
-app.command("rollback")(upgrade.rollback)
 
 RunAs = Annotated[str | None, typer.Option("--run-as", help="User that the system service runs as.")]
 Manager = Annotated[Kind | None, typer.Option("--manager", help="With --dry-run: the service manager to show it for.")]
@@ -96,8 +93,7 @@ def status(system: System = False, json: Json = False) -> None:
         typer.echo(f"{facts.state}{pid}" if facts.is_installed else "not installed")
         if facts.version:
             running = f" ({facts.running} runs)" if facts.running not in ("", facts.version) else ""
-            before = f"; rollback goes to {facts.previous}" if facts.previous else ""
-            typer.echo(f"version {facts.version}{running}{before}")
+            typer.echo(f"version {facts.version}{running}")
     if not facts.pid:
         raise typer.Exit(NOT_RUNNING)
 
@@ -146,20 +142,19 @@ def _wanted_wired(ram: int) -> int:
 
 
 def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kind | None, json: bool) -> None:
-    from gateway.install.releases import Owner, Releases, check_writers
+    from gateway.install.installation import Installation, Owner, check_writers
 
     if manager is not None and not dry_run:
         raise typer.BadParameter("another system's service can only be shown; add --dry-run", param_hint="--manager")
     service = find(system, run_as, needs_user=verb == "install")
-    releases = Releases(service.prefix)
+    installation = Installation(service.prefix)
     actions: list[Action] = getattr(manager_of(manager), verb)(service)
     if verb == "install":
         if system and (warning := check_writers(Path(sys.prefix), service.uid)):
             typer.echo(f"mlxctl: warning: {warning}", err=True)
-        # The environment that this command runs from; an upgrade links another.
-        actions[:0] = releases.adopt(Path(sys.prefix), Owner(str(service.home), service.user))
+        actions[:0] = installation.link(Path(sys.prefix), Owner(str(service.home), service.user))
     elif verb == "uninstall":
-        actions += releases.forget()
+        actions += installation.unlink()
     if system and not dry_run:
         needs_root(verb)
     carry_out(actions, dry_run, json)
@@ -167,14 +162,12 @@ def _do(verb: str, system: bool, run_as: str | None, dry_run: bool, manager: Kin
 
 def _with_versions(facts: "Facts", service: "Service") -> "Standing":
     from gateway.install.description import Standing
-    from gateway.install.releases import Releases, version_of
+    from gateway.install.installation import Installation, version_of
 
-    releases = Releases(service.prefix)
     os.environ["MLXD_HOME"] = str(service.home)
     daemon = offline.daemon()
     return Standing(
         **msgspec.structs.asdict(facts),
-        version=version_of(releases.current),
-        previous=version_of(releases.previous),
+        version=version_of(Installation(service.prefix).environment),
         running=daemon.version if daemon is not None else "",
     )

@@ -102,6 +102,7 @@ def test_secrets_are_shown_by_nothing_later(tmp_path: Path) -> None:
         (["create", "x", "--role", "metrics", "--admin"], 2, "not both"),
         (["create", "x", "--expires", "soon"], 2, "not a duration"),
         (["create", "x", "--expires", "0s"], 2, "last a while"),
+        (["create", "x", "--expires", "99999999d"], 1, "after the year 5138"),
         (["create", "x", "y"], 2, "--models"),
         (["create", "x", "--rpm", "-1"], 2, "--rpm"),
         (["create", "x", "--models", ""], 1, "pattern is empty"),
@@ -122,6 +123,18 @@ def test_what_cannot_be_done_is_one_sentence_and_a_status(
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert listed(tmp_path) == []
+
+
+def test_a_key_that_a_version_before_let_expire_at_any_time_is_listed_and_changed(tmp_path: Path) -> None:
+    created(tmp_path, "far", "--expires", "1d")
+    path = tmp_path / "keys" / "keys.json"
+    contents = json.loads(path.read_bytes())
+    contents["keys"][0]["expires"] = 1e300
+    path.write_text(json.dumps(contents))
+
+    assert "never" in ctl(tmp_path, "keys", "list").stdout
+    assert ctl(tmp_path, "keys", "set", "far", "--rpm", "5").returncode == 0
+    assert listed(tmp_path)[0]["rpm"] == 5
 
 
 def test_revoking_the_last_key_says_what_that_means(tmp_path: Path) -> None:

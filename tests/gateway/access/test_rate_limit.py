@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gateway.access.rate_limit import EXPECTED_COMPLETION, Bucket, Limits, Meter
+from gateway.access.rate_limit import DEBT_MAX_S, EXPECTED_COMPLETION, Bucket, Limits, Meter
 from gateway.errors import BadRequest, RateLimited
 from gateway.telemetry.metrics import KeyMetrics
 
@@ -107,6 +107,36 @@ def test_who_used_more_than_was_estimated_waits_until_it_is_paid_off() -> None:
     clock.now += 61
     with one.hold(10):
         pass
+
+
+@pytest.mark.parametrize("used", [10**6, 10**19, 10**30])
+def test_a_debt_is_no_more_than_a_day_refills_and_can_be_told(used: int) -> None:
+    clock = Clock()
+    one, _ = meter(clock, tpm=60)
+    with one.hold(10) as bill:
+        bill.completion = used
+    assert one.missing() == {"tokens": 60 + DEBT_MAX_S}
+    assert headers(one)["x-ratelimit-reset-tokens"] == "1440m0s"
+    assert len(one.anthropic_headers()) == 3
+    with pytest.raises(RateLimited) as refused, one.hold(10):
+        pass
+    assert refused.value.retry_after_s == DEBT_MAX_S
+    clock.now += DEBT_MAX_S + 60
+    with one.hold(10):
+        pass
+
+
+def test_a_debt_beyond_a_day_that_was_kept_is_cut() -> None:
+    one, _ = meter(Clock(), tpm=60)
+    one.restore({"tokens": 1.8446744073709308e19}, 5.0)
+    assert one.missing() == {"tokens": 60 + DEBT_MAX_S}
+
+
+def test_a_reservation_beyond_a_day_can_be_told() -> None:
+    one, _ = meter(Clock(), tpm=1)
+    with one.hold(1e15):
+        assert len(one.anthropic_headers()) == 3
+    assert headers(one)["x-ratelimit-remaining-tokens"] == "1"
 
 
 def test_reserved_tokens_come_back_when_a_request_fails() -> None:

@@ -136,3 +136,17 @@ async def test_a_gateway_goes_on_counting_where_the_one_before_it_ended(tmp_path
 
     assert numbers.requests["200"] == 2
     assert numbers.generation_tokens == 10
+
+
+@pytest.mark.anyio
+async def test_a_debt_of_the_first_key_is_kept_by_the_daemon_that_began_without_keys(tmp_path: Path) -> None:
+    path = "/v1/chat/completions"
+    key = Key(name="alice", prefix="", salt="", hash="", tpm=1)
+    async with running(tmp_path, ["--step-ms", "1"]) as gateway:
+        assert (await gateway.client.post(path, json=chat())).status_code == 200
+        headers = {"authorization": f"Bearer {KeyFile(tmp_path / 'keys' / 'keys.json').create(key)[1]}"}
+        first = await gateway.client.post(path, json=chat(), headers=headers)
+        second = await gateway.client.post(path, json=chat(), headers=headers)
+        assert (first.status_code, second.status_code) == (200, 429)
+    async with running(tmp_path, ["--step-ms", "1"]) as gateway:
+        assert (await gateway.client.post(path, json=chat(), headers=headers)).status_code == 429

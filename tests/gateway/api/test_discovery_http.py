@@ -48,6 +48,11 @@ async def test_cards_have_what_is_known_of_a_model_and_nothing_else(gateway: Gat
     assert await get(gateway, "/models") == await get(gateway, "/v1/models")
 
 
+async def test_props_have_the_context_of_a_model_that_is_not_loaded_yet(tmp_path: Path) -> None:
+    async with running(tmp_path, models=[ModelConfig(name="m", path="demo")]) as gateway:
+        assert (await get(gateway, "/props?model=m"))["default_generation_settings"] == {"n_ctx": 32768}
+
+
 async def test_cards_tell_the_sampling_of_a_silent_request(tmp_path: Path) -> None:
     brief = ProfileConfig(sampling=SamplingDefaults(temperature=0.2, max_tokens=50))
     model = ModelConfig(name="m", path="demo", sampling=SamplingDefaults(top_k=20), profiles={"brief": brief})

@@ -54,10 +54,13 @@ async def test_the_middle_comes_in_one_piece_and_streamed_and_is_the_same_in_all
 
 
 async def test_a_prompt_can_be_computed_before_its_answer_is_wanted(gateway: Gateway) -> None:
-    body = ASKED | {"n_predict": 0, "input_prefix": "x = 1\n" * 60, "cache_prompt": True, "n_probs": 3, "n_indent": 4}
+    always = {"samplers": ["top_k", "top_p", "infill"], "n_indent": 4, "t_max_predict_ms": 500}
+    body = ASKED | {"n_predict": 0, "input_prefix": "x = 1\n" * 60, "cache_prompt": True} | always
     warm = await gateway.client.post(PATH, json=body)
     assert (warm.json()["content"], warm.json()["tokens_predicted"]) == ("", 0)
-    assert set(warm.headers["x-mlxd-ignored"].split(", ")) == {"n_probs", "n_indent"}
+    assert set(warm.headers["x-mlxd-ignored"].split(", ")) == set(always), "editors send these with each request"
+    refused = await gateway.client.post(PATH, json=body | {"n_probs": 3})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n_probs")
 
     asked = (await gateway.client.post(PATH, json=body | {"n_predict": 2})).json()
     assert asked["tokens_cached"] > 50

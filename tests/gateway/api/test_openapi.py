@@ -194,9 +194,9 @@ async def test_what_could_not_be_answered_is_not_counted_either(
 @pytest.mark.parametrize("path", sorted({path for path, _ in ASKED}))
 async def test_an_error_amid_a_stream_has_the_published_shape(gateway: Gateway, path: str) -> None:
     said = json.dumps([["text", "a"], ["wait"], ["finish", "abort"]])
-    words: dict[str, Any] = {"/v1/completions": {"prompt": said}, "/v1/responses": {"input": said}}
-    asked = words.get(path, {"messages": [{"role": "user", "content": said}]})
-    body = {"model": "m", "stream": True, "max_tokens": 9} | asked
+    words: dict[str, Any] = {"/v1/completions": {"prompt": said, "max_tokens": 9}, "/v1/responses": {"input": said}}
+    asked = words.get(path, {"messages": [{"role": "user", "content": said}], "max_tokens": 9})
+    body = {"model": "m", "stream": True} | asked
 
     last = check_events(path, (await gateway.client.post(path, json=body)).text)[-1]
 

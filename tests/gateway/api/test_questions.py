@@ -59,3 +59,10 @@ async def test_no_question_begins_while_the_daemon_drains(tmp_path: Path) -> Non
         gateway.app.drain()
         answer = await gateway.client.post("/tokenize", json={"model": "m", "prompt": "hi"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+
+
+async def test_variables_that_the_renderer_sets_are_refused_as_those_of_a_chat_are(tmp_path: Path) -> None:
+    async with running(tmp_path) as gateway:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"self": 1}}
+        answer = await gateway.client.post("/tokenize", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")

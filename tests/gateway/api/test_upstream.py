@@ -1,9 +1,10 @@
 """Upstreams: requests leave for them where the model's configuration and the key say so, and nothing else does."""
 
 import asyncio
+import gzip
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from gateway.home.home_paths import keys_path
 from gateway.request.bodies import LARGE_BYTES
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, events, running, until
 from tests.support.pool import short_home, tokens
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 ANSWER = {
@@ -42,6 +44,9 @@ class Far:
 
     url: str = ""
     status: int = 200
+    kind: str = ""
+    # Lines of its head, beside its own.
+    head: Sequence[str] = ()
     # Of a stream: pieces, after which it ends, breaks off or stalls.
     pieces: list[bytes] | None = None
     # Of an answer that is no stream.
@@ -50,7 +55,7 @@ class Far:
     asked: list[tuple[str, dict[str, str], Any]] = field(default_factory=list[tuple[str, dict[str, str], Any]])
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:-2])}
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
         self.asked.append((head[0].split()[1], headers, body))
@@ -58,20 +63,26 @@ class Far:
             await reader.read()
             writer.close()
             return
-        kind = "application/json" if self.pieces is None else "text/event-stream"
+        kind = self.kind or ("application/json" if self.pieces is None else "text/event-stream")
         told = (
             f"HTTP/1.1 {self.status} X",
             f"content-type: {kind}",
             "transfer-encoding: chunked",
             "connection: close",
             "x-request-id: far",
+            *self.head,
         )
         writer.write("\r\n".join((*told, "", "")).encode())
-        for piece in self.pieces if self.pieces is not None else [json.dumps(self.answer).encode()]:
+        answer = self.answer if isinstance(self.answer, bytes) else json.dumps(self.answer).encode()
+        for piece in self.pieces if self.pieces is not None else [answer]:
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await writer.drain()
+        left = asyncio.ensure_future(reader.read())
         if self.ending == "stalled":
-            await reader.read()
+            await left
+        while self.ending == "dripping" and not left.done():
+            writer.write(b"1\r\n \r\n")
+            await asyncio.wait([left], timeout=0.05)
         if self.ending == "end":
             writer.write(b"0\r\n\r\n")
             await writer.drain()
@@ -129,6 +140,14 @@ async def test_a_model_of_an_upstream_is_answered_by_it_and_named_everywhere(tmp
         assert gateway.metrics.models["far"].requests["200"] == 1
         listed = (await gateway.client.get("/v1/models")).json()["data"]
         assert [card["id"] for card in listed] == ["m", "far"]
+
+
+async def test_cookies_of_an_upstream_are_not_kept() -> None:
+    async with far(head=("set-cookie: a=b",)) as cloud, door(upstream(cloud.url)) as (gateway, _):
+        for _ in range(2):
+            reply = await ask(gateway)
+            assert (reply.status_code, "set-cookie" in reply.headers) == (200, False)
+        assert ["cookie" in headers for _, headers, _ in cloud.asked] == [False, False]
 
 
 async def test_a_model_that_cannot_be_served_here_leaves_where_its_configuration_says_so() -> None:
@@ -291,6 +310,24 @@ async def test_the_limits_of_a_key_hold_for_what_leaves() -> None:
         assert gateway.app.services.ledger.day("k").requests == 4 + 6 + 6
 
 
+async def test_tokens_that_cannot_be_are_estimated() -> None:
+    async with far() as cloud, door(upstream(cloud.url)) as (gateway, home):
+        key = Key(name="k", prefix="", salt="", hash="", may_leave=True, tpm=1000)
+        headers = {"x-api-key": KeyFile(keys_path(home)).create(key)[1]}
+        ledger = gateway.app.services.ledger
+        for prompt, completion in (2**63 - 1, 1), (1, 2**63 - 1), (-1, -(2**63)), (10**30, 10**30), (1, 5 * 10**5):
+            cloud.answer = {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": completion}}
+            before = ledger.day("k").tokens
+            assert (await ask(gateway, headers=headers, max_tokens=3000)).status_code == 200
+            assert 0 < ledger.day("k").tokens - before < 200
+        # More than was sent: of the template and of reasoning.
+        cloud.answer = {"choices": [], "usage": {"prompt_tokens": 1000, "completion_tokens": 3000}}
+        before = ledger.day("k").tokens
+        assert (await ask(gateway, headers=headers, max_tokens=3000)).status_code == 200
+        assert ledger.day("k").tokens - before == 4000
+        assert (await ask(gateway, headers=headers)).status_code == 429
+
+
 async def test_a_refusal_about_the_operators_key_stays_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     secret = "Incorrect API key provided: sk-own"
     for status in 401, 402, 403:
@@ -302,6 +339,59 @@ async def test_a_refusal_about_the_operators_key_stays_in_the_log(caplog: pytest
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "upstream_unavailable")
             assert secret not in reply.text
             assert secret in caplog.text
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"status": 999}, {"status": 301, "head": ["location: http://127.0.0.1:9/"]}, {"status": 304},
+        {"kind": "text/html", "answer": b"<script>alert(1)</script>"}, {"kind": "application/json, text/html"},
+        {"head": ["content-encoding: gzip"], "answer": gzip.compress(bytes(64 << 20))},
+        {"status": 400, "head": ["content-encoding: gzip"], "answer": gzip.compress(b"{}")},
+    ],
+)  # fmt: skip
+async def test_what_is_no_answer_of_the_api_is_not_passed_on(how: dict[str, Any]) -> None:
+    async with far(**how) as odd, far() as good:
+        async with door(upstream(odd.url)) as (gateway, _):
+            reply = await ask(gateway)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "upstream_unavailable")
+            assert reply.headers["x-content-type-options"] == "nosniff"
+            assert gateway.metrics.upstream_requests["cloud", "far", "invalid"] == 1
+            assert gateway.metrics.unhandled_errors == 0
+        async with door(upstream(odd.url), upstream(good.url, "good")) as (gateway, _):
+            assert (await ask(gateway)).json() == ANSWER
+
+
+async def test_a_refusal_that_is_a_page_stays_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    page = b"<h1>Too large</h1>"
+    for status in 413, 502:
+        async with (
+            far(status=status, kind="text/html", answer=page) as cloud,
+            door(upstream(cloud.url)) as (gateway, _),
+        ):
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, "gateway.api.upstream"):
+                reply = await ask(gateway)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "upstream_unavailable")
+            assert "Too large" in caplog.text
+
+
+async def test_a_whole_answer_that_never_ends_has_a_deadline() -> None:
+    async with far(ending="dripping") as slow, far() as good:
+        patience = {"first_byte_s": 0.2, "silence_s": 0.2}
+        async with door(upstream(slow.url, **patience), upstream(good.url, "good")) as (gateway, _):
+            reply = await ask(gateway)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "timeout")
+            await gateway.app.services.upstreams.drain(DEADLINE_S)
+
+
+async def test_headers_of_a_client_are_passed_on_whatever_their_bytes() -> None:
+    body = {"model": "far", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+    async with far() as cloud, door(upstream(cloud.url.removesuffix("/v1"), dialect="anthropic")) as (gateway, _):
+        headers = {b"anthropic-version": b"\xe9"}
+        assert (await gateway.client.post("/v1/messages", json=body, headers=headers)).status_code == 200
+        assert cloud.asked[0][1]["anthropic-version"] == "\xe9"
+        assert list(gateway.metrics.upstream_requests) == [("cloud", "far", "200")]
 
 
 async def test_an_answer_has_one_request_id() -> None:
@@ -322,7 +412,7 @@ async def test_a_request_at_an_upstream_is_listed_until_it_ends_and_can_be_cance
         requests = gateway.app.services.requests
         asking = asyncio.create_task(ask(gateway, stream=True, headers={"x-request-id": "one"}))
         await until(lambda: gateway.metrics.upstream_requests["cloud", "far", "200"] == 1)
-        drain = asyncio.create_task(gateway.app.services.upstreams.drain(DEADLINE_S))
+        drain = asyncio.create_task(gateway.app.services.upstreams.drain(patient(DEADLINE_S)))
         (view,) = requests.views()
         assert (view.id, view.model, view.state) == ("one", "far", "upstream")
         assert not drain.done()

@@ -141,6 +141,10 @@ def test_unknown_keys_are_refused_with_their_line_and_a_suggestion(tmp_path: Pat
         ("[server]\ndrain = 1\ndrain_s = 1", "'drain' is given twice"),
         ("[models.a]\nsampling = { top_p = 0 }", "/mlxd.toml:2: sampling.top_p: expected float > 0"),
         ("[models.a]\naliases = [1]", "/mlxd.toml:2: aliases: expected str, got int"),
+        (
+            "[models.a]\nsampling = { repetition_penalty = 1e-38 }",
+            "sampling.repetition_penalty: expected float >= 0.01",
+        ),
         ("[models.a]\nsampling = 3", "/mlxd.toml:2: sampling: expected object, got int"),
         ("[models.a]\ndtype = 'float8'", "unknown value 'float8'"),
         ("[models.a]\nspeculate = 'off'\ndraft = 'b'", "3: draft: with speculate = 'off' nothing is drafted"),

@@ -65,6 +65,24 @@ def test_lines_of_variables_are_replaced_where_they_stand() -> None:
     assert "OPENAI_BASE_URL=http://127.0.0.1:8484/v1" in after.splitlines()
 
 
+def test_only_line_feeds_end_the_lines_of_variables() -> None:
+    values = "\f", "\v", "\x1c", "\x85", "\u2028", "\u2029", "\r"
+    before = "".join(f"V{number}=x{value}OPENAI_MODEL=y\n" for number, value in enumerate(values))
+    after = setup("qwen", TO).edits[0].merged(before)
+
+    assert after.startswith(before)
+    with pytest.raises(NotEditable, match="more than one line"):
+        Edit("x", Form.ENV, {"A": "b\nEVIL=1"}).merged("")
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_file_is_its_owners_alone_where_the_key_is_in_it(client: str) -> None:
+    with_key = Endpoint("http://127.0.0.1:8484", "coder", 65536, "sk-mlxd-secret")
+    for edit in setup(client, with_key).edits:
+        assert edit.has_key is ("sk-mlxd-secret" in edit.fragment())
+    assert not any(edit.has_key for edit in setup(client, TO).edits)
+
+
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_second_merge_changes_nothing(client: str) -> None:
     for edit in setup(client, TO).edits:
@@ -84,7 +102,9 @@ def test_another_model_takes_the_place_of_the_first_or_joins_it(client: str) -> 
 
 @pytest.mark.parametrize(
     ("form", "text"),
-    [(Form.JSON, '{"a": 1, // why\n}'), (Form.TOML, "a = "), (Form.YAML, "a: [1"), (Form.JSON, "[1]")],
+    [(Form.JSON, '{"a": 1, // why\n}'), (Form.TOML, "a = "), (Form.YAML, "a: [1"), (Form.JSON, "[1]")]
+    + [(Form.JSON, text) for text in ("5", "null", '"x"', "true")]
+    + [(Form.YAML, text) for text in ("5", "words", "[1]", "a: 2024-13-45")],
 )
 def test_a_file_of_another_form_is_not_touched(form: Form, text: str) -> None:
     with pytest.raises(NotEditable):

@@ -19,7 +19,7 @@ from tests.support.daemon import DaemonProcess
 from tests.support.scale import patient
 
 TIB = 1 << 40
-DEADLINE_S = patient(30)
+DEADLINE_S = 30
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def daemon(cache: Path, tmp_path: Path) -> Generator[DaemonProcess, None, None]:
 def test_the_daemon_tells_what_runs_and_how_fast(daemon: DaemonProcess) -> None:
     assert "No model has a process" in ctl(daemon.home, "ps").stdout
     assert json.loads(ctl(daemon.home, "ps", "--json").stdout) == []
-    client = threading.Thread(target=daemon.complete, kwargs={"max_tokens": 250})
+    client = threading.Thread(target=daemon.complete, kwargs={"max_tokens": round(patient(100))})
     client.start()
     found: list[dict[str, object]] = []
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + patient(DEADLINE_S)
     while not found or not found[0]["tokens_per_s"]:
         assert time.monotonic() < end, found
         found = json.loads(ctl(daemon.home, "ps", "--json").stdout)
@@ -124,14 +124,16 @@ def test_sparse_prefills_stand_below_the_table() -> None:
 
 def test_what_drafts_win_stands_below_the_table() -> None:
     works = status(speculation="auto", drafted_tokens=200, accepted_tokens=161, draft_gain=2.314)
+    began = status(drafted_tokens=1, accepted_tokens=1, draft_gain=0.66)
     off = status(speculation="off, because rows run in the lane single")
     out = StringIO()
     beside = status(speculation="auto, with drafts by b")
-    for said in (works, off, beside, status(speculation="auto"), status(speculation="off")):
+    for said in (works, began, off, beside, status(speculation="auto"), status(speculation="off")):
         tables.lanes(compare(said, said, 0.0).models, Console(file=out, width=200))
 
     assert out.getvalue().splitlines() == [
         "a: 200 tokens drafted, 80 % right; steps with drafts give 2.31 × the tokens a second of steps without",
+        "a: 1 token drafted, 100 % right; steps with drafts give 0.66 × the tokens a second of steps without",
         "a: speculation is off, because rows run in the lane single",
         "a: speculation is auto, with drafts by b",
     ]

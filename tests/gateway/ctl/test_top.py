@@ -18,7 +18,7 @@ from tests.support.ctl import ctl
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.scale import patient
 
-DEADLINE_S = patient(30)
+DEADLINE_S = 30
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_on_a_terminal_it_goes_on_until_it_is_ended_and_leaves_the_terminal_as_i
         top.send_signal(signal.SIGINT)
     shown += _read(parent, lambda text: b"\x1b[?1049l" in text)
 
-    assert top.wait(DEADLINE_S) == 0
+    assert top.wait(patient(DEADLINE_S)) == 0
     assert b"Traceback" not in shown
     assert b"\x1b[?1049l" in shown  # the other screen is left
     os.close(parent)
@@ -72,7 +72,7 @@ def test_on_a_terminal_it_goes_on_until_it_is_ended_and_leaves_the_terminal_as_i
 
 def _read(terminal: int, is_enough: Callable[[bytes], bool]) -> bytes:
     text = b""
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + patient(DEADLINE_S)
     while not is_enough(text):
         assert time.monotonic() < end, text
         if select.select([terminal], [], [], 0.2)[0]:

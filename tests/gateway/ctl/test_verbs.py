@@ -21,8 +21,8 @@ VERBS = [
 NESTED = [
     "cache stats", "cache clear", "config check", "config show", "config reload", "config schema", "keys create",
     "keys list", "keys revoke", "keys rotate", "keys usage", "requests show", "service install", "service uninstall",
-    "service start", "service stop", "service restart", "service status", "service logs", "service upgrade",
-    "service rollback", "adapter load", "adapter unload",
+    "service start", "service stop", "service restart", "service status", "service logs",
+    "adapter load", "adapter unload",
 ]  # fmt: skip
 # Why a verb has no --json.
 WITHOUT_JSON = {

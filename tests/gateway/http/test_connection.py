@@ -10,6 +10,7 @@ import pytest
 from gateway.config.settings import ServerConfig
 from gateway.http.connection import HEAD_BYTES_MAX, LATE_BYTES_MAX, PIPELINED_MAX, TRAILER_BYTES_MAX, GuardedProtocol
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -57,7 +58,7 @@ async def in_pieces(gateway: Gateway, *pieces: bytes) -> list[bytes]:
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     Hearing.heard = 0
     sent = 0
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         for piece in pieces:
             writer.write(piece)
             sent += len(piece)
@@ -89,7 +90,7 @@ async def flood(gateway: Gateway, start: bytes, piece: bytes, most: int) -> tupl
     writer.write(start)
     said = asyncio.create_task(reader.read(-1))
     sent = 0
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         with contextlib.suppress(ConnectionError):
             while not said.done() and sent < most:
                 writer.write(piece)
@@ -108,15 +109,15 @@ def post(body: dict[str, object]) -> bytes:
     return head % len(data) + data
 
 
-async def exchange(gateway: Gateway, *pieces: bytes) -> bytes:
-    """Everything that is answered until the server closes or the client has its first answer."""
+async def exchange(gateway: Gateway, *pieces: bytes, end: bytes = b"\r\n") -> bytes:
+    """The beginning of the first answer: its status line, or with an empty line for its `end` its head."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(patient(DEADLINE_S)):
             for piece in pieces:
                 writer.write(piece)
                 await writer.drain()
-            return await reader.readuntil(b"\r\n")
+            return await reader.readuntil(end)
     finally:
         writer.close()
 
@@ -124,6 +125,19 @@ async def exchange(gateway: Gateway, *pieces: bytes) -> bytes:
 async def test_headers_of_an_ordinary_client_pass(gateway: Gateway) -> None:
     padding = b"x-a: " + b"a" * 30_000 + b"\r\n"
     assert b" 200 " in await exchange(gateway, b"GET /livez HTTP/1.1\r\nhost: localhost\r\n", padding, b"\r\n")
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close", b"nonsense",
+        b"GET /nowhere HTTP/1.1\r\nhost: localhost\r\nconnection: close",
+        b"GET /livez HTTP/1.1\r\nhost: elsewhere\r\nconnection: close", b"CONNECT x:1 HTTP/1.1\r\nhost: x:1",
+    ],
+)  # fmt: skip
+async def test_no_answer_can_be_taken_for_a_page(gateway: Gateway, request_head: bytes) -> None:
+    answer = await exchange(gateway, request_head, b"\r\n\r\n", end=b"\r\n\r\n")
+    assert answer.count(b"\r\nx-content-type-options: nosniff\r\n") == 1
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 40])
@@ -142,7 +156,7 @@ async def test_a_header_without_an_end_does_not_grow_in_memory(gateway: Gateway)
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(b"GET /livez HTTP/1.1\r\nx-a: ")
     sent = 0
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         try:
             while not reader.at_eof() and sent < 100 * HEAD_BYTES_MAX:
                 writer.write(b"a" * 8192)
@@ -176,7 +190,7 @@ async def test_requests_in_one_packet_are_all_answered(gateway: Gateway) -> None
     request = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
     last = b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     writer.write(request * 20 + last)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         answers = await reader.read(-1)
     writer.close()
 
@@ -187,7 +201,7 @@ async def test_requests_in_one_packet_are_all_answered(gateway: Gateway) -> None
 async def test_a_head_that_does_not_come_is_given_up(hasty: Gateway, said: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", hasty.port)
     writer.write(said)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         assert await reader.read(-1) == b""
     writer.close()
 
@@ -195,7 +209,7 @@ async def test_a_head_that_does_not_come_is_given_up(hasty: Gateway, said: bytes
 async def test_a_body_that_nobody_waits_for_cannot_hold_a_connection(hasty: Gateway) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", hasty.port)
     writer.write(b"POST /nope HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\nabc")
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         assert b"404" in await reader.readline()
         # Trickles on, and is cut off all the same.
         while not reader.at_eof():
@@ -209,7 +223,7 @@ async def test_an_answer_is_never_cut_off_by_the_time_for_a_head(hasty: Gateway)
     reader, writer = await asyncio.open_connection("127.0.0.1", hasty.port)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
     writer.write(head + body + b"\r\n")
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         answer = await reader.readuntil(b"[DONE]")
     writer.close()
 
@@ -224,7 +238,7 @@ async def test_a_client_that_leaves_with_another_request_behind_its_stream_has_l
     request = post(chat(stream=True, max_tokens=100_000))
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(before + request)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         await reader.readuntil(b'"content":')
         writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
         await writer.drain()
@@ -365,7 +379,7 @@ async def said_to(gateway: Gateway, data: bytes) -> bytes:
     """All that is answered to `data`, after which the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(data)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         said = await reader.read(-1)
     writer.close()
     return said
@@ -386,7 +400,7 @@ async def test_what_is_wrong_behind_a_stream_is_not_answered_within_it(gateway: 
     request = post(chat(stream=True, max_tokens=300))
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(request)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         said = await reader.readuntil(b"t0 ")
         writer.write(behind)
         said += await reader.read(-1)
@@ -409,7 +423,7 @@ async def test_a_client_that_leaves_with_another_request_behind_a_whole_answer_h
     writer.write(request)
     await until(lambda: gateway.link.in_flight == 1)
     writer.write(behind)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patient(DEADLINE_S)):
         await writer.drain()
     if is_reset:
         writer.transport.abort()

@@ -14,6 +14,7 @@ from gateway.request.routing import Live
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.prometheus import Exposition
 from tests.gateway.harness import DEADLINE_S, Gateway, chat, running, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +33,7 @@ class Peer:
     async def ask(self, request: bytes = LIVEZ) -> bytes:
         """The status line, or nothing from a connection that was closed."""
         self.writer.write(request)
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(patient(DEADLINE_S)):
             try:
                 line = await self.reader.readline()
                 if request is LIVEZ and b" 200 " in line:
@@ -44,7 +45,7 @@ class Peer:
 
     async def is_closed(self) -> bool:
         """Wait until it is."""
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(patient(DEADLINE_S)):
             return await self.reader.read(-1) == b""
 
 
@@ -84,7 +85,7 @@ async def test_a_connection_with_a_request_never_gives_way_and_the_new_one_is_to
             for stream in streams:
                 assert b" 200 " in await stream.ask(STREAM)
             reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(patient(DEADLINE_S)):
                 said = await reader.read(-1)
             writer.close()
             assert said.startswith(b"HTTP/1.1 503 ")
@@ -129,7 +130,7 @@ async def test_a_client_that_takes_its_answer_very_slowly_gives_way(tmp_path: Pa
             await loop.sock_connect(client, ("127.0.0.1", gateway.port))
             await loop.sock_sendall(client, b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 100)
             line = b""
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(patient(DEADLINE_S)):
                 while b" 200 " not in line:
                     # Never so slowly that it would be cut off for that.
                     await loop.sock_recv(client, 1500)

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.http.sse import DEFAULT_PACE
 from tests.gateway.harness import DEADLINE_S, Gateway, running
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -40,7 +41,7 @@ each_api = pytest.mark.parametrize("path", APIS)
 @asynccontextmanager
 async def streaming(gateway: Gateway, path: str, text: str) -> AsyncGenerator[httpx.Response]:
     body = {"model": "m", "stream": True, **APIS[path](text)}
-    async with gateway.client.stream("POST", path, json=body, timeout=DEADLINE_S) as answer:
+    async with gateway.client.stream("POST", path, json=body, timeout=patient(DEADLINE_S)) as answer:
         assert answer.status_code == 200
         yield answer
 

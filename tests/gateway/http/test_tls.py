@@ -30,6 +30,7 @@ from tests.gateway.harness import DEADLINE_S, Gateway, chat, events, running, un
 from tests.support.certificates import HOST, Authority
 from tests.support.daemon import DaemonProcess, write_config
 from tests.support.pool import short_home
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
@@ -146,7 +147,7 @@ async def test_a_handshake_that_does_not_end_is_counted_as_a_connection_and_cut_
         # The first half of a record.
         writer.write(b"\x16\x03\x01\x02\x00\x01")
         await until(lambda: gateway.metrics.connections["public"]() == 1)
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(patient(DEADLINE_S)):
             with contextlib.suppress(ConnectionError):
                 assert await reader.read(-1) == b""
         writer.close()
@@ -175,7 +176,7 @@ async def test_plain_http_to_a_tls_port_ends_at_once_and_is_not_logged(
         for _ in range(3):
             reader, writer = await asyncio.open_connection(HOST, gateway.port)
             writer.write(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(patient(DEADLINE_S)):
                 with contextlib.suppress(ConnectionError):
                     assert not (await reader.read(-1)).startswith(b"HTTP/")
             writer.close()
@@ -369,7 +370,7 @@ def test_the_daemon_serves_https_and_takes_a_new_certificate_at_sighup(authority
             daemon.process.send_signal(signal.SIGHUP)
             port = httpx.URL(daemon.url).port
             assert port is not None
-            end = time.monotonic() + DEADLINE_S
+            end = time.monotonic() + patient(DEADLINE_S)
             while shown(port) != renewed and time.monotonic() < end:
                 time.sleep(0.05)
             assert shown(port) == renewed

@@ -62,7 +62,7 @@ class Recorded:
         self.did: list[str] = []
         self.pauses = 0
 
-    def run(self, argv: tuple[str, ...], timeout_s: float = 0, user: str = "") -> tuple[int, str]:
+    def run(self, argv: tuple[str, ...]) -> tuple[int, str]:
         self.did.append(" ".join(argv))
         return self.says.pop(0) if self.says else (0, "")
 

@@ -24,7 +24,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def fetch(url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+async def fetch(owner: str, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
     raise AssertionError("nothing is fetched")
 
 
@@ -79,14 +79,14 @@ async def test_fetches_of_all_requests_wait_for_each_other() -> None:
     begun: list[str] = []
     may_end = asyncio.Event()
 
-    async def slow(url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+    async def slow(owner: str, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
         begun.append(url)
         await may_end.wait()
         return url.encode()
 
     numbers = MediaNumbers()
-    few = bounded(slow, numbers, 3)
-    fetches = [asyncio.ensure_future(few(str(number), 10, 10, lambda _: None)) for number in range(8)]
+    few = bounded(slow, numbers, 3, 3)
+    fetches = [asyncio.ensure_future(few("", str(number), 10, 10, lambda _: None)) for number in range(8)]
     for _ in range(10):
         await asyncio.sleep(0)
     assert len(begun) == numbers.fetching == 3
@@ -97,3 +97,22 @@ async def test_fetches_of_all_requests_wait_for_each_other() -> None:
     may_end.set()
     assert await asyncio.gather(*fetches[1:]) == [str(number).encode() for number in range(1, 8)]
     assert numbers.fetching == 0
+
+
+async def test_fetches_of_a_key_leave_room_for_those_of_others() -> None:
+    begun: list[str] = []
+    may_end = asyncio.Event()
+
+    async def slow(owner: str, url: str, limit_bytes: int, timeout_s: float, take: Callable[[int], None]) -> bytes:
+        begun.append(owner)
+        await may_end.wait()
+        return b""
+
+    few = bounded(slow, MediaNumbers(), 4, 2)
+    owners = [*["one"] * 8, "other"]
+    fetches = [asyncio.ensure_future(few(owner, "", 10, 10, lambda _: None)) for owner in owners]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert begun == ["one", "one", "other"]
+    may_end.set()
+    await asyncio.gather(*fetches)

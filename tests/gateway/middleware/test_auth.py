@@ -386,6 +386,24 @@ async def test_without_a_key_health_has_no_names(tmp_path: Path) -> None:
             assert "private-name" in everything.text
 
 
+async def test_why_a_model_cannot_be_loaded_is_told_to_admins_alone(tmp_path: Path) -> None:
+    boss, user = make(tmp_path, "boss", is_admin=True), make(tmp_path, "user")
+    async with running(tmp_path, ["--exit-on-load", "66", "--goodbye-code", "20"]) as gateway:
+        for secret, is_told in (user, False), (boss, True):
+            headers = bearer(secret)
+            replies = [
+                await gateway.client.post("/v1/chat/completions", headers=headers, json=chat()),
+                await gateway.client.post("/v1/messages", headers=headers, json=chat()),
+                await gateway.client.post("/tokenize", headers=headers, json={"model": "m", "prompt": "hi"}),
+                await gateway.client.post("/api/generate", headers=headers, json={"model": "m"}),
+                await gateway.client.get("/readyz?model=m", headers=headers),
+            ]
+            assert [reply.status_code for reply in replies] == [503] * 5
+            assert ["cannot be loaded" in reply.text for reply in replies] == [is_told] * 5
+            assert ("cannot be loaded" in (await gateway.client.get("/health", headers=headers)).text) is is_told
+        assert "cannot be loaded" not in (await gateway.client.get("/readyz?model=m")).text
+
+
 async def test_metrics_name_models_and_keys_to_admins_and_scrapers_only(tmp_path: Path) -> None:
     boss, user = make(tmp_path, "boss", is_admin=True), make(tmp_path, "user")
     scraper = make(tmp_path, "prometheus", is_metrics_only=True)

@@ -46,6 +46,7 @@ from tests.gateway.nodes.hosts import (
     rank_spec,
 )
 from tests.support.pool import until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 THREE = GroupSpec(("local", "studio2", "studio3"), "pipeline", "ring")
@@ -59,16 +60,16 @@ async def reserve(
     gateway.hold(number)
     made = Reserve(0, number, "big#3", "demo", form(far), 1, 2, size_bytes, ttl_s)
     wanted = msgspec.structs.replace(made, **fields)
-    await gateway.ask(lambda call: msgspec.structs.replace(wanted, call=call), Reserved, DEADLINE_S)
+    await gateway.ask(lambda call: msgspec.structs.replace(wanted, call=call), Reserved, patient(DEADLINE_S))
     return number
 
 
 async def commit(gateway: AgentClient, number: int) -> None:
-    await gateway.ask(lambda call: Commit(call, number), Done, DEADLINE_S)
+    await gateway.ask(lambda call: Commit(call, number), Done, patient(DEADLINE_S))
 
 
 async def spawn(gateway: AgentClient, number: int, body: bytes = msgspec.json.encode(rank_spec())) -> int:
-    return (await gateway.ask(lambda call: Spawn(call, number, body), Spawned, DEADLINE_S)).pid
+    return (await gateway.ask(lambda call: Spawn(call, number, body), Spawned, patient(DEADLINE_S))).pid
 
 
 async def started(far: Host, gateway: AgentClient) -> tuple[RemoteRank, psutil.Process]:
@@ -93,8 +94,8 @@ async def refused(asking: Awaitable[object], code: Code) -> str:
 
 async def test_a_node_tells_its_memory_its_versions_and_whether_it_has_the_model() -> None:
     async with pair() as (far, gateway):
-        said = await gateway.ask(lambda call: Describe(call, "demo", form(far)), Described, DEADLINE_S)
-        other = await gateway.ask(lambda call: Describe(call, "demo", "0" * 40), Described, DEADLINE_S)
+        said = await gateway.ask(lambda call: Describe(call, "demo", form(far)), Described, patient(DEADLINE_S))
+        other = await gateway.ask(lambda call: Describe(call, "demo", "0" * 40), Described, patient(DEADLINE_S))
 
         assert (said.node, said.versions, said.form) == ("studio2", versions(), form(far))
         assert said.budget_bytes == BUDGET >= said.free_bytes > 0
@@ -107,7 +108,7 @@ async def test_a_rank_runs_with_its_memory_and_both_end_together() -> None:
         assert far.held == 100 * MIB
 
         rank.signal(signal.SIGKILL)
-        assert await asyncio.wait_for(rank.wait(), DEADLINE_S) == -signal.SIGKILL
+        assert await asyncio.wait_for(rank.wait(), patient(DEADLINE_S)) == -signal.SIGKILL
         rank.close()
 
         assert has_ended(process)
@@ -121,7 +122,7 @@ async def test_the_status_and_the_last_lines_of_a_rank_come_back() -> None:
         await commit(gateway, number)
         rank = RemoteRank(gateway, number, rank_spec())
 
-        assert await asyncio.wait_for(rank.wait(), DEADLINE_S) == 66
+        assert await asyncio.wait_for(rank.wait(), patient(DEADLINE_S)) == 66
         assert rank.last_lines() == ["ERROR no such tensor"]
 
 
@@ -130,7 +131,7 @@ async def test_the_output_of_a_rank_that_runs_can_be_read() -> None:
         number = await reserve(far, gateway)
         await commit(gateway, number)
         await spawn(gateway, number)
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(patient(DEADLINE_S)):
             while (await gateway.ask(lambda call: Logs(call, number), Lines)).lines != ["INFO rank is up"]:  # noqa: ASYNC110 - the agent tells nobody
                 await asyncio.sleep(0.01)
 
@@ -190,7 +191,7 @@ async def test_a_rank_that_cannot_be_started_is_an_exit_with_its_reason() -> Non
         number = await reserve(far, gateway)
         await commit(gateway, number)
         rank = RemoteRank(gateway, number, rank_spec(rank=None))
-        assert await asyncio.wait_for(rank.wait(), DEADLINE_S) == NOT_STARTED
+        assert await asyncio.wait_for(rank.wait(), patient(DEADLINE_S)) == NOT_STARTED
         assert "studio2: the rank cannot be started" in rank.last_lines()[0]
 
 
@@ -217,9 +218,9 @@ async def test_memory_is_waited_for_and_granted_when_it_is_there() -> None:
         await until(lambda: far.broker.has_waiters)
         assert far.held == 700 * MIB
 
-        await gateway.ask(lambda call: Release(call, first), Done, DEADLINE_S)
+        await gateway.ask(lambda call: Release(call, first), Done, patient(DEADLINE_S))
 
-        await asyncio.wait_for(second, DEADLINE_S)
+        await asyncio.wait_for(second, patient(DEADLINE_S))
         assert far.held == 700 * MIB
 
 
@@ -230,7 +231,7 @@ async def test_a_wait_that_is_given_up_leaves_nothing() -> None:
         gateway.tell(Reserve(0, number, "other#1", "demo", form(far), 1, 2, 700 * MIB, 60.0))
         await until(lambda: far.broker.has_waiters)
 
-        await gateway.ask(lambda call: Release(call, number), Done, DEADLINE_S)
+        await gateway.ask(lambda call: Release(call, number), Done, patient(DEADLINE_S))
 
         await until(lambda: not far.broker.has_waiters)
         assert far.held == 700 * MIB
@@ -238,14 +239,14 @@ async def test_a_wait_that_is_given_up_leaves_nothing() -> None:
 
 async def test_memory_that_is_not_committed_in_time_is_taken_back() -> None:
     async with pair() as (far, gateway):
-        kept = await reserve(far, gateway, ttl_s=DEADLINE_S)
+        kept = await reserve(far, gateway, ttl_s=patient(DEADLINE_S))
         await commit(gateway, kept)
         late = await reserve(far, gateway, ttl_s=0.05)
 
         await until(lambda: far.held == 100 * MIB)
 
         assert "there is no reservation" in await refused(commit(gateway, late), Code.INVALID_REQUEST)
-        assert (await gateway.ask(lambda call: Logs(call, kept), Lines, DEADLINE_S)).lines == []
+        assert (await gateway.ask(lambda call: Logs(call, kept), Lines, patient(DEADLINE_S))).lines == []
 
 
 async def test_what_a_gateway_does_not_have_any_more_is_given_back_although_nothing_was_heard_of_it() -> None:
@@ -279,7 +280,7 @@ async def test_a_rank_that_is_not_known_to_have_ended_after_its_kill_is_given_up
         process = psutil.Process(rank.pid)
         rank.signal(signal.SIGKILL)
 
-        assert await asyncio.wait_for(rank.wait(), DEADLINE_S) is None
+        assert await asyncio.wait_for(rank.wait(), patient(DEADLINE_S)) is None
         await until(lambda: has_ended(process))
         await until(lambda: far.held == 0)
         await gateway.close()
@@ -290,7 +291,7 @@ async def test_a_rank_of_a_node_whose_connection_was_closed_has_ended() -> None:
         number = await reserve(far, gateway)
         await gateway.close()
         rank = RemoteRank(gateway, number, rank_spec())
-        assert await asyncio.wait_for(rank.wait(), DEADLINE_S) is None
+        assert await asyncio.wait_for(rank.wait(), patient(DEADLINE_S)) is None
         rank.close()
 
 
@@ -320,7 +321,7 @@ async def test_ranks_end_with_the_daemon_of_their_node_and_their_gateway_is_told
         rank, process = await started(far, gateway)
         await far.stop_agent()
 
-        assert await asyncio.wait_for(rank.wait(), DEADLINE_S) == -signal.SIGKILL
+        assert await asyncio.wait_for(rank.wait(), patient(DEADLINE_S)) == -signal.SIGKILL
         assert rank.last_lines() == ["the daemon of its node has ended"]
         await until(lambda: has_ended(process))
 
@@ -330,7 +331,7 @@ async def test_a_node_that_obeys_no_more_ends_its_ranks_on_both_sides() -> None:
         rank, process = await started(far, gateway)
         far.known.clear()  # the node has removed ours: to us that is silence
 
-        assert await asyncio.wait_for(rank.wait(), DEADLINE_S) in (None, -signal.SIGTERM)
+        assert await asyncio.wait_for(rank.wait(), patient(DEADLINE_S)) in (None, -signal.SIGTERM)
         await until(lambda: has_ended(process))
         with pytest.raises(NodeLost):
             await gateway.ask(lambda call: Describe(call), Described, 0.2)
@@ -340,7 +341,7 @@ async def test_a_node_that_forgot_a_rank_has_ended_it_for_the_gateway() -> None:
     async with pair() as (far, gateway):
         number = await reserve(far, gateway, ttl_s=0.05)
         rank = RemoteRank(gateway, number, rank_spec())  # never committed: refused, or gone by then
-        assert await asyncio.wait_for(rank.wait(), DEADLINE_S) in (None, NOT_STARTED)
+        assert await asyncio.wait_for(rank.wait(), patient(DEADLINE_S)) in (None, NOT_STARTED)
 
 
 async def test_a_gateway_touches_no_reservation_of_another_one() -> None:
@@ -354,12 +355,14 @@ async def test_a_gateway_touches_no_reservation_of_another_one() -> None:
             Signal(0, number, signal.SIGKILL),
             Logs(0, number),
         ):
-            asking = other.ask(lambda call, order=order: msgspec.structs.replace(order, call=call), Done, DEADLINE_S)
+            asking = other.ask(
+                lambda call, order=order: msgspec.structs.replace(order, call=call), Done, patient(DEADLINE_S)
+            )
             assert "there is no" in await refused(asking, Code.INVALID_REQUEST)
         assert far.held == 100 * MIB
         # The same number is another reservation there.
         own = Reserve(0, number, "its#1", "demo", form(far), 1, 2, MIB, 60.0)
-        await other.ask(lambda call: msgspec.structs.replace(own, call=call), Reserved, DEADLINE_S)
+        await other.ask(lambda call: msgspec.structs.replace(own, call=call), Reserved, patient(DEADLINE_S))
         assert far.held == 101 * MIB
 
 
@@ -367,7 +370,7 @@ async def test_an_order_that_comes_twice_does_nothing_twice() -> None:
     async with pair() as (far, gateway):
         number = await reserve(far, gateway)
         again = Reserve(0, number, "big#3", "demo", form(far), 1, 2, 100 * MIB, 60.0)
-        asking = gateway.ask(lambda call: msgspec.structs.replace(again, call=call), Reserved, DEADLINE_S)
+        asking = gateway.ask(lambda call: msgspec.structs.replace(again, call=call), Reserved, patient(DEADLINE_S))
         assert await refused(asking, Code.INVALID_REQUEST) == f"reservation {number} exists"
         await commit(gateway, number)
         await refused(commit(gateway, number), Code.INVALID_REQUEST)
@@ -420,7 +423,7 @@ async def test_only_signals_that_end_a_process_are_sent() -> None:
         number = await reserve(far, gateway)
         await commit(gateway, number)
         await spawn(gateway, number)
-        asking = gateway.ask(lambda call: Signal(call, number, signal.SIGSTOP), Done, DEADLINE_S)
+        asking = gateway.ask(lambda call: Signal(call, number, signal.SIGSTOP), Done, patient(DEADLINE_S))
         assert await refused(asking, Code.INVALID_REQUEST) == f"signal {int(signal.SIGSTOP)} is not sent"
 
 
@@ -430,11 +433,11 @@ async def test_frames_that_are_no_orders_are_dropped_and_the_agent_goes_on() -> 
         far.known[own.public] = "studio3"
         context = zmq.asyncio.Context()
         raw = sockets.connect_secure_dealer(context, f"tcp://{far.agent.endpoint}", b"raw", far.keys.public, own)
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(patient(DEADLINE_S)):
             for frame in (b"", b"\xc1", b"\x93\x63\x01\x02", b"\x91\x01", bytes(5000)):
                 await raw.send(frame)
             await raw.send_multipart([b"two", b"frames"])
-        said = await gateway.ask(lambda call: Describe(call), Described, DEADLINE_S)
+        said = await gateway.ask(lambda call: Describe(call), Described, patient(DEADLINE_S))
         assert said.node == "studio2"
         context.destroy(0)
 
@@ -443,7 +446,7 @@ async def trouble(gateway: AgentClient, word: str) -> None:
     """Ask until the reason why there is no answer has this word."""
     gateway.open()
     told = ""
-    end = asyncio.get_running_loop().time() + DEADLINE_S
+    end = asyncio.get_running_loop().time() + patient(DEADLINE_S)
     while word not in told:
         assert asyncio.get_running_loop().time() < end, told
         with pytest.raises(NodeLost) as caught:

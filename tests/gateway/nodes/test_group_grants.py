@@ -15,6 +15,7 @@ from protocol.failures import Code
 from protocol.node_agent import Reserved
 from tests.gateway.nodes.hosts import DEADLINE_S, MIB, Host, client, form, host
 from tests.support.pool import short_home, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 PAUSE_S = 0.01, 0.05
@@ -27,7 +28,9 @@ class Office:
     hosts: tuple[Host, Host]
     links: tuple[AgentClient, AgentClient]
 
-    def group(self, owner: int, name: str, size_bytes: int, *, round_s: float = DEADLINE_S, **wanted: str) -> "Asking":
+    def group(
+        self, owner: int, name: str, size_bytes: int, *, round_s: float = patient(DEADLINE_S), **wanted: str
+    ) -> "Asking":
         """A group of the owner with a rank on each host, as it asks for memory."""
         own, link = self.hosts[owner], self.links[owner]
         claims = Wanted(name, "demo", wanted.get("form", form(own)), 2, [RankNeed(link, 1, size_bytes)])
@@ -53,7 +56,7 @@ class Asking:
     task: asyncio.Task[Grants]
 
     async def granted(self) -> Grants:
-        return await asyncio.wait_for(asyncio.shield(self.task), DEADLINE_S)
+        return await asyncio.wait_for(asyncio.shield(self.task), patient(DEADLINE_S))
 
     async def end(self) -> None:
         """The group is unloaded: all memory of it is given back."""
@@ -87,7 +90,9 @@ async def test_two_groups_over_the_same_hosts_come_one_after_the_other_and_never
     async with office() as both:
         for _ in range(5):
             first, second = both.group(0, "big", 600 * MIB), both.group(1, "huge", 600 * MIB)
-            await asyncio.wait({first.task, second.task}, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {first.task, second.task}, timeout=patient(DEADLINE_S), return_when=asyncio.FIRST_COMPLETED
+            )
             winner, loser = (first, second) if first.task.done() else (second, first)
             # The other holds nothing that the first one needs.
             assert not loser.task.done()

@@ -36,6 +36,7 @@ from tests.gateway.nodes.hosts import (
     rank_spec,
 )
 from tests.support.pool import short_home, until
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 NEED = Need(400 * MIB, 600 * MIB, 600 * MIB, 800 * MIB)
@@ -55,7 +56,9 @@ class Near:
 
     async def admit(self) -> int:
         # An agent that says nothing is given up after `ANSWER_S`.
-        return await asyncio.wait_for(self.nodes.admit(SPEC, self._admit, self._withdraw), ANSWER_S + DEADLINE_S)
+        return await asyncio.wait_for(
+            self.nodes.admit(SPEC, self._admit, self._withdraw), ANSWER_S + patient(DEADLINE_S)
+        )
 
     async def _admit(self) -> int:
         return 5 * MIB
@@ -164,7 +167,7 @@ async def test_a_key_that_cannot_be_read_is_named() -> None:
 
 async def test_a_node_that_does_not_answer_yet_is_waited_for() -> None:
     async with office() as (near, far):
-        near.nodes = RemoteNodes(lambda: near.config, lambda _: NEED, reunion_s=DEADLINE_S)
+        near.nodes = RemoteNodes(lambda: near.config, lambda _: NEED, reunion_s=patient(DEADLINE_S))
         far.known.clear()  # it drops what we say, as one that starts would
         waiting = asyncio.create_task(near.admit())
         await until(lambda: near.own.public in far.agent.refused_keys)

@@ -64,6 +64,7 @@ async def test_a_response_of_a_peers_model_goes_on_after_a_restart_of_the_door()
     assert last["output"][0]["content"][0]["text"] == tokens(LENGTH)
 
 
+@pytest.mark.soak
 async def test_a_response_does_not_go_on_at_a_peer_with_another_form_of_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

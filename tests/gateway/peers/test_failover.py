@@ -90,6 +90,7 @@ async def test_streams_of_a_peer_that_dies_go_on_at_another() -> None:
         assert not near.app.services.fleet.nodes["b"].is_up
 
 
+@pytest.mark.soak
 async def test_streams_of_a_peer_that_dies_go_on_here() -> None:
     async with AsyncExitStack() as stack:
         b = await stack.enter_async_context(far("b"))
@@ -107,6 +108,7 @@ async def test_streams_of_a_peer_that_dies_go_on_here() -> None:
         assert near.pool.worker("m").is_ready
 
 
+@pytest.mark.soak
 async def test_streams_of_a_frozen_peer_go_on_elsewhere_and_are_not_doubled_when_it_thaws() -> None:
     async with AsyncExitStack() as stack:
         b, c = [await stack.enter_async_context(far(name)) for name in ("b", "c")]
@@ -136,6 +138,7 @@ async def test_a_peer_that_drains_is_asked_no_more_and_finishes_what_it_has() ->
         await until(lambda: near.app.services.fleet.nodes["b"].problem == "it is draining")
 
 
+@pytest.mark.soak
 async def test_streams_wait_for_their_only_peer_to_come_back() -> None:
     async with AsyncExitStack() as stack:
         b = await stack.enter_async_context(far("b"))
@@ -192,6 +195,7 @@ async def test_a_peer_that_was_never_there_holds_up_nothing() -> None:
         assert set(await asyncio.gather(*(stream(near) for _ in range(4)))) == {tokens(LENGTH)}
 
 
+@pytest.mark.soak
 async def test_a_peer_whose_worker_dies_resumes_by_itself() -> None:
     async with AsyncExitStack() as stack:
         b = await stack.enter_async_context(far("b"))

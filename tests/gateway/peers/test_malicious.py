@@ -89,6 +89,27 @@ async def test_a_refusal_is_not_unpacked_and_only_its_beginning_is_read(tmp_path
         await peer.close()
 
 
+async def test_cookies_of_a_peer_are_not_kept(tmp_path: Path) -> None:
+    heads: list[bytes] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append((await reader.readuntil(b"\r\n\r\n")).lower())
+        writer.write(b"HTTP/1.1 503 X\r\nset-cookie: a=b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    key_file = tmp_path / "b.key"
+    key_file.write_text("secret\n")
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    peer = Alone(Node(PeerConfig(name="b", url=url, key_file=str(key_file)), 1), server)
+    try:
+        for _ in range(2):
+            assert not await peer.node.poll()
+        assert [b"cookie" in head for head in heads] == [False, False]
+    finally:
+        await peer.close()
+
+
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 READY = Ready(-1, "", 1000, 4, 100, 1, 1.0)
 

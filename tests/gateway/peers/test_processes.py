@@ -18,6 +18,7 @@ from tests.support.certificates import Authority
 from tests.support.ctl import ctl
 from tests.support.daemon import DEADLINE_S, DaemonProcess
 from tests.support.pool import short_home, tokens
+from tests.support.scale import patient
 
 LENGTH = 150
 SLOW = ("--step-ms 10",)
@@ -63,7 +64,7 @@ def write(home: Path, *tables: str) -> None:
 def route(daemon: DaemonProcess, model: str = "") -> dict[str, Any]:
     """The answer of the route that `mlxctl route` asks."""
     transport = httpx.HTTPTransport(uds=str(daemon.home / "run" / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://mlxd", timeout=DEADLINE_S) as admin:
+    with httpx.Client(transport=transport, base_url="http://mlxd", timeout=patient(DEADLINE_S)) as admin:
         reply = admin.get("/v1/route", params={"model": model})
         return reply.json() if reply.status_code == 200 else {"places": []}
 
@@ -73,7 +74,7 @@ def states(daemon: DaemonProcess) -> dict[str, str]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + patient(DEADLINE_S)
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -130,6 +131,7 @@ def test_peers_come_and_go_with_the_configuration(peer: Far) -> None:
         assert near.client.post("/v1/chat/completions", json=chat()).status_code == 404
 
 
+@pytest.mark.soak
 def test_a_stream_of_a_peer_process_that_is_killed_goes_on_token_by_token_at_another() -> None:
     with far() as first, far() as second, door(first.table("b"), second.table("c")) as near:
         wait_for(lambda: [place["state"] for place in route(near, "m")["places"]] == ["ready", "ready"])

@@ -165,6 +165,7 @@ async def test_a_request_that_has_passed_this_daemon_is_refused(home: Home) -> N
 
 BAD = {
     "temperature": replace(request(), sampling=Sampling(temperature=9.0)),
+    "penalty": replace(request(), sampling=Sampling(repetition_penalty=1e-38)),
     "not a number": replace(request(), sampling=Sampling(top_p=float("nan"))),
     "logprobs": replace(request(), top_logprobs=1000),
     "stops": replace(request(), stop=("",)),

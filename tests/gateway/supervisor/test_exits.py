@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 
-from gateway.supervisor.exits import EXITS, Cause, Fate, cause_of
+from gateway.supervisor.exits import EXITS, Cause, SequenceAction, cause_of
 from gateway.supervisor.postmortem import Kind
 from gateway.supervisor.state import State
 from protocol.failures import Code, Failure
@@ -41,4 +41,4 @@ def test_every_cause_has_a_settled_state_and_no_failed_load_makes_suspects() -> 
     assert set(EXITS) == set(Cause)
     for exit in EXITS.values():
         assert exit.next in {State.STOPPED, State.BACKOFF, State.FAILED, State.INCOMPATIBLE}
-        assert exit.while_loading is not Fate.SUSPECT
+        assert exit.while_loading is not SequenceAction.SUSPECT

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.supervisor.exits import EXITS, Cause, Fate, cause_of
+from gateway.supervisor.exits import EXITS, Cause, SequenceAction, cause_of
 from gateway.supervisor.postmortem import Kind, examine
 from gateway.supervisor.ranks import LOCAL, Group, Place, ranks_of
 from gateway.supervisor.state import State
@@ -108,7 +108,7 @@ def test_a_lost_partner_is_retried_and_no_request_is_blamed() -> None:
     assert report.kind is Kind.PARTNER_LOST
     cause = cause_of(report.kind, None, is_asked=False, is_replaced=False, was_ready=True)
     assert cause is Cause.PARTNER_LOST
-    assert (EXITS[cause].sequences, EXITS[cause].next) == (Fate.RESUME, State.BACKOFF)
+    assert (EXITS[cause].sequences, EXITS[cause].next) == (SequenceAction.RESUME, State.BACKOFF)
 
 
 def test_each_start_has_keys_and_ports_of_its_own_and_no_follower_the_secret_of_rank_0() -> None:

@@ -258,7 +258,14 @@ async def test_the_page_neither_makes_nor_touches_an_admin_key(
 
 @pytest.mark.parametrize(
     "body",
-    [{"name": "<b>"}, {"name": ""}, {"name": "x", "rpm": -1}, {"name": "x", "zap": 1}, {"name": "x", "rpm": "9"}],
+    [
+        {"name": "<b>"},
+        {"name": ""},
+        {"name": "x", "rpm": -1},
+        {"name": "x", "zap": 1},
+        {"name": "x", "rpm": "9"},
+        {"name": "x", "expires": 1e300},
+    ],
 )
 async def test_a_key_that_cannot_be_is_refused_with_the_reason(
     gateway: Gateway, session: dict[str, str], body: dict[str, Any]

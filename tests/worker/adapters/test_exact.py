@@ -159,6 +159,7 @@ def test_drafts_that_are_right_in_part_change_no_token_of_an_adapter(
     assert drafter.drafted
 
 
+@pytest.mark.soak
 def test_drafts_of_a_model_that_knows_the_base_change_no_token_of_an_adapter(tmp_path: Path) -> None:
     target, draft = damped(tmp_path / "target"), damped(tmp_path / "draft", 0.0)
     case = _adapted(target, tmp_path, DENSE)
@@ -173,6 +174,7 @@ def test_drafts_of_a_model_that_knows_the_base_change_no_token_of_an_adapter(tmp
         assert engine.drafter.drafted
 
 
+@pytest.mark.soak
 def test_with_quantized_kv_each_row_says_what_it_says_alone(tmp_path: Path) -> None:
     case = _adapted(build("qwen3", tmp_path / "model", head_dim=32), tmp_path, DENSE)
     with EngineHarness(spec(case.model, adapters=case.adapters, kv_bits=8, prefill_chunk=16)) as engine:
@@ -181,6 +183,7 @@ def test_with_quantized_kv_each_row_says_what_it_says_alone(tmp_path: Path) -> N
             assert said(engine, case.requests) == alone
 
 
+@pytest.mark.soak
 def test_rows_that_make_room_keep_their_adapters(adapted: Callable[[str], Adapted]) -> None:
     case = adapted("qwen3")
     # They outgrow what admission counts on.

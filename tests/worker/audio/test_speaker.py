@@ -37,6 +37,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> AudioModel:
     return load(build_qwen_tts(tmp_path_factory.mktemp("qwen")))
 
 
+@pytest.mark.soak
 def test_voices_seeds_and_instructions_make_other_speech(qwen: AudioModel) -> None:
     assert qwen.info.voices == ("vivian", "ryan")
     first, again = [spoken(job(qwen, voice="ryan")) for _ in range(2)]
@@ -54,6 +55,7 @@ def test_voices_seeds_and_instructions_make_other_speech(qwen: AudioModel) -> No
     assert refused.value.failure.param == "voice"
 
 
+@pytest.mark.soak
 def test_tokens_of_speech_are_twenty_a_second(qwen: AudioModel) -> None:
     pieces = list(job(qwen, "Hi there. " * 10, voice="ryan").work)
     seconds = sum(len(piece.data) for piece in pieces) / 2 / 24_000
@@ -103,6 +105,7 @@ def test_what_clones_voices_is_refused_at_load(tmp_path: Path) -> None:
         load(folder)
 
 
+@pytest.mark.soak
 def test_soprano_has_one_voice_and_says_so(tmp_path: Path) -> None:
     model = load(build_soprano(tmp_path))
     assert model.speaker is not None

@@ -102,6 +102,7 @@ def test_it_ends_between_two_tokens(hearer: WhisperHearer) -> None:
     assert calls == 6
 
 
+@pytest.mark.soak
 def test_a_seed_gives_the_same_text_again_and_another_another(tmp_path: Path) -> None:
     hearer = load(build_whisper(tmp_path, sureness=0.5))
     one, again, other = [heard(hearer, clip(1.0), Wish("en", temperature=1.0, seed=seed)) for seed in (1, 1, 2)]

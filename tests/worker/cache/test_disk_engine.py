@@ -24,7 +24,7 @@ from tests.support import disk
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import SAMPLE, build, shallow, tiny_tokenizer
 from tests.support.prefixes import GREEDY, SHARED, cached, family, said, words
-from tests.support.scale import scaled
+from tests.support.scale import patient, scaled
 from worker.errors import LoadFailed
 
 CAP = 1 << 28
@@ -78,7 +78,7 @@ def cold_answers(model: Path, batch: Sequence[Generate], **settings: Any) -> lis
 
 
 def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + disk.DEADLINE_S
+    end = time.monotonic() + patient(disk.DEADLINE_S)
     while not condition():
         assert time.monotonic() < end, "the deadline passed"
         time.sleep(0.002)
@@ -154,7 +154,7 @@ DAMAGES = ["header", "content", "truncated", "empty", "other content"]
     ("architecture", "damage"),
     scaled(
         [(architecture, damage) for architecture in ("qwen3", "gemma3_text", "qwen3_5") for damage in DAMAGES],
-        [*(("qwen3", damage) for damage in DAMAGES), ("gemma3_text", "content"), ("qwen3_5", "truncated")],
+        [("qwen3", damage) for damage in DAMAGES],
     ),
 )
 def test_damaged_files_are_set_aside_and_the_answer_is_right(
@@ -227,10 +227,9 @@ def change(model: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 @pytest.mark.parametrize(
     "what",
     [
-        *scaled(["weights", "configuration", "tokenizer", "libraries"], []),
+        *scaled(["weights", "configuration", "tokenizer", "libraries", "layout"], []),
         "weights of the same time",
         "template",
-        "layout",
     ],
 )
 def test_stale_files_are_set_aside_counted_and_never_used(
@@ -349,7 +348,8 @@ def test_a_disk_cache_without_a_size_is_refused(model_folder: Callable[[str], Pa
         pass
 
 
-@pytest.mark.parametrize("architecture", scaled(["qwen3", "qwen3_5"], ["qwen3_5"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
 def test_hundreds_of_requests_under_small_budgets(
     architecture: str, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -364,9 +364,9 @@ def test_hundreds_of_requests_under_small_budgets(
     with EngineHarness(spec(model, cache_bytes=0)) as engine:
         expected = [(result.ids, result.text) for result in engine.run(kinds)]
     ram, cap, rid, aborted, hits = 400_000, 1_500_000, 1000, 0, 0
-    for _life in range(scaled(5, 3)):
+    for _life in range(5):
         with EngineHarness(disk_spec(model, tmp_path, cache_bytes=ram, disk_cache_bytes=cap)) as engine:
-            for _wave in range(scaled(10, 5)):
+            for _wave in range(10):
                 wave: list[tuple[int, Result]] = []
                 for _ in range(10):
                     kind, rid = rng.randrange(len(kinds)), rid + 1

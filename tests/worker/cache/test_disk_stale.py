@@ -15,6 +15,7 @@ import pytest
 
 from gateway.ctl import prefix_files
 from tests.support import disk as folder
+from tests.support.scale import patient
 from tests.worker.cache.test_disk import PLENTY, write
 from worker.cache.directory import LABEL, QUARANTINE, Claim, Form
 from worker.cache.disk import CacheDisk
@@ -33,14 +34,14 @@ def started(root: Path, form: Form, name: str = "coder", cap: int = PLENTY, home
 
 
 def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + folder.DEADLINE_S
+    end = time.monotonic() + patient(folder.DEADLINE_S)
     while not condition():
         assert time.monotonic() < end, "the deadline passed"
         time.sleep(0.001)
 
 
 def ended(disk: CacheDisk) -> None:
-    disk.close(folder.DEADLINE_S)
+    disk.close(patient(folder.DEADLINE_S))
 
 
 def left(

@@ -112,6 +112,7 @@ def eager(loaded: Loaded) -> EagerDrafts:
     return EagerDrafts(loaded.proposer, 3)
 
 
+@pytest.mark.soak
 def test_rows_with_drafts_of_an_assistant_equal_each_alone_without(target: Path, tmp_path: Path) -> None:
     """Greedy and seeded, with filters and penalties, joining and leaving; of an assistant that knows the target."""
     batch, draft = requests(10), copying_assistant(tmp_path / "drafter", target)

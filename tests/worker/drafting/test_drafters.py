@@ -30,6 +30,7 @@ def eager(loaded: Loaded) -> EagerDrafts:
     return EagerDrafts(loaded.proposer, 3)
 
 
+@pytest.mark.soak
 def test_rows_with_drafts_of_eagle_equal_each_alone_without(target: Path, tmp_path: Path) -> None:
     batch, draft = requests(8), eagle(tmp_path / "eagle")
     with EngineHarness(spec(target, speculate="off")) as engine:

@@ -17,7 +17,6 @@ from protocol.messages import Generate, Sampling, TokensPrompt
 from protocol.prediction_heads import RUN, is_head, unused
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, write
-from tests.support.scale import scaled
 from tests.worker.engine.test_exact import requests, tokens
 from worker.checked_model import load_checked
 from worker.drafting.head_forms import FORMS
@@ -192,7 +191,8 @@ def eager(loaded: Loaded) -> EagerDrafts:
     return EagerDrafts(loaded.proposer, 3)
 
 
-@pytest.mark.parametrize("kind", scaled(list(FAMILIES), ["mimo", "step3p5"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_rows_with_drafts_of_such_a_head_equal_each_alone_without(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_head(kind, folder, write_target(kind, folder), scale=0.0)

@@ -45,7 +45,9 @@ def drafts_of(engine: EngineHarness) -> EagerDrafts:
     return engine.drafter
 
 
-@pytest.mark.parametrize("architecture", [*DAMPING, "glm4_moe", *scaled(["deepseek_v32", "glm_moe_dsa"], [])])
+@pytest.mark.parametrize(
+    "architecture", scaled([*DAMPING, "glm4_moe", "deepseek_v32", "glm_moe_dsa"], ["qwen3", "qwen3_5"])
+)
 def test_rows_with_drafts_of_a_head_equal_each_alone_without(
     architecture: str, head_folder: Callable[[str], Path]
 ) -> None:

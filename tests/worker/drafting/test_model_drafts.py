@@ -39,6 +39,7 @@ def eager(loaded: Loaded) -> EagerDrafts:
     return EagerDrafts(loaded.proposer, 3)
 
 
+@pytest.mark.soak
 def test_rows_with_drafts_of_a_second_model_equal_each_alone_without(pair: tuple[Path, Path]) -> None:
     """Greedy and seeded, with filters and penalties, joining and leaving; one prompt is read in several chunks."""
     long = Generate(99, TokensPrompt(tuple(20 + at * 7 % 400 for at in range(1200))), Sampling(temperature=0.0), 40)
@@ -97,6 +98,7 @@ def text(length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.arange(20, 20 + length, dtype=np.int32) % VOCAB
 
 
+@pytest.mark.soak
 def test_a_long_prompt_takes_no_more_of_a_tick_than_a_slice(pair: tuple[Path, Path]) -> None:
     """One stream runs; beside it a prompt of 800 tokens is answered, and another leaves while it is read."""
     target, draft = pair

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import ChatPrompt, Finish, Generate, Kind, Sampling
+from protocol.messages import ChatPrompt, Finish, Generate, Kind, Sampling, TokenLogprob
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import SPECIALS, build, tiny_tokenizer
 from tests.support.rows import row
@@ -183,3 +183,84 @@ def test_a_successor_knows_the_control_tokens_that_were_written_before_it(engine
         of = engine.intake.row(Generate(1, asked, Sampling(), resume=tuple(ids[:count])), 0.0)
         pieces = advanced(engine.intake.writer, of, ids[count:], "stop")
         assert pieces[-1].finish is Finish.TOOL_CALLS
+
+
+# What a client has: ids, text by kind of event, log-probabilities; and at the end all ids, and what the usage counts.
+Client = tuple[list[int], list[tuple[Kind, str]], list[float]]
+
+
+def client_of(pieces: Sequence[tuple[list[int], Piece]]) -> Client:
+    """`pieces` with the ids that left with each."""
+    texts: list[tuple[Kind, str]] = []
+    for event in (event for _, piece in pieces for event in piece.events):
+        if texts and texts[-1][0] is event.kind and event.kind not in (Kind.TOOL_BEGIN, Kind.TOOL_END):
+            texts[-1] = event.kind, texts[-1][1] + event.text
+        else:
+            texts.append((event.kind, event.text))
+    logprobs = [each.logprob for _, piece in pieces for each in piece.logprobs or ()]
+    return [token for ids, _ in pieces for token in ids], texts, logprobs
+
+
+class Sender:
+    """A worker's side of one row: `sent` are the pieces that its client got."""
+
+    def __init__(self, stop: tuple[str, ...], family: str, resume: Sequence[int] = ()) -> None:
+        self.row = row(1, detokenizer=VOCABULARY.detokenizer(), stops=StopScanner(stop), max_tokens=1 << 20)
+        self.row.parser = make_parser(family) if family else None
+        self.writer = Writer(VOCABULARY)
+        self.writer.replay(self.row, resume)
+        self.sent: list[tuple[list[int], Piece]] = []
+        self.ending: list[int] = []
+
+    def add(self, at: int, token: int, ended: str | None) -> bool:
+        """Take a token; whether it was the last."""
+        piece = self.writer.advance(self.row, token, ended, TokenLogprob(b"", -float(at)))
+        if not piece.is_empty:
+            self.sent.append((list(self.row.unsent), piece))
+            self.row.unsent.clear()
+        self.ending = [held.id for held in self.row.held if not held.is_sent]
+        return piece.finish is not None
+
+
+PARTS = ["e", "r", "a", "aa", "b", "\n", "\n\n", "#", "th", "é", "🙂", "<", "/t", "<think>x", "</think>"]
+STOPS = [("er",), ("aab",), ("\n\n###",), ("</t", "ab"), ("a" * 5,), ("<tool_call>a", "\n")]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    stop=st.sampled_from(STOPS),
+    family=st.sampled_from(["", "hermes"]),
+    parts=st.lists(st.sampled_from(PARTS), min_size=2, max_size=24),
+    ended=st.sampled_from(["stop", "length"]),
+)
+def test_a_successor_goes_on_with_the_next_character_wherever_a_stream_was_cut(
+    stop: tuple[str, ...], family: str, parts: list[str], ended: str
+) -> None:
+    ids = [token for part in parts for token in encoded(part)] + (encoded("<|im_end|>") if ended == "stop" else [])
+    whole = Sender(stop, family)
+    cuts: list[int] = []
+    for at, token in enumerate(ids):
+        cuts.append(len(whole.sent))
+        if whole.add(at, token, ended if at == len(ids) - 1 else None):
+            break
+    told = client_of(whole.sent)
+    assert len(told[0]) + len(whole.ending) == whole.row.completion
+    for cut in sorted(set(cuts)):
+        had = whole.sent[:cut]
+        known = client_of(had)[0]
+        successor = Sender(stop, family, known)
+        for at in range(len(known), len(ids)):
+            if successor.add(at, ids[at], ended if at == len(ids) - 1 else None):
+                break
+        assert client_of([*had, *successor.sent]) == told
+        assert (successor.ending, successor.row.completion) == (whole.ending, whole.row.completion)
+        assert successor.row.reasoning == whole.row.reasoning
+
+
+def test_held_text_leaves_with_the_token_that_is_safe_and_no_later_than_the_next() -> None:
+    sender = Sender(("er",), "")
+    texts: list[str] = []
+    for at, token in enumerate(encoded("e") * 3 + encoded("n")):
+        sender.add(at, token, None)
+        texts.append("".join(event.text for _, piece in sender.sent for event in piece.events))
+    assert texts == ["", "", "e", "eeen"]

@@ -30,7 +30,7 @@ def requests(count: int, prompt: int, output: int) -> list[Generate]:
 
 @pytest.mark.parametrize(
     ("architecture", "cache_bytes"),
-    [("qwen3", 0), ("qwen3_5", 1 << 30), *scaled([("qwen3", 1 << 30), ("gemma3_text", 1 << 30)], [])],
+    [("qwen3", 0), *scaled([("qwen3_5", 1 << 30), ("qwen3", 1 << 30), ("gemma3_text", 1 << 30)], [])],
 )
 def test_preempted_rows_end_with_the_tokens_they_would_have_had(
     architecture: str, cache_bytes: int, model_folder: Callable[[str], Path]

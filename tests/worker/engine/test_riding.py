@@ -13,6 +13,7 @@ from msgspec import structs
 from protocol.messages import Abort, Constraint, ConstraintKind, Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import KINDS, SAMPLE, VOCAB
+from tests.support.scale import scaled
 from tests.worker.engine.test_exact import tokens
 from worker.cache import ragged
 from worker.cache.kv import Layout
@@ -136,7 +137,7 @@ def test_a_tick_with_a_prompt_is_one_pass_of_its_tokens_and_one_of_each_row(
     batch.close()
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])
+@pytest.mark.parametrize("architecture", scaled(KINDS, ["gemma3_text"]))
 def test_grammars_penalties_and_logprobs_are_right_beside_prompts_that_ride_and_leave(
     architecture: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

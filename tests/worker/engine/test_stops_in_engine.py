@@ -128,3 +128,22 @@ def test_the_ids_of_a_prompt_come_before_all_output(engine: EngineHarness) -> No
     assert result.prompt_ids == list(asked.prompt.ids)
     assert result.deltas[0].prompt is not None
     assert all(delta.prompt is None for delta in result.deltas[1:])
+
+
+@pytest.mark.parametrize("stop", [("er",), ("aab", "rr"), ("\n\n###",)])
+def test_a_stream_cut_after_any_step_goes_on_as_if_it_had_not_been(
+    engine: EngineHarness, stop: tuple[str, ...]
+) -> None:
+    letters = tuple(engine.loaded.tokenizer.encode("".join(sorted({*"".join(stop), "e"}))))
+    for seed in range(4):
+        sampling = Sampling(temperature=1.0, seed=seed, ignore_eos=True, allowed_ids=letters)
+        asked = structs.replace(request(seed, stop, 40), sampling=sampling, top_logprobs=1)
+        whole = one(engine, asked)
+        cuts = [(count, text) for count, text in whole.steps[:-1] if count]
+        again = [structs.replace(asked, rid=next(rids), resume=tuple(whole.ids[:count])) for count, _ in cuts]
+        for (count, text), result in zip(cuts, engine.run(again), strict=True):
+            assert (text + result.text, result.ids, result.finish) == (whole.text, whole.ids[count:], whole.finish)
+            assert (result.logprobs, result.ending_ids) == (whole.logprobs[count:], whole.ending_ids)
+            assert result.usage is not None
+            assert whole.usage is not None
+            assert result.usage.completion == whole.usage.completion

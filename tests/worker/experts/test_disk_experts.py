@@ -1,7 +1,9 @@
 """Experts on disk: the same tokens as with all of them in memory, whatever the cache holds, and clear refusals."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,13 +19,13 @@ from protocol.failures import Code
 from protocol.messages import Generate, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, Result, spec
 from tests.support.models import build
-from tests.support.scale import FULL, patient
+from tests.support.scale import patient, scaled
 from worker.checked_model import load_checked
 from worker.errors import LoadFailed
 from worker.experts.expert_cache import Counts
 from worker.repack import repack
 
-FAMILIES = ["qwen3_moe", "qwen3_moe, quantized", *(["llama4", "gpt_oss"] if FULL else [])]
+FAMILIES = scaled(["qwen3_moe", "qwen3_moe, quantized", "llama4", "gpt_oss"], ["qwen3_moe, quantized"])
 EXPERTS = {"qwen3_moe": {"num_experts": 8}}
 
 
@@ -71,7 +73,7 @@ PROMPTS = ([1, 5, 9, 77, 30], [3, 4, 8, 120, 7, 55, 66, 9, 10], list(range(40, 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("wanted", [1, -1, 1 << 30])
+@pytest.mark.parametrize("wanted", scaled([1, -1, 1 << 30], [1, -1]))
 def test_tokens_are_those_of_the_whole_model_for_any_size_of_the_cache(folder: Path, family: str, wanted: int) -> None:
     path = model_of(folder, family)
     whole, _ = answers(path, PROMPTS, at_once=False)
@@ -198,6 +200,26 @@ def test_a_repack_that_is_cut_off_leaves_nothing_and_touches_nothing(
         repack(model_of(folder, "qwen3_moe"), tmp_path / "out", False, progress)
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     assert (other / "mine").exists()
+
+
+def test_what_a_killed_repack_leaves_is_deleted_by_the_next_one(folder: Path, tmp_path: Path) -> None:
+    source, target = model_of(folder, "qwen3_moe"), tmp_path / "out"
+    code = (
+        "import os, signal, sys; from pathlib import Path; from worker.repack import repack; "
+        "repack(Path(sys.argv[1]), Path(sys.argv[2]), False, "
+        "lambda text: os.kill(os.getpid(), signal.SIGKILL) if text == 'all else' else None)"
+    )
+    argv = [sys.executable, "-P", "-c", code, str(source), str(target)]
+    assert subprocess.run(argv, check=False, timeout=patient(60)).returncode == -signal.SIGKILL
+    [left] = tmp_path.iterdir()
+    assert any(left.rglob("layer-*.bin"))
+    # Folders of one that runs, of another target, and of nobody that we know.
+    others = [f"out.partial-{os.getppid()}", "out2.partial-1", "out.partial-x", "out.partial", f"out.partial-{10**20}"]
+    for name in others:
+        (tmp_path / name).mkdir()
+
+    repack(source, target, False, lambda _text: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", *others])
 
 
 def test_a_repack_that_the_disk_does_not_take_says_so_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:

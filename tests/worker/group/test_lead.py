@@ -1,5 +1,6 @@
 """Rank 0's side of the plan, without an engine: answers count once, and only those of the group's followers."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -34,8 +35,8 @@ class Ranks:
     _context: Any
     _open: list[Any] = field(default_factory=list)
 
-    def say(self, rank: int, *messages: group.Up | group.Watch, name: int | None = None, watch: bool = False) -> None:
-        """Send messages by a connection of this rank, under the routing id `name` if it is another."""
+    def say(self, rank: int, *messages: group.Up | group.Watch, name: int | None = None, watch: bool = False) -> Any:
+        """Send messages by a new connection of this rank, under the routing id `name` if it is another."""
         own = self.ranks[rank]
         address = own.watch if watch else own.plan
         identity = group.identity(rank if name is None else name)
@@ -45,6 +46,7 @@ class Ranks:
         assert socket.poll(patient(20) * 1000, zmq.POLLOUT), "it is admitted by its key"
         for message in messages:
             socket.send(group.encode(message))
+        return socket
 
     def gather(self) -> str:
         """The reason why the group does not begin."""
@@ -63,11 +65,12 @@ def join(rank: int) -> Join:
 
 
 @pytest.fixture
-def start(tmp_path: Any) -> Iterator[Callable[[float], Ranks]]:
+def start(tmp_path: Any) -> Iterator[Callable[..., Ranks]]:
     with ExitStack() as stack:
 
-        def ranks(join_s: float) -> Ranks:
-            first, *others = ranks_with(group_spec(tmp_path, "tensor", 3), join_s=join_s, beat_s=patient(60))
+        def ranks(join_s: float, leave_s: float = 1.0) -> Ranks:
+            deadlines = {"join_s": join_s, "beat_s": patient(60), "leave_s": leave_s}
+            first, *others = ranks_with(group_spec(tmp_path, "tensor", 3), **deadlines)
             assert first.rank is not None
             lost: list[Failure] = []
             lead = Lead(first, lambda failure, _status: lost.append(failure))
@@ -118,4 +121,28 @@ def test_a_group_does_not_begin_before_each_follower_is_heard_on_the_watch(start
 def test_a_stop_is_clean_although_a_follower_has_gone(start: Callable[[float], Ranks]) -> None:
     ranks = start(1.0)
     ranks.lead.leave()
+    assert ranks.lost == []
+
+
+def test_a_stop_waits_for_those_who_are_there_although_another_has_gone(start: Callable[..., Ranks]) -> None:
+    ranks = start(1.0, leave_s=patient(60))
+    plan, watch = ranks.say(2, join(2)), ranks.say(2, Beat(2), watch=True)
+    assert "rank 1 (local) did not join" in ranks.gather()
+    leaving = threading.Thread(target=ranks.lead.leave)
+    leaving.start()
+    assert plan.poll(patient(20) * 1000)
+    order = group.decode_down(plan.recv())
+    assert isinstance(order, group.Plan)
+    assert order.ops == [group.Leave()]
+    while not isinstance(group.decode_watch(watch.recv()), group.Left):
+        pass
+    # It is still busy, and must not take the end of rank 0 for a loss.
+    monitor = plan.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    has_closed = monitor.poll(500)
+    plan.disable_monitor()
+    monitor.close(0)
+    assert not has_closed
+    plan.send(group.encode(group.Done(2, order.seq, order.crc)))
+    leaving.join(patient(20))
+    assert not leaving.is_alive()
     assert ranks.lost == []

@@ -27,10 +27,10 @@ GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 SETTINGS = {"prefill_chunk": 64, "speculate": "off"}
 CASES = [
     ("qwen3", "tensor"),
-    ("qwen3_moe", "pipeline"),
-    ("qwen3_5", "pipeline"),
     *scaled(
         [
+            ("qwen3_moe", "pipeline"),
+            ("qwen3_5", "pipeline"),
             ("qwen3_5", "tensor"),
             ("qwen2", "tensor"),
             ("qwen2", "pipeline"),

@@ -346,28 +346,28 @@ def cache(home: Path, repository: str, source: Path, *, revision: str = "main") 
     return snapshot
 
 
-def resolved(repository: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: the library reads its environment once, at import."""
+def resolved(*repositories: str, **environment: str) -> list[str]:
+    """Their folders, or why there is none. In a process of its own: the library reads its environment at import."""
     code = (
         "import sys\nfrom worker.model.loader import resolve\nfrom worker.errors import LoadFailed\n"
-        "try: print(resolve(sys.argv[1]))\n"
-        "except LoadFailed as error: print(error.failure.code.name, error.failure.message)"
+        "for name in sys.argv[1:]:\n"
+        "    try: print(resolve(name))\n"
+        "    except LoadFailed as error: print(error.failure.code.name, error.failure.message)"
     )
     keep = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     return subprocess.run(
-        [sys.executable, "-c", code, repository],
+        [sys.executable, "-c", code, *repositories],
         env={**keep, **environment}, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3],
-    )  # fmt: skip
+    ).stdout.splitlines()  # fmt: skip
 
 
-@pytest.mark.parametrize(("variable", "below"), [("HF_HUB_CACHE", ""), ("HF_HOME", "hub")])
 def test_a_repository_in_the_local_cache_is_found_without_a_network(
-    tmp_path: Path, model_folder: Callable[[str], Path], variable: str, below: str
+    tmp_path: Path, model_folder: Callable[[str], Path]
 ) -> None:
-    snapshot = cache(tmp_path / below, "org/tiny-model", model_folder("qwen3"))
-    environment = {variable: str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    assert Path(resolved("org/tiny-model", **environment).stdout.strip()) == snapshot
-    missing = resolved("org/other-model", **environment).stdout
+    snapshot = cache(tmp_path / "hub", "org/tiny-model", model_folder("qwen3"))
+    environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    found, missing = resolved("org/tiny-model", "org/other-model", **environment)
+    assert Path(found) == snapshot
     assert missing.startswith("MODEL_MISSING")
     assert "mlxctl pull org/other-model" in missing
 
@@ -382,7 +382,7 @@ def test_a_repository_of_which_only_what_mlx_reads_was_downloaded_is_found(
     listing = {"format_version": 1, "files": files}
     (snapshot.parents[1] / "trees" / f"{'a' * 40}.json").write_text(json.dumps(listing))
 
-    found = resolved("org/tiny-model", HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE="1").stdout.strip()
+    (found,) = resolved("org/tiny-model", HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE="1")
 
     assert Path(found) == snapshot
 

@@ -297,7 +297,7 @@ def test_a_row_that_joins_or_leaves_without_memory_for_a_prefix_costs_no_other_i
 
 
 @pytest.mark.parametrize(
-    ("part", "act"), [(Generator, "remove"), (LogprobReader, "read"), (CacheDisk, "write"), (PrefixCache, "resize")]
+    ("part", "act"), [(Generator, "extract"), (LogprobReader, "read"), (CacheDisk, "write"), (PrefixCache, "resize")]
 )
 def test_what_finds_no_memory_beside_the_step_ends_no_worker_and_changes_no_token(
     part: type, act: str, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -337,6 +337,7 @@ def test_what_finds_no_memory_beside_the_step_ends_no_worker_and_changes_no_toke
     assert [*(result.ids for result in results), again.ids] == [*alone, alone[0]]
 
 
+@pytest.mark.soak
 def test_a_smaller_share_makes_running_rows_wait_for_each_other_and_changes_no_token(
     model_folder: Callable[[str], Path],
 ) -> None:

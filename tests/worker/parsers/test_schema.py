@@ -36,6 +36,7 @@ def types(schema: dict[str, Any], defs: dict[str, Any] | None = None) -> frozens
         ({"enum": [1, 2]}, "1", "1"),
         ({"$ref": "#/$defs/n"}, "1", "1"),
         ({"$ref": "#/$defs/loop"}, "1", "1"),
+        ({"$ref": "#/$defs/wide"}, '"1"', "1"),
         ({"$ref": "#/$defs/a~1b~01%20c"}, "true", '"true"'),
         ({"$ref": "#/$defs/none"}, "true", "true"),
         ({"type": "array"}, "['a', (1, None)]", '["a", [1, null]]'),
@@ -49,7 +50,8 @@ def types(schema: dict[str, Any], defs: dict[str, Any] | None = None) -> frozens
     ],
 )
 def test_text_is_coerced(schema: dict[str, Any], text: str, found: str) -> None:
-    defs = {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}, "a/b~1 c": {"type": "string"}}
+    wide = {"anyOf": [*[{"$ref": "#/$defs/wide"}] * 20, {"type": "integer"}]}
+    defs = {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}, "wide": wide, "a/b~1 c": {"type": "string"}}
     assert coerced(text, types(schema, defs)) == found
 
 

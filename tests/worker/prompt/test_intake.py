@@ -11,9 +11,11 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from protocol.failures import Code, Failure
-from protocol.messages import ChatPrompt, Generate, Prompt, Sampling, TextPrompt, TokensPrompt
+from protocol.messages import ChatPrompt, Generate, Prompt, Sampling, TextPrompt, Tokenize, TokensPrompt
 from tests.support.engine import EngineHarness, spec
 from tests.support.models import VOCAB, build
 from worker.engine.row import Row
@@ -89,6 +91,12 @@ def test_top_logprobs_beyond_the_vocabulary_are_refused(intake: Intake, top: int
     assert refused(intake, TokensPrompt((1,)), top_logprobs=top).param == "top_logprobs"
 
 
+@pytest.mark.parametrize("penalty", [0.0, -1.0, 1e-38, 0.009, 1e7, math.inf, math.nan])
+def test_a_repetition_penalty_that_leaves_no_numbers_is_refused(intake: Intake, penalty: float) -> None:
+    failure = refused(intake, TokensPrompt((1,)), Sampling(repetition_penalty=penalty))
+    assert (failure.code, failure.param) == (Code.INVALID_REQUEST, "repetition_penalty")
+
+
 def test_a_negative_length_is_refused(intake: Intake) -> None:
     assert refused(intake, TokensPrompt((1,)), max_tokens=-1).param == "max_tokens"
 
@@ -151,6 +159,20 @@ def test_text_is_encoded_as_the_tokenizer_does_by_default(intake: Intake, text: 
     assert row(intake, TextPrompt(text)).prompt == tokenizer.encode(text)
 
 
+def test_special_tokens_around_a_text_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    folder = build("qwen3", tmp_path / "bos")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    added = ("<|im_start|>", tokenizer.token_to_id("<|im_start|>"))
+    tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[added])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    made = Intake(load(spec(folder), lambda *_: None))
+
+    usual, bare = TextPrompt("kato mira"), TextPrompt("kato mira", adds_special=False)
+    assert row(made, usual).prompt == [added[1], *row(made, bare).prompt]
+    asked = [made.tokenize(Tokenize(1, prompt, True), lambda: True) for prompt in (usual, bare)]
+    assert [list(each.ids) for each in asked if each] == [row(made, usual).prompt, row(made, bare).prompt]
+
+
 def test_chats_are_rendered_by_the_template(intake: Intake) -> None:
     made = row(intake, chat(USER), echo=True)
     assert made.echo == "<|im_start|>user\nkato mira<|im_end|>\n<|im_start|>assistant\n"
@@ -192,6 +214,16 @@ def test_what_the_template_refuses_is_refused_in_its_words(intake: Intake) -> No
 def test_messages_of_a_bad_shape_are_refused(intake: Intake, prompt: ChatPrompt) -> None:
     failure = refused(intake, prompt)
     assert (failure.code, failure.param) == (Code.TEMPLATE_ERROR, "messages")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [chat(USER, template_kwargs={"conversations": []}), chat({"role": "user", "content": 5}, continue_final=True)],
+)
+def test_errors_of_python_are_for_the_log(intake: Intake, prompt: ChatPrompt) -> None:
+    failure = refused(intake, prompt)
+    assert failure.message == "the model's chat template refused the messages"
+    assert "Error(" in failure.detail
 
 
 plain = st.recursive(

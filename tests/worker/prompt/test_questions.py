@@ -20,6 +20,7 @@ from protocol.messages import (
     Up,
 )
 from tests.support.engine import TIMEOUT_S, spec
+from tests.support.scale import patient
 from worker.engine.gauges import Gauges
 from worker.errors import RequestInvalid
 from worker.model.loader import load
@@ -52,7 +53,7 @@ class Desk:
             self.sent.put(Rejected(rid, error.failure))
 
     def answers(self, count: int) -> list[Up]:
-        return [self.sent.get(timeout=TIMEOUT_S) for _ in range(count)]
+        return [self.sent.get(timeout=patient(TIMEOUT_S)) for _ in range(count)]
 
 
 def ask(intake: Intake, prompt: Prompt, *, want_ids: bool = False) -> Tokenized:

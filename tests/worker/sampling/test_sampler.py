@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import Sampling
+from protocol.messages import REPETITION_PENALTY_MAX, REPETITION_PENALTY_MIN, Sampling
 from worker.sampling.penalties import processors
 from worker.sampling.sampler import Guard, RowSampler
 
@@ -289,6 +289,15 @@ def test_repetition_penalty_weakens_what_prompt_and_output_hold_whatever_its_sig
 def test_a_repetition_penalty_below_one_strengthens() -> None:
     after = processed(Sampling(repetition_penalty=0.5), [0], [1], LOGITS)
     np.testing.assert_allclose(after, [4.0, -1.0, 0.0, 4.0, -4.0, 1.0])
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("penalty", [REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX])
+def test_the_limits_of_a_repetition_penalty_leave_log_probabilities(dtype: mx.Dtype, penalty: float) -> None:
+    (repetition,) = processors(Sampling(repetition_penalty=penalty), 2)
+    logits = repetition(mx.array([0, 1, 2]), mx.array([[40.0, -40.0, 0.0, 4.0]], dtype=dtype)).astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    assert not mx.any(mx.isnan(logprobs)).item()
 
 
 def test_presence_and_frequency_count_the_output_and_never_the_prompt() -> None:

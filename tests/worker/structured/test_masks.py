@@ -23,7 +23,7 @@ from protocol.messages import (
     TokensPrompt,
 )
 from tests.support.engine import EngineHarness, Result, spec
-from tests.support.models import SAMPLE, TEMPLATE, Breakable, build
+from tests.support.models import ARCHITECTURES, TEMPLATE, Breakable, build
 from tests.support.scale import scaled
 from worker.engine import batch
 from worker.structured import masks as constrain
@@ -114,7 +114,7 @@ def tokens(result: Result) -> tuple[object, ...]:
     return result.ids, result.text, result.finish
 
 
-@pytest.mark.parametrize("architecture", SAMPLE)
+@pytest.mark.parametrize("architecture", scaled(list(ARCHITECTURES), ["gemma3_text"]))
 def test_free_and_constrained_rows_together_equal_each_alone(
     architecture: str, model_folder: Callable[[str], Path]
 ) -> None:
@@ -134,7 +134,8 @@ def test_a_rebuilt_batch_goes_on_where_each_grammar_was(model_folder: Callable[[
     assert [tokens(result) for result in results] == alone
 
 
-@pytest.mark.parametrize("architecture", scaled(["qwen3", "gemma3_text", "qwen3_5"], ["qwen3_5"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_5"])
 def test_rows_whose_masks_are_always_late_keep_their_tokens(
     architecture: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

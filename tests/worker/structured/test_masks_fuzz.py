@@ -18,15 +18,15 @@ from protocol import codec
 from protocol.failures import Code
 from protocol.messages import Constraint, ConstraintKind, Finish, Generate, Rejected, Sampling, TokensPrompt
 from tests.support.engine import EngineHarness, spec
-from tests.support.scale import scaled
 from tests.support.schemas import Schemas, doubled, errors_of
 from worker.errors import RequestInvalid
 from worker.structured.compiler import Grammar, GrammarFailed, Grammars, lark_json
 
-COUNT = int(os.environ.get("MLXD_FUZZ_SCHEMAS", scaled("400", "60")))
+COUNT = int(os.environ.get("MLXD_FUZZ_SCHEMAS", "400"))
 BATCH = 16
 
 
+@pytest.mark.fuzz
 def test_random_schemas_are_enforced_or_refused(model_folder: Callable[[str], Path]) -> None:
     schemas = [Schemas(seed).make() for seed in range(COUNT)]
     answered = refused = 0

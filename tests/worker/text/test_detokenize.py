@@ -132,6 +132,34 @@ def test_byte_pieces_that_spell_characters_give_the_text_of_the_tokenizer_itself
     assert stream(name, ids) == whole(name, ids)
 
 
+SPACE, BYTES, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+# Orders of steps in which one sees what others have made of several pieces.
+ORDERS = {
+    "a strip of each piece": [SPACE, BYTES, decoders.Strip(" ", 1, 0), FUSE],
+    "a strip before spaces": [FUSE, decoders.Strip(" ", 1, 0), SPACE],
+    "a replacement behind bytes": [SPACE, BYTES, decoders.Replace("é", "e"), FUSE],
+}
+
+
+def ordered(steps: Sequence[decoders.Decoder]) -> Kind:
+    backend = llama()
+    backend.decoder = decoders.Sequence(list(steps))
+    return kind(backend)
+
+
+ORDERED = {name: ordered(steps) for name, steps in ORDERS.items()}
+
+
+@given(valid_pieces(), st.sampled_from(sorted(ORDERED)))
+def test_the_order_of_a_decoders_steps_is_kept(case: tuple[str, list[int]], order: str) -> None:
+    _, ids = case
+    made, hidden = ORDERED[order], ORDERED[order].tokenizer.eos_token_id
+    detokenizer = made.vocabulary.detokenizer()
+    text = "".join(detokenizer.add(token) for token in ids) + detokenizer.finish()
+    shown = [token for token in ids if token != hidden]
+    assert text == made.tokenizer.decode(shown, skip_special_tokens=False)
+
+
 @given(some_ids(list(KINDS)))
 def test_whatever_a_model_invents_is_text_that_can_be_encoded(case: tuple[str, list[int]]) -> None:
     name, ids = case

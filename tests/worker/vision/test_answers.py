@@ -64,6 +64,7 @@ def test_questions_about_pictures_are_answered_side_by_side_and_beside_text(engi
     assert [(result.usage.image_tokens if result.usage else None) for result in results] == [64, 64, 64, 0]
 
 
+@pytest.mark.soak
 def test_a_clip_and_its_reverse_move_in_opposite_ways(engine: EngineHarness) -> None:
     images = [shape("circle", RED, x, side=96) for x in (4, 24, 44, 64)]
     forth, back = (clip(order) for order in (images, images[::-1]))
@@ -86,6 +87,7 @@ def test_that_a_picture_was_seen_is_not_to_be_told_by_the_time_under_another_sal
     assert [after - before for before, after in pairwise(counts)] == [2, 0]
 
 
+@pytest.mark.soak
 def test_a_picture_in_the_result_of_a_tool_is_seen(engine: EngineHarness) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "read", "arguments": {"path": "a.png"}}}
     messages: list[dict[str, Any]] = [

@@ -19,7 +19,7 @@ from protocol.failures import Code
 from protocol.messages import ChatPrompt, Generate, Media, Sampling
 from tests.support import hearing
 from tests.support.engine import EngineHarness, Result, spec
-from tests.support.scale import FULL, scaled
+from tests.support.scale import scaled
 from tests.support.small_towers import small_towers
 from tests.support.vision_models import build, image, prompt, sound
 from tests.worker.vision.test_sounds import tone, wav
@@ -89,7 +89,7 @@ def test_sound_is_attended_in_one_direction_as_in_transformers(loaded: Loaded) -
     np.testing.assert_allclose(logprobs(loaded)[: len(theirs)], theirs, atol=5e-4)
 
 
-@pytest.mark.skipif(not FULL, reason="a tower of Gemma 3n takes a second an image")
+@pytest.mark.soak
 def test_rows_of_an_image_of_gemma3n_are_rows_of_its_features(tmp_path: Path) -> None:
     with small_towers():
         model = load(spec(build("gemma3n", tmp_path)), lambda *_: None)

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.api.anthropic.encoder import MessageStream
@@ -13,11 +14,10 @@ from gateway.config.settings import ModelConfig, ServerConfig
 from gateway.http.sse import Pace, respond_stream
 from gateway.request.generation import Generation
 from gateway.request.record import Record
-from gateway.supervisor.spawn import default_command
 from gateway.supervisor.state import State
 from protocol.messages import ChatPrompt, Generate, Sampling
 from tests.gateway.harness import Gateway, running
-from tests.support.pool import short_home
+from tests.support.daemon import DEADLINE_S, DaemonProcess
 
 pytestmark = pytest.mark.anyio
 
@@ -38,13 +38,11 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Ga
         yield made
 
 
-@pytest.fixture(scope="module")
-async def real(model_folder: Callable[[str], Path]) -> AsyncGenerator[Gateway, None]:
-    """Served by the embedded model, and by one with a small window."""
-    models = [ModelConfig(name="demo", path="demo"), ModelConfig(name="small", path="demo", context=64)]
-    with short_home() as home:
-        async with running(home, models=models, command=default_command) as made:
-            yield made
+@pytest.fixture
+async def real(demo_daemon: DaemonProcess) -> AsyncGenerator[httpx.AsyncClient, None]:
+    """Served by the embedded model."""
+    async with httpx.AsyncClient(base_url=demo_daemon.url, timeout=DEADLINE_S) as client:
+        yield client
 
 
 def message(*script: list[str], **fields: Any) -> dict[str, Any]:
@@ -259,63 +257,61 @@ def input_tokens(body: dict[str, Any]) -> int:
     ],
     ids=["plain", "tools", "thinking", "prefill"],
 )
-async def test_a_count_is_the_usage_of_the_same_request(real: Gateway, fields: dict[str, Any]) -> None:
+async def test_a_count_is_the_usage_of_the_same_request(real: httpx.AsyncClient, fields: dict[str, Any]) -> None:
     body = asking("Hello.", **fields)
-    counted = (await real.client.post(COUNT, json=body)).json()
-    whole = (await real.client.post(PATH, json=body)).json()
-    stream = events((await real.client.post(PATH, json=body | {"stream": True})).text)
+    counted = (await real.post(COUNT, json=body)).json()
+    whole = (await real.post(PATH, json=body)).json()
+    stream = events((await real.post(PATH, json=body | {"stream": True})).text)
 
     assert counted == {"input_tokens": input_tokens(whole)}
     assert input_tokens(stream[-2]) == input_tokens(stream[0]["message"]) == input_tokens(whole)
 
 
-async def test_many_counts_at_once_are_answered(real: Gateway) -> None:
-    answers = await asyncio.gather(*(real.client.post(COUNT, json=asking("x" * n)) for n in range(1, 26)))
+async def test_many_counts_at_once_are_answered(real: httpx.AsyncClient) -> None:
+    answers = await asyncio.gather(*(real.post(COUNT, json=asking("x" * n)) for n in range(1, 26)))
 
     counts = [answer.json()["input_tokens"] for answer in answers]
     assert counts == sorted(counts)
     assert counts[-1] > counts[0]
 
 
-async def test_a_prompt_that_is_too_long_has_the_words_that_clients_parse(real: Gateway) -> None:
-    body = asking("one two three " * 20, model="small")
-    counted = (await real.client.post(COUNT, json=body)).json()["input_tokens"]
+async def test_a_prompt_that_is_too_long_has_the_words_that_clients_parse(real: httpx.AsyncClient) -> None:
+    body = asking("one two three " * 60, model="small")
+    counted = (await real.post(COUNT, json=body)).json()["input_tokens"]
     for stream in (False, True):
-        answer = await real.client.post(PATH, json=body | {"stream": stream})
+        answer = await real.post(PATH, json=body | {"stream": stream})
 
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
-        assert answer.json()["error"]["message"] == f"prompt is too long: {counted} tokens > 64 maximum"
+        assert answer.json()["error"]["message"] == f"prompt is too long: {counted} tokens > 256 maximum"
 
 
-async def test_more_tokens_than_the_window_holds_are_clamped(real: Gateway) -> None:
-    answer = await real.client.post(
-        PATH, json=asking("What is the capital of France?", model="small", max_tokens=32000)
-    )
+async def test_more_tokens_than_the_window_holds_are_clamped(real: httpx.AsyncClient) -> None:
+    answer = await real.post(PATH, json=asking("What is the capital of France?", model="small", max_tokens=32000))
 
     assert answer.status_code == 200, answer.text
     assert answer.json()["content"] == [{"type": "text", "text": "Paris."}]
 
 
-async def test_a_prefilled_answer_is_continued(real: Gateway) -> None:
+async def test_a_prefilled_answer_is_continued(real: httpx.AsyncClient) -> None:
     question = {"role": "user", "content": "Count from 3 to 9."}
     body = asking("", messages=[question, {"role": "assistant", "content": "3, 4, 5,"}])
 
-    assert (await real.client.post(PATH, json=body)).json()["content"][0]["text"] == " 6, 7, 8, 9"
+    assert (await real.post(PATH, json=body)).json()["content"][0]["text"] == " 6, 7, 8, 9"
 
 
-async def test_a_stop_sequence_is_named_and_not_said(real: Gateway) -> None:
-    body = (await real.client.post(PATH, json=asking("Count from 3 to 9.", stop_sequences=["x", ", 6"]))).json()
+async def test_a_stop_sequence_is_named_and_not_said(real: httpx.AsyncClient) -> None:
+    body = (await real.post(PATH, json=asking("Count from 3 to 9.", stop_sequences=["x", ", 6"]))).json()
 
     assert body["content"] == [{"type": "text", "text": "3, 4, 5"}]
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", ", 6")
 
 
-async def test_thinking_comes_when_it_is_asked_for(real: Gateway) -> None:
+async def test_thinking_comes_when_it_is_asked_for(real: httpx.AsyncClient) -> None:
     kinds: dict[str, list[str]] = {}
     for kind in ("enabled", "disabled", "adaptive", "absent"):
         fields = {} if kind == "absent" else {"thinking": {"type": kind}}
-        body = (await real.client.post(PATH, json=asking("What is 12 plus 30?", max_tokens=200, **fields))).json()
+        body = (await real.post(PATH, json=asking("What is 12 plus 30?", max_tokens=200, **fields))).json()
         kinds[kind] = [block["type"] for block in body["content"]]
 
     assert kinds["enabled"] == ["thinking", "text"]
@@ -323,10 +319,10 @@ async def test_thinking_comes_when_it_is_asked_for(real: Gateway) -> None:
     assert kinds["disabled"] == kinds["adaptive"] == kinds["absent"] == ["text"]
 
 
-async def test_a_stream_says_what_the_whole_message_says(real: Gateway) -> None:
+async def test_a_stream_says_what_the_whole_message_says(real: httpx.AsyncClient) -> None:
     body = asking("What is 12 plus 30?", max_tokens=200, thinking={"type": "enabled"})
-    whole = (await real.client.post(PATH, json=body)).json()
-    stream = events((await real.client.post(PATH, json=body | {"stream": True})).text)
+    whole = (await real.post(PATH, json=body)).json()
+    stream = events((await real.post(PATH, json=body | {"stream": True})).text)
 
     deltas = [event["delta"] for event in stream if event["type"] == "content_block_delta"]
     assert "".join(delta.get("thinking", "") for delta in deltas) == whole["content"][0]["thinking"]

@@ -368,7 +368,6 @@ def test_bad_values_are_refused(fields: dict[str, Any]) -> None:
 def test_unknown_fields_are_named_and_those_that_ask_for_nothing_are_not() -> None:
     known = {
         "metadata": {"user_id": "{}"},
-        "context_management": {"edits": []},
         "safeguards": [],
         "service_tier": "auto",
     }

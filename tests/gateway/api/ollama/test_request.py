@@ -164,6 +164,12 @@ def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], word: s
         completed(prompt="x", **fields)
 
 
+@pytest.mark.parametrize("penalty", [0, 1e-38, 0.009, 1e7])
+def test_a_repeat_penalty_that_leaves_no_numbers_is_refused(penalty: float) -> None:
+    with pytest.raises(BadRequest, match="repeat_penalty"):
+        lowered(options={"repeat_penalty": penalty})
+
+
 @pytest.mark.parametrize("text", ["0", "-0", " 0s ", "0.0", "0.", "00", "0h0m0s", "0.00ms"])
 def test_a_time_of_nothing_is_zero_in_all_its_forms(text: str) -> None:
     assert is_zero(text)

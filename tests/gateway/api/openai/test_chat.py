@@ -172,6 +172,23 @@ async def test_wrong_methods_and_paths_have_openais_shape(gateway: Gateway) -> N
     assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "unknown_url")
 
 
+async def test_clients_whose_base_url_lacks_the_version_are_answered_alike(gateway: Gateway) -> None:
+    paths = {
+        "/chat/completions": chat(),
+        "/completions": {"model": "m", "prompt": "hi", "max_tokens": 2},
+        "/responses": {"model": "m", "input": "hi", "max_output_tokens": 2},
+        "/messages": {"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]},
+        "/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+    }
+    for path, body in paths.items():
+        short, whole = [await gateway.client.post(each, json=body) for each in (path, f"/v1{path}")]
+        assert (short.status_code, short.json().keys()) == (200, whole.json().keys()), path
+        refused = await gateway.client.post(path, json={"model": "m"})
+        assert refused.json().keys() == (await gateway.client.post(f"/v1{path}", json={"model": "m"})).json().keys()
+    assert (await gateway.client.post("/embeddings", json={"model": "m"})).json()["error"]["param"] == "input"
+    assert (await gateway.client.post("/completion", json={"prompt": "hi"})).status_code == 404
+
+
 async def test_random_bodies_never_cause_a_500(gateway: Gateway) -> None:
     chance = random.Random(1)
 

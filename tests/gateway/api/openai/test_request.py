@@ -192,6 +192,8 @@ def test_logprobs_of_chat_are_a_flag_and_a_count() -> None:
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty"),
+        ({"repetition_penalty": 1e7}, "repetition_penalty"),
         ({"logit_bias": {"": 1}}, "logit_bias"),
         ({"logit_bias": {str(at) + "x": 1 for at in range(257)}}, "logit_bias"),
         ({"logit_bias": [["", 1]]}, "logit_bias[0][0]"),
@@ -211,6 +213,8 @@ def test_logprobs_of_chat_are_a_flag_and_a_count() -> None:
         ({"seed": 1 << 63}, "seed"),
         ({"seed": 10**40}, "seed"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"conversations": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"x": 10**30}}, "chat_template_kwargs"),
     ],
 )

@@ -10,7 +10,7 @@ from gateway.api.openai.request import decode_chat, decode_completion
 from gateway.api.openai.samplers import BREAKERS
 from gateway.config.settings import ModelConfig, SamplingDefaults
 from gateway.errors import BadRequest
-from protocol.messages import Generate, Sampling
+from protocol.messages import Generate, Sampling, TextPrompt
 
 MODEL = ModelConfig(name="m", path="m", sampling=SamplingDefaults(repetition_penalty=1.2))
 
@@ -54,6 +54,8 @@ def test_each_field_is_lowered_in_both_apis() -> None:
         ({"repetition_context_size": 0}, 0, 1.2),
         ({"repeat_last_n": -1}, 0, 1.2),
         ({"repeat_last_n": 0}, 0, 1.0),
+        ({"repeat_penalty": 1.5}, 0, 1.5),
+        ({"repeat_penalty": 1.5, "repetition_penalty": 1.1}, 0, 1.1),
     ],
 )
 def test_a_window_of_penalties_is_in_llama_cpps_words_or_mlx_lms(
@@ -96,6 +98,18 @@ def test_neutral_values_of_what_is_not_served_are_taken() -> None:
     neutral = {"mirostat_mode": 0, "dynatemp_range": 0, "use_beam_search": False, "top_n_sigma": -1, "typical_p": 1}
 
     assert sampling(**neutral) == sampling()
+
+
+def test_a_limit_of_tokens_is_in_llama_cpps_word_too() -> None:
+    assert [completion(**fields).max_tokens for fields in ({}, {"n_predict": 3}, {"n_predict": -1})] == [16, 3, None]
+    assert completion(n_predict=3, max_tokens=4).max_tokens == 4
+    with pytest.raises(BadRequest, match="n_predict"):
+        sampling(n_predict=0)
+
+
+def test_special_tokens_around_a_prompt_are_left_out_where_that_is_asked_for() -> None:
+    assert completion().prompt == TextPrompt("x")
+    assert completion(add_special_tokens=False).prompt == TextPrompt("x", adds_special=False)
 
 
 def test_biases_are_of_ids_or_of_texts_in_openais_words_and_in_llama_cpps() -> None:

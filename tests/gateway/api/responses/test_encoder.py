@@ -2,6 +2,7 @@ import json
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,12 +12,13 @@ from pydantic import TypeAdapter
 from gateway.api.responses import response as out
 from gateway.api.responses.custom_input import InputReader
 from gateway.api.responses.echo import echo
-from gateway.api.responses.encoder import ResponseFold, ResponseStream, Run
+from gateway.api.responses.encoder import QueuedStream, ResponseFold, ResponseStream, Run
 from gateway.api.responses.items import Output
 from gateway.api.responses.request import decode_responses
 from gateway.api.responses.tools import toolbox
 from gateway.config.settings import ModelConfig
 from gateway.errors import Overloaded, Unavailable, from_failure
+from gateway.request.bodies import LARGE_BYTES
 from protocol.failures import Code, Failure
 from protocol.messages import Delta, Finish, Kind, TokenLogprob, Tool, Usage
 from tests.support.merged import merge_items
@@ -35,7 +37,9 @@ def run(kept: list[out.Response] | None = None, sealed: bool = False) -> Run:
     request = decode_responses(json.dumps(BODY).encode())[0]
     box = toolbox(request)
     response = echo(request, box, ModelConfig(name="m", path="m"), "resp_1", 100, is_stored=True)
-    return Run(response, Output("1", box.forms, sealed), lambda: 200, (kept or []).append, lambda rids: None)
+    return Run(
+        response, Output("1", box.forms, sealed), lambda: 200, ([] if kept is None else kept).append, lambda rids: None
+    )
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
@@ -288,3 +292,26 @@ def test_an_input_of_another_shape_is_made_the_best_of(raw: str, value: str) -> 
         reader = InputReader()
         told = "".join(reader.feed(piece) for piece in re.findall(f"(?s).{{1,{size}}}", raw)) + reader.finish()
         assert told == reader.value == value
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_large_request_that_was_refused_is_not_in_what_tells_why(is_large: bool) -> None:
+    kept: list[out.Response] = []
+    failed = run(kept)
+    failed.response = msgspec.structs.replace(failed.response, instructions="words")
+    failed.asked_bytes = LARGE_BYTES if is_large else 100
+    QueuedStream(failed).error(Unavailable("no room"))
+
+    assert (kept[0].status, kept[0].instructions) == ("failed", None if is_large else "words")
+    assert bool(kept[0].tools) is not is_large
+
+
+def test_a_large_request_of_which_there_is_a_part_is_told_with_it() -> None:
+    failed = run()
+    failed.response = msgspec.structs.replace(failed.response, instructions="words")
+    failed.asked_bytes = LARGE_BYTES
+    stream = QueuedStream(failed)
+    stream.encode([Delta(RID, Kind.TEXT, "a")])
+    stream.error(Unavailable("the worker ended"))
+
+    assert failed.snapshot().instructions == "words"

@@ -193,7 +193,7 @@ def test_custom_and_namespace_tools_are_shown_as_functions() -> None:
         "apply_patch": Form("apply_patch", is_custom=True),
         "ns__g": Form("g", "ns"),
     }
-    assert box.ignored == ["tools.web_search", "tools.mcp"]
+    assert box.ignored == ["tools.custom.format", "tools.web_search", "tools.mcp"]
     assert [tool.get("strict") for tool in box.echo] == [True, None, None, None, None]
     assert box.echo[3] == {"type": "web_search", "search_context_size": "low"}
 
@@ -303,6 +303,7 @@ def test_what_does_nothing_here_is_named_or_tolerated() -> None:
         {"prompt": {"id": "p"}},
         {"truncation": "middle"},
         {"temperature": 3},
+        {"repetition_penalty": 0.009},
         {"reasoning": {"effort": "galactic"}},
         {"max_output_tokens": 0},
         {"input": 7},

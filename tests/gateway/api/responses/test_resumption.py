@@ -43,13 +43,15 @@ from protocol.messages import (
     Tool,
 )
 from tests.gateway.harness import Gateway, running, until
+from tests.gateway.web.visitors import log_in
+from tests.support.scale import patient
 
 pytestmark = pytest.mark.anyio
 
 PATH = "/v1/responses"
 SLOW = ["--step-ms", "5"]
-# A second and a half, in which a slow machine comes to end its gateway.
-TOKENS = 300
+# A second, and on a slow machine more, in which a test comes to end its gateway.
+TOKENS = round(patient(200))
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +85,10 @@ def bare() -> Response:
     return echo(request, toolbox(request), ModelConfig(name="m", path="m"), "resp_0", 7, True)
 
 
-async def started(gateway: Gateway, **fields: Any) -> str:
+async def started(gateway: Gateway, headers: dict[str, str] | None = None, **fields: Any) -> str:
     """The id of one that has said something, which then is in its journal."""
-    made = (await gateway.client.post(PATH, json=asking(5000) | fields)).json()
-    async with gateway.client.stream("GET", f"{PATH}/{made['id']}?stream=true") as stream:
+    made = (await gateway.client.post(PATH, json=asking(5000) | fields, headers=headers)).json()
+    async with gateway.client.stream("GET", f"{PATH}/{made['id']}?stream=true", headers=headers) as stream:
         async for line in stream.aiter_lines():
             if line == "event: response.output_text.delta":
                 return made["id"]
@@ -205,7 +207,7 @@ def test_everything_that_is_said_is_told_again_alike() -> None:
 
     def fresh(said: Asked) -> Background:
         run = Run(said.response, Output("0", said.forms, said.is_sealed), lambda: 0, keep_nothing, lambda _: None)
-        return Background("k", run, 0)
+        return Background("k", run)
 
     logprob = TokenLogprob(b"o", -0.25, ((b"o", -0.25), (b"\xff", -3.0)))
     f, c = Tool(0, "call_f", "f"), Tool(1, "call_c", "c")
@@ -226,7 +228,7 @@ def test_everything_that_is_said_is_told_again_alike() -> None:
     assert msgspec.json.encode(content.asked) == msgspec.json.encode(asked)
     assert replayed.token_ids == [1, 2, 3, 4, 5, 6, 7]
     assert bytes(second.events._data) == bytes(first.events._data)
-    assert second.snapshot() == first.snapshot()
+    assert second.run.snapshot() == first.run.snapshot()
     # The rest comes out alike too, of a string that was cut within an escape.
     rest = [Delta(1, Kind.TOOL_ARGS, 'e9"}', (8,), c), Delta(1, Kind.TOOL_END, tool=c, finish=Finish.TOOL_CALLS)]
     assert second.encoder.encode(rest) + second.encoder.end() == first.encoder.encode(rest) + first.encoder.end()
@@ -236,7 +238,7 @@ def test_what_was_left_out_of_a_prompt_stays_left_out_after_a_restart() -> None:
     run = Run(bare(), Output("0", {}, False), lambda: 0, keep_nothing, lambda _: None)
     generate = Generate(1, TextPrompt("hi"), Sampling(), truncate=-1)
     written = [Written([Delta(1, text="x", token_ids=(token,))], (3, 900)) for token in (5, 6)]
-    replayed = replay(Background("k", run, 0), [Begun("b"), Started(), *written])
+    replayed = replay(Background("k", run), [Begun("b"), Started(), *written])
     expected = Generate(7, TextPrompt("hi"), Sampling(), truncate=-1, resume=(5, 6), left_out=(3, 900), deadline_ms=9)
     assert replayed.rest_of(generate, 7, 9) == expected
     # Without a token of it, the next worker decides.
@@ -419,6 +421,16 @@ async def test_what_was_asked_without_a_key_ends_once_there_are_keys(tmp_path: P
         last = await ended(gateway, made)
     assert last["status"] == "failed"
     assert "without an API key" in last["error"]["message"]
+
+
+async def test_a_response_to_a_session_of_the_page_goes_on_once_there_are_keys(tmp_path: Path) -> None:
+    async with running(tmp_path, SLOW) as gateway:
+        made = await started(gateway, await log_in(gateway), max_output_tokens=TOKENS)
+    KeyFile(tmp_path / "keys" / "keys.json").create(Key(name="a", prefix="", salt="", hash=""))
+    async with running(tmp_path, SLOW) as gateway:
+        last = await ended(gateway, made, await log_in(gateway))
+    assert last["status"] == "incomplete", last["error"]
+    assert last["output"][0]["content"][0]["text"] == text_of(TOKENS)
 
 
 async def test_media_of_a_response_that_goes_on_count_for_its_key(tmp_path: Path) -> None:

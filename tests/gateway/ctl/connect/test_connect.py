@@ -83,6 +83,48 @@ def test_a_file_that_cannot_be_kept_whole_is_not_written(home: Path, tmp_path: P
     assert list(file.parent.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("content", [b"5", b"null", b"caf\xe9", b'{"theme": "\\ud800"}'])
+def test_a_file_that_is_no_object_or_no_text_is_refused_in_a_sentence(
+    home: Path, tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / ".claude" / "settings.json"
+    file.parent.mkdir()
+    file.write_bytes(content)
+    done = ctl(home, "connect", "claude", "--write")
+
+    assert (done.returncode, "was not changed: it" in done.stderr) == (1, True)
+    assert "Traceback" not in done.stderr
+    assert file.read_bytes() == content
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("url", ["http://a\nEVIL=1", "mac.local:8484", "http://a b", "http://a/?x"])
+def test_an_address_that_is_none_is_refused(home: Path, tmp_path: Path, url: str) -> None:
+    done = ctl(home, "connect", "qwen", "--write", "--url", url)
+
+    assert (done.returncode, "--url" in done.stderr) == (2, True)
+    assert not (tmp_path / ".qwen").exists()
+
+
+def test_a_file_that_gets_a_key_becomes_its_owners_alone(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXD_KEY", ctl(home, "keys", "create", "claude").stdout.strip())
+    file = tmp_path / ".claude" / "settings.json"
+    file.parent.mkdir()
+    file.write_bytes(b'{"theme":\r\n "dark"}')
+    file.chmod(0o644)
+    done = json.loads(ctl(home, "connect", "claude", "--write", "--json").stdout)["files"][0]
+
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (file, Path(done["backup"]))]
+    assert modes == [0o600, 0o600]
+    assert Path(done["backup"]).read_bytes() == b'{"theme":\r\n "dark"}'
+    # One that a version before has left readable.
+    file.chmod(0o644)
+    assert ctl(home, "connect", "claude", "--write").returncode == 0
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
 def test_with_keys_the_clients_key_is_wanted_and_comes_from_a_variable(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,36 @@
+"""Messages of Anthropic's conversations, and the blocks that their content is made of."""
+
+from typing import Annotated, Any, Final
+
+from msgspec import Struct
+
+from gateway.api.common.doc_hints import known, words
+
+BLOCKS: Final = (
+    *("text", "image", "document", "search_result", "tool_reference", "tool_use", "tool_result", "thinking"),
+    "redacted_thinking",
+)
+
+
+class Block(Struct, frozen=True):
+    """A content block of any type: which fields it has depends on `type`."""
+
+    # Others are an error of the user's, and nothing in what the assistant has said.
+    type: Annotated[str, known(*BLOCKS)]
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    tool_name: str | None = None
+    content: "str | list[Block] | dict[str, Any] | None" = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    source: str | dict[str, Any] | None = None
+    title: str | None = None
+
+
+class Message(Struct, frozen=True):
+    role: Annotated[str, words("user", "assistant", "system")]
+    content: str | list[Block]

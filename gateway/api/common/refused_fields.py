@@ -1,0 +1,136 @@
+"""Fields of known dialects that would change an answer and are not served: a 400, where their value asks for something.
+
+Other fields that a body may hold beside those of its endpoint are hints, and named in `x-mlxd-ignored`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, cast
+
+from gateway.errors import Unsupported
+
+
+class RefusedField(NamedTuple):
+    """A field, or a `member` of it, that is refused unless its value is empty or one of `neutral`."""
+
+    advice: str = ""
+    neutral: tuple[Any, ...] = ()
+    member: str = ""
+
+
+FieldTable = dict[str, RefusedField]
+
+
+def _each(advice: str, *neutral: Any, names: str) -> dict[str, RefusedField]:
+    return dict.fromkeys(names.split(), RefusedField(advice, neutral))
+
+
+_FILTERS: Final = "set 'min_p', 'top_p', 'top_k', 'typical_p' or 'top_n_sigma'"
+_WORDS: Final = "set 'bad_words'"
+_ADAPTER: Final = "ask for the adapter by its name, as the model"
+_PIXELS: Final = "set 'mm_processor_kwargs'"
+_PROCESSOR: Final = "programs of clients are not run"
+_BUDGET: Final = "set 'thinking_budget'"
+_TOKEN: Final = "set 'logprobs' and 'top_logprobs'"
+
+# Of llama.cpp, vLLM, SGLang, TGI, mlx-lm, mlx-vlm, LM Studio, text-generation-webui, and OpenAI's own.
+REFUSED_FIELDS: Final[FieldTable] = {
+    # The form of an answer.
+    "structural_tag": RefusedField("set 'response_format', 'grammar', 'regex' or 'ebnf'"),
+    **_each("a grammar holds from the first token on", False, names="grammar_lazy grammar_triggers"),
+    "grammar_string": RefusedField("set 'grammar'"),
+    "guided_whitespace_pattern": RefusedField("JSON is written with at most one space"),
+    "n_indent": RefusedField("set 'regex' or 'stop'", (0,)),
+    # Its end and its length.
+    "stop_regex": RefusedField("set 'stop'"),
+    "no_stop_trim": RefusedField("set 'include_stop_str_in_output'", (False,)),
+    "t_max_predict_ms": RefusedField("set 'timeout' or 'max_tokens'", (0, -1)),
+    "min_length": RefusedField("set 'min_tokens'", (0,)),
+    "ban_eos_token": RefusedField("set 'ignore_eos'", (False,)),
+    "repetition_detection": RefusedField("set 'dry_multiplier'"),
+    **_each(_BUDGET, -1, names="thinking_token_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens"),
+    # Tokens that may be chosen.
+    **_each(_WORDS, names="banned_tokens banned_strings custom_token_bans"),
+    "no_repeat_ngram_size": RefusedField("set 'dry_multiplier'", (0,)),
+    **_each(_PROCESSOR, names="logits_processors logits_processor custom_logit_processor"),
+    "vllm_xargs": RefusedField(),
+    **_each("there is no watermark", False, names="watermark watermarking"),
+    # Samplers.
+    **_each("their order is fixed", names="samplers sampler_priority sampler_order"),
+    **_each(_FILTERS, 0, names="mirostat mirostat_mode epsilon_cutoff eta_cutoff top_a p_less min_keep"),
+    **_each(_FILTERS, 1, names="tfs tfs_z"),
+    "typical": RefusedField("set 'typical_p'", (1,)),
+    "adaptive_target": RefusedField(_FILTERS, (-1,)),
+    **_each("set a temperature", 0, names="dynatemp_range dynamic_temperature smoothing_factor skew"),
+    "do_sample": RefusedField("set 'temperature' to 0", (True,)),
+    "encoder_repetition_penalty": RefusedField("set 'repetition_penalty'", (1,)),
+    **_each("set 'repeat_last_n', for all penalties", names="presence_context_size frequency_context_size"),
+    **_each("there is no contrastive search or guidance", 0, names="penalty_alpha"),
+    **_each("there is no contrastive search or guidance", 1, names="guidance_scale cfg_scale"),
+    "negative_prompt": RefusedField("there is no contrastive search or guidance"),
+    "use_beam_search": RefusedField("ask for choices with 'n'", (False,)),
+    "num_beams": RefusedField("ask for choices with 'n'", (1,)),
+    "length_penalty": RefusedField("there is no beam search", (1,)),
+    **_each("ask for choices with 'n'", 1, names="n_cmpl best_of"),
+    # The prompt.
+    "chat_template": RefusedField("set 'chat_template' of the model in mlxd.toml"),
+    **_each("write it into the messages", names="documents tool_prompt guideline role_mapping"),
+    "safe_prompt": RefusedField("write it into the messages", (False,)),
+    "echo": RefusedField("set 'continue_final_message'", (False,)),
+    "add_special_tokens": RefusedField("set 'chat_template' of the model in mlxd.toml", (False,)),
+    "truncation_side": RefusedField("the last tokens of a prompt are kept", ("left",)),
+    **_each("send text or token ids", names="prompt_embeds input_embeds input_ids"),
+    **_each(_PIXELS, names="min_pixels max_pixels resize_shape images_config"),
+    # The weights.
+    **_each(_ADAPTER, names="adapters adapter_path lora lora_path lora_request"),
+    # What is said of tokens.
+    "n_probs": RefusedField(_TOKEN, (0,)),
+    "post_sampling_probs": RefusedField(_TOKEN, (False,)),
+    "logprob_token_ids": RefusedField(_TOKEN),
+    **_each("set 'return_token_ids'", False, names="return_tokens return_tokens_as_token_ids"),
+    "response_fields": RefusedField("answers are whole"),
+    "context_management": RefusedField("send what the model is to read, or use /v1/responses/compact"),
+    "prompt_cache_options": RefusedField("send the request with a limit of one token", (False,), "prewarm"),
+    "moderation": RefusedField("nothing is moderated here"),
+}
+
+# Of chat completions, in dialects that do not have them.
+SAMPLER_FIELDS: Final[FieldTable] = {
+    **_each("", 0, names="min_p xtc_probability dry_multiplier presence_penalty frequency_penalty"),
+    **_each("", 1, names="typical_p repetition_penalty repeat_penalty"),
+    "top_n_sigma": RefusedField("", (0, -1)),
+}
+
+
+def constraint_fields(form: str, length: str, stop: str = "") -> FieldTable:
+    """Constraints of chat completions, in a dialect that has a form, a length and stop strings by other names."""
+    return {
+        **_each(f"set '{form}'", names="response_format grammar json_schema regex ebnf structured_outputs"),
+        **_each(f"set '{form}'", names="guided_json guided_regex guided_grammar guided_choice"),
+        **_each(f"set '{length}'", -1, names="max_tokens max_completion_tokens n_predict num_predict"),
+        **_each(f"set '{stop}'" if stop else "", names="stop stop_token_ids"),
+        **_each("", names="logit_bias allowed_token_ids bad_words truncate_prompt_tokens mm_processor_kwargs"),
+        "min_tokens": RefusedField("", (0,)),
+        "n": RefusedField("", (1,)),
+        **_each("", False, names="ignore_eos include_stop_str_in_output continue_final_message"),
+        "skip_special_tokens": RefusedField("", (True,)),
+    }
+
+
+def refuse(fields: Mapping[str, Any], table: FieldTable, prefix: str = "") -> None:
+    """Raises `Unsupported` for the first of these fields that asks for something which is not served."""
+    for name, value in fields.items():
+        if (entry := table.get(name)) is None:
+            continue
+        asked, param = value, f"{prefix}{name}"
+        if entry.member:
+            asked = cast(dict[str, Any], value).get(entry.member) if isinstance(value, dict) else None
+            param = f"{param}.{entry.member}"
+        if not _is_neutral(asked, entry.neutral):
+            advice = f": {entry.advice}" if entry.advice else ""
+            raise Unsupported(f"'{param}' is not supported{advice}.", param)
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    if isinstance(value, str | list | dict) and not cast("str | list[Any] | dict[str, Any]", value):
+        return True
+    return value is None or value in neutral

@@ -1,0 +1,104 @@
+"""Retrieval of responses and their input items: each answer is encoded once for all clients that read it."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.responses import response as out
+from gateway.api.responses.background import Background, failed_by_restart
+from gateway.api.responses.encoder import Run
+from gateway.api.responses.history import History, tenant_of
+from gateway.api.responses.request import Item
+from gateway.api.responses.store import Stored
+from gateway.errors import BadRequest
+from gateway.http.exchange import reserve, send_body
+from gateway.http.shared_answers import SharedAnswers
+from gateway.request.record import Header, Record, record_of
+from gateway.services import Services
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Retrieval:
+    """The ways to answer with a response. Raises `Unavailable` where there is no room for the answer."""
+
+    def __init__(self, services: Services, history: History) -> None:
+        self._services = services
+        self._history = history
+        self._answers = SharedAnswers(services.bodies)
+
+    async def send_state(
+        self, run: Run, state: out.Response, record: Record, send: Send, headers: Sequence[Header] = ()
+    ) -> None:
+        """Answer with a response as it is, or just was."""
+        size = run.size_bytes
+        make = partial(self._services.bodies.work, size, _encode, state)
+        key = (state.id, state.status, run.output.deltas)
+        async with self._answers.reading(record, key, size, make) as body:
+            await send_body(send, 200, body, [*headers])
+
+    async def send_stored(self, response_id: str, record: Record, send: Send) -> None:
+        """Answer with a stored response. Raises `ResponseNotFound`."""
+        tenant = tenant_of(record)
+        size = (await self._history.sizes(tenant, response_id)).body_bytes
+
+        async def make() -> bytes:
+            stored = await self._history.get(tenant, response_id)
+            return await self._services.bodies.work(size, self._ended, stored)
+
+        async with self._answers.reading(record, (response_id, size), size, make) as body:
+            await send_body(send, 200, body)
+
+    def _ended(self, stored: Stored) -> bytes:
+        return stored.body if self._history.has_ended(stored) else failed_by_restart(stored.body)
+
+    async def send_events(self, background: Background, after: int, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the events that follow number `after`. Raises `BadRequest`."""
+        record, events = record_of(scope), background.events
+        write_timeout_s = self._services.config.server.write_timeout_s
+        make = partial(self._services.bodies.work, events.echo_bytes, events.echo)
+        async with self._answers.reading(record, (background.id, "echo"), events.echo_bytes, make) as echo:
+            await background.answer(after, scope, receive, send, write_timeout_s, echo)
+
+    async def send_items(self, response_id: str, query: QueryParams, limit: int, record: Record, send: Send) -> None:
+        """Answer with a page of what the model was given, the conversation before included.
+
+        Raises `ResponseNotFound` and `BadRequest`.
+        """
+        tenant, history, work = tenant_of(record), self._history, self._services.bodies.work
+        sizes = await history.sizes(tenant, response_id)
+
+        async def make() -> bytes:
+            before = await history.before(record, sizes.previous)
+            record.body_bytes += sizes.inputs_bytes
+            await reserve(record, min(record.body_bytes, self._services.bodies.largest_bytes()))
+            stored = await history.get(tenant, response_id)
+            page = await work(record.body_bytes, _page, before, history, stored, query, limit)
+            assert record.lease is not None, "the middleware makes one for each request"
+            # The items are gone, and the page has a lease of its own.
+            record.lease.close()
+            return page
+
+        key = (response_id, query.get("order"), query.get("after"), limit)
+        async with self._answers.reading(record, key, 0, make) as body:
+            await send_body(send, 200, body)
+
+
+def _page(before: list[Item], history: History, stored: Stored, query: QueryParams, limit: int) -> bytes:
+    """The newest first, unless asked otherwise. Raises `BadRequest`."""
+    order, after = query.get("order", "desc"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise BadRequest("Invalid value for 'order': expected asc or desc.", "order", "invalid_value")
+    items = [*before, *history.inputs(stored)]
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        places = [index for index, item in enumerate(ordered) if item.id == after]
+        if not places:
+            raise BadRequest(f"There is no item {after[:100]!r} here.", "after", "invalid_value")
+        ordered = ordered[places[-1] + 1 :]
+    page = ordered[:limit]
+    ids = [item.id for item in page] or [None]
+    return _encode(out.ItemList(page, ids[0], ids[-1], len(ordered) > len(page)))

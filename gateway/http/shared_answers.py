@@ -1,0 +1,80 @@
+"""Answers that are kept and may be read by many clients at once: one copy of each, in the room for bodies."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from gateway.errors import ApiError
+from gateway.http.exchange import SLICE_BYTES, reserve
+from gateway.request.bodies import Bodies, BodyLease
+from gateway.request.record import Record
+
+# Slices that one reader holds: those in the transport, whose high-water mark is one slice, and the one that waits.
+READER_BYTES: Final = 3 * SLICE_BYTES
+
+
+@dataclass(slots=True)
+class _SharedAnswer:
+    """One answer, which its first reader makes. Owned by its `SharedAnswers`."""
+
+    lease: BodyLease
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    readers: int = 0
+    body: bytes | None = None
+    failure: ApiError | None = None
+
+
+class SharedAnswers:
+    """Answers that are being read. Each is made once for all its readers, and leased while it has any.
+
+    A reader holds its slices on a lease of its own, that of its request: so readers are bounded by the room for bodies
+    and by the share of their key. Belongs to the event loop.
+    """
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._answers: dict[Hashable, _SharedAnswer] = {}
+
+    @asynccontextmanager
+    async def reading(
+        self, record: Record, key: Hashable, size_bytes: int, make: Callable[[], Awaitable[bytes]]
+    ) -> AsyncGenerator[bytes]:
+        """The answer of this key, which takes about so many bytes. Equal keys stand for equal bytes.
+
+        Raises `Unavailable` where there is no room, and what `make` raises.
+        """
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = self._answers[key] = _SharedAnswer(self._bodies.lease())
+            answer.lease.owner = record.caller.key or ""
+        answer.readers += 1
+        try:
+            body = await self._body(answer, size_bytes, make)
+            await reserve(record, min(len(body), READER_BYTES))
+            yield body
+        finally:
+            answer.readers -= 1
+            if not answer.readers:
+                del self._answers[key]
+                answer.lease.close()
+
+    async def _body(self, answer: _SharedAnswer, size_bytes: int, make: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Made by the first reader that does not leave meanwhile; a refusal is everybody's who waited for it."""
+        async with answer.lock:
+            if answer.failure is not None:
+                raise answer.failure
+            if answer.body is None:
+                try:
+                    await self._reach(answer.lease, size_bytes)
+                    answer.body = await make()
+                    await self._reach(answer.lease, len(answer.body))
+                except ApiError as error:
+                    answer.body, answer.failure = None, error
+                    raise
+            return answer.body
+
+    async def _reach(self, lease: BodyLease, size_bytes: int) -> None:
+        # What is kept can be had, though it alone is larger than the room: an answer has more in it than its request.
+        await lease.reach(min(size_bytes, self._bodies.largest_bytes()))

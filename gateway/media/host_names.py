@@ -1,0 +1,115 @@
+"""DNS lookups of the hosts of media by URL, in daemon threads of their own.
+
+The event loop's own lookups share a few threads with those of upstreams and peers, cannot be cancelled, and are waited
+for when the daemon ends: a client could fill them with names whose servers never answer.
+"""
+
+import asyncio
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
+from typing import Final
+
+from gateway.errors import Unavailable
+from gateway.media.reference import FetchFailed
+
+# Lookups that run at once: of all keys, and of one, whose others wait.
+LOOKUPS_MAX: Final = 16
+LOOKUPS_OF_KEY_MAX: Final = 2
+# The longest wait for a place, and for a lookup, which goes on until the system gives it up. Its name is refused for a
+# while.
+LOOKUP_S: Final = 5.0
+UNANSWERED_S: Final = 60.0
+RETRY_AFTER_S: Final = 2.0
+
+Lookup = Callable[[str, int], list[str]]
+
+
+def look_up(host: str, port: int) -> list[str]:
+    """All addresses of a name, as the system knows them. Blocks. Raises `OSError` and `UnicodeError`."""
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+
+
+class HostNames:
+    """Lookups that run, and names whose servers do not answer. Owned by the event loop.
+
+    A lookup holds its place until it has ended, however long its request waits for it.
+    """
+
+    def __init__(
+        self, look_up: Lookup = look_up, lookup_s: float = LOOKUP_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._look_up = look_up
+        self._lookup_s = lookup_s
+        self._clock = clock
+        self._running = 0
+        self._places: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(LOOKUPS_OF_KEY_MAX))
+        # Names, and until when they are refused.
+        self._unanswered: dict[str, float] = {}
+
+    async def resolve(self, owner: str, host: str, port: int) -> list[str]:
+        """All addresses of a name, for a key. Raises `FetchFailed`, `OSError`, `UnicodeError` and `Unavailable`."""
+        host = host.lower()
+        place = self._places[owner]
+        try:
+            async with asyncio.timeout(self._lookup_s):
+                await place.acquire()
+        except TimeoutError:
+            raise _full("Names of hosts of this key's media are being looked up, without an answer yet.") from None
+        try:
+            if self._unanswered.get(host, 0.0) > self._clock():
+                raise self._no_answer()
+            if self._running >= LOOKUPS_MAX:
+                raise _full("Too many names of hosts of media are being looked up.")
+            addresses = self._start(host, port, place)
+        except BaseException:  # Re-raised: no thread has been started, which would release the place.
+            place.release()
+            raise
+        return await addresses
+
+    def _start(self, host: str, port: int, place: asyncio.Semaphore) -> asyncio.Future[list[str]]:
+        loop = asyncio.get_running_loop()
+        addresses: asyncio.Future[list[str]] = loop.create_future()
+
+        def finish(outcome: list[str] | Exception) -> None:
+            self._running -= 1
+            place.release()
+            overdue.cancel()
+            if addresses.done():
+                return  # given up, or its request has ended
+            if isinstance(outcome, Exception):
+                addresses.set_exception(outcome)
+            else:
+                addresses.set_result(outcome)
+
+        def run() -> None:
+            try:
+                outcome = self._look_up(host, port)
+            except Exception as error:  # The root of a thread; the waiting request gets it.
+                outcome = error
+            # A loop that is closed: the daemon has ended without waiting.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(finish, outcome)
+
+        Thread(target=run, name="media-lookup", daemon=True).start()
+        overdue = loop.call_later(self._lookup_s, self._give_up, host, addresses)
+        self._running += 1
+        return addresses
+
+    def _give_up(self, host: str, addresses: asyncio.Future[list[str]]) -> None:
+        now = self._clock()
+        self._unanswered = {name: until for name, until in self._unanswered.items() if until > now}
+        self._unanswered[host] = now + UNANSWERED_S
+        if not addresses.done():
+            addresses.set_exception(self._no_answer())
+
+    def _no_answer(self) -> FetchFailed:
+        return FetchFailed(f"the name of its host was not resolved within {self._lookup_s:g} seconds")
+
+
+def _full(message: str) -> Unavailable:
+    return Unavailable(f"{message} Try again later.", RETRY_AFTER_S, "media_lookups_full")

@@ -1,0 +1,25 @@
+"""Clock of a watch thread, which stands still while the thread does not run."""
+
+import time
+from collections.abc import Callable
+
+
+class RunClock:
+    """Seconds by which partners are judged. Owned by the watch thread, which calls `look` in each of its turns.
+
+    A turn that took longer than `turn_s` counts as `turn_s`: the machine slept, or was too busy to run this thread,
+    and no partner could have been heard in that time.
+    """
+
+    def __init__(self, turn_s: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._turn_s = turn_s
+        self._monotonic = monotonic
+        self._looked_at = monotonic()
+        self.now = 0.0
+
+    def look(self) -> float:
+        """The time of this turn."""
+        at = self._monotonic()
+        self.now += min(at - self._looked_at, self._turn_s)
+        self._looked_at = at
+        return self.now
