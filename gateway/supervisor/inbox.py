@@ -63,6 +63,8 @@ class EventKind(Enum):
     # The link failed to send, or a watched sequence has its first token or has ended.
     SUSPECT = auto()
     PROGRESS = auto()
+    # The Welcome was sent: requests will reach the worker from now on.
+    GREETED = auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,8 @@ class Incarnation:
         self.is_evicted = False
         self.is_suspect = False
         self.is_gated = False
+        # The worker is routable: the Welcome was sent to it.
+        self.is_greeted = False
         self._runner = runner
         self._wire = wire
         self._effects = effects
@@ -241,8 +243,11 @@ class Incarnation:
     async def _greet(self) -> None:
         welcome = Welcome(MINOR, self._wire.boot, self._limits.heartbeat_s)
         give_up_at = self._effects.now() + self._limits.greet_s
-        while not self.send(welcome) and self._effects.now() < give_up_at:
+        while not (is_sent := self.send(welcome)) and self._effects.now() < give_up_at:
             await self._effects.sleep(GREET_RETRY_S)
+        if is_sent:
+            self.is_greeted = True
+            self._post(inbox.WorkerEvent(inbox.EventKind.GREETED, self.epoch))
 
     def _escalate(self, process: Process, steps: tuple[tuple[float, int], ...]) -> None:
         """Send each signal after its delay, unless the process has exited by then."""

@@ -272,6 +272,8 @@ class Worker:
                 self._replace()
             case EventKind.SUSPECT if is_ready:
                 self._timers.arm(self._limits.suspect_s)
+            case EventKind.GREETED:
+                self._serve_when_routable()
             case EventKind.REOPEN:
                 self._serve()
             case EventKind.PROGRESS:
@@ -349,12 +351,12 @@ class Worker:
     def _on_ready(self, ready: Ready, process: Process) -> None:
         if self.state not in (State.STARTING, State.LOADING):
             return
-        if not process.is_adopted:
-            self._events.load_seconds(self.name, ready.load_s)
-        elif self.incarnation.ready is None:
+        if self.incarnation.ready is None and process.is_adopted:
             # What it still does is for clients that left with their gateway.
             self.incarnation.send(Drain(0.0))
             self._timers.arm(self._limits.adopt_s)
+        elif self.incarnation.ready is None:
+            self._events.load_seconds(self.name, ready.load_s)
         self.incarnation.ready = ready
         if {(info.name, info.path) for info in ready.adapters} != set(self.spec.adapters):
             # They have changed while it loaded, or before this gateway was started.
@@ -363,6 +365,13 @@ class Worker:
         if ready.lane_reason:
             log.warning("%s: %s", self.name, ready.lane_reason)
         if not process.is_adopted:
+            self._serve_when_routable()
+
+    def _serve_when_routable(self) -> None:
+        """Serve once the worker is loaded and greeted: its Ready may overtake the connection that takes requests."""
+        incarnation = self.incarnation
+        is_loaded = self.state is State.LOADING and incarnation.ready is not None
+        if is_loaded and incarnation.is_greeted and not incarnation.is_adopted:
             self._begin_serving()
 
     @property

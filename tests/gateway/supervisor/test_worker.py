@@ -83,6 +83,22 @@ async def test_a_welcome_waits_until_the_worker_is_routable() -> None:
         assert [type(message) for message in m.world.sent] == [Welcome]
 
 
+async def test_a_loaded_worker_serves_only_when_it_is_routable() -> None:
+    async with Machine() as m:
+        waiting = await m.ask()
+        m.world.is_unreachable = True
+        m.hello()
+        m.ready()
+        await settle()
+        assert m.worker.state is State.LOADING
+        m.world.is_unreachable = False
+        await m.world.pass_time(0.1)
+        await waiting
+        assert m.worker.state is State.READY
+        await m.world.pass_time(10.0)
+        assert (m.worker.state, len(m.world.processes)) == (State.READY, 1)
+
+
 async def test_a_ready_model_answers_without_a_task_switch() -> None:
     async with Machine() as m:
         await m.bring_up()

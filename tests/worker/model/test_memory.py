@@ -27,6 +27,8 @@ from worker.sampling.logprobs import LogprobReader
 
 MIB = 1 << 20
 GIB = 1 << 30
+# Far more than the process of the tests takes, which grows with each test before.
+_SHARE_BYTES = 16 * GIB
 
 
 def test_what_weights_and_python_leave_is_divided_among_kv_prefixes_and_buffers() -> None:
@@ -212,7 +214,7 @@ def test_prefixes_are_let_go_of_before_mlx_hears_of_a_smaller_share(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[tuple[int, int]] = []
-    with EngineHarness(spec(model_folder("qwen3"), memory_bytes=GIB)) as engine:
+    with EngineHarness(spec(model_folder("qwen3"), memory_bytes=_SHARE_BYTES)) as engine:
         engine.run([Generate(1, TokensPrompt(tuple(range(20, 320))), Sampling(temperature=0.0), max_tokens=2)])
         cache = engine.engine.cache
 
@@ -221,7 +223,7 @@ def test_prefixes_are_let_go_of_before_mlx_hears_of_a_smaller_share(
 
         assert cache.nbytes > 0
         monkeypatch.setattr(Share, "enforce", enforce)
-        engine.command(SetMemory(GIB, 1.0, 0.0))
+        engine.command(SetMemory(_SHARE_BYTES, 1.0, 0.0))
         engine.run([Generate(2, TokensPrompt((20,)), Sampling(temperature=0.0), max_tokens=1)])
     assert held == [(0, 0)]
 
@@ -307,7 +309,12 @@ def test_what_finds_no_memory_beside_the_step_ends_no_worker_and_changes_no_toke
         return Generate(rid, prompt, Sampling(temperature=0.0, ignore_eos=True), max_tokens, top_logprobs=1)
 
     batch, short, leaving = [request(1, 80), request(2, 80)], request(3, 4), request(4, 3000)
-    settings = {"disk_cache_dir": str(tmp_path), "disk_cache_bytes": GIB, "disk_cache_tokens": 64, "memory_bytes": GIB}
+    settings = {
+        "disk_cache_dir": str(tmp_path),
+        "disk_cache_bytes": GIB,
+        "disk_cache_tokens": 64,
+        "memory_bytes": _SHARE_BYTES,
+    }
     with EngineHarness(spec(model_folder("qwen3"))) as engine:
         alone = [engine.run([each])[0].ids for each in (*batch, short)]
     with EngineHarness(spec(model_folder("qwen3"), **settings)) as engine:
@@ -323,7 +330,7 @@ def test_what_finds_no_memory_beside_the_step_ends_no_worker_and_changes_no_toke
         results = [engine.submit(each) for each in (*batch, short, leaving)]
         engine.wait(lambda: all(result.ids for result in results), "all rows to run")
         monkeypatch.setattr(part, act, failing_once)
-        engine.command(SetMemory(GIB, 0.5, 0.25))
+        engine.command(SetMemory(_SHARE_BYTES, 0.5, 0.25))
         engine.command(Abort((leaving.rid,)))
         engine.wait(lambda: engine.error is not None or all(result.terminals for result in results), "all ends")
         assert engine.error is None
